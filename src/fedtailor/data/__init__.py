@@ -1,0 +1,55 @@
+"""Data sources: `load` turns a configuration into a federation's data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedtailor.data.configs import (
+    Cifar10Config,
+    DataConfig,
+    DigitsConfig,
+    FashionMnistConfig,
+    FolderConfig,
+    HeartDiseaseConfig,
+    MnistConfig,
+    PolynomialConfig,
+    QmnistConfig,
+    SourceConfig,
+)
+
+if TYPE_CHECKING:
+    from fedtailor.data.federated import FederatedData
+
+__all__ = ["SOURCES", "DataConfig", "SourceInfo", "load"]
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """A data source: what it is, how it is configured, and the module whose `load` reads it."""
+
+    description: str
+    config: type[SourceConfig]
+    module: str
+
+
+# modules by name, so that listing the sources imports neither torch nor polars
+SOURCES: dict[str, SourceInfo] = {
+    "digits": SourceInfo("8x8 handwritten digits that come with scikit-learn; no files needed", DigitsConfig, "images"),
+    "mnist": SourceInfo("MNIST, 28x28 handwritten digits", MnistConfig, "images"),
+    "fashion-mnist": SourceInfo("Fashion-MNIST, 28x28 pieces of clothing", FashionMnistConfig, "images"),
+    "cifar10": SourceInfo("CIFAR-10, 32x32 colour photographs", Cifar10Config, "images"),
+    "qmnist": SourceInfo("MNIST digits grouped by writer (QMNIST): natural clients", QmnistConfig, "images"),
+    "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),
+    "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
+    "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+}
+
+
+def load(config: DataConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+    """Read the data of a configuration; files are looked for under `root`, FEDTAILOR_DATA or ~/.cache/fedtailor."""
+    module = import_module(f"fedtailor.data.{SOURCES[config.source].module}")
+    data: FederatedData = module.load(config, seed=seed, root=root)
+    return data

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -23,6 +24,12 @@ class Rows:
     def sizes(self) -> Tensor:
         """Number of samples per client."""
         return self.starts.diff()
+
+    def bounds(self, clients: Sequence[int]) -> tuple[list[int], list[int]]:
+        """First row and number of rows of each of `clients`."""
+        at = torch.as_tensor(clients, dtype=torch.int64)
+        first = self.starts[at]
+        return first.tolist(), (self.starts[at + 1] - first).tolist()
 
     def of(self, client: int) -> tuple[Tensor, Tensor]:
         """Features and targets of one client, as views."""
@@ -48,7 +55,9 @@ class FederatedData:
     outputs: int  # classes, or target columns
     classes: tuple[str, ...] = ()
     features: tuple[str, ...] = ()  # names of the columns of x, where they have names
-    notes: tuple[str, ...] = field(default=())  # what the partition made, what was imputed, ...: shown and saved with a run
+    notes: tuple[str, ...] = field(
+        default=()
+    )  # what the partition made, what was imputed, ...: shown and saved with a run
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,6 +66,4 @@ class FederatedData:
 
     def to(self, dtype: torch.dtype) -> FederatedData:
         """The same data with floating-point numbers of another width."""
-        from dataclasses import replace
-
         return replace(self, train=self.train.to(dtype), val=self.val.to(dtype), test=self.test.to(dtype))

@@ -1,0 +1,122 @@
+"""What an algorithm is: a frozen dataclass of hyper-parameters, client functions, and a round of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+
+if TYPE_CHECKING:
+    from fedtailor.core.federation import Federation
+    from fedtailor.core.me import Me
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One thing that may leave a client: its name for people, and an example that fixes keys, shapes and types."""
+
+    name: str
+    example: Callable[[Any, Model], Tree]  # (algorithm, model) -> tree
+    positive: bool = False
+
+
+def _scalar(algorithm: Any, model: Model) -> Tensor:
+    return torch.zeros((), dtype=model.dtype)
+
+
+MODEL = Sent("model", lambda algorithm, model: model.params)
+BODY = Sent("body", lambda algorithm, model: model.body)
+HEAD = Sent("head", lambda algorithm, model: model.head)
+COUNT = Sent("sample count", _scalar, positive=True)
+NUMBER = Sent("number", _scalar)
+
+
+def on_client(sends: Sent | tuple[Sent, ...] | None = None) -> Callable[[F], F]:
+    """Mark a method `(self, me, *message) -> (private state, reply)` as one that runs beside a client's data.
+
+    `sends` declares the reply. A reply that differs from the declaration is rejected; without one nothing leaves.
+    """
+
+    def mark(fn: F) -> F:
+        fn.sends = sends  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The base of every algorithm; abstract or final, never a kind of another algorithm.
+
+    Fields of the subclass are its hyper-parameters: TOML, command line and docs derive from them.
+    """
+
+    title: ClassVar[str] = ""  # the name in tables, such as "FedAvg+FT"
+    private: ClassVar[str] = "nothing"  # what stays on the client, in words
+    citation: ClassVar[str] = ""  # BibTeX
+
+    def server_init(self, model: Model) -> Tree:
+        """The server's state before the first round."""
+        return {}
+
+    def client_init(self, me: Me) -> Tree:
+        """A client's private state before its first round; its keys and shapes stay as they are here."""
+        return {}
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        """One round; returns the server's new state."""
+        raise NotImplementedError
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        """With what this client predicts."""
+        raise NotImplementedError
+
+    def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
+        """Outputs of a personal model."""
+        return model(personal, x)
+
+
+def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callable[..., Any]]:
+    """The methods marked by `on_client`, by name."""
+    kind = algorithm if isinstance(algorithm, type) else type(algorithm)
+    return {name: fn for name, fn in vars(kind).items() if hasattr(fn, "sends")}
+
+
+def sent_names(algorithm: Algorithm | type[Algorithm]) -> list[str]:
+    """In words, all that may leave a client."""
+    names: list[str] = []
+    for fn in client_functions(algorithm).values():
+        for part in _parts(fn.sends):  # type: ignore[attr-defined]
+            if part.name not in names:
+                names.append(part.name)
+    return names
+
+
+def sent_example(algorithm: Algorithm, name: str, model: Model) -> Tree:
+    """A reply as declared for a client function: its keys, shapes and types are the ones allowed."""
+    sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
+    if isinstance(sends, tuple):
+        return tuple(part.example(algorithm, model) for part in sends)
+    return None if sends is None else sends.example(algorithm, model)
+
+
+def sent_positive(algorithm: Algorithm, name: str) -> list[str]:
+    """Paths of the reply that must be positive numbers."""
+    sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
+    if isinstance(sends, tuple):
+        return [str(i) for i, part in enumerate(sends) if part.positive]
+    return [""] if sends is not None and sends.positive else []
+
+
+def _parts(sends: Sent | tuple[Sent, ...] | None) -> tuple[Sent, ...]:
+    if sends is None:
+        return ()
+    return sends if isinstance(sends, tuple) else (sends,)

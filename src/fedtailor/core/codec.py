@@ -1,0 +1,66 @@
+"""Messages as bytes: a JSON header and the tensors of a tree in safetensors. Nothing read from a wire is executed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from fedtailor.core.trees import Tree, items
+
+_LENGTH = struct.Struct("<I")
+
+
+def encode(header: dict[str, Any], tree: Tree) -> bytes:
+    """A message: length of the header, header, tensors."""
+    head = _head(header, tree)
+    tensors = {path: leaf.detach().contiguous().numpy() for path, leaf in items(tree)}
+    return _LENGTH.pack(len(head)) + head + safetensors.numpy.save(tensors)
+
+
+def decode(message: bytes) -> tuple[dict[str, Any], Tree]:
+    """Header and tree of a message."""
+    (length,) = _LENGTH.unpack_from(message)
+    head = json.loads(message[4 : 4 + length])
+    tensors = safetensors.torch.load(message[4 + length :])
+    return head["header"], _build(head["tree"], tensors, "")
+
+
+def size(header: dict[str, Any], tree: Tree, *, stacked: bool = False) -> int:
+    """Length of `encode(header, tree)` without encoding; of one client's part when the tree is stacked."""
+    shapes = tuple((path, tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree))
+    return 4 + len(_head(header, tree)) + _tensor_bytes(shapes)
+
+
+def structure(tree: Tree) -> Any:
+    """The shape of a tree as JSON: leaves are "*"."""
+    if isinstance(tree, dict):
+        return {k: structure(v) for k, v in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return [structure(v) for v in tree]
+    return None if tree is None else "*"
+
+
+def _head(header: dict[str, Any], tree: Tree) -> bytes:
+    return json.dumps({"header": header, "tree": structure(tree)}, separators=(",", ":")).encode()
+
+
+@lru_cache(maxsize=256)
+def _tensor_bytes(shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) -> int:
+    """Length of these tensors in safetensors; it depends on names, shapes and types only."""
+    empty = {path: np.empty(shape, dtype=torch.empty(0, dtype=dtype).numpy().dtype) for path, shape, dtype in shapes}
+    return len(safetensors.numpy.save(empty))
+
+
+def _build(shape: Any, tensors: dict[str, torch.Tensor], path: str) -> Tree:
+    if isinstance(shape, dict):
+        return {k: _build(v, tensors, f"{path}/{k}" if path else k) for k, v in shape.items()}
+    if isinstance(shape, list):
+        return tuple(_build(v, tensors, f"{path}/{i}" if path else str(i)) for i, v in enumerate(shape))
+    return None if shape is None else tensors[path]

@@ -1,0 +1,301 @@
+"""The server's half: map, sum, mean, scatter, gather, and the tape that makes a round differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fedtailor.core import codec
+from fedtailor.core.algorithm import sent_example, sent_positive
+from fedtailor.core.client import Call
+from fedtailor.core.me import Setting
+from fedtailor.core.trees import Params, Tree, detach, items, leaves, rebuild, schema, schema_difference, tree_map
+from fedtailor.errors import ClientError, RoundAbandoned
+
+
+class Engine(Protocol):
+    """Where the clients are. Replies and cotangents are stacked per group of clients."""
+
+    setting: Setting
+
+    def start(self) -> None: ...
+    def begin_round(self) -> None: ...
+    def call(self, call: Call, clients: Sequence[int]) -> Iterator[Any]: ...
+    def pull_back(
+        self, number: int, clients: Sequence[int], cotangent: Tree
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]: ...
+    def finish_backward(self) -> None: ...
+    def undo(self, clients: Sequence[int] | None = None) -> None: ...
+    def personal(self, clients: Sequence[int], round: int, server: Tree) -> Iterator[tuple[tuple[int, ...], Params]]: ...
+    def evaluate(
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
+    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]]]]: ...
+    def get_states(self) -> Tree: ...
+    def set_states(self, rows: Tree) -> None: ...
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A value that each client of the cohort has its own version of: a tree with a leading client dimension."""
+
+    clients: tuple[int, ...]
+    tree: Tree
+
+    def __iter__(self) -> Iterator[Placed]:
+        """The parts of a reply that is a tuple."""
+        return (Placed(self.clients, part) for part in self.tree)
+
+    def __getitem__(self, key: str | int) -> Placed:
+        return Placed(self.clients, self.tree[key])
+
+    def of(self, clients: tuple[int, ...]) -> Tree:
+        """The rows of some of the clients."""
+        if clients == self.clients:
+            return self.tree
+        position = {c: i for i, c in enumerate(self.clients)}
+        rows = [position[c] for c in clients]
+        return tree_map(lambda v: v[rows], self.tree)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a reply is not believed."""
+
+    min_replies: int = 1
+    max_norm: float = 1e8
+
+
+@dataclass
+class Traffic:
+    """Bytes and trips of training, summed over clients (bytes) and counted once per call (trips)."""
+
+    up: int = 0
+    down: int = 0
+    trips: int = 0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A client whose reply was not used, and why."""
+
+    client: str
+    round: int
+    function: str
+    reason: str
+
+
+@dataclass
+class Federation:
+    """What an algorithm's `round` is given."""
+
+    engine: Engine
+    limits: Limits = field(default_factory=Limits)
+    traffic: Traffic = field(default_factory=Traffic)
+    faults: list[Fault] = field(default_factory=list)
+    round: int = 0
+    cohort: tuple[int, ...] = ()
+    looked_at: set[str] = field(default_factory=set)
+    _calls: int = 0
+    _tape: _Tape | None = None
+    _errors: list[Exception] = field(default_factory=list)
+
+    def map(self, fn: Callable[..., Any], *message: Tree | Placed) -> Placed:
+        """Every client of the cohort runs `fn(me, *message)` and keeps its new private state; the replies come back."""
+        args = tuple(m.of(self.cohort) if isinstance(m, Placed) else m for m in message)
+        placed = tuple(isinstance(m, Placed) for m in message)
+        call = Call(fn.__name__, self.round, self._calls, args, placed, taped=self._tape is not None)
+        self._calls += 1
+        self.traffic.trips += 1
+        if self._tape is None:
+            return self._call(call)
+        return self._tape.call(self, call)
+
+    def sum(self, x: Placed) -> Tree:
+        """The sum over the cohort; all that the server needs to see of it."""
+        return tree_map(lambda v: v.sum(0), x.tree)
+
+    def mean(self, x: Placed, weight: Placed | None = None) -> Tree:
+        """The mean over the cohort, weighted by one number per client."""
+        if weight is None:
+            return tree_map(lambda v: v.mean(0), x.tree)
+        w = weight.of(x.clients)
+        w = w / w.sum()
+        return tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.tree)
+
+    def scatter(self, rows: Tree) -> Placed:
+        """A different message for each client: `rows` has a leading dimension, in the order of `cohort`."""
+        for path, leaf in items(rows):
+            if leaf.shape[:1] != (len(self.cohort),):
+                raise ValueError(f'scatter: "{path}" has {list(leaf.shape)}, not a row for each of {len(self.cohort)} clients')
+        return Placed(self.cohort, rows)
+
+    def gather(self, x: Placed, what: str) -> Tree:
+        """Look at single replies. `what` names them, for the report of what the server saw."""
+        self.looked_at.add(what)
+        return x.tree
+
+    def tape(self, watched: Tree = None) -> Tree:
+        """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
+        self._tape = _Tape(tree_map(lambda v: v.detach().requires_grad_(), watched))
+        return self._tape.watched
+
+    def backward(self, loss: Tensor) -> Tree:
+        """Send cotangents back along the tape. Then every client has `me.grad`; returns the gradient by `watched`."""
+        if self._tape is None:
+            raise RuntimeError("fed.backward without fed.tape")
+        tape, self._tape = self._tape, None
+        gradient = tape.backward(loss)
+        self.engine.finish_backward()
+        return gradient
+
+    def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
+        """One round of the algorithm; when it is abandoned everything is as before and `RoundAbandoned` is raised."""
+        self.round, self.cohort = round, tuple(cohort)
+        self._calls, self._tape, self._errors = 0, None, []
+        self.engine.begin_round()
+        try:
+            return detach(self.engine.setting.algorithm.round(self, server))
+        except BaseException:
+            self.engine.undo()
+            raise
+
+    def _call(self, call: Call) -> Placed:
+        """Send a call, check every reply, keep the good ones in the order of the cohort."""
+        setting = self.engine.setting
+        wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
+        positive = sent_positive(setting.algorithm, call.function)
+        asked = self.cohort
+        parts: list[tuple[tuple[int, ...], Tree]] = []
+        self.traffic.down += len(asked) * codec.size(call.header, _row(call.args, call.placed))
+        for reply in self.engine.call(call, asked):
+            if reply.error is not None:
+                self._reject(reply.clients[0], call, str(reply.error), reply.error)
+                continue
+            self.traffic.up += len(reply.clients) * codec.size(call.reply_header, reply.tree, stacked=True)
+            wrong = schema_difference(schema(reply.tree, stacked=True), wanted)
+            reasons = [wrong and f"reply {wrong}"] * len(reply.clients)
+            if not wrong:
+                reasons = _implausible(reply.tree, len(reply.clients), positive, self.limits.max_norm)
+            for client, reason in zip(reply.clients, reasons, strict=True):
+                if reason:
+                    self._reject(client, call, reason)
+            good = [i for i, reason in enumerate(reasons) if not reason]
+            if good:
+                tree = reply.tree if len(good) == len(reasons) else tree_map(lambda v, g=good: v[g], reply.tree)
+                parts.append((tuple(reply.clients[i] for i in good), tree))
+        if len(self.cohort) < max(1, self.limits.min_replies) or (call.taped and self.cohort != asked):
+            if self._errors and len(self._errors) == len(asked):
+                raise ClientError(f"every client failed; the first: {self._errors[0]}") from self._errors[0]
+            raise RoundAbandoned(
+                f"round {self.round}: {len(self.cohort)} of {len(asked)} clients gave a usable reply to "
+                f"{call.function}; " + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
+            )
+        return Placed(self.cohort, _in_order(parts, self.cohort))
+
+    def _reject(self, client: int, call: Call, reason: str, error: Exception | None = None) -> None:
+        self.cohort = tuple(c for c in self.cohort if c != client)
+        self.engine.undo([client])
+        self.faults.append(Fault(self.engine.setting.data.clients[client], call.round, call.function, reason))
+        if error is not None:
+            self._errors.append(error)
+
+
+class _Tape:
+    """Server-side autograd in which a call to the clients is one node, and its backward a call again."""
+
+    def __init__(self, watched: Tree) -> None:
+        self.watched = watched
+        # threads through all calls, so that backward reaches them in reverse order even where no message links them
+        self.start = torch.zeros((), requires_grad=True)
+        self.token: Tensor = self.start
+
+    def call(self, fed: Federation, call: Call) -> Placed:
+        node = _Node(fed, call)
+        with torch.enable_grad():
+            self.token, *reply = _Apply.apply(node, self.token, *leaves(call.args))
+        return Placed(fed.cohort, rebuild(node.reply, iter(reply)))
+
+    def backward(self, loss: Tensor) -> Tree:
+        watched = leaves(self.watched)
+        gradients = torch.autograd.grad(loss, [self.start, *watched], allow_unused=True)
+        filled = (torch.zeros_like(w) if g is None else g for w, g in zip(watched, gradients[1:], strict=True))
+        return rebuild(self.watched, filled)
+
+
+@dataclass
+class _Node:
+    fed: Federation
+    call: Call
+    reply: Tree = None
+
+    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
+        fed, call = self.fed, self.call
+        filled = [torch.zeros_like(v) if c is None else c for v, c in zip(leaves(self.reply), cotangents, strict=True)]
+        tree = rebuild(self.reply, iter(filled))
+        fed.traffic.trips += 1
+        fed.traffic.down += len(fed.cohort) * codec.size(call.reply_header, tree, stacked=True)
+        fed.traffic.up += len(fed.cohort) * codec.size(call.reply_header, _row(call.args, call.placed))
+        totals: list[Tree] = [None] * len(call.args)
+        parts: list[list[tuple[tuple[int, ...], Tree]]] = [[] for _ in call.args]
+        for clients, args in fed.engine.pull_back(call.number, fed.cohort, tree):
+            for i, (arg, own) in enumerate(zip(args, call.placed, strict=True)):
+                if own:
+                    parts[i].append((clients, arg))
+                else:
+                    totals[i] = arg if totals[i] is None else tree_map(torch.add, totals[i], arg)
+        joined = [
+            _in_order(part, fed.cohort) if own else total
+            for part, total, own in zip(parts, totals, call.placed, strict=True)
+        ]
+        return leaves(tuple(joined))
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, node: _Node, token: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.node, ctx.token = node, token
+        node.reply = node.fed._call(node.call).tree
+        return token.clone(), *leaves(node.reply)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor, *cotangents: Tensor | None) -> Any:
+        return None, torch.zeros_like(ctx.token), *ctx.node.backward(cotangents)
+
+
+def _row(args: tuple[Tree, ...], placed: tuple[bool, ...]) -> tuple[Tree, ...]:
+    """The message as one client receives it."""
+    return tuple(tree_map(lambda v: v[0], a) if own else a for a, own in zip(args, placed, strict=True))
+
+
+def _in_order(parts: list[tuple[tuple[int, ...], Tree]], clients: tuple[int, ...]) -> Tree:
+    """Rows of several groups as one stack, in the order of `clients`; rows of others are left out."""
+    have = [c for group, _ in parts for c in group]
+    tree = parts[0][1] if len(parts) == 1 else tree_map(lambda *v: torch.cat(v), *(tree for _, tree in parts))
+    if tuple(have) == clients:
+        return tree
+    position = {c: i for i, c in enumerate(have)}
+    rows = torch.tensor([position[c] for c in clients])
+    return tree_map(lambda v: v[rows], tree)
+
+
+def _implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
+    """For each client the reason not to believe its reply, or None."""
+    reasons: list[str | None] = [None] * clients
+    squares = torch.zeros(clients, dtype=torch.float64)
+    for path, leaf in items(stack):
+        if not leaf.is_floating_point():
+            continue
+        flat = leaf.reshape(clients, -1)
+        for i in (~torch.isfinite(flat).all(1)).nonzero()[:, 0].tolist():
+            reasons[i] = reasons[i] or f'reply "{path or "number"}" is not finite'
+        if path in positive:
+            for i in (~(flat > 0).all(1)).nonzero()[:, 0].tolist():
+                reasons[i] = reasons[i] or f"count {leaf[i].item():g} is not positive"
+        squares += flat.double().square().sum(1)
+    for i in (squares.sqrt() > max_norm).nonzero()[:, 0].tolist():
+        reasons[i] = reasons[i] or f"reply has norm {squares[i].sqrt().item():.3g}, above the limit {max_norm:.3g}"
+    return reasons

@@ -1,0 +1,84 @@
+"""A model as a pure function of named tensors, with a declared body and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedtailor.core.trees import Params
+from fedtailor.errors import ConfigError, nearest
+
+BufferPolicy = Literal["private", "mean"]
+
+
+class Model:
+    """Wraps any nn.Module. `params` are the initial values that every client and the server start from.
+
+    `head` lists the modules (or single parameters) of the personal end of the network; the rest is the body.
+    Floating-point buffers, such as the statistics of BatchNorm, follow `buffers`:
+
+    - `"private"`: they belong to the client, are never sent and never averaged;
+    - `"mean"`: they are entries of `params` like any other and are averaged with them.
+    """
+
+    def __init__(self, module: nn.Module, head: Sequence[str] = (), buffers: BufferPolicy = "private") -> None:
+        for part in module.modules():
+            # the count is an integer that only cumulative averages need; without it every buffer is floating point
+            if getattr(part, "num_batches_tracked", None) is not None and getattr(part, "momentum", None) is not None:
+                part.register_buffer("num_batches_tracked", None)
+        self.module = module
+        self.trainable: Params = {k: v.detach().clone() for k, v in module.named_parameters()}
+        all_buffers = {k: v.detach().clone() for k, v in module.named_buffers() if v.is_floating_point()}
+        self.private_buffers: Params = all_buffers if buffers == "private" else {}
+        self.params: Params = self.trainable | (all_buffers if buffers == "mean" else {})
+        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        self._head = frozenset(self._names_under(head))
+
+    def _names_under(self, prefixes: Sequence[str]) -> list[str]:
+        names: list[str] = []
+        for prefix in prefixes:
+            found = [k for k in self.params if k == prefix or k.startswith(prefix + ".")]
+            if not found:
+                known = {k for name in self.params for k in (name, name.rpartition(".")[0]) if k}
+                raise ConfigError(f'the model has no part "{prefix}" for its head; {nearest(prefix, known)}')
+            names += found
+        return names
+
+    @property
+    def head(self) -> Params:
+        """Initial values of the personal end."""
+        return {k: v for k, v in self.params.items() if k in self._head}
+
+    @property
+    def body(self) -> Params:
+        """Initial values of all that is not head."""
+        return {k: v for k, v in self.params.items() if k not in self._head}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.params.values())).dtype
+
+    def __call__(self, params: Params, x: Tensor, *, training: bool = False) -> Tensor:
+        """Outputs for a batch. In training, BatchNorm writes its statistics into the tensors given."""
+        if self.module.training is not training:
+            self.module.train(training)
+        return torch.func.functional_call(self.module, params, (x,))
+
+
+def classification_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of every sample."""
+    return torch.nn.functional.cross_entropy(output, target, reduction="none")
+
+
+def regression_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Squared error of every sample, mean over the target columns."""
+    return (output - target).square().mean(dim=-1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "classification": classification_loss,
+    "regression": regression_loss,
+}

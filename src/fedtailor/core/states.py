@@ -1,0 +1,63 @@
+"""The private states of all clients, stacked: one row per client and tensor, with an undo for the running round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.trees import Tree, detach, leaves, schema, schema_difference, tree_map
+
+
+class States:
+    """Rows are read as copies and written in place; `undo` brings back what a client had at `begin`."""
+
+    def __init__(self, clients: Sequence[int]) -> None:
+        self.clients = tuple(clients)
+        self.rows: Tree = None  # as a client's state, with a leading dimension of all clients
+        self._row = {c: i for i, c in enumerate(self.clients)}
+        self._log: list[tuple[Tensor, Tree]] = []
+        self._logged = torch.zeros(len(self.clients), dtype=torch.bool)
+
+    def create(self, clients: Sequence[int], stack: Tree) -> None:
+        """First states of some clients; those of the first call fix keys, shapes and types."""
+        if self.rows is None:
+            self.rows = tree_map(lambda v: torch.zeros((len(self.clients), *v.shape[1:]), dtype=v.dtype), stack)
+        self._write(self._at(clients), stack)
+
+    def read(self, clients: Sequence[int]) -> Tree:
+        """Copies of the rows of `clients`."""
+        at = self._at(clients)
+        return tree_map(lambda v: v[at], self.rows)
+
+    def write(self, clients: Sequence[int], stack: Tree) -> None:
+        """New states of `clients`; undone by `undo` until the next `begin`."""
+        if wrong := schema_difference(schema(stack, stacked=True), schema(self.rows, stacked=True)):
+            raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
+        at = self._at(clients)
+        fresh = at[~self._logged[at]]
+        if len(fresh):
+            self._log.append((fresh, tree_map(lambda v: v[fresh], self.rows)))
+            self._logged[fresh] = True
+        self._write(at, stack)
+
+    def begin(self) -> None:
+        """A new round: what is written from here on can be undone."""
+        self._log.clear()
+        self._logged.zero_()
+
+    def undo(self, clients: Sequence[int] | None = None) -> None:
+        """Bring back the states at `begin`, of all or of some clients."""
+        wanted = torch.zeros(len(self.clients), dtype=torch.bool)
+        wanted[self._at(self.clients if clients is None else clients)] = True
+        for at, old in self._log:
+            keep = wanted[at]
+            self._write(at[keep], tree_map(lambda v, keep=keep: v[keep], old))
+
+    def _at(self, clients: Sequence[int]) -> Tensor:
+        return torch.tensor([self._row[c] for c in clients], dtype=torch.int64)
+
+    def _write(self, at: Tensor, stack: Tree) -> None:
+        for row, new in zip(leaves(self.rows), leaves(detach(stack)), strict=True):
+            row[at] = new

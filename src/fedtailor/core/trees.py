@@ -1,0 +1,84 @@
+"""Trees: nested dicts, tuples and lists of tensors. Messages, replies and states are trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any  # Tensor | dict[str, Tree] | tuple[Tree, ...] | list[Tree] | None
+Params = dict[str, Tensor]
+
+
+def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `fn` to every leaf, together with the leaves at the same place of `rest`."""
+    if isinstance(tree, dict):
+        return {k: tree_map(fn, v, *(r[k] for r in rest)) for k, v in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(tree_map(fn, v, *(r[i] for r in rest)) for i, v in enumerate(tree))
+    return None if tree is None else fn(tree, *rest)
+
+
+def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Leaves with their path, such as `("0/conv1.weight", tensor)`; dict entries in the order of their names."""
+    if isinstance(tree, dict):
+        for k in sorted(tree):
+            yield from items(tree[k], f"{prefix}/{k}" if prefix else k)
+    elif isinstance(tree, (tuple, list)):
+        for i, v in enumerate(tree):
+            yield from items(v, f"{prefix}/{i}" if prefix else str(i))
+    elif tree is not None:
+        yield prefix, tree
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree, in the order of `items`."""
+    return [leaf for _, leaf in items(tree)]
+
+
+def rebuild(tree: Tree, new_leaves: Iterator[Any]) -> Tree:
+    """A tree shaped as `tree` with other leaves, taken in the order of `items`."""
+    if isinstance(tree, dict):
+        made = {k: rebuild(tree[k], new_leaves) for k in sorted(tree)}
+        return {k: made[k] for k in tree}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(rebuild(v, new_leaves) for v in tree)
+    return None if tree is None else next(new_leaves)
+
+
+def as_tensors(tree: Tree, like: Tensor) -> Tree:
+    """The tree with plain numbers turned into 0-d tensors of the type of `like`."""
+    return tree_map(lambda v: v if isinstance(v, Tensor) else torch.as_tensor(v).to(like.dtype), tree)
+
+
+def detach(tree: Tree) -> Tree:
+    """The same values cut off from any gradient graph."""
+    return tree_map(Tensor.detach, tree)
+
+
+def schema(tree: Tree, *, stacked: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Path -> (shape, dtype); the client dimension of a stacked tree is left out."""
+    return {path: (tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree)}
+
+
+def difference(found: Tree, wanted: Tree) -> str | None:
+    """In words, the first way in which `found` is not of the schema of `wanted`; None when it is."""
+    return schema_difference(schema(found), schema(wanted))
+
+
+def schema_difference(
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> str | None:
+    """As `difference`, for schemas."""
+    if missing := sorted(wanted.keys() - found.keys()):
+        return f'lacks "{missing[0]}"'
+    if extra := sorted(found.keys() - wanted.keys()):
+        return f'has an undeclared key "{extra[0]}"'
+    for path, (shape, dtype) in wanted.items():
+        if found[path][0] != shape:
+            return f'"{path}" has shape {list(found[path][0])}, not {list(shape)}'
+        if found[path][1] != dtype:
+            return f'"{path}" is {found[path][1]}, not {dtype}'
+    return None

@@ -1,0 +1,171 @@
+"""What can be asked of each data source; TOML keys, command-line options and docs derive from these fields."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedtailor.errors import DataError
+
+
+class SourceConfig(BaseModel):
+    """Base of all sources: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SplitConfig(SourceConfig):
+    """How each client's samples are cut into train, val and test."""
+
+    test: float = Field(0.25, description="Fraction of each client's samples kept for the final test.")
+    val: float = Field(0.1, description="Fraction of each client's samples used to select models.")
+    max_samples: int | None = Field(None, ge=1, description="Use at most this many samples of each client.")
+
+    @model_validator(mode="after")
+    def _check_fractions(self) -> SplitConfig:
+        if not (self.test >= 0 and self.val >= 0 and self.test + self.val < 1):
+            raise DataError(
+                f"data.test = {self.test} and data.val = {self.val} leave nothing to train on; "
+                "both must be at least 0 and their sum below 1"
+            )
+        return self
+
+
+class PartitionConfig(SplitConfig):
+    """How pooled samples are dealt to clients."""
+
+    clients: int = Field(10, description="Number of clients the samples are dealt to.")
+    partition: Literal["iid", "dirichlet", "classes", "quantity"] = Field(
+        "dirichlet",
+        description="How samples are dealt: equally, by label proportions, by whole classes, or in unequal amounts.",
+    )
+    alpha: float = Field(0.5, description="Concentration of the Dirichlet draws; smaller is more skewed.")
+    classes_per_client: int = Field(2, description='Distinct classes of each client under partition "classes".')
+    samples_per_client: int | None = Field(
+        None, ge=1, description='Samples of each client under partition "classes"; all that there are if not given.'
+    )
+    sizes: Literal["lognormal", "dirichlet"] = Field(
+        "lognormal", description='Distribution of the client sizes under partition "quantity".'
+    )
+    sigma: float = Field(1.0, ge=0, description="Spread of the log-normal client sizes; 0 makes them equal.")
+    min_samples: int = Field(4, ge=1, description='Least samples of a client under "dirichlet" and "quantity".')
+
+    @model_validator(mode="after")
+    def _check_partition(self) -> PartitionConfig:
+        if not 0 < self.alpha < math.inf:
+            raise DataError(f"data.alpha = {self.alpha}: must be above 0 (0.1 is strong skew, 100 almost none)")
+        if self.clients < 1:
+            raise DataError(f"data.clients = {self.clients}: must be at least 1")
+        if self.classes_per_client < 1:
+            raise DataError(f"data.classes_per_client = {self.classes_per_client}: must be at least 1")
+        return self
+
+
+class DigitsConfig(PartitionConfig):
+    """1797 handwritten digits of 8x8 pixels that come with scikit-learn."""
+
+    source: Literal["digits"] = Field("digits", description="Name of the source.")
+
+
+class MnistConfig(PartitionConfig):
+    """MNIST: 70000 handwritten digits of 28x28 pixels."""
+
+    source: Literal["mnist"] = Field("mnist", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled and dealt.")
+
+
+class FashionMnistConfig(PartitionConfig):
+    """Fashion-MNIST: 70000 pieces of clothing of 28x28 pixels."""
+
+    source: Literal["fashion-mnist"] = Field("fashion-mnist", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled and dealt.")
+
+
+class Cifar10Config(PartitionConfig):
+    """CIFAR-10: 60000 colour photographs of 32x32 pixels."""
+
+    source: Literal["cifar10"] = Field("cifar10", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled and dealt.")
+
+
+class QmnistConfig(SplitConfig):
+    """MNIST images grouped by the person who wrote them."""
+
+    source: Literal["qmnist"] = Field("qmnist", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled.")
+    clients: int = Field(50, ge=1, description="Number of writers, picked by the seed.")
+    min_samples: int = Field(50, ge=1, description="Only writers with at least this many images are picked.")
+
+
+class HeartDiseaseConfig(SplitConfig):
+    """Heart disease at four hospitals: is it present?"""
+
+    source: Literal["heart-disease"] = Field("heart-disease", description="Name of the source.")
+    standardise: Literal["client", "pooled", "none"] = Field(
+        "pooled", description="Whose training rows give the mean and spread of numeric columns."
+    )
+
+
+class PolynomialConfig(SourceConfig):
+    """Regression on cubic polynomials that differ between clients in one to three coefficients."""
+
+    source: Literal["polynomial"] = Field("polynomial", description="Name of the source.")
+    layout: Literal["iid", "sorted"] = Field(
+        "iid",
+        description='"iid": every client draws x from U(0,1), equal sizes; '
+        '"sorted": each owns an interval of x, unequal sizes.',
+    )
+    setting: Literal[1, 2, 3] = Field(1, description="Number of coefficients, from the highest, that differ.")
+    clients: int = Field(10, ge=1, description="Number of clients.")
+    samples: int = Field(1000, ge=1, description="Number of samples of all clients together.")
+    noise: float = Field(0.1, ge=0, description="Standard deviation of the noise on training targets.")
+    evaluate: Literal["in-sample", "fresh"] = Field(
+        "in-sample", description='Test at the training x or, with layout "iid", at fresh x; targets without noise.'
+    )
+
+    @model_validator(mode="after")
+    def _check_evaluate(self) -> PolynomialConfig:
+        if self.layout == "sorted" and self.evaluate == "fresh":
+            raise DataError(
+                'data.evaluate = "fresh" with data.layout = "sorted" would test outside every client\'s interval; '
+                'use evaluate = "in-sample" or layout = "iid"'
+            )
+        return self
+
+
+class FolderConfig(SplitConfig):
+    """A folder with one CSV or Parquet file per client."""
+
+    source: Literal["folder"] = Field("folder", description="Name of the source.")
+    path: Path = Field(description="Folder with one .csv, .tsv, .csv.gz, .tsv.gz or .parquet file per client.")
+    target: str = Field(description="Column to predict.")
+    task: Literal["auto", "classification", "regression"] = Field(
+        "auto", description="What is predicted: a class, a number, or whichever the target column looks like."
+    )
+    ignore: tuple[str, ...] = Field((), description="Columns to leave out.")
+    categorical: tuple[str, ...] = Field((), description="Columns to treat as categories even if they are numbers.")
+    missing: Literal["median", "error"] = Field(
+        "median", description="Fill missing numbers with the client's training median, or stop."
+    )
+    standardise: Literal["client", "pooled", "none"] = Field(
+        "pooled", description="Whose training rows give the mean and spread of numeric columns."
+    )
+    standardise_target: bool = Field(
+        False, description="Scale a regression target by mean and spread of all training rows."
+    )
+
+
+DataConfig = Annotated[
+    DigitsConfig
+    | MnistConfig
+    | FashionMnistConfig
+    | Cifar10Config
+    | QmnistConfig
+    | HeartDiseaseConfig
+    | PolynomialConfig
+    | FolderConfig,
+    Field(discriminator="source"),
+]

@@ -1,0 +1,94 @@
+"""Readers of the canonical file formats: where the files are, and IDX and CIFAR-10 binary records, checked."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedtailor.errors import DataError
+
+CIFAR_RECORDS = 10_000  # in each of its files
+CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
+_IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
+
+
+def data_root(root: Path | None = None) -> Path:
+    """The folder that holds data sets: as given, else FEDTAILOR_DATA, else the user's cache."""
+    if root is not None:
+        return root
+    if os.environ.get("FEDTAILOR_DATA"):
+        return Path(os.environ["FEDTAILOR_DATA"]).expanduser()
+    return Path.home() / ".cache" / "fedtailor"
+
+
+def locate(root: Path, relative: str, source: str) -> Path:
+    """Path of a file of a data set; a `.gz` may also lie there unpacked."""
+    path = root / relative
+    for candidate in (path, path.with_suffix("") if path.suffix == ".gz" else path):
+        if candidate.is_file():
+            return candidate
+    raise DataError(
+        f'{path}: not found; run "fedtailor download {source}" or set FEDTAILOR_DATA to the folder that holds '
+        f"{Path(relative).parts[0]}"
+    )
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a file, unpacked if it is gzipped."""
+    try:
+        content = path.read_bytes()
+    except OSError as e:
+        raise DataError(f"{path}: cannot be read ({e.strerror})") from e
+    if path.suffix != ".gz":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise DataError(f"{path}: truncated or corrupt gzip file; remove it and fetch it again") from e
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[Any]:
+    """An IDX array (the format of MNIST) with the given number of dimensions."""
+    content = read_bytes(path)
+    header = 4 + 4 * dimensions
+    known = len(content) >= header and content[:2] == b"\0\0" and content[2] in _IDX_TYPES and content[3] == dimensions
+    if not known:
+        raise DataError(
+            f"{path}: wrong magic number {content[:4].hex() or '(empty file)'}: not an IDX file of {dimensions} "
+            "dimensions; remove it and fetch it again"
+        )
+    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
+    dtype = np.dtype(_IDX_TYPES[content[2]])
+    expected, found = math.prod(shape) * dtype.itemsize, len(content) - header
+    if found != expected:
+        raise DataError(
+            f"{path}: its header promises {shape[0]} records ({expected} bytes) but {found} bytes follow; "
+            "remove it and fetch it again"
+        )
+    return np.frombuffer(content, dtype, offset=header).reshape(shape)
+
+
+def read_cifar(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Images [records, 3, 32, 32] and labels of one CIFAR-10 binary file."""
+    content = np.frombuffer(read_bytes(path), np.uint8)
+    if len(content) != CIFAR_RECORDS * CIFAR_RECORD_BYTES:
+        raise DataError(
+            f"{path}: has {len(content)} bytes instead of {CIFAR_RECORDS * CIFAR_RECORD_BYTES} "
+            f"({CIFAR_RECORDS} records); remove it and fetch it again"
+        )
+    records = content.reshape(CIFAR_RECORDS, CIFAR_RECORD_BYTES)
+    return records[:, 1:].reshape(-1, 3, 32, 32), check_labels(path, records[:, 0])
+
+
+def check_labels(path: Path, labels: NDArray[Any], classes: int = 10) -> NDArray[Any]:
+    """The labels, if all are known classes."""
+    if labels.size and (labels.min() < 0 or labels.max() >= classes):
+        raise DataError(f"{path}: has labels outside 0..{classes - 1}; remove it and fetch it again")
+    return labels

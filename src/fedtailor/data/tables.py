@@ -1,0 +1,168 @@
+"""Read one CSV or Parquet file into columns that are known both as text and, where possible, as numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedtailor.data.files import read_bytes
+from fedtailor.errors import DataError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
+MISSING_VALUES = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"]
+# files with ";" between columns often have "," in numbers
+_DECIMAL_COMMA = r"^\s*([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)\s*$"
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of one column as text (null: missing) and as finite numbers (null: missing or not a number)."""
+
+    text: pl.Series
+    number: pl.Series
+
+    @property
+    def is_text(self) -> pl.Series:
+        """Where there is a value that is not a number."""
+        return self.number.is_null() & self.text.is_not_null()
+
+    def labels(self) -> list[str | None]:
+        """Values as category names; whole numbers are written alike however the file writes them (1, 1.0)."""
+        pairs = zip(self.text.to_list(), self.number.to_list(), strict=True)
+        return [text if number is None else _number_name(number) for text, number in pairs]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One file."""
+
+    path: Path
+    columns: dict[str, Column]
+    rows: int
+
+
+def client_name(path: Path) -> str | None:
+    """File name without its ending, or None if it is not a file of data."""
+    suffix = next((s for s in SUFFIXES if path.name.lower().endswith(s)), None)
+    if suffix is None or path.name.startswith("."):
+        return None
+    return path.name[: -len(suffix)]
+
+
+def read_table(path: Path) -> Table:
+    """Read a file; at least two rows, unique column names, UTF-8."""
+    content = read_bytes(path)
+    if not content.strip():
+        raise DataError(f"{path}: empty file; put the client's rows there or remove it")
+    frame = _read_parquet(path, content) if path.name.lower().endswith(".parquet") else _read_csv(path, content)
+    if frame.height == 0:
+        raise DataError(f"{path}: has a header but no rows; put the client's rows there or remove it")
+    if frame.height == 1:
+        raise DataError(f"{path}: has only one row, too few to split; a client needs at least 2")
+    return Table(path, {series.name: _column(path, series) for series in frame}, frame.height)
+
+
+def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
+    import polars as pl
+
+    try:
+        return pl.read_parquet(io.BytesIO(content))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as e:
+        raise DataError(f"{path}: truncated or corrupt Parquet file ({_first_line(e)}); write it again") from e
+
+
+def _read_csv(path: Path, content: bytes) -> pl.DataFrame:
+    import polars as pl
+
+    text = _decode(path, content)
+    header_line = text.split("\n", 1)[0]
+    separator = _separator(header_line)
+    header = _header(path, text, separator)
+    try:
+        frame = pl.read_csv(
+            io.BytesIO(text.encode()),
+            separator=separator,
+            infer_schema=False,
+            null_values=MISSING_VALUES,
+            new_columns=header,
+        )
+    except pl.exceptions.PolarsError as e:
+        raise DataError(f"{path}: {_bad_line(text, separator, len(header)) or _first_line(e)}") from e
+    frame = frame.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
+    if separator == ";":
+        frame = frame.with_columns(pl.all().str.replace(_DECIMAL_COMMA, "$1.$2"))
+    return frame
+
+
+def _decode(path: Path, content: bytes) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = content[: e.start].count(b"\n") + 1
+        raise DataError(f"{path}: not UTF-8 (byte 0x{content[e.start]:02x} in line {line}); save it as UTF-8") from e
+    if "\0" in text:
+        raise DataError(f"{path}: not UTF-8 (contains zero bytes, perhaps UTF-16); save it as UTF-8")
+    return text
+
+
+def _separator(header: str) -> str:
+    """The most frequent of comma, semicolon and tab in the header line, outside quotes."""
+    bare = "".join(header.split('"')[::2])
+    return max(",;\t", key=bare.count)
+
+
+def _header(path: Path, text: str, separator: str) -> list[str]:
+    names = [name.strip() for name in next(csv.reader(io.StringIO(text), delimiter=separator))]
+    twice = [name for name, count in Counter(names).items() if count > 1 and name]
+    if twice:
+        raise DataError(f'{path}: column "{twice[0]}" appears more than once; rename or remove one')
+    if "" in names:
+        raise DataError(
+            f"{path}: column {names.index('') + 1} has no name (a row index?); name it or write the file without it"
+        )
+    return names
+
+
+def _bad_line(text: str, separator: str, width: int) -> str | None:
+    """The first line with more fields than the header, told for people."""
+    reader = csv.reader(io.StringIO(text), delimiter=separator)
+    for row in reader:
+        if len(row) > width:
+            return f"line {reader.line_num} has {len(row)} fields, the header has {width}; quote or correct it"
+    return None
+
+
+def _column(path: Path, series: pl.Series) -> Column:
+    import polars as pl
+
+    kind = series.dtype
+    if kind == pl.Boolean or isinstance(kind, pl.Categorical | pl.Enum) or kind == pl.Null:
+        series = series.cast(pl.String)
+    if series.dtype == pl.String:
+        text = series.str.strip_chars()
+        text = text.set(text.is_in(MISSING_VALUES), None)
+        number = text.cast(pl.Float64, strict=False)
+    elif kind.is_numeric():
+        series = series.fill_nan(None) if kind.is_float() else series
+        text, number = series.cast(pl.String), series.cast(pl.Float64)
+    else:
+        raise DataError(
+            f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text; '
+            f"leave it out with --ignore {series.name}"
+        )
+    return Column(text, number.set(~number.is_finite(), None))
+
+
+def _number_name(number: float) -> str:
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

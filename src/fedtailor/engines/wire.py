@@ -1,0 +1,135 @@
+"""`wire`: every message between server and client is bytes. What crosses, and how much, is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fedtailor.core import codec
+from fedtailor.core.client import Call
+from fedtailor.core.me import Setting
+from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.engines.inprocess import InProcess, Reply
+from fedtailor.errors import ClientError
+
+
+class Site:
+    """A client as a remote one would be: bytes in, bytes out; private state and saved inputs stay inside."""
+
+    def __init__(self, setting: Setting, client: int) -> None:
+        self.client = client
+        self.inside = InProcess(setting, [client], recompute=True)
+        self._calls: dict[int, Call] = {}
+
+    def handle(self, request: bytes) -> bytes:
+        """Run a call, or pull a cotangent back through one that was taped."""
+        header, tree = codec.decode(request)
+        if "function" not in header:
+            call = self._calls.pop(header["call"])
+            ((_, args),) = self.inside.pull_back(call.number, [self.client], _stacked(tree))
+            return codec.encode(call.reply_header, _unplaced(args, call.placed))
+        placed = tuple(header["placed"])
+        args = tuple(_stacked(a) if own else a for a, own in zip(tree, placed, strict=True))
+        call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"])
+        if call.taped:
+            self._calls[call.number] = call
+        (reply,) = self.inside.call(call, [self.client])
+        if reply.error is not None:
+            return codec.encode({"error": str(reply.error)}, None)
+        return codec.encode(call.reply_header, _first(reply.tree))
+
+
+class Wire:
+    """Server's side of the wire; counts what goes through it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.sites = [Site(setting, c) for c in range(len(setting.data.clients))]
+        self.up = self.down = 0
+
+    def start(self) -> None:
+        """Give every client its first state."""
+        for site in self.sites:
+            site.inside.start()
+
+    def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
+        """One request per client, one reply each."""
+        for row, client in enumerate(clients):
+            own = tuple(
+                tree_map(lambda v, row=row: v[row], arg) if placed else arg
+                for arg, placed in zip(call.args, call.placed, strict=True)
+            )
+            header, tree, length = self._exchange(client, codec.encode(call.header, own))
+            if "error" in header:
+                yield Reply((client,), error=ClientError(header["error"]))
+            else:
+                self.up += length
+                yield Reply((client,), _stacked(tree))
+
+    def pull_back(
+        self, number: int, clients: Sequence[int], cotangent: Tree
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:
+        """Cotangents down, cotangents up; each client computes its own from the inputs it saved."""
+        for row, client in enumerate(clients):
+            call = self.sites[client]._calls[number]
+            mine = tree_map(lambda v, row=row: v[row], cotangent)
+            _, args, length = self._exchange(client, codec.encode(call.reply_header, mine))
+            self.up += length
+            yield (client,), tuple(_stacked(a) if own else a for a, own in zip(args, call.placed, strict=True))
+
+    def _exchange(self, client: int, request: bytes) -> tuple[dict[str, object], Tree, int]:
+        self.down += len(request)
+        reply = self.sites[client].handle(request)
+        return *codec.decode(reply), len(reply)
+
+    def finish_backward(self) -> None:
+        """The tape is read back at every client."""
+        for site in self.sites:
+            site.inside.finish_backward()
+
+    def begin_round(self) -> None:
+        """A new round at every client."""
+        for site in self.sites:
+            site.inside.begin_round()
+            site._calls.clear()
+
+    def undo(self, clients: Sequence[int] | None = None) -> None:
+        """Bring back the private states before this round, of all or of some clients."""
+        for site in self.sites if clients is None else [self.sites[c] for c in clients]:
+            site.inside.undo()
+
+    def personal(self, clients: Sequence[int], round: int, server: Tree) -> Iterator[tuple[tuple[int, ...], Params]]:
+        """Personal models, one client after the other."""
+        for client in clients:
+            yield from self.sites[client].inside.personal([client], round, server)
+
+    def evaluate(
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
+    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]]]]:
+        """Metrics of the personal models, one client after the other."""
+        for client in clients:
+            yield from self.sites[client].inside.evaluate([client], round, server, splits)
+
+    def get_states(self) -> Tree:
+        """Everything private, stacked over all clients."""
+        each = [site.inside.get_states() for site in self.sites]
+        return tree_map(lambda *rows: torch.cat(rows), *each)
+
+    def set_states(self, rows: Tree) -> None:
+        """Put saved states back."""
+        for client, site in enumerate(self.sites):
+            site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
+
+
+def _stacked(tree: Tree) -> Tree:
+    return tree_map(lambda v: v[None], tree)
+
+
+def _first(tree: Tree) -> Tree:
+    return tree_map(lambda v: v[0], tree)
+
+
+def _unplaced(args: tuple[Tree, ...], placed: tuple[bool, ...]) -> tuple[Tree, ...]:
+    return tuple(_first(a) if own else a for a, own in zip(args, placed, strict=True))

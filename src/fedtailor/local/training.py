@@ -1,0 +1,172 @@
+"""The local training loop, as one differentiable operator that also runs for a stack of clients.
+
+Everything the result depends on is an input, so a client can recompute it: the backward pass keeps no graph of the
+forward pass but runs it again from the inputs. Under `torch.func.vmap` the batching rule receives the tensors of all
+clients at once and takes each step for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.local.batches import Batch
+
+
+@dataclass(frozen=True)
+class Solver:
+    """How a client takes its local steps."""
+
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # largest norm of a step's gradient; 0 is no limit
+    batch_size: int = 32  # 0 is the whole data
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is fixed before the first step. The tensors that a gradient may flow to travel beside it, as a tree:
+
+    params, buffers, frozen: the parts of the model; only params are trained.
+    center, mu: adds the gradient mu (params - center) of a proximal term; both None without one.
+    mask: 0 where a parameter must stay as it is; None without one.
+    lr: step size, possibly one per client.
+    """
+
+    model: Model
+    loss: Callable[[Tensor, Tensor], Tensor]
+    solver: Solver
+    x: Tensor
+    y: Tensor
+    draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
+    structure: Tree  # shaped as the tree of tensors
+    is_stacked: bool = False
+
+    def run(self, tensors: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
+        """All steps; returns the leaves of (params, buffers)."""
+        t = rebuild(self.structure, iter(tensors))
+        params: Params = {k: v.clone() for k, v in t["params"].items()}
+        buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
+        memory: dict[str, list[Tensor]] = {k: [] for k in params}
+        with torch.set_grad_enabled(differentiable):
+            for number, batch in enumerate(self.draw(self.is_stacked), start=1):
+                before = buffers
+                if batch.active is not None:
+                    buffers = {k: v.clone() for k, v in buffers.items()}
+                gradient = self._gradient(params, buffers, t, batch, differentiable)
+                if t["center"] is not None:
+                    mu = t["mu"]
+                    gradient = {k: g + _wide(mu, g) * (params[k] - t["center"][k]) for k, g in gradient.items()}
+                if self.solver.clip:
+                    gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
+                for k, g in gradient.items():
+                    step = -_wide(t["lr"], g) * self._direction(params[k], g, memory[k], number)
+                    if t["mask"] is not None:
+                        step = step * t["mask"][k]
+                    if batch.active is not None:
+                        step = torch.where(_wide(batch.active, step), step, torch.zeros_like(step))
+                    params[k] = params[k] + step if differentiable else params[k].detach().add_(step)
+                if batch.active is not None:
+                    buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
+        return leaves((params, buffers))
+
+    def _gradient(self, params: Params, buffers: Params, t: Tree, batch: Batch, differentiable: bool) -> Params:
+        def loss(params: Params, buffers: Params, frozen: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+            losses = self.loss(self.model(params | buffers | frozen, x, training=True), y)
+            return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
+
+        data = self.x[batch.rows], self.y[batch.rows]
+        with torch.enable_grad():
+            if not differentiable:
+                params = {k: v.requires_grad_() for k, v in params.items()}
+            # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
+            frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
+            if self.is_stacked:
+                per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, None if batch.weight is None else 0))
+                total = per_client(params, buffers, frozen, *data, batch.weight).sum()
+            else:
+                total = loss(params, buffers, frozen, *data, batch.weight)
+            gradients = torch.autograd.grad(
+                total, list(params.values()), create_graph=differentiable, materialize_grads=True
+            )
+        return dict(zip(params, gradients, strict=True))
+
+    def _direction(self, param: Tensor, gradient: Tensor, memory: list[Tensor], number: int) -> Tensor:
+        """The step before it is scaled by the step size; `memory` holds the optimizer's averages."""
+        s = self.solver
+        if s.weight_decay:
+            gradient = gradient + s.weight_decay * param
+        if s.optimizer == "adam":
+            first, second = memory or (torch.zeros_like(gradient), torch.zeros_like(gradient))
+            memory[:] = [0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient.square()]
+            first, second = memory[0] / (1 - 0.9**number), memory[1] / (1 - 0.999**number)
+            # inside the root, so that the derivative of a step exists where the gradient is 0
+            return first / (second + 1e-16).sqrt()
+        if s.momentum:
+            memory[:] = [s.momentum * memory[0] + gradient if memory else gradient]
+            return memory[0]
+        return gradient
+
+
+def train(training: Training, tensors: Tree) -> tuple[Params, Params]:
+    """Run the operator on a tree of tensors; returns trained params and the buffers after the last step."""
+    training = replace(training, structure=tensors)
+    out = _Train.apply(training, *leaves(tensors))
+    return rebuild((tensors["params"], tensors["buffers"]), iter(out))
+
+
+class _Train(torch.autograd.Function):
+    @staticmethod
+    def forward(training: Training, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(v.detach() for v in training.run([t.detach() for t in tensors], differentiable=False))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.training = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[1:]
+        tensors = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            out = ctx.training.run(tensors, differentiable=True)
+        pairs = [(o, c) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
+        gradients = torch.autograd.grad(
+            [o for o, _ in pairs],
+            [t for t in tensors if t.requires_grad],
+            [c for _, c in pairs],
+            allow_unused=True,
+        )
+        each = iter(gradients)
+        return None, *(next(each) if need else None for need in wanted)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], training: Training, *tensors: Tensor) -> Any:
+        stack = [
+            t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+            for t, d in zip(tensors, in_dims[1:], strict=True)
+        ]
+        out = _Train.apply(replace(training, is_stacked=True), *stack)
+        return out, tuple(0 for _ in out)
+
+
+def _wide(value: Tensor, like: Tensor) -> Tensor:
+    """One value, or one per client, made to broadcast against a tensor."""
+    return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))
+
+
+def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:
+    squares = [g.flatten(int(is_stacked)).square().sum(-1) if g.dim() > int(is_stacked) else g.square() for g in
+               gradient.values()]
+    norm = torch.stack(squares).sum(0).clamp(min=1e-30).sqrt()
+    scale = (limit / norm).clamp(max=1)
+    return {k: _wide(scale, g) * g for k, g in gradient.items()}
