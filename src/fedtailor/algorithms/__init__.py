@@ -1,0 +1,56 @@
+"""One file, one paper. Every `Algorithm` defined in a module of this package is found by the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from typing import Any, get_type_hints
+
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.errors import ConfigError, nearest
+
+_registered: dict[str, type[Algorithm]] = {}
+
+
+def register(kind: type[Algorithm]) -> type[Algorithm]:
+    """Make an algorithm from outside this package known by its title; usable as a decorator."""
+    _registered[_name(kind)] = kind
+    return kind
+
+
+def algorithms() -> dict[str, type[Algorithm]]:
+    """Name -> class of every algorithm, names in lower case such as "fedavg+ft"."""
+    found = {}
+    for module in pkgutil.iter_modules(__path__):
+        for kind in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
+            if (
+                isinstance(kind, type)
+                and kind.__module__ == f"{__name__}.{module.name}"
+                and issubclass(kind, Algorithm)
+            ):
+                found[_name(kind)] = kind
+    return dict(sorted((found | _registered).items()))
+
+
+def make(name: str, options: dict[str, Any]) -> Algorithm:
+    """An algorithm by name; an unknown name, or option of the wrong name or type, is a `ConfigError`."""
+    from pydantic import TypeAdapter, ValidationError
+
+    known = algorithms()
+    if name.lower() not in known:
+        raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}')
+    kind = known[name.lower()]
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key, value in options.items():
+        if key not in fields:
+            raise ConfigError(f'algorithm.{key}: {kind.title} has no option "{key}"; {nearest(key, {"name", *fields})}')
+        try:
+            TypeAdapter(get_type_hints(kind)[key]).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"algorithm.{key}: {value!r}: {error.errors()[0]['msg']}") from None
+    return kind(**options)
+
+
+def _name(kind: type[Algorithm]) -> str:
+    return (kind.title or kind.__name__).lower()

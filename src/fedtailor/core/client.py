@@ -87,7 +87,17 @@ def invoke(
         kept, args = _watched(state), _watched(args)
     with torch.set_grad_enabled(call.taped):
         (new_state, reply), new_buffers = _run(
-            setting, members, call.key(setting.seed), call.round, kept, buffers, grad, args, call.placed, client, is_stacked
+            setting,
+            members,
+            call.key(setting.seed),
+            call.round,
+            kept,
+            buffers,
+            grad,
+            args,
+            call.placed,
+            client,
+            is_stacked,
         )
     if call.taped:
         return Outcome(new_state, detach(new_buffers), reply, (kept, args))
@@ -98,7 +108,9 @@ def pull_back(outcome: Outcome, state_cotangent: Tree | None, reply_cotangent: T
     """Cotangents of the inputs (state, args) of a taped call from those of its outputs. Integers have none (zeros)."""
     assert outcome.inputs is not None
     outs = leaves((outcome.state, outcome.reply))
-    state_cotangents = [torch.zeros_like(v) for v in leaves(outcome.state)] if state_cotangent is None else leaves(state_cotangent)
+    state_cotangents = (
+        [torch.zeros_like(v) for v in leaves(outcome.state)] if state_cotangent is None else leaves(state_cotangent)
+    )
     cotangents = state_cotangents + leaves(reply_cotangent)
     pairs = [(o, c) for o, c in zip(outs, cotangents, strict=True) if o.requires_grad]
     inputs = leaves(outcome.inputs)
@@ -120,13 +132,30 @@ def initial(setting: Setting, members: Sequence[int], *, is_stacked: bool) -> tu
         buffers = {k: v.expand(len(members), *v.shape) for k, v in buffers.items()}
     key = (setting.seed, "init")
     state, buffers = _run(
-        setting, members, key, -1, {}, buffers, None, (), (), lambda me, args: setting.algorithm.client_init(me), is_stacked
+        setting,
+        members,
+        key,
+        -1,
+        {},
+        buffers,
+        None,
+        (),
+        (),
+        lambda me, args: setting.algorithm.client_init(me),
+        is_stacked,
     )
     return state, buffers
 
 
 def personal(
-    setting: Setting, members: Sequence[int], round: int, state: Tree, buffers: Params, server: Tree, *, is_stacked: bool
+    setting: Setting,
+    members: Sequence[int],
+    round: int,
+    state: Tree,
+    buffers: Params,
+    server: Tree,
+    *,
+    is_stacked: bool,
 ) -> Params:
     """The complete tensors with which each member predicts, private buffers included."""
 
@@ -140,7 +169,13 @@ def personal(
 
 
 def evaluate(
-    setting: Setting, members: Sequence[int], model: Params, splits: Sequence[str], *, is_stacked: bool, batch: int = 256
+    setting: Setting,
+    members: Sequence[int],
+    model: Params,
+    splits: Sequence[str],
+    *,
+    is_stacked: bool,
+    batch: int = 256,
 ) -> dict[str, dict[str, Tensor]]:
     """Per split and metric the value of each member; not a number where it has no samples."""
     out = {}
@@ -213,7 +248,8 @@ def _run(
         flat_mine, flat_args = leaves(mine), leaves(args)
         dims = [0 if p else None for arg, p in zip(args, placed, strict=True) for _ in items(arg)]
         out = torch.func.vmap(
-            lambda n, m, a: body(n, rebuild(mine, iter(m)), rebuild(args, iter(a))), in_dims=(0, 0 if flat_mine else None, dims or None)
+            lambda n, m, a: body(n, rebuild(mine, iter(m)), rebuild(args, iter(a))),
+            in_dims=(0, 0 if flat_mine else None, dims or None),
         )(sizes, flat_mine, flat_args)
     else:
         out = body(sizes[0], mine, args)

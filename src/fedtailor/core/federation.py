@@ -30,7 +30,9 @@ class Engine(Protocol):
     ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]: ...
     def finish_backward(self) -> None: ...
     def undo(self, clients: Sequence[int] | None = None) -> None: ...
-    def personal(self, clients: Sequence[int], round: int, server: Tree) -> Iterator[tuple[tuple[int, ...], Params]]: ...
+    def personal(
+        self, clients: Sequence[int], round: int, server: Tree
+    ) -> Iterator[tuple[tuple[int, ...], Params]]: ...
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]]]]: ...
@@ -130,7 +132,9 @@ class Federation:
         """A different message for each client: `rows` has a leading dimension, in the order of `cohort`."""
         for path, leaf in items(rows):
             if leaf.shape[:1] != (len(self.cohort),):
-                raise ValueError(f'scatter: "{path}" has {list(leaf.shape)}, not a row for each of {len(self.cohort)} clients')
+                raise ValueError(
+                    f'scatter: "{path}" has {list(leaf.shape)}, not a row for each of {len(self.cohort)} clients'
+                )
         return Placed(self.cohort, rows)
 
     def gather(self, x: Placed, what: str) -> Tree:
@@ -192,7 +196,8 @@ class Federation:
                 raise ClientError(f"every client failed; the first: {self._errors[0]}") from self._errors[0]
             raise RoundAbandoned(
                 f"round {self.round}: {len(self.cohort)} of {len(asked)} clients gave a usable reply to "
-                f"{call.function}; " + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
+                f"{call.function}; "
+                + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
             )
         return Placed(self.cohort, _in_order(parts, self.cohort))
 
@@ -256,7 +261,7 @@ class _Node:
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, node: _Node, token: Tensor, *args: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, node: _Node, token: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
         ctx.node, ctx.token = node, token
         node.reply = node.fed._call(node.call).tree
         return token.clone(), *leaves(node.reply)

@@ -179,7 +179,7 @@ class _AtClients(torch.autograd.Function):
     """Constants that differ from client to client: `make(False)` for one, `make(True)` stacked for all."""
 
     @staticmethod
-    def forward(make: Callable[[bool], tuple[Tensor, ...]], anchor: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(make: Callable[[bool], tuple[Tensor, ...]], anchor: Tensor) -> tuple[Tensor, ...]:
         return make(False)
 
     @staticmethod

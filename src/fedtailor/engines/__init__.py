@@ -1,0 +1,36 @@
+"""Where the clients run. The algorithm does not know."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from fedtailor.core.federation import Engine
+from fedtailor.core.me import Setting
+from fedtailor.engines.loop import loop
+from fedtailor.engines.vmap import vmap
+from fedtailor.engines.wire import Wire
+
+EngineName = Literal["auto", "loop", "vmap", "wire"]
+
+ENGINES = {
+    "loop": "one client after the other; the reference",
+    "vmap": "clients stacked into one tensor operation; for many small clients and dense models",
+    "wire": "every message through bytes; for tests and exact traffic",
+}
+
+
+def make(name: EngineName, setting: Setting, chunk: int = 64) -> Engine:
+    """An engine by name; "auto" stacks clients where that is faster."""
+    if name == "auto":
+        name = choose(setting)
+    if name == "vmap":
+        return vmap(setting, chunk)
+    return Wire(setting) if name == "wire" else loop(setting)
+
+
+def choose(setting: Setting) -> Literal["loop", "vmap"]:
+    """Stacking pays for dense models of several clients; grouped convolutions are slower than single ones."""
+    slow = any(isinstance(m, (nn.modules.conv._ConvNd, nn.RNNBase)) for m in setting.model.module.modules())
+    return "loop" if slow or setting.model.batch_statistics or len(setting.data.clients) < 4 else "vmap"

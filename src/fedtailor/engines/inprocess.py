@@ -114,7 +114,9 @@ class InProcess:
     def _invoke(self, call: Call, group: tuple[int, ...], state: Tree, buffers: Params, grad: Tree) -> Outcome:
         return invoke(self.setting, group, call, state, buffers, grad, is_stacked=self.chunk > 0)
 
-    def pull_back(self, number: int, clients: Sequence[int], cotangent: Tree) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:
+    def pull_back(
+        self, number: int, clients: Sequence[int], cotangent: Tree
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:
         """Cotangents of a taped call's arguments from those of its replies (rows as `clients`), group by group.
 
         An argument that was the same for all has the sum over the group; a placed one has a row per client. The
@@ -160,9 +162,7 @@ class InProcess:
 
     def _personal(self, group: tuple[int, ...], round: int, server: Tree) -> Params:
         held = self._one(self.states.read(group))
-        return personal(
-            self.setting, group, round, held["state"], held["buffers"], server, is_stacked=self.chunk > 0
-        )
+        return personal(self.setting, group, round, held["state"], held["buffers"], server, is_stacked=self.chunk > 0)
 
     def _grad_of(self, group: tuple[int, ...]) -> Tree:
         if not self._grads:

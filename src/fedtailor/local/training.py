@@ -79,7 +79,9 @@ class Training:
         return leaves((params, buffers))
 
     def _gradient(self, params: Params, buffers: Params, t: Tree, batch: Batch, differentiable: bool) -> Params:
-        def loss(params: Params, buffers: Params, frozen: Params, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor:
+        def loss(
+            params: Params, buffers: Params, frozen: Params, x: Tensor, y: Tensor, weight: Tensor | None
+        ) -> Tensor:
             losses = self.loss(self.model(params | buffers | frozen, x, training=True), y)
             return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
@@ -125,7 +127,7 @@ def train(training: Training, tensors: Tree) -> tuple[Params, Params]:
 
 class _Train(torch.autograd.Function):
     @staticmethod
-    def forward(training: Training, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(training: Training, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(v.detach() for v in training.run([t.detach() for t in tensors], differentiable=False))
 
     @staticmethod
@@ -165,8 +167,10 @@ def _wide(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:
-    squares = [g.flatten(int(is_stacked)).square().sum(-1) if g.dim() > int(is_stacked) else g.square() for g in
-               gradient.values()]
+    squares = [
+        g.flatten(int(is_stacked)).square().sum(-1) if g.dim() > int(is_stacked) else g.square()
+        for g in gradient.values()
+    ]
     norm = torch.stack(squares).sum(0).clamp(min=1e-30).sqrt()
     scale = (limit / norm).clamp(max=1)
     return {k: _wide(scale, g) * g for k, g in gradient.items()}

@@ -1,0 +1,61 @@
+"""Models by name, or any nn.Module of the user's by import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedtailor.core.model import BufferPolicy, Model
+from fedtailor.core.random import torch_stream
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.models.networks import FMNISTCNN, MLP, LeNet5, Linear
+
+MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "lenet5": LeNet5, "fmnist-cnn": FMNISTCNN}
+
+
+def build(
+    name: str,
+    shape: tuple[int, ...],
+    outputs: int,
+    *,
+    seed: int,
+    head: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
+    buffers: BufferPolicy = "private",
+    dtype: torch.dtype = torch.float32,
+) -> Model:
+    """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
+    kind = MODELS.get(name) or _imported(name)
+    options = dict(options or {})
+    known = set(inspect.signature(kind).parameters) - {"shape", "outputs"}
+    for key in options:
+        if key not in known:
+            raise ConfigError(
+                f'model.{key}: {name} has no option "{key}"; {nearest(key, known) if known else "it has none"}'
+            )
+    try:
+        with torch_stream(seed, "model"):
+            module = kind(shape, outputs, **options).to(dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model.name: {name} does not fit samples of shape {list(shape)}: {error}") from None
+    return Model(module, head=head or getattr(kind, "head", ()), buffers=buffers)
+
+
+def _imported(name: str) -> type[nn.Module]:
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ConfigError(
+            f'model.name: no model "{name}"; {nearest(name, MODELS)} (own models: "package.module:Class")'
+        )
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f'model.name: cannot import "{name}": {error}') from None
+    if not callable(kind):
+        raise ConfigError(f'model.name: "{name}" is not a class or function that makes an nn.Module')
+    return kind

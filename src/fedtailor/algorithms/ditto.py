@@ -1,0 +1,49 @@
+"""Ditto: a personal model held near the common one. Li et al., ICML 2021, Algorithm 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class Ditto(Algorithm):
+    """The common model is trained as in FedAvg; beside it each client keeps v on F(v) + lam/2 |v - w|^2."""
+
+    epochs: int = 1
+    """Local epochs of the common model per round."""
+    personal_epochs: int = 1
+    """Local epochs of the personal model per round."""
+    lam: float = 1.0
+    """Pull of the personal model towards the common one; 0 is Local."""
+
+    title: ClassVar[str] = "Ditto"
+    private: ClassVar[str] = "a whole personal model"
+    citation: ClassVar[str] = """@inproceedings{li2021ditto,
+  title={Ditto: Fair and Robust Federated Learning Through Personalization},
+  author={Li, Tian and Hu, Shengyuan and Beirami, Ahmad and Smith, Virginia},
+  booktitle={ICML}, year={2021}
+}"""
+
+    def server_init(self, model: Model) -> Params:
+        return model.params
+
+    def client_init(self, me: Me) -> Params:
+        return me.model.params
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+        v = me.sgd(me.state, epochs=self.personal_epochs, prox=(w, self.lam))
+        return v, (me.sgd(w, epochs=self.epochs), me.n)
+
+    def round(self, fed: Federation, w: Params) -> Params:
+        return fed.mean(*fed.map(self.local, w))
+
+    def personal(self, me: Me, w: Params) -> Params:
+        return me.state

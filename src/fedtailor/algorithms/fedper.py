@@ -1,0 +1,45 @@
+"""FedPer: shared body, private head, trained together. Arivazhagan et al., 2019, Algorithms 1 and 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class FedPer(Algorithm):
+    """Body and head take every local step together; only the body is averaged."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+
+    title: ClassVar[str] = "FedPer"
+    private: ClassVar[str] = "head"
+    citation: ClassVar[str] = """@article{arivazhagan2019federated,
+  title={Federated Learning with Personalization Layers},
+  author={Arivazhagan, Manoj Ghuhan and Aggarwal, Vinay and Singh, Aaditya Kumar and Choudhary, Sunav},
+  journal={arXiv:1912.00818}, year={2019}
+}"""
+
+    def server_init(self, model: Model) -> Params:
+        return model.body
+
+    def client_init(self, me: Me) -> Params:
+        return me.model.head
+
+    @on_client(sends=(BODY, COUNT))
+    def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
+        w = me.sgd(body | me.state, epochs=self.epochs)
+        return {k: w[k] for k in me.state}, ({k: w[k] for k in body}, me.n)
+
+    def round(self, fed: Federation, body: Params) -> Params:
+        return fed.mean(*fed.map(self.local, body))
+
+    def personal(self, me: Me, body: Params) -> Params:
+        return body | me.state

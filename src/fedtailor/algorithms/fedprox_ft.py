@@ -1,0 +1,34 @@
+"""FedProx+FT: the common model of FedProx, fine-tuned by each client without the proximal term."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.algorithms.fedprox import FedProx
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Params
+
+
+@dataclass(frozen=True)
+class FedProxFT(Algorithm):
+    """Rounds of FedProx; a client predicts with the common model after `tune_epochs` on its own data."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    mu: float = 0.01
+    """Weight of the proximal term in the rounds; fine-tuning has none."""
+    tune_epochs: int = 5
+    """Epochs of fine-tuning before a client predicts."""
+
+    title: ClassVar[str] = "FedProx+FT"
+    private: ClassVar[str] = "the fine-tuned model"
+    citation: ClassVar[str] = FedProx.citation
+
+    server_init = FedProx.server_init
+    local = FedProx.local
+    round = FedProx.round
+
+    def personal(self, me: Me, w: Params) -> Params:
+        return me.sgd(w, epochs=self.tune_epochs)

@@ -1,0 +1,48 @@
+"""FedRep: shared body, private head, trained in turn. Collins et al., ICML 2021, Algorithm 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class FedRep(Algorithm):
+    """The head is fitted to the common body first, then the body to the head; only the body is averaged."""
+
+    head_epochs: int = 10
+    """Local epochs of the head, with the body held still."""
+    body_epochs: int = 1
+    """Local epochs of the body, with the head held still."""
+
+    title: ClassVar[str] = "FedRep"
+    private: ClassVar[str] = "head"
+    citation: ClassVar[str] = """@inproceedings{collins2021exploiting,
+  title={Exploiting Shared Representations for Personalized Federated Learning},
+  author={Collins, Liam and Hassani, Hamed and Mokhtari, Aryan and Shakkottai, Sanjay},
+  booktitle={ICML}, year={2021}
+}"""
+
+    def server_init(self, model: Model) -> Params:
+        return model.body
+
+    def client_init(self, me: Me) -> Params:
+        return me.model.head
+
+    @on_client(sends=(BODY, COUNT))
+    def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
+        head = me.sgd(me.state, epochs=self.head_epochs, frozen=body)
+        body = me.sgd(body, epochs=self.body_epochs, frozen=head)
+        return head, (body, me.n)
+
+    def round(self, fed: Federation, body: Params) -> Params:
+        return fed.mean(*fed.map(self.local, body))
+
+    def personal(self, me: Me, body: Params) -> Params:
+        return body | me.state

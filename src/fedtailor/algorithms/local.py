@@ -1,0 +1,36 @@
+"""Local: every client alone. The line that a federation has to beat for each of its members."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.core.algorithm import Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class Local(Algorithm):
+    """Every client trains its own model on its own data; nothing is sent."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+
+    title: ClassVar[str] = "Local"
+    private: ClassVar[str] = "the whole model"
+
+    def client_init(self, me: Me) -> Params:
+        return me.model.params
+
+    @on_client()
+    def local(self, me: Me) -> tuple[Tree, Tree]:
+        return me.sgd(me.state, epochs=self.epochs), None
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        fed.map(self.local)
+        return server
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        return me.state
