@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
-from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
-from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
 
@@ -27,19 +26,12 @@ class FedPer(Algorithm):
   journal={arXiv:1912.00818}, year={2019}
 }"""
 
-    def server_init(self, model: Model) -> Params:
-        return model.body
-
-    def client_init(self, me: Me) -> Params:
-        return me.model.head
+    server_init = FedRep.server_init
+    client_init = FedRep.client_init
+    round = FedRep.round
+    personal = FedRep.personal
 
     @on_client(sends=(BODY, COUNT))
     def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
         w = me.sgd(body | me.state, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in body}, me.n)
-
-    def round(self, fed: Federation, body: Params) -> Params:
-        return fed.mean(*fed.map(self.local, body))
-
-    def personal(self, me: Me, body: Params) -> Params:
-        return body | me.state

@@ -24,7 +24,8 @@ class FedProx(Algorithm):
     title: ClassVar[str] = "FedProx"
     citation: ClassVar[str] = """@inproceedings{li2020federated,
   title={Federated Optimization in Heterogeneous Networks},
-  author={Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and Talwalkar, Ameet and Smith, Virginia},
+  author={Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and
+    Talwalkar, Ameet and Smith, Virginia},
   booktitle={MLSys}, year={2020}
 }"""
 

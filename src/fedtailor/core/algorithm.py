@@ -71,11 +71,11 @@ class Algorithm:
         """A client's private state before its first round; its keys and shapes stay as they are here."""
         return {}
 
-    def round(self, fed: Federation, server: Tree) -> Tree:
+    def round(self, fed: Federation, server: Tree, /) -> Tree:
         """One round; returns the server's new state."""
         raise NotImplementedError
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: Me, server: Tree, /) -> Params:
         """With what this client predicts."""
         raise NotImplementedError
 

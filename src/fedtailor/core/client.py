@@ -108,10 +108,9 @@ def pull_back(outcome: Outcome, state_cotangent: Tree | None, reply_cotangent: T
     """Cotangents of the inputs (state, args) of a taped call from those of its outputs. Integers have none (zeros)."""
     assert outcome.inputs is not None
     outs = leaves((outcome.state, outcome.reply))
-    state_cotangents = (
-        [torch.zeros_like(v) for v in leaves(outcome.state)] if state_cotangent is None else leaves(state_cotangent)
-    )
-    cotangents = state_cotangents + leaves(reply_cotangent)
+    if state_cotangent is None:
+        state_cotangent = tree_map(torch.zeros_like, outcome.state)
+    cotangents = leaves((state_cotangent, reply_cotangent))
     pairs = [(o, c) for o, c in zip(outs, cotangents, strict=True) if o.requires_grad]
     inputs = leaves(outcome.inputs)
     watched = [v for v in inputs if v.requires_grad]
@@ -178,6 +177,10 @@ def evaluate(
     batch: int = 256,
 ) -> dict[str, dict[str, Tensor]]:
     """Per split and metric the value of each member; not a number where it has no samples."""
+
+    def predict(model: Params, x: Tensor) -> Tensor:
+        return setting.algorithm.predict(setting.model, model, x)
+
     out = {}
     for split in splits:
         rows = getattr(setting.data, split)
@@ -187,12 +190,8 @@ def evaluate(
             at = part.rows.clamp(max=len(rows.x) - 1)
             x, y = rows.x[at], rows.y[at]
             weight = torch.ones(at.shape, dtype=setting.model.dtype) if part.weight is None else part.weight
-            predict = setting.algorithm.predict
             with torch.no_grad():
-                if is_stacked:
-                    output = torch.func.vmap(lambda m, x: predict(setting.model, m, x))(model, x)
-                else:
-                    output = predict(setting.model, model, x[0])[None]
+                output = torch.func.vmap(predict)(model, x) if is_stacked else predict(model, x[0])[None]
             for name, values in _measure(setting, output, y).items():
                 totals[name] = totals.get(name, torch.zeros(len(members), dtype=torch.float64)) + (
                     values.double() * weight

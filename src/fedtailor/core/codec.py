@@ -29,7 +29,7 @@ def decode(message: bytes) -> tuple[dict[str, Any], Tree]:
     (length,) = _LENGTH.unpack_from(message)
     head = json.loads(message[4 : 4 + length])
     tensors = safetensors.torch.load(message[4 + length :])
-    return head["header"], _build(head["tree"], tensors, "")
+    return head["header"], build(head["tree"], tensors)
 
 
 def size(header: dict[str, Any], tree: Tree, *, stacked: bool = False) -> int:
@@ -58,9 +58,10 @@ def _tensor_bytes(shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) 
     return len(safetensors.numpy.save(empty))
 
 
-def _build(shape: Any, tensors: dict[str, torch.Tensor], path: str) -> Tree:
+def build(shape: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Tree:
+    """The tree of a `structure`, with tensors by path."""
     if isinstance(shape, dict):
-        return {k: _build(v, tensors, f"{path}/{k}" if path else k) for k, v in shape.items()}
+        return {k: build(v, tensors, f"{path}/{k}" if path else k) for k, v in shape.items()}
     if isinstance(shape, list):
-        return tuple(_build(v, tensors, f"{path}/{i}" if path else str(i)) for i, v in enumerate(shape))
+        return tuple(build(v, tensors, f"{path}/{i}" if path else str(i)) for i, v in enumerate(shape))
     return None if shape is None else tensors[path]

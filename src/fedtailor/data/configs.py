@@ -20,9 +20,9 @@ class SourceConfig(BaseModel):
 class SplitConfig(SourceConfig):
     """How each client's samples are cut into train, val and test."""
 
-    test: float = Field(0.25, description="Fraction of each client's samples kept for the final test.")
-    val: float = Field(0.1, description="Fraction of each client's samples used to select models.")
-    max_samples: int | None = Field(None, ge=1, description="Use at most this many samples of each client.")
+    test: float = Field(default=0.25, description="Fraction of each client's samples kept for the final test.")
+    val: float = Field(default=0.1, description="Fraction of each client's samples used to select models.")
+    max_samples: int | None = Field(default=None, ge=1, description="Use at most this many samples of each client.")
 
     @model_validator(mode="after")
     def _check_fractions(self) -> SplitConfig:
@@ -37,21 +37,23 @@ class SplitConfig(SourceConfig):
 class PartitionConfig(SplitConfig):
     """How pooled samples are dealt to clients."""
 
-    clients: int = Field(10, description="Number of clients the samples are dealt to.")
+    clients: int = Field(default=10, description="Number of clients the samples are dealt to.")
     partition: Literal["iid", "dirichlet", "classes", "quantity"] = Field(
-        "dirichlet",
+        default="dirichlet",
         description="How samples are dealt: equally, by label proportions, by whole classes, or in unequal amounts.",
     )
-    alpha: float = Field(0.5, description="Concentration of the Dirichlet draws; smaller is more skewed.")
-    classes_per_client: int = Field(2, description='Distinct classes of each client under partition "classes".')
+    alpha: float = Field(default=0.5, description="Concentration of the Dirichlet draws; smaller is more skewed.")
+    classes_per_client: int = Field(default=2, description='Distinct classes of each client under partition "classes".')
     samples_per_client: int | None = Field(
-        None, ge=1, description='Samples of each client under partition "classes"; all that there are if not given.'
+        default=None,
+        ge=1,
+        description='Samples of each client under partition "classes"; all that there are if not given.',
     )
     sizes: Literal["lognormal", "dirichlet"] = Field(
-        "lognormal", description='Distribution of the client sizes under partition "quantity".'
+        default="lognormal", description='Distribution of the client sizes under partition "quantity".'
     )
-    sigma: float = Field(1.0, ge=0, description="Spread of the log-normal client sizes; 0 makes them equal.")
-    min_samples: int = Field(4, ge=1, description='Least samples of a client under "dirichlet" and "quantity".')
+    sigma: float = Field(default=1.0, ge=0, description="Spread of the log-normal client sizes; 0 makes them equal.")
+    min_samples: int = Field(default=4, ge=1, description='Least samples of a client under "dirichlet" and "quantity".')
 
     @model_validator(mode="after")
     def _check_partition(self) -> PartitionConfig:
@@ -67,63 +69,64 @@ class PartitionConfig(SplitConfig):
 class DigitsConfig(PartitionConfig):
     """1797 handwritten digits of 8x8 pixels that come with scikit-learn."""
 
-    source: Literal["digits"] = Field("digits", description="Name of the source.")
+    source: Literal["digits"] = Field(default="digits", description="Name of the source.")
 
 
 class MnistConfig(PartitionConfig):
     """MNIST: 70000 handwritten digits of 28x28 pixels."""
 
-    source: Literal["mnist"] = Field("mnist", description="Name of the source.")
-    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled and dealt.")
+    source: Literal["mnist"] = Field(default="mnist", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled and dealt.")
 
 
 class FashionMnistConfig(PartitionConfig):
     """Fashion-MNIST: 70000 pieces of clothing of 28x28 pixels."""
 
-    source: Literal["fashion-mnist"] = Field("fashion-mnist", description="Name of the source.")
-    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled and dealt.")
+    source: Literal["fashion-mnist"] = Field(default="fashion-mnist", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled and dealt.")
 
 
 class Cifar10Config(PartitionConfig):
     """CIFAR-10: 60000 colour photographs of 32x32 pixels."""
 
-    source: Literal["cifar10"] = Field("cifar10", description="Name of the source.")
-    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled and dealt.")
+    source: Literal["cifar10"] = Field(default="cifar10", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled and dealt.")
 
 
 class QmnistConfig(SplitConfig):
     """MNIST images grouped by the person who wrote them."""
 
-    source: Literal["qmnist"] = Field("qmnist", description="Name of the source.")
-    use: Literal["all", "train", "test"] = Field("all", description="Which canonical part is pooled.")
-    clients: int = Field(50, ge=1, description="Number of writers, picked by the seed.")
-    min_samples: int = Field(50, ge=1, description="Only writers with at least this many images are picked.")
+    source: Literal["qmnist"] = Field(default="qmnist", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled.")
+    clients: int = Field(default=50, ge=1, description="Number of writers, picked by the seed.")
+    min_samples: int = Field(default=50, ge=1, description="Only writers with at least this many images are picked.")
 
 
 class HeartDiseaseConfig(SplitConfig):
     """Heart disease at four hospitals: is it present?"""
 
-    source: Literal["heart-disease"] = Field("heart-disease", description="Name of the source.")
+    source: Literal["heart-disease"] = Field(default="heart-disease", description="Name of the source.")
     standardise: Literal["client", "pooled", "none"] = Field(
-        "pooled", description="Whose training rows give the mean and spread of numeric columns."
+        default="pooled", description="Whose training rows give the mean and spread of numeric columns."
     )
 
 
 class PolynomialConfig(SourceConfig):
     """Regression on cubic polynomials that differ between clients in one to three coefficients."""
 
-    source: Literal["polynomial"] = Field("polynomial", description="Name of the source.")
+    source: Literal["polynomial"] = Field(default="polynomial", description="Name of the source.")
     layout: Literal["iid", "sorted"] = Field(
-        "iid",
+        default="iid",
         description='"iid": every client draws x from U(0,1), equal sizes; '
         '"sorted": each owns an interval of x, unequal sizes.',
     )
-    setting: Literal[1, 2, 3] = Field(1, description="Number of coefficients, from the highest, that differ.")
-    clients: int = Field(10, ge=1, description="Number of clients.")
-    samples: int = Field(1000, ge=1, description="Number of samples of all clients together.")
-    noise: float = Field(0.1, ge=0, description="Standard deviation of the noise on training targets.")
+    setting: Literal[1, 2, 3] = Field(default=1, description="Number of coefficients, from the highest, that differ.")
+    clients: int = Field(default=10, ge=1, description="Number of clients.")
+    samples: int = Field(default=1000, ge=1, description="Number of samples of all clients together.")
+    noise: float = Field(default=0.1, ge=0, description="Standard deviation of the noise on training targets.")
     evaluate: Literal["in-sample", "fresh"] = Field(
-        "in-sample", description='Test at the training x or, with layout "iid", at fresh x; targets without noise.'
+        default="in-sample",
+        description='Test at the training x or, with layout "iid", at fresh x; targets without noise.',
     )
 
     @model_validator(mode="after")
@@ -139,22 +142,24 @@ class PolynomialConfig(SourceConfig):
 class FolderConfig(SplitConfig):
     """A folder with one CSV or Parquet file per client."""
 
-    source: Literal["folder"] = Field("folder", description="Name of the source.")
+    source: Literal["folder"] = Field(default="folder", description="Name of the source.")
     path: Path = Field(description="Folder with one .csv, .tsv, .csv.gz, .tsv.gz or .parquet file per client.")
     target: str = Field(description="Column to predict.")
     task: Literal["auto", "classification", "regression"] = Field(
-        "auto", description="What is predicted: a class, a number, or whichever the target column looks like."
+        default="auto", description="What is predicted: a class, a number, or whichever the target column looks like."
     )
-    ignore: tuple[str, ...] = Field((), description="Columns to leave out.")
-    categorical: tuple[str, ...] = Field((), description="Columns to treat as categories even if they are numbers.")
+    ignore: tuple[str, ...] = Field(default=(), description="Columns to leave out.")
+    categorical: tuple[str, ...] = Field(
+        default=(), description="Columns to treat as categories even if they are numbers."
+    )
     missing: Literal["median", "error"] = Field(
-        "median", description="Fill missing numbers with the client's training median, or stop."
+        default="median", description="Fill missing numbers with the client's training median, or stop."
     )
     standardise: Literal["client", "pooled", "none"] = Field(
-        "pooled", description="Whose training rows give the mean and spread of numeric columns."
+        default="pooled", description="Whose training rows give the mean and spread of numeric columns."
     )
     standardise_target: bool = Field(
-        False, description="Scale a regression target by mean and spread of all training rows."
+        default=False, description="Scale a regression target by mean and spread of all training rows."
     )
 
 

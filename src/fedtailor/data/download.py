@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 from fedtailor.data.files import data_root
 from fedtailor.errors import DataError, nearest
@@ -128,6 +129,8 @@ def _fetch(remote: Remote, root: Path, base_url: str | None, progress: Progress 
             else:
                 os.replace(part, wanted[0])
     except (OSError, HTTPException) as e:
+        if isinstance(e, HTTPError):
+            e.close()  # it holds the connection
         raise DataError(f"{remote.file}: cannot be fetched from {url} to {folder} ({e}); nothing was changed") from e
     return wanted
 

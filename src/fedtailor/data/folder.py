@@ -21,7 +21,7 @@ MAX_CATEGORIES = 50
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
-    tables = _read_folder(config.path.expanduser())
+    tables = _read_folder(config.path.expanduser(), config.ignore)
     columns = _common_columns(tables, config)
     target, targets, reason = _read_target(tables, config)
     kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}
@@ -47,7 +47,7 @@ def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> Federa
     return assemble(name, sites, columns, target, config, config.standardise, seed=seed, notes=notes)
 
 
-def _read_folder(folder: Path) -> dict[str, Table]:
+def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
     """Tables by client name, sorted."""
     if not folder.is_dir():
         what = "is a file; give the folder that holds one file per client" if folder.exists() else "no such folder"
@@ -62,16 +62,20 @@ def _read_folder(folder: Path) -> dict[str, Table]:
         files[name] = path
     if not files:
         raise DataError(f"{folder}: no data files; put one file per client there ({', '.join(SUFFIXES)})")
-    return {name: read_table(files[name]) for name in sorted(files)}
+    return {name: read_table(files[name], ignore) for name in sorted(files)}
 
 
 def _common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:
     """Feature columns, in the first file's order; every file must have all of them and the target."""
-    known = list(dict.fromkeys(column for table in tables.values() for column in table.columns))
+    known = list(dict.fromkeys(column for table in tables.values() for column in table.names))
     for option, names in (("ignore", config.ignore), ("categorical", config.categorical)):
         for name in names:
             if name not in known:
                 raise DataError(f"{config.path}: --{option} {name}: no file has this column; {nearest(name, known)}")
+    if config.target in config.ignore:
+        raise DataError(
+            f"{config.path}: data.ignore = ['{config.target}']: this is the target; choose another with data.target"
+        )
     for table in tables.values():
         if config.target not in table.columns:
             raise DataError(
@@ -86,7 +90,7 @@ def _common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]
             if column not in table.columns:
                 raise DataError(
                     f'{table.path}: column "{column}" is missing ({owner} has it); add it or leave it out '
-                    f"everywhere with --ignore {column}"
+                    f"everywhere with data.ignore = ['{column}']"
                 )
     return columns
 
@@ -101,14 +105,15 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
     _all_text(
         tables,
         column,
-        f"treat the column as categories with --categorical {column} or leave it out with --ignore {column}",
+        f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
+        f"data.ignore = ['{column}']",
     )
     distinct = {label for c in columns for label in c.labels()} - {None}
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
             f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
-            f"files, more than {MAX_CATEGORIES}; leave it out with --ignore {column} or force it with "
-            f"--categorical {column}"
+            f"files, more than {MAX_CATEGORIES}; leave it out with data.ignore = ['{column}'] or force it with "
+            f"data.categorical = ['{column}']"
         )
     return True
 
@@ -129,10 +134,11 @@ def _report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
     for table in tables.values():
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
-            value = table.columns[column].text[int(rows[0])]
+            row = int(rows[0])
+            value = table.columns[column].text[row]
             raise DataError(
-                f'{table.path}: column "{column}" has the text "{value}" in data row {int(rows[0]) + 1} where a number is '
-                f"expected; correct the value, or {remedy}"
+                f'{table.path}: column "{column}" has the text "{value}" in data row {row + 1} '
+                f"where a number is expected; correct the value, or {remedy}"
             )
 
 
@@ -143,7 +149,7 @@ def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
             if gaps:
                 raise DataError(
                     f'{table.path}: column "{column}" has no value in {gaps} of {table.rows} rows; '
-                    f"drop it with --ignore {column} or impute with --missing median"
+                    f"drop it with data.ignore = ['{column}'] or impute with data.missing = 'median'"
                 )
 
 
@@ -161,14 +167,14 @@ def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target
     note = f'target "{config.target}": {task} ({reason})'
     if task == "regression":
         if any(c.is_text.any() for c in columns):
-            _report_text(tables, config.target, "set --task classification")
+            _report_text(tables, config.target, "set data.task = 'classification'")
         return Target("regression", standardise=config.standardise_target), [_numbers(c) for c in columns], note
     labels = [c.labels() for c in columns]
     classes = sort_values(label for site in labels for label in site if label is not None)
     if len(classes) < 2:
         raise DataError(
             f'{config.path}: target column "{config.target}" has the single value "{classes[0]}" in all files; '
-            "choose another with --target"
+            "choose another with data.target"
         )
     position = {label: i for i, label in enumerate(classes)}
     codes = [np.array([position[str(label)] for label in site], dtype=np.int64) for site in labels]
@@ -179,7 +185,7 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     columns = [table.columns[target] for table in tables.values()]
     has_text = any(c.is_text.any() for c in columns)
     if has_text:
-        _all_text(tables, target, "set --task classification")
+        _all_text(tables, target, "set data.task = 'classification'")
     elif not all(((c.number % 1) == 0).all() for c in columns):
         return "regression", "inferred: its values are not whole numbers"
     distinct = len({label for c in columns for label in c.labels()})
@@ -189,7 +195,8 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     if has_text:
         raise DataError(
             f'{next(iter(tables.values())).path}: target column "{target}" has {distinct} distinct texts over all '
-            f"files, more than {FEW}; if they are classes set --task classification, else choose another --target"
+            f"files, more than {FEW}; if they are classes set data.task = 'classification', else choose another "
+            "data.target"
         )
     return "regression", f"inferred: {distinct} distinct {what}, more than {FEW}"
 

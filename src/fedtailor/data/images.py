@@ -24,7 +24,7 @@ from fedtailor.data.configs import (
 )
 from fedtailor.data.federated import FederatedData
 from fedtailor.data.files import check_labels, data_root, locate, read_cifar, read_idx
-from fedtailor.data.splits import Indices, client_names, gather, split
+from fedtailor.data.splits import Indices, client_names, gather, split, split_note
 from fedtailor.errors import DataError
 
 DIGITS = tuple(str(k) for k in range(10))
@@ -100,7 +100,7 @@ def _assemble(
         test=gather(parts, [cut.test for cut in cuts], pool.convert),
         outputs=len(pool.classes),
         classes=pool.classes,
-        notes=(*notes, pool.note),
+        notes=(*notes, split_note(config), pool.note),
     )
 
 

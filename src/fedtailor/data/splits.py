@@ -37,6 +37,12 @@ def split(samples: int, labels: NDArray[np.int64] | None, config: SplitConfig, *
     return Split(np.sort(train), np.sort(val), np.sort(test))
 
 
+def split_note(config: SplitConfig) -> str:
+    """How clients were split, for people."""
+    most = "" if config.max_samples is None else f" of at most {config.max_samples} samples"
+    return f"split per client{most}: test {config.test:g}, val {config.val:g}"
+
+
 def gather(
     clients: Sequence[Indices], positions: Sequence[Indices], convert: Callable[[Indices], tuple[Tensor, Tensor]]
 ) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +45,7 @@ class Table:
     """One file."""
 
     path: Path
+    names: tuple[str, ...]  # of all columns, also the ignored ones
     columns: dict[str, Column]
     rows: int
 
@@ -56,8 +58,8 @@ def client_name(path: Path) -> str | None:
     return path.name[: -len(suffix)]
 
 
-def read_table(path: Path) -> Table:
-    """Read a file; at least two rows, unique column names, UTF-8."""
+def read_table(path: Path, ignore: Sequence[str] = ()) -> Table:
+    """Read a file but for the columns to ignore; at least two rows, unique column names, UTF-8."""
     content = read_bytes(path)
     if not content.strip():
         raise DataError(f"{path}: empty file; put the client's rows there or remove it")
@@ -66,7 +68,8 @@ def read_table(path: Path) -> Table:
         raise DataError(f"{path}: has a header but no rows; put the client's rows there or remove it")
     if frame.height == 1:
         raise DataError(f"{path}: has only one row, too few to split; a client needs at least 2")
-    return Table(path, {series.name: _column(path, series) for series in frame}, frame.height)
+    columns = {series.name: _column(path, series) for series in frame if series.name not in ignore}
+    return Table(path, tuple(frame.columns), columns, frame.height)
 
 
 def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
@@ -96,6 +99,9 @@ def _read_csv(path: Path, content: bytes) -> pl.DataFrame:
     except pl.exceptions.PolarsError as e:
         raise DataError(f"{path}: {_bad_line(text, separator, len(header)) or _first_line(e)}") from e
     frame = frame.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
+    # polars fills up short lines in silence; they show as gaps in the last column
+    if frame[header[-1]].null_count() and (bad := _bad_line(text, separator, len(header))):
+        raise DataError(f"{path}: {bad}")
     if separator == ";":
         frame = frame.with_columns(pl.all().str.replace(_DECIMAL_COMMA, "$1.$2"))
     return frame
@@ -131,11 +137,11 @@ def _header(path: Path, text: str, separator: str) -> list[str]:
 
 
 def _bad_line(text: str, separator: str, width: int) -> str | None:
-    """The first line with more fields than the header, told for people."""
+    """The first line with more or fewer fields than the header, told for people."""
     reader = csv.reader(io.StringIO(text), delimiter=separator)
     for row in reader:
-        if len(row) > width:
-            return f"line {reader.line_num} has {len(row)} fields, the header has {width}; quote or correct it"
+        if row and len(row) != width:
+            return f"line {reader.line_num} has {len(row)} fields, the header has {width}; correct it"
     return None
 
 
@@ -155,7 +161,7 @@ def _column(path: Path, series: pl.Series) -> Column:
     else:
         raise DataError(
             f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text; '
-            f"leave it out with --ignore {series.name}"
+            f"leave it out with data.ignore = ['{series.name}']"
         )
     return Column(text, number.set(~number.is_finite(), None))
 

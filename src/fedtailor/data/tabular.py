@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedtailor.data.configs import SplitConfig
 from fedtailor.data.federated import FederatedData, Rows, TaskKind
-from fedtailor.data.splits import Split, split, starts
+from fedtailor.data.splits import Split, split, split_note, starts
 from fedtailor.errors import DataError
 
 MISSING = "missing"  # the category of values that are not there
@@ -91,7 +91,7 @@ def assemble(
         outputs=len(target.classes) if labelled else 1,
         classes=target.classes,
         features=tuple(features),
-        notes=(*notes, *made),
+        notes=(*notes, split_note(config), *made),
     )
 
 
@@ -107,7 +107,7 @@ def _impute(column: str, sites: Sequence[Site], cuts: Sequence[Split]) -> tuple[
     if len(pooled) == 0:
         raise DataError(
             f'{sites[0].file}: column "{column}" has no value in the training rows of any client; '
-            f"leave it out with --ignore {column}"
+            f"leave it out with data.ignore = ['{column}']"
         )
     medians = [np.median(k) if len(k) else np.median(pooled) for k in known]
     return [np.where(gap, median, v) for gap, median, v in zip(gaps, medians, values, strict=True)], filled

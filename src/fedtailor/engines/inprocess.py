@@ -147,22 +147,15 @@ class InProcess:
         """Bring back the private states before this round, of all or of some clients."""
         self.states.undo(clients)
 
-    def personal(self, clients: Sequence[int], round: int, server: Tree) -> Iterator[tuple[tuple[int, ...], Params]]:
-        """Personal models, stacked per group."""
-        for group in self.groups(clients):
-            yield group, self._stack(self._personal(group, round, server))
-
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
-    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, torch.Tensor]]]]:
-        """Metrics of the personal models, per group."""
+    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, torch.Tensor]], Params]]:
+        """Per group the metrics of the personal models, and the models, stacked."""
+        stacks = self.chunk > 0
         for group in self.groups(clients):
-            model = self._personal(group, round, server)
-            yield group, evaluate(self.setting, group, model, splits, is_stacked=self.chunk > 0)
-
-    def _personal(self, group: tuple[int, ...], round: int, server: Tree) -> Params:
-        held = self._one(self.states.read(group))
-        return personal(self.setting, group, round, held["state"], held["buffers"], server, is_stacked=self.chunk > 0)
+            held = self._one(self.states.read(group))
+            model = personal(self.setting, group, round, held["state"], held["buffers"], server, is_stacked=stacks)
+            yield group, evaluate(self.setting, group, model, splits, is_stacked=stacks), self._stack(model)
 
     def _grad_of(self, group: tuple[int, ...]) -> Tree:
         if not self._grads:

@@ -100,15 +100,10 @@ class Wire:
         for site in self.sites if clients is None else [self.sites[c] for c in clients]:
             site.inside.undo()
 
-    def personal(self, clients: Sequence[int], round: int, server: Tree) -> Iterator[tuple[tuple[int, ...], Params]]:
-        """Personal models, one client after the other."""
-        for client in clients:
-            yield from self.sites[client].inside.personal([client], round, server)
-
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
-    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]]]]:
-        """Metrics of the personal models, one client after the other."""
+    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]:
+        """Metrics of the personal models, and the models, one client after the other."""
         for client in clients:
             yield from self.sites[client].inside.evaluate([client], round, server, splits)
 

@@ -1,0 +1,177 @@
+"""What `fedtailor list`, `show` and `download` print."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+from fedtailor.errors import ConfigError, RunError, nearest
+
+
+def print_listing(console: Console, what: str) -> None:
+    """What there is: name, what it is, and below it the details."""
+    kinds = {"algorithms": _algorithms, "data": _data, "models": _models, "engines": _engines}
+    if what != "all" and what not in kinds:
+        raise ConfigError(f'list: nothing called "{what}"; {nearest(what, kinds)}')
+    for name, entries in kinds.items():
+        if what not in ("all", name):
+            continue
+        if what == "all":
+            console.print(f"[bold]{name}[/bold]")
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, style="cyan")
+        grid.add_column()
+        for title, text, details in entries():
+            grid.add_row(title, text)
+            for label, detail in details.items():
+                grid.add_row("", f"[dim]{label}:[/dim] {detail}")
+        console.print(grid, highlight=False)
+
+
+Entries = Iterator[tuple[str, str, dict[str, str]]]
+
+
+def _algorithms() -> Entries:
+    from fedtailor.algorithms import algorithms
+    from fedtailor.core.algorithm import sent_names
+
+    for name, kind in algorithms().items():
+        module = sys.modules[kind.__module__].__doc__ or kind.__doc__ or ""
+        options = ", ".join(f"{f.name} = {f.default}" for f in dataclasses.fields(kind))
+        sent = ", ".join(sent_names(kind)) or "nothing"
+        yield name, module.splitlines()[0], {"private": kind.private, "sent": sent, "options": options or "none"}
+
+
+def _data() -> Entries:
+    from fedtailor.data import SOURCES
+
+    for name, info in SOURCES.items():
+        yield name, info.description, {"keys": ", ".join(k for k in info.config.model_fields if k != "source")}
+
+
+def _models() -> Entries:
+    from fedtailor.models import MODELS
+
+    for name, kind in MODELS.items():
+        known = [p for k, p in inspect.signature(kind).parameters.items() if k not in ("shape", "outputs")]
+        details = {"options": ", ".join(f"{p.name} = {p.default}" for p in known)} if known else {}
+        yield name, (kind.__doc__ or "").splitlines()[0], details
+    yield "module:Class", "your own nn.Module, made as Class(shape, outputs); name its head with model.head", {}
+
+
+def _engines() -> Entries:
+    from fedtailor.engines import ENGINES
+
+    for name, what in ENGINES.items():
+        yield name, what, {}
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, no_wrap=number == 0)
+    return table
+
+
+def print_run(console: Console, path: Path, clients: bool) -> None:
+    """A run, or a comparison, in a few lines."""
+    from fedtailor.runs.compare import GRID, TABLE, local_reference
+    from fedtailor.runs.store import RunFolder
+
+    if (path / GRID).exists():
+        if not (path / TABLE).exists():
+            raise RunError(f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {path} goes on")
+        print((path / TABLE).read_text(encoding="utf-8"), end="")
+        return
+    folder = RunFolder.open(path)
+    config, made_by, results = folder.config, folder.about, folder.results
+    sizes = made_by["train_samples"]
+    print(f"run        {path}")
+    print(f"task       {made_by['data']}: {made_by['task']}, {len(sizes)} clients, {sum(sizes)} training samples")
+    for note in made_by["notes"]:
+        print(f"           {note}")
+    print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}")
+    print(f"model      {config.model.name}, {made_by['parameters']} parameters; engine {made_by['engine']}")
+    if results is None:
+        rounds = len(folder.metrics())
+        print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {path}")
+        return
+    local = local_reference(folder)
+    console.print(_results_table(results, local))
+    if local is None and config.algorithm.name != "local":
+        print("hurt       unknown: there is no Local run on this task beside it (--set algorithm.name=local)")
+    traffic = results["traffic"]
+    print(f"traffic    {traffic['up']} bytes up, {traffic['down']} down, {traffic['trips']} trips")
+    print(f"time       {results['seconds']} s")
+    if results["faults"] or results["abandoned"]:
+        print(f"faults     {results['faults']} replies rejected, {results['abandoned']} rounds abandoned:")
+        for line in folder.metrics():
+            for fault in line.get("faults", []):
+                print(f"           round {fault['round']}, {fault['client']}, {fault['function']}: {fault['reason']}")
+    if clients:
+        console.print(_clients_table(made_by, results))
+
+
+def _results_table(results: dict[str, Any], local: dict[str, Any] | None) -> Table:
+    from fedtailor.metrics.summary import share_hurt
+    from fedtailor.runs.tables import number
+
+    metric, higher = results["metric"], results["higher_is_better"]
+    unit = " %" if metric == "accuracy" else ""
+    table = _table(f"test {metric}{unit}", "", "round", "mean", "client std", "worst tenth", "hurt")
+    for kind, title in (("last", "last round"), ("selected", "selected on validation")):
+        found = results[kind]["test"][metric]
+        hurt = math.nan
+        if local is not None:
+            mine, theirs = results[kind]["clients"][metric], local[kind]["clients"][metric]
+            hurt = share_hurt(mine, theirs, higher_is_better=higher)
+        table.add_row(
+            title,
+            str(results[kind]["round"]),
+            number(metric, found["mean"]),
+            number(metric, found["std"]),
+            number(metric, found["worst_tenth"]),
+            "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %",
+        )
+    return table
+
+
+def _clients_table(made_by: dict[str, Any], results: dict[str, Any]) -> Table:
+    from fedtailor.runs.tables import number
+
+    metrics = list(results["last"]["clients"])
+    table = _table("clients, last round", "client", "training samples", *(f"test {m}" for m in metrics))
+    for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True)):
+        table.add_row(client, str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics))
+    return table
+
+
+def _options(options: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in options.items())
+
+
+def download_with_progress(console: Console, name: str, root: Path | None) -> None:
+    """Fetch the files of a data source, with a bar for each."""
+    from fedtailor.data.download import fetch
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def listen(file: str, received: int, total: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = progress.add_task(file, total=total)
+            progress.update(tasks[file], completed=received, total=total)
+
+        paths = fetch(name, root, progress=listen)
+    for path in paths:
+        print(path)

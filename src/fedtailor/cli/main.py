@@ -1,0 +1,193 @@
+"""The command line. Thin: it parses, calls, and tells; heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fedtailor import __version__
+from fedtailor.errors import ClientError, ConfigError, UserError
+
+app = typer.Typer(
+    name="fedtailor",
+    help="Personalized federated learning that learns what each client should share.",
+    epilog="Start with: fedtailor init, then fedtailor run config.toml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console()
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
+]
+DataRoot = Annotated[
+    Path | None, typer.Option("--data-root", help="Folder of the data sets; else FEDTAILOR_DATA or the user's cache.")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to; else a new one under runs/.")]
+
+
+@app.callback(invoke_without_command=True)
+def top(show_version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    """Personalized federated learning that learns what each client should share."""
+    if show_version:
+        print(f"fedtailor {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out: Out = None) -> None:  # noqa: B006
+    """Train one algorithm and keep every client's personal model.
+
+    Example: fedtailor run config.toml --set algorithm.name=ditto --set rounds=50
+    """
+    from fedtailor.runs import runner
+    from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
+    from fedtailor.runs.progress import shown
+    from fedtailor.runs.store import new_path
+
+    tables = with_settings(read_toml(config), settings)
+    if "compare" in tables:
+        raise ConfigError(f"{config}: describes a comparison; run it with fedtailor compare {config}")
+    checked = parse(tables, RunConfig, str(config))
+    name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}"
+    path = out or new_path(Path("runs"), name)
+    with _resumable(f"fedtailor resume {path}", path), shown(console, checked.algorithm.name) as listener:
+        folder = runner.start(checked, path, data_root, listener)
+    _tell(folder.path)
+
+
+@app.command()
+def resume(run: Run, data_root: DataRoot = None) -> None:
+    """Go on with a run that was interrupted; the result is that of a run never disturbed."""
+    from fedtailor.runs import runner
+    from fedtailor.runs.progress import shown
+
+    with _resumable(f"fedtailor resume {run}", run), shown(console, run.name) as listener:
+        folder = runner.resume(run, data_root, listener)
+    _tell(folder.path)
+
+
+@app.command()
+def compare(
+    config: Config,
+    settings: Settings = [],  # noqa: B006
+    data_root: DataRoot = None,
+    out: Out = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Use a new folder even if one of this name exists.")] = False,
+) -> None:
+    """Train several algorithms, with several seeds, on the same task and print one table.
+
+    The same command goes on where it was interrupted: finished runs are not repeated.
+    """
+    from fedtailor.runs.compare import TABLE, rows, run_grid
+    from fedtailor.runs.config import CompareConfig, parse, read_toml, with_settings
+    from fedtailor.runs.progress import grid_shown
+    from fedtailor.runs.store import new_path, write_atomically
+    from fedtailor.runs.tables import markdown, terminal
+
+    checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
+    name = checked.compare.name
+    path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
+    again = f"fedtailor compare {config}" + "".join(f" --set {s}" for s in settings) + f" --out {path}"
+    with _resumable(again, path), grid_shown(console) as told:
+        grid = run_grid(checked, path, data_root, told)
+    table = rows(grid)
+    write_atomically(path / TABLE, markdown(table).encode())
+    title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
+    console.print(terminal(table, title))
+    print(f"runs and table: {path}")
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, data, models or engines.")] = "all",
+) -> None:
+    """List algorithms (with what is private and what is sent), data sources, models and engines."""
+    from fedtailor.cli.listing import print_listing
+
+    print_listing(console, what)
+
+
+@app.command()
+def show(
+    run: Run, clients: Annotated[bool, typer.Option("--clients", help="Also print every client's figures.")] = False
+) -> None:
+    """Print what a run did: task, results, traffic, rejected replies."""
+    _tell(run, clients)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write.")] = Path("config.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a commented configuration with every key at its default."""
+    from fedtailor.runs.config import template
+
+    if path.exists() and not force:
+        raise ConfigError(f"{path}: exists already; --force replaces it")
+    path.write_text(template(), encoding="utf-8")
+    print(f"wrote {path}; run it with: fedtailor run {path}")
+
+
+@app.command()
+def download(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A data source such as mnist; see fedtailor list data.")],
+    data_root: DataRoot = None,
+) -> None:
+    """Download a public data set from its official address and check it."""
+    from fedtailor.cli.listing import download_with_progress
+
+    download_with_progress(console, name, data_root)
+
+
+def _tell(run: Path, clients: bool = False) -> None:
+    from fedtailor.cli.listing import print_run
+
+    print_run(console, run, clients)
+
+
+@contextmanager
+def _resumable(command: str, path: Path) -> Iterator[None]:
+    """However a run is stopped, say how to go on."""
+    hint = f"go on with: {command}"
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted; {hint}" if path.exists() else "interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(
+            f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1) from None
+    except ClientError as error:
+        print(f"error: {error}\nthe last checkpoint is intact; {hint}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def main() -> None:
+    """Entry point: what the user can put right is one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

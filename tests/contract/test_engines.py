@@ -1,0 +1,128 @@
+"""Every algorithm gives the same on every engine, whoever stands where in the list of clients."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from fedtailor.algorithms import algorithms
+from fedtailor.core.federation import Federation
+from fedtailor.core.trees import items, tree_map
+from fedtailor.local.training import Solver
+from tests.helpers import (
+    ENGINES,
+    EVEN_SIZES,
+    FULL_BATCH,
+    OTHERS,
+    SOLVER,
+    assert_equal,
+    everything,
+    federate,
+    make_data,
+    make_model,
+    models,
+    run,
+    states,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "classification": {},
+    "regression": {"task": "regression"},
+    "linear": {"model": "linear", "task": "regression"},
+    "momentum-decay-clip": {"solver": replace(SOLVER, momentum=0.9, weight_decay=0.01, clip=0.5)},
+    "adam": {"solver": Solver(optimizer="adam", lr=0.01, batch_size=4)},
+    "full-batch": {"solver": FULL_BATCH},
+    "batchnorm-private": {"model": "normed", "sizes": EVEN_SIZES},
+    "batchnorm-mean": {"model": "normed", "sizes": EVEN_SIZES, "buffers": "mean"},
+    "conv": {"model": "conv", "shape": (1, 6, 6)},
+    "one-client": {"names": ("ada",)},
+    "one-sample": {"names": ("bo",)},
+}
+every_algorithm = pytest.mark.parametrize("algorithm", algorithms())
+
+
+def federation(algorithm: str, engine: str, case: dict[str, Any]) -> Federation:
+    case = dict(case)
+    model, buffers = case.pop("model", "mlp"), case.pop("buffers", "private")
+    solver = case.pop("solver", SOLVER)
+    data = make_data(**case)
+    return federate(algorithms()[algorithm](), data, make_model(model, data, buffers), engine, solver)
+
+
+def outcome(algorithm: str, engine: str, case: dict[str, Any]) -> dict[str, Any]:
+    fed = federation(algorithm, engine, case)
+    server = run(fed)
+    assert fed.faults == []
+    return everything(fed, server)
+
+
+@cache
+def reference(algorithm: str, case: str) -> dict[str, Any]:
+    return outcome(algorithm, "loop", CASES[case])
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize("case", CASES)
+@every_algorithm
+def test_engines_agree(algorithm: str, case: str, engine: str) -> None:
+    assert_equal(outcome(algorithm, engine, CASES[case]), reference(algorithm, case))
+
+
+@pytest.mark.parametrize("case", CASES)
+@every_algorithm
+def test_the_reference_learns(algorithm: str, case: str) -> None:
+    # else equal results could be the results of nothing happening
+    fed = federation(algorithm, "loop", CASES[case])
+    before, after = fed.engine.setting.model.params, models(fed, run(fed))
+    for mine in after.values():
+        assert max(float((mine[k] - before[k]).abs().max()) for k in before) > 1e-3
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap2"])
+@every_algorithm
+def test_order_of_clients_is_irrelevant(algorithm: str, engine: str) -> None:
+    turned = outcome(algorithm, engine, {"names": ("di", "bo", "ada", "cy")})
+    assert_equal(turned, reference(algorithm, "classification"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@every_algorithm
+def test_absent_clients_are_untouched(algorithm: str, engine: str) -> None:
+    fed = federation(algorithm, engine, {"model": "normed", "sizes": EVEN_SIZES})
+    before = states(fed)
+    run(fed, cohort=[0, 2])
+    after = states(fed)
+    for name in ("bo", "di"):
+        for (path, old), (_, new) in zip(items(before[name]), items(after[name]), strict=True):
+            assert torch.equal(old, new), path
+    for name in ("ada", "cy"):  # whose BatchNorm statistics at least have moved
+        assert not all(
+            torch.equal(old, new) for (_, old), (_, new) in zip(items(before[name]), items(after[name]), strict=True)
+        )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@every_algorithm
+def test_a_part_of_the_clients_is_as_a_federation_of_that_part(algorithm: str, engine: str) -> None:
+    fed = federation(algorithm, engine, {})
+    server = run(fed, cohort=[0, 2])
+    alone = federation(algorithm, "loop", {"names": ("ada", "cy")})
+    server_alone = run(alone)
+    found, wanted = everything(fed, server), everything(alone, server_alone)
+    assert_equal({k: found[k] for k in wanted}, wanted)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@every_algorithm
+def test_saved_states_continue_as_the_straight_run(algorithm: str, engine: str) -> None:
+    straight = federation(algorithm, engine, {})
+    clients = range(4)
+    server = straight.engine.setting.algorithm.server_init(straight.engine.setting.model)
+    server = straight.run_round(0, clients, server)
+    saved = tree_map(torch.clone, straight.engine.get_states())
+    fresh = federation(algorithm, engine, {})
+    fresh.engine.set_states(saved)
+    wanted = everything(straight, straight.run_round(1, clients, server))
+    assert_equal(everything(fresh, fresh.run_round(1, clients, server)), wanted, tolerance=0)

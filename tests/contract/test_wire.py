@@ -1,0 +1,140 @@
+"""What crosses the wire, and how many bytes of it: exactly what is declared and exactly what is reported."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms import algorithms
+from fedtailor.core import codec
+from fedtailor.core.algorithm import NUMBER, Algorithm, on_client, sent_example
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Tree, items, schema
+from fedtailor.engines.wire import Site, Wire
+from tests.helpers import ENGINES, OTHERS, federate, make_data, make_model, run, states
+
+every_algorithm = pytest.mark.parametrize("algorithm", algorithms())
+Message = tuple[dict[str, Any], Tree]
+
+
+def federation(algorithm: str, engine: str = "wire") -> Federation:
+    data = make_data()
+    return federate(algorithms()[algorithm](), data, make_model("mlp", data), engine)
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Message, Message]]:
+    """Requests and replies of all sites, decoded from the bytes that went through."""
+    seen: list[tuple[Message, Message]] = []
+    handle = Site.handle
+
+    def recording(self: Site, request: bytes) -> bytes:
+        reply = handle(self, request)
+        seen.append((codec.decode(request), codec.decode(reply)))
+        return reply
+
+    monkeypatch.setattr(Site, "handle", recording)
+    return seen
+
+
+@every_algorithm
+def test_reported_traffic_is_what_crossed(algorithm: str) -> None:
+    fed = federation(algorithm)
+    run(fed)
+    assert isinstance(fed.engine, Wire)
+    assert (fed.traffic.up, fed.traffic.down) == (fed.engine.up, fed.engine.down)
+    assert min(fed.traffic.up, fed.traffic.down) > 0
+    assert fed.traffic.trips >= 3
+
+
+@every_algorithm
+def test_reported_traffic_is_the_same_on_all_engines(algorithm: str) -> None:
+    found = []
+    for engine in ("loop", *OTHERS):
+        fed = federation(algorithm, engine)
+        run(fed)
+        found.append(fed.traffic)
+    assert found == [found[0]] * 4
+
+
+@every_algorithm
+def test_only_what_is_declared_crosses(algorithm: str, messages: list[tuple[Message, Message]]) -> None:
+    fed = federation(algorithm)
+    run(fed)
+    setting = fed.engine.setting
+    called: dict[int, str] = {}
+    for (request, sent), (answer, reply) in messages:
+        assert set(answer) == {"round", "call"}
+        if "function" in request:
+            called[request["call"]] = request["function"]
+            assert schema(reply) == schema(sent_example(setting.algorithm, request["function"], setting.model))
+        else:  # a cotangent of the reply, answered by those of the message
+            declared = sent_example(setting.algorithm, called[request["call"]], setting.model)
+            assert schema(sent) == schema(declared)
+    assert len(messages) == fed.traffic.trips * 4
+
+
+@pytest.mark.parametrize("algorithm", ["fedper", "fedrep"])
+def test_the_head_stays(algorithm: str, messages: list[tuple[Message, Message]]) -> None:
+    fed = federation(algorithm)
+    head = fed.engine.setting.model.head
+    assert set(head) == {"out.weight", "out.bias"}
+    secret = [*head.values(), *(leaf for _, leaf in items(states(fed)))]
+    for rounds in range(3):
+        fed.run_round(rounds, range(4), fed.engine.setting.model.body)
+        secret += [leaf for _, leaf in items(states(fed))]
+    assert len(secret) == 2 + 4 * 4 * 2
+    crossed = [part for request, reply in messages for _, tree in (request, reply) for part in items(tree)]
+    assert len(crossed) == 3 * 4 * (2 + 3)  # the body down, the body and a count up
+    for path, tensor in crossed:
+        assert not any(name in path for name in head), path
+        assert not any(_within(tensor, s) for s in secret), path
+
+
+def _within(tensor: Tensor, secret: Tensor) -> bool:
+    """Whether any value of the secret is in the tensor."""
+    return bool(torch.isin(secret.flatten(), tensor.flatten()).any())
+
+
+@dataclass(frozen=True)
+class Curious(Algorithm):
+    """Asks clients for something that is not a client function."""
+
+    def client_init(self, me: Me) -> Tree:
+        return {"secret": me.n * torch.ones(2, dtype=me.n.dtype)}
+
+    @on_client(sends=NUMBER)
+    def allowed(self, me: Me) -> tuple[Tree, Tree]:
+        return me.state, me.n
+
+    def tell(self, me: Me) -> tuple[Tree, Tree]:
+        return me.state, me.state["secret"]
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        fed.map(self.tell)
+        return server
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_function_that_is_not_for_clients_is_refused(engine: str) -> None:
+    data = make_data()
+    fed = federate(Curious(), data, make_model("linear", data), engine)
+    with pytest.raises(LookupError, match="tell"):
+        run(fed)
+
+
+@pytest.mark.parametrize("function", ["tell", "client_init", "round", "__init__", "nothing"])
+def test_a_site_refuses_too(function: str) -> None:
+    data = make_data()
+    fed = federate(Curious(), data, make_model("linear", data), "wire")
+    assert isinstance(fed.engine, Wire)
+    header = {"function": function, "round": 0, "call": 0, "placed": [], "taped": False}
+    answer, reply = codec.decode(fed.engine.sites[0].handle(codec.encode(header, ())))
+    assert f"{function} is not a client function of Curious" in answer["error"]
+    assert reply is None
+    answer, reply = codec.decode(fed.engine.sites[0].handle(codec.encode(header | {"function": "allowed"}, ())))
+    assert answer == {"round": 0, "call": 0}
+    assert float(reply) == 9

@@ -1,0 +1,305 @@
+"""Folders of CSV and Parquet files: what is read, what is inferred, and every error with its file and column."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from fedtailor.data import load
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.federated import FederatedData
+from fedtailor.errors import DataError
+
+GOOD = "age,ward,sick\n" + "".join(f"{20 + i},{'AB'[i % 2]},{i % 2}\n" for i in range(12))
+
+
+def folder(tmp_path: Path, **files: str | bytes) -> Path:
+    """A folder with files given as name_ending=content."""
+    path = tmp_path / "sites"
+    path.mkdir()
+    for name, content in files.items():
+        data = content.encode() if isinstance(content, str) else content
+        (path / name.replace("__", ".")).write_bytes(data)
+    return path
+
+
+def read(path: Path, target: str = "sick", seed: int = 0, **options: Any) -> FederatedData:
+    return load(FolderConfig(path=path, target=target, **options), seed=seed)
+
+
+def error(path: Path, target: str = "sick", **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(path, target, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def rows_of(data: FederatedData, client: int) -> tuple[np.ndarray, np.ndarray]:
+    """All rows of a client, from train, val and test."""
+    parts = [part.of(client) for part in (data.train, data.val, data.test)]
+    return np.concatenate([x.numpy() for x, _ in parts]), np.concatenate([y.numpy() for _, y in parts])
+
+
+def test_reads_clients_features_and_classes(tmp_path: Path) -> None:
+    data = read(folder(tmp_path, b__csv=GOOD, a__csv=GOOD))
+    assert data.clients == ("a", "b")
+    assert data.features == ("age", "ward=A", "ward=B")
+    assert (data.task, data.classes, data.outputs) == ("classification", ("0", "1"), 2)
+    assert data.train.sizes.tolist() == [8, 8]
+    x, y = rows_of(data, 0)
+    assert len(x) == 12
+    assert (x[:, 2] == y).all()  # ward B is where the sick are
+    assert any("classification (inferred: 2 distinct whole numbers" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_separators_and_bom(tmp_path: Path, separator: str, bom: bytes) -> None:
+    content = bom + GOOD.replace(",", separator).replace("\n", "\r\n").encode()
+    assert read(folder(tmp_path, a__csv=content)).features == ("age", "ward=A", "ward=B")
+
+
+def test_decimal_comma_after_semicolons(tmp_path: Path) -> None:
+    data = read(folder(tmp_path, a__csv="x;y\n1,5;2,25\n2,5;1,5\n3,5;9,5\n"), "y", standardise="none")
+    x, y = rows_of(data, 0)
+    assert sorted(x[:, 0].tolist()) == [1.5, 2.5, 3.5]
+    assert sorted(y[:, 0].tolist()) == [1.5, 2.25, 9.5]
+
+
+def test_parquet_and_gz_beside_csv(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv=GOOD, b__csv__gz=gzip.compress(GOOD.encode()))
+    frame = pl.read_csv(path / "a.csv").with_columns(
+        pl.col("age").cast(pl.Float32), pl.col("ward").cast(pl.Categorical)
+    )
+    frame.write_parquet(path / "c.parquet")
+    (path / "notes.txt").write_text("not data")
+    data = read(path, standardise="none")
+    assert data.clients == ("a", "b", "c")
+    assert [sorted(rows_of(data, i)[0][:, 0].tolist()) for i in range(3)] == [[20.0 + i for i in range(12)]] * 3
+
+
+def test_categories_are_the_union_of_all_sites(tmp_path: Path) -> None:
+    a = "c,x,y\nred,1,0\n,2,1\nred,3,0\n"
+    b = "c,x,y\ngreen,1,0\ngreen,2,1\nblue,3,0\n"
+    data = read(folder(tmp_path, a__csv=a, b__csv=b), "y")
+    assert data.features == ("c=blue", "c=green", "c=red", "c=missing", "x")
+    assert rows_of(data, 0)[0][:, :4].sum(0).tolist() == [0, 0, 2, 1]
+    assert rows_of(data, 1)[0][:, :4].sum(0).tolist() == [1, 2, 0, 0]
+
+
+def test_forced_categories_agree_on_how_numbers_are_written(tmp_path: Path) -> None:
+    a, b = "code,y\n1.0,0\n2.0,1\n1.0,1\n", "code,y\n1,0\n10,1\n1,1\n"
+    data = read(folder(tmp_path, a__csv=a, b__csv=b), "y", categorical=("code",))
+    assert data.features == ("code=1", "code=2", "code=10")
+
+
+def test_ignored_columns_are_gone(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv=GOOD, b__csv=GOOD.replace("ward", "room"))
+    assert read(path, ignore=("ward", "room")).features == ("age",)
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "why"),
+    [
+        (["yes", "no", "no", "yes"], "classification", "2 distinct texts"),
+        (["true", "false", "true", "false"], "classification", "2 distinct texts"),
+        (["1", "2", "3", "1"], "classification", "3 distinct whole numbers"),
+        (["1.0", "2.0", "3.0", "1.0"], "classification", "3 distinct whole numbers"),
+        (["1.5", "2", "3", "1"], "regression", "not whole numbers"),
+        ([str(i) for i in range(30)], "regression", "30 distinct whole numbers"),
+    ],
+)
+def test_task_is_inferred_and_told(tmp_path: Path, values: list[str], task: str, why: str) -> None:
+    content = "x,y\n" + "".join(f"{i},{v}\n" for i, v in enumerate(values))
+    data = read(folder(tmp_path, a__csv=content), "y")
+    assert data.task == task
+    assert any(why in note for note in data.notes)
+    assert data.train.y.is_floating_point() == (task == "regression")
+    assert data.train.y.ndim == (2 if task == "regression" else 1)
+
+
+def test_configured_task_wins(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv="x,y\n1,1\n2,2\n3,1\n4,2\n")
+    assert read(path, "y", task="regression").task == "regression"
+    assert read(path, "y", task="classification").outputs == 2
+
+
+def numbers(values: list[float | None]) -> str:
+    return "x,y\n" + "".join(f"{'' if v is None else v},{i % 2}\n" for i, v in enumerate(values))
+
+
+def test_missing_numbers_get_the_training_median_of_the_client(tmp_path: Path) -> None:
+    x = {i: float(i * i) for i in range(8) if i != 5}
+    a = "id,x,y\n" + "".join(f"{i},{x.get(i, '')},{i % 2}\n" for i in range(8))
+    b = "id,x,y\n" + "".join(f"{i},,{i % 2}\n" for i in range(8))
+    data = read(folder(tmp_path, a__csv=a, b__csv=b), "y", seed=2, standardise="none", test=0.4)
+    ids = data.train.of(0)[0][:, 0].tolist()
+    median = float(np.median([x[int(i)] for i in ids if i in x]))
+    assert median != float(np.median(list(x.values())))  # else the test could not tell training rows from all
+    filled = dict(rows_of(data, 0)[0].tolist())
+    assert filled == x | {5: median}
+    assert set(rows_of(data, 1)[0][:, 1].tolist()) == {median}  # has no value of its own: the pooled median
+    assert any('column "x": 9 missing values' in note for note in data.notes)
+
+
+def test_standardise_uses_training_rows(tmp_path: Path) -> None:
+    files = {"a__csv": numbers([float(i) for i in range(40)]), "b__csv": numbers([float(100 + i) for i in range(20)])}
+    path = folder(tmp_path, **files)
+    pooled = read(path, "y").train.x[:, 0]
+    assert pooled.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert pooled.std(correction=0).item() == pytest.approx(1.0, abs=1e-6)
+    by_client = read(path, "y", standardise="client")
+    for i in range(2):
+        x = by_client.train.of(i)[0][:, 0]
+        assert x.mean().item() == pytest.approx(0.0, abs=1e-6)
+        assert x.std(correction=0).item() == pytest.approx(1.0, abs=1e-6)
+    raw = read(path, "y", standardise="none")
+    train = raw.train.x[:, 0].double()
+    test = (raw.test.x[:, 0].double() - train.mean()) / train.std(correction=0)
+    assert np.allclose(read(path, "y").test.x[:, 0], test, atol=1e-5)
+
+
+def test_constant_column_becomes_zero(tmp_path: Path) -> None:
+    data = read(folder(tmp_path, a__csv=numbers([0.1] * 30)), "y")
+    assert data.train.x.abs().max().item() < 1e-6
+
+
+def test_standardised_target(tmp_path: Path) -> None:
+    content = "x,y\n" + "".join(f"{i},{i + 0.5}\n" for i in range(40))
+    data = read(folder(tmp_path, a__csv=content), "y", standardise_target=True)
+    assert data.train.y.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert any("target standardised" in note for note in data.notes)
+
+
+def test_a_client_does_not_change_with_its_neighbours(tmp_path: Path) -> None:
+    alone = read(folder(tmp_path, m__csv=GOOD), standardise="none")
+    (tmp_path / "more").mkdir()
+    both = read(folder(tmp_path / "more", a__csv=GOOD, m__csv=GOOD), standardise="none")
+    assert alone.test.of(0)[0].equal(both.test.of(1)[0])
+    assert alone.train.of(0)[0].equal(both.train.of(1)[0])
+
+
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
+    data = read(folder(tmp_path, a__csv=GOOD + "\n\n"))
+    assert len(rows_of(data, 0)[0]) == 12
+
+
+def test_folder_errors(tmp_path: Path) -> None:
+    assert "nowhere: no such folder" in error(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "empty: no data files" in error(tmp_path / "empty")
+    (tmp_path / "x.csv").write_text(GOOD)
+    assert "x.csv: is a file" in error(tmp_path / "x.csv")
+
+
+BROKEN: dict[str, tuple[str | bytes, list[str]]] = {
+    "empty": ("", ["b.csv", "empty file"]),
+    "header only": ("age,ward,sick\n", ["b.csv", "no rows"]),
+    "one row": ("age,ward,sick\n1,A,0\n", ["b.csv", "only one row", "at least 2"]),
+    "no target": (GOOD.replace("sick", "sikc"), ["b.csv", '"sick"', 'did you mean "sikc"?']),
+    "missing column": (GOOD.replace("ward", "room"), ["b.csv", '"ward"', "a.csv has it", "data.ignore = ['ward']"]),
+    "text among numbers": (
+        GOOD.replace("\n21,", "\nold,"),
+        ["b.csv", '"age"', '"old"', "data row 2", "data.categorical = ['age']", "data.ignore = ['age']"],
+    ),
+    "infinite": (GOOD.replace("\n21,", "\ninf,"), ["b.csv", '"age"', '"inf"', "data row 2"]),
+    "missing target": (GOOD.replace("20,A,0", "20,A,").replace("22,A,0", "22,A,NA"), ["b.csv", '"sick"', "2 of 12"]),
+    "duplicate column": ("age,ward,age,sick\n" + "1,A,2,0\n" * 3, ["b.csv", '"age"', "more than once"]),
+    "nameless column": (",age,ward,sick\n" + "1,1,A,0\n" * 3, ["b.csv", "column 1 has no name"]),
+    "latin-1": (GOOD.replace("B", "\xc9").encode("latin-1"), ["b.csv", "not UTF-8", "0xc9", "line 3"]),
+    "utf-16": (GOOD.encode("utf-16"), ["b.csv", "not UTF-8"]),
+    "utf-16 without mark": (GOOD.encode("utf-16-le"), ["b.csv", "not UTF-8"]),
+    "too many fields": (GOOD + "1,A,0,9\n", ["b.csv", "line 14 has 4 fields, the header has 3"]),
+    "too few fields": (GOOD + "1,A\n", ["b.csv", "line 14 has 2 fields, the header has 3"]),
+    "open quote": (GOOD + '1,"A,0\n', ["b.csv"]),
+    "odd target": (
+        GOOD.replace("21,B,1", "21,B,maybe"),
+        ["b.csv", '"sick"', '"maybe"', "data.task = 'classification'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_file_is_named(tmp_path: Path, case: str) -> None:
+    content, parts = BROKEN[case]
+    message = error(folder(tmp_path, a__csv=GOOD, b__csv=content))
+    for part in parts:
+        assert part in message
+
+
+def test_text_at_a_whole_site_is_an_error(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv=GOOD, b__csv=GOOD.replace("\n2", "\nz2").replace("\n3", "\nz3"))
+    message = error(path)
+    assert "b.csv" in message
+    assert '"z20"' in message
+    assert "age=z20" in read(path, categorical=("age",)).features
+
+
+def test_text_in_a_regression_target(tmp_path: Path) -> None:
+    message = error(folder(tmp_path, a__csv="x,y\n1,a\n2,b\n"), "y", task="regression")
+    assert "a.csv" in message
+    assert 'column "y" has the text "a" in data row 1' in message
+
+
+def test_text_with_very_many_values(tmp_path: Path) -> None:
+    content = "name,age,sick\n" + "".join(f"n{i},{i},{i % 2}\n" for i in range(60))
+    path = folder(tmp_path, a__csv=content)
+    message = error(path)
+    assert 'a.csv: column "name" has 60 distinct texts' in message
+    assert "data.ignore = ['name']" in message
+    assert len(read(path, categorical=("name",)).features) == 61
+    assert 'target column "name" has 60 distinct texts' in error(path, "name")
+
+
+def test_missing_values_as_errors(tmp_path: Path) -> None:
+    message = error(folder(tmp_path, a__csv=numbers([1.0, 2, None, 4])), "y", missing="error")
+    assert 'a.csv: column "x" has no value in 1 of 4 rows' in message
+    assert "data.missing = 'median'" in message
+
+
+def test_column_without_any_value(tmp_path: Path) -> None:
+    message = error(folder(tmp_path, a__csv=numbers([None] * 4)), "y")
+    assert 'a.csv: column "x" has no value' in message
+    assert "data.ignore = ['x']" in message
+
+
+def test_options_that_name_no_column(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv=GOOD)
+    assert "data.ignore = ['wart']: no file has this column; did you mean \"ward\"?" in error(path, ignore=("wart",))
+    assert "data.categorical = ['wart']: no file has this column" in error(path, categorical=("wart",))
+    assert "data.ignore = ['sick']: this is the target" in error(path, ignore=("sick",))
+    assert "no columns left" in error(path, ignore=("ward", "age"))
+
+
+def test_one_class_is_an_error(tmp_path: Path) -> None:
+    assert 'target column "y" has the single value "1"' in error(folder(tmp_path, a__csv="x,y\n1,1\n2,1\n"), "y")
+
+
+def test_two_files_of_one_client(tmp_path: Path) -> None:
+    message = error(folder(tmp_path, a__csv=GOOD, a__tsv=GOOD))
+    assert 'a.tsv: client "a" is also in a.csv' in message
+
+
+def test_damaged_parquet_and_gz(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv=GOOD)
+    pl.read_csv(path / "a.csv").write_parquet(path / "b.parquet")
+    whole = (path / "b.parquet").read_bytes()
+    (path / "b.parquet").write_bytes(whole[: len(whole) // 2])
+    assert "b.parquet: truncated or corrupt" in error(path)
+    (path / "b.parquet").unlink()
+    (path / "b.csv.gz").write_bytes(gzip.compress(GOOD.encode())[:-12])
+    assert "b.csv.gz: truncated or corrupt gzip" in error(path)
+
+
+def test_parquet_column_of_a_strange_type(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    pl.DataFrame({"age": [1, 2], "when": [[1], [2]], "sick": [0, 1]}).write_parquet(path / "a.parquet")
+    message = error(path)
+    assert 'a.parquet: column "when" has the type List' in message
+    assert read(path, ignore=("when",)).features == ("age",)

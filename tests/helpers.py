@@ -1,0 +1,193 @@
+"""Small federations made in the test: four unequal clients, one of them with a single sample and nothing to test on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtailor import engines
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.federation import Federation, Limits
+from fedtailor.core.me import Me, Setting
+from fedtailor.core.model import BufferPolicy, Model
+from fedtailor.core.random import stream, torch_stream
+from fedtailor.core.trees import Params, Tree, items, tree_map
+from fedtailor.data.federated import FederatedData, Rows, TaskKind
+from fedtailor.local.training import Solver
+from fedtailor.models import build
+
+F64 = torch.float64
+SIZES = {"ada": (9, 3, 4), "bo": (1, 0, 0), "cy": (6, 2, 5), "di": (13, 4, 1)}  # train, val, test
+EVEN_SIZES = {"ada": (8, 3, 4), "bo": (8, 0, 0), "cy": (6, 2, 5), "di": (10, 4, 1)}  # no batch of 4 leaves one sample
+ENGINES: dict[str, tuple[engines.EngineName, int]] = {
+    "loop": ("loop", 64),
+    "vmap": ("vmap", 64),
+    "vmap2": ("vmap", 2),
+    "wire": ("wire", 64),
+}
+OTHERS = ("vmap", "vmap2", "wire")
+SOLVER = Solver(lr=0.1, batch_size=4)
+FULL_BATCH = Solver(lr=0.1, batch_size=0)
+
+
+def make_data(
+    task: TaskKind = "classification",
+    names: Sequence[str] | None = None,
+    sizes: Mapping[str, tuple[int, int, int]] = SIZES,
+    shape: tuple[int, ...] = (4,),
+    outputs: int = 3,
+) -> FederatedData:
+    """A client's samples depend on its name only, so that the same clients can be put in another order."""
+    names = tuple(sizes) if names is None else tuple(names)
+    splits = []
+    for part, split in enumerate(("train", "val", "test")):
+        xs, ys = [], []
+        for name in names:
+            rng = stream("samples", name, split)
+            n = sizes[name][part]
+            xs.append(torch.from_numpy(rng.normal(size=(n, *shape))))
+            if task == "classification":
+                ys.append(torch.from_numpy(rng.integers(outputs, size=n)))
+            else:
+                ys.append(torch.from_numpy(rng.normal(size=(n, outputs))))
+        starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
+        splits.append(Rows(torch.cat(xs), torch.cat(ys), starts))
+    return FederatedData("made", task, names, *splits, outputs=outputs)
+
+
+class Normed(nn.Module):
+    """Dense layers with BatchNorm in the body."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(shape[0], 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.out = nn.Linear(5, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.norm(self.first(x))))
+
+
+class SmallConv(nn.Module):
+    """One convolution on small grey images."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(shape[0], 2, 3)
+        self.out = nn.Linear(2 * ((shape[1] - 2) // 2) * ((shape[2] - 2) // 2), outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(nn.functional.max_pool2d(torch.relu(self.conv(x)), 2).flatten(1))
+
+
+def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:
+    """In float64: "mlp", "linear", "normed" or "conv"; the head is the last layer."""
+    if name in ("mlp", "linear"):
+        options = {"hidden": (5,)} if name == "mlp" else {}
+        return build(name, data.shape, data.outputs, seed=1, options=options, dtype=F64)
+    with torch_stream("initial values"):
+        module = (Normed if name == "normed" else SmallConv)(data.shape, data.outputs).to(F64)
+    return Model(module, head=["out"], buffers=buffers)
+
+
+def federate(
+    algorithm: Algorithm,
+    data: FederatedData,
+    model: Model,
+    engine: str = "loop",
+    solver: Solver = SOLVER,
+    limits: Limits | None = None,
+) -> Federation:
+    """A federation whose clients have their first state."""
+    name, chunk = ENGINES[engine]
+    made = engines.make(name, Setting(algorithm, model, data, solver, seed=3), chunk)
+    made.start()
+    return Federation(made, limits or Limits())
+
+
+def run(fed: Federation, rounds: int = 3, cohort: Sequence[int] | None = None) -> Tree:
+    """The server's state after some rounds."""
+    setting = fed.engine.setting
+    server = setting.algorithm.server_init(setting.model)
+    for round in range(rounds):
+        server = fed.run_round(round, range(len(setting.data.clients)) if cohort is None else cohort, server)
+    return server
+
+
+def states(fed: Federation) -> dict[str, Tree]:
+    """Copies of everything private, by name of the client."""
+    rows = fed.engine.get_states()
+    return {c: tree_map(lambda v, i=i: v[i].clone(), rows) for i, c in enumerate(fed.engine.setting.data.clients)}
+
+
+def models(fed: Federation, server: Tree, round: int = 3) -> dict[str, Params]:
+    """Personal models, by name of the client."""
+    clients = fed.engine.setting.data.clients
+    out = {}
+    for group, stack in fed.engine.personal(range(len(clients)), round, server):
+        for row, client in enumerate(group):
+            out[clients[client]] = {k: v[row].clone() for k, v in stack.items()}
+    return out
+
+
+def metrics(fed: Federation, server: Tree, round: int = 3) -> dict[str, dict[str, Tensor]]:
+    """Metrics by name of the client, such as `out["ada"]["test/accuracy"]`."""
+    clients = fed.engine.setting.data.clients
+    out = {}
+    for group, found in fed.engine.evaluate(range(len(clients)), round, server, ("train", "val", "test")):
+        for row, client in enumerate(group):
+            out[clients[client]] = {path: v[row].clone() for path, v in items(found)}
+    return out
+
+
+def everything(fed: Federation, server: Tree) -> dict[str, Any]:
+    """All that a run has made, per client by name: what must not depend on where it ran."""
+    made = {"server": server, "states": states(fed), "models": models(fed, server), "metrics": metrics(fed, server)}
+    return dict(items(made))
+
+
+def assert_equal(found: Tree, wanted: Tree, tolerance: float = 1e-10) -> None:
+    """The same paths with the same values; what is not a number must be so on both sides."""
+    torch.testing.assert_close(dict(items(found)), dict(items(wanted)), rtol=0, atol=tolerance, equal_nan=True)
+
+
+def make_me(
+    data: FederatedData, model: Model, client: int = 0, solver: Solver = SOLVER, algorithm: Algorithm | None = None
+) -> Me:
+    """A client outside of any federation."""
+    setting = Setting(algorithm or Algorithm(), model, data, solver, seed=3)
+    n = torch.tensor(float(data.train.sizes[client]), dtype=F64)
+    return Me(setting, [client], ("alone",), 0, n, {}, model.private_buffers, None)
+
+
+def descend(
+    model: Model,
+    params: Params,
+    x: Tensor,
+    y: Tensor,
+    *,
+    steps: int,
+    lr: float = 0.1,
+    center: Params | None = None,
+    mu: float = 0.0,
+    frozen: Params | None = None,
+) -> Params:
+    """Plain gradient descent on all samples, written without the library's training: the reference by hand."""
+    for _ in range(steps):
+        leaf = {k: v.detach().clone().requires_grad_() for k, v in params.items()}
+        output = torch.func.functional_call(model.module, leaf | (frozen or {}), (x,))
+        loss = nn.functional.mse_loss(output, y) if y.is_floating_point() else nn.functional.cross_entropy(output, y)
+        if center is not None:
+            loss = loss + mu / 2 * sum(((leaf[k] - center[k]) ** 2).sum() for k in leaf)
+        loss.backward()
+        params = {k: (v - lr * v.grad).detach() for k, v in leaf.items() if v.grad is not None}
+    return params
+
+
+def weighted(models: Sequence[Params], counts: Sequence[int]) -> Params:
+    """The mean of models by sample count, by hand."""
+    total = sum(counts)
+    return {k: sum(m[k] * (n / total) for m, n in zip(models, counts, strict=True)) for k in models[0]}  # type: ignore[misc]
