@@ -15,7 +15,7 @@ from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import RoundAbandoned
 from fedtailor.local.training import Solver
-from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model, states
+from tests.helpers import ENGINES, EVEN_SIZES, F64, OTHERS, assert_equal, federate, make_data, make_model, states
 
 SOLVERS = {
     "sgd": Solver(lr=0.1, batch_size=0),
@@ -188,14 +188,60 @@ def _put_back(flat: dict[str, Tensor], server: Tree, rows: Tree) -> tuple[Tree, 
     return {"w": w, "lr": flat["server/lr"]}, {"state": state, "buffers": rows["buffers"]}
 
 
-@pytest.mark.parametrize("engine", ["vmap", "vmap2", "wire"])
-@pytest.mark.parametrize("model", ["mlp", "conv"])
+MODELS: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "conv": {"shape": (1, 6, 6)},
+    "normed": {"sizes": EVEN_SIZES},
+    "normed-mean": {"sizes": EVEN_SIZES},
+}
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+@pytest.mark.parametrize("model", MODELS)
 def test_engines_agree(model: str, engine: str) -> None:
-    shape = (1, 6, 6) if model == "conv" else (4,)
-    data = make_data(shape=shape)
-    found, wanted = (federate(Taped(), data, make_model(model, data), e) for e in (engine, "loop"))
+    data = make_data(**MODELS[model])
+    name, _, policy = model.partition("-")
+    found, wanted = (
+        federate(Taped(), data, make_model(name, data, "mean" if policy else "private"), e) for e in (engine, "loop")
+    )
     assert_equal(one_round(found), one_round(wanted))
     assert_equal(states(found), states(wanted))
+
+
+@dataclass(frozen=True)
+class Passing(Algorithm):
+    """Replies, one of them an integer, go back to whom they came from without the server looking."""
+
+    def client_init(self, me: Me) -> Tree:
+        return {"a": 0.1 * me.n}
+
+    @on_client(sends=(NUMBER, Sent("integer", lambda algorithm, model: torch.zeros((), dtype=torch.int64))))
+    def there(self, me: Me, k: Tensor) -> tuple[Tree, Tree]:
+        return me.state, (k * me.state["a"] ** 2, me.n.long() + k)
+
+    @on_client(sends=NUMBER)
+    def back(self, me: Me, mine: Tensor, k: Tensor) -> tuple[Tree, Tree]:
+        return me.state, mine**2 * k
+
+    @on_client(sends=NUMBER)
+    def reveal(self, me: Me) -> tuple[Tree, Tree]:
+        return me.state, me.grad["a"]
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        scale = fed.tape(server)
+        loss = scale * fed.sum(fed.map(self.back, *fed.map(self.there, torch.tensor(2))))
+        return {"scale": fed.backward(loss), "a": fed.map(self.reveal).tree}
+
+
+@pytest.mark.parametrize("cohort", [(0, 1, 2, 3), (3, 0, 2)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_replies_that_return_to_their_clients(engine: str, cohort: tuple[int, ...]) -> None:
+    data = make_data()
+    fed = federate(Passing(), data, make_model("linear", data), engine)
+    out = fed.run_round(0, cohort, torch.tensor(1.5, dtype=F64))
+    n = data.train.sizes[list(cohort)].to(F64)
+    assert_equal(out["scale"], (4 * (0.1 * n) ** 4 * (n + 2)).sum())
+    assert_equal(out["a"], 1.5 * 16 * (0.1 * n) ** 3 * (n + 2))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -71,7 +71,9 @@ def _common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]
     for option, names in (("ignore", config.ignore), ("categorical", config.categorical)):
         for name in names:
             if name not in known:
-                raise DataError(f"{config.path}: --{option} {name}: no file has this column; {nearest(name, known)}")
+                raise DataError(
+                    f"{config.path}: data.{option} = ['{name}']: no file has this column; {nearest(name, known)}"
+                )
     if config.target in config.ignore:
         raise DataError(
             f"{config.path}: data.ignore = ['{config.target}']: this is the target; choose another with data.target"

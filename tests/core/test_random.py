@@ -1,0 +1,44 @@
+"""Streams are named: equal names give equal numbers, other names others, and nobody else's generator moves."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedtailor.core.random import stream, torch_stream
+
+keys = st.lists(st.integers(-3, 30) | st.text("ab0123", max_size=3), max_size=3)
+
+
+@given(keys, keys)
+def test_equal_keys_equal_numbers(a: list[int | str], b: list[int | str]) -> None:
+    found, again, other = (stream(*key).integers(2**62, size=4).tolist() for key in (a, a, b))
+    assert found == again
+    assert (found == other) == (a == b)
+
+
+def test_a_number_is_not_its_text() -> None:
+    assert stream(1, "a").random() != stream("1", "a").random()
+    assert stream(1, 23).random() != stream(12, 3).random()
+
+
+def test_numbers_do_not_change_between_versions() -> None:
+    assert stream(3, 0, "ada", "batches").permutation(6).tolist() == [3, 0, 2, 1, 5, 4]
+
+
+def test_torch_stream() -> None:
+    state = torch.random.get_rng_state()
+    with torch_stream(1, "model"):
+        first = torch.rand(3)
+    np.random.seed(0)  # noqa: NPY002 - a global seed must not matter
+    torch.rand(1)
+    with torch_stream(1, "model"):
+        again = torch.rand(3)
+    with torch_stream(2, "model"):
+        other = torch.rand(3)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    torch.random.set_rng_state(state)
+    with torch_stream(1, "model"):
+        torch.rand(3)
+    assert torch.equal(torch.random.get_rng_state(), state)
