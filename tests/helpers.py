@@ -42,7 +42,7 @@ def make_data(
 ) -> FederatedData:
     """A client's samples depend on its name only, so that the same clients can be put in another order."""
     names = tuple(sizes) if names is None else tuple(names)
-    splits = []
+    made: dict[str, Rows] = {}
     for part, split in enumerate(("train", "val", "test")):
         xs, ys = [], []
         for name in names:
@@ -54,8 +54,8 @@ def make_data(
             else:
                 ys.append(torch.from_numpy(rng.normal(size=(n, outputs))))
         starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
-        splits.append(Rows(torch.cat(xs), torch.cat(ys), starts))
-    return FederatedData("made", task, names, *splits, outputs=outputs)
+        made[split] = Rows(torch.cat(xs), torch.cat(ys), starts)
+    return FederatedData("made", task, names, made["train"], made["val"], made["test"], outputs)
 
 
 class Normed(nn.Module):
@@ -123,30 +123,26 @@ def states(fed: Federation) -> dict[str, Tree]:
     return {c: tree_map(lambda v, i=i: v[i].clone(), rows) for i, c in enumerate(fed.engine.setting.data.clients)}
 
 
-def models(fed: Federation, server: Tree, round: int = 3) -> dict[str, Params]:
+def evaluate(fed: Federation, server: Tree, round: int = 3) -> tuple[dict[str, Params], dict[str, dict[str, Tensor]]]:
+    """Personal models and metrics, such as `metrics["ada"]["test/accuracy"]`, by name of the client."""
+    clients = fed.engine.setting.data.clients
+    models, metrics = {}, {}
+    for group, found, stack in fed.engine.evaluate(range(len(clients)), round, server, ("train", "val", "test")):
+        for row, client in enumerate(group):
+            models[clients[client]] = {k: v[row].clone() for k, v in stack.items()}
+            metrics[clients[client]] = {path: v[row].clone() for path, v in items(found)}
+    return models, metrics
+
+
+def models(fed: Federation, server: Tree) -> dict[str, Params]:
     """Personal models, by name of the client."""
-    clients = fed.engine.setting.data.clients
-    out = {}
-    for group, stack in fed.engine.personal(range(len(clients)), round, server):
-        for row, client in enumerate(group):
-            out[clients[client]] = {k: v[row].clone() for k, v in stack.items()}
-    return out
-
-
-def metrics(fed: Federation, server: Tree, round: int = 3) -> dict[str, dict[str, Tensor]]:
-    """Metrics by name of the client, such as `out["ada"]["test/accuracy"]`."""
-    clients = fed.engine.setting.data.clients
-    out = {}
-    for group, found in fed.engine.evaluate(range(len(clients)), round, server, ("train", "val", "test")):
-        for row, client in enumerate(group):
-            out[clients[client]] = {path: v[row].clone() for path, v in items(found)}
-    return out
+    return evaluate(fed, server)[0]
 
 
 def everything(fed: Federation, server: Tree) -> dict[str, Any]:
     """All that a run has made, per client by name: what must not depend on where it ran."""
-    made = {"server": server, "states": states(fed), "models": models(fed, server), "metrics": metrics(fed, server)}
-    return dict(items(made))
+    models, metrics = evaluate(fed, server)
+    return dict(items({"server": server, "states": states(fed), "models": models, "metrics": metrics}))
 
 
 def assert_equal(found: Tree, wanted: Tree, tolerance: float = 1e-10) -> None:

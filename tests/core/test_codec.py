@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from fedtailor.core import codec
-from fedtailor.core.trees import Tree, items
+from fedtailor.core.trees import Tree, items, tree_map
 
 REFUSED = (SafetensorError, struct.error, ValueError, KeyError, TypeError)  # json's errors are ValueErrors
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -60,8 +60,6 @@ def test_round_trip(header: dict[str, Any], tree: Tree) -> None:
 
 @given(headers, trees, st.integers(1, 4))
 def test_size_of_a_part_of_a_stack(header: dict[str, Any], tree: Tree, clients: int) -> None:
-    from fedtailor.core.trees import tree_map
-
     stack = tree_map(lambda v: v.expand(clients, *v.shape), tree)
     assert codec.size(header, stack, stacked=True) == len(codec.encode(header, tree))
 
@@ -118,7 +116,7 @@ class Bomb:
         return _explode, ()
 
 
-exploded = []
+exploded: list[bool] = []
 
 
 def _explode() -> None:

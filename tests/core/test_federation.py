@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers import ENGINES, F64, SIZES, assert_equal, federate, make_data, make_model, states
 from torch import Tensor
 
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
@@ -13,8 +14,8 @@ from fedtailor.core.federation import Federation, Limits, Placed
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
+from fedtailor.engines.wire import Wire
 from fedtailor.errors import ClientError, RoundAbandoned
-from tests.helpers import ENGINES, F64, SIZES, assert_equal, federate, make_data, make_model, states
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,55 @@ def test_everybody_raises(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["loop", "wire"])
 def test_everybody_changes_the_structure_of_the_state(engine: str, fault: str) -> None:
     fed = federation(engine, Faulty(fault, below=100))
-    with pytest.raises(ClientError, match="TypeError: private state .* client_init fixes its keys and shapes"):
+    with pytest.raises(ClientError, match=r"TypeError: private state .* client_init fixes its keys and shapes"):
         one_round(fed)
+
+
+@pytest.mark.parametrize("fault", ANYWHERE)
+def test_traffic_with_faults_is_the_same_everywhere(fault: str) -> None:
+    feds = [federation(engine, Faulty(fault)) for engine in ENGINES]
+    for fed in feds:
+        one_round(fed)
+    assert [fed.traffic for fed in feds] == [feds[0].traffic] * len(ENGINES)
+    wire = feds[-1].engine
+    assert isinstance(wire, Wire)
+    assert (feds[0].traffic.up, feds[0].traffic.down) == (wire.up, wire.down)
+
+
+@dataclass(frozen=True)
+class Loses(Algorithm):
+    """Uses replies from before a client was lost: as a message of its own to each, or in a mean with later weights."""
+
+    way: str
+
+    @on_client(sends=NUMBER)
+    def first(self, me: Me) -> tuple[Tree, Tree]:
+        return {}, 2 * me.n
+
+    @on_client(sends=COUNT)
+    def second(self, me: Me) -> tuple[Tree, Tree]:
+        return {}, torch.where(me.n < 2, torch.nan, me.n)
+
+    @on_client(sends=NUMBER)
+    def third(self, me: Me, mine: Tensor) -> tuple[Tree, Tree]:
+        return {}, mine - me.n
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        x = fed.map(self.first)
+        n = fed.map(self.second)
+        return fed.map(self.third, x).tree if self.way == "message" else fed.mean(x, n)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_replies_from_before_a_loss_as_messages(engine: str) -> None:
+    fed = federation(engine, Loses("message"))
+    assert one_round(fed).tolist() == [9, 6, 13]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_replies_from_before_a_loss_in_a_mean(engine: str) -> None:
+    fed = federation(engine, Loses("mean"))
+    assert float(one_round(fed)) == pytest.approx(2 * (81 + 36 + 169) / 28, rel=1e-14)
 
 
 @dataclass(frozen=True)
@@ -212,7 +260,9 @@ class Renamed(Algorithm):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_state_with_other_keys(engine: str) -> None:
     fed = federation(engine, Renamed())
-    with pytest.raises(ClientError, match=r'Renamed\.rename, client .*private state lacks "state/v"; client_init fixes'):
+    with pytest.raises(
+        ClientError, match=r'Renamed\.rename, client .*private state lacks "state/v"; client_init fixes'
+    ):
         one_round(fed)
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.helpers import F64, Normed, assert_equal, make_data, make_me, make_model
 from torch import Tensor, nn
 
 from fedtailor.core.model import Model, classification_loss, regression_loss
 from fedtailor.errors import ConfigError
-from tests.helpers import F64, Normed, assert_equal, make_data, make_model
 
 
 def test_body_and_head_part_the_parameters() -> None:
@@ -91,6 +91,18 @@ def test_statistics_change_in_training_only() -> None:
     assert_equal(moved["norm.running_mean"], 0.1 * hidden.mean(0))
     assert_equal(moved["norm.running_var"], 0.9 + 0.1 * hidden.var(0))
     assert_equal(dict(model.module.named_buffers())["norm.running_mean"], torch.zeros(5, dtype=F64), tolerance=0)
+
+
+def test_dropout_is_reproducible_or_refused() -> None:
+    # it draws from torch's global generator: a client's work would no longer be a function of its inputs
+    data = make_data()
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(F64)
+    try:
+        model = Model(net)
+    except ConfigError:
+        return
+    first, again = (make_me(data, model).sgd(model.params) for _ in range(2))
+    assert_equal(first, again, tolerance=0)
 
 
 def test_losses_are_per_sample() -> None:

@@ -105,9 +105,12 @@ def test_structure_is_fixed(states: States, change: Tree, words: str) -> None:
     assert values(states) == [1, 2, 3, 4]
 
 
-def test_structure_is_fixed_for_first_states_too(states: States) -> None:
-    with pytest.raises((TypeError, RuntimeError)):
-        states.create([7, 8], {"state": {"a": torch.zeros(2), "c": torch.zeros(2, 2)}, "count": torch.zeros(2)})
+@pytest.mark.parametrize("change", [{"b": None, "c": torch.zeros(2, 2).double()}, {"b": torch.zeros(2, 1).double()}])
+def test_structure_is_fixed_for_first_states_too(states: States, change: Tree) -> None:
+    new = stack(30, 40)
+    new["state"] |= change
+    with pytest.raises(TypeError, match="private state"):
+        states.create([7, 8], new)
 
 
 def test_without_private_state() -> None:

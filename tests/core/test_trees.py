@@ -10,9 +10,9 @@ from fedtailor.core.trees import Tree, as_tensors, detach, difference, items, le
 names = st.text("abcxyz._", min_size=1, max_size=4)
 trees = st.recursive(
     st.none() | st.integers(-5, 5).map(torch.tensor),
-    lambda inner: st.dictionaries(names, inner, max_size=3)
-    | st.lists(inner, max_size=3)
-    | st.lists(inner, max_size=3).map(tuple),
+    lambda inner: (
+        st.dictionaries(names, inner, max_size=3) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+    ),
     max_leaves=8,
 )
 
@@ -72,6 +72,7 @@ def test_numbers_become_tensors() -> None:
         "b/0": ((), torch.float64),
         "b/1": ((), torch.int64),
     }
+    assert float(as_tensors(0.1, like)) == 0.1  # and not the nearest number of half the width
 
 
 def test_detach_cuts_the_graph() -> None:

@@ -42,14 +42,15 @@ def make(name: str, options: dict[str, Any]) -> Algorithm:
         raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}')
     kind = known[name.lower()]
     fields = {f.name: f for f in dataclasses.fields(kind)}
+    checked = {}
     for key, value in options.items():
         if key not in fields:
             raise ConfigError(f'algorithm.{key}: {kind.title} has no option "{key}"; {nearest(key, {"name", *fields})}')
         try:
-            TypeAdapter(get_type_hints(kind)[key]).validate_python(value)
+            checked[key] = TypeAdapter(get_type_hints(kind)[key]).validate_python(value)
         except ValidationError as error:
             raise ConfigError(f"algorithm.{key}: {value!r}: {error.errors()[0]['msg']}") from None
-    return kind(**options)
+    return kind(**checked)
 
 
 def _name(kind: type[Algorithm]) -> str:

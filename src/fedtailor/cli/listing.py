@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -31,9 +32,9 @@ def print_listing(console: Console, what: str) -> None:
         grid.add_column(no_wrap=True, style="cyan")
         grid.add_column()
         for title, text, details in entries():
-            grid.add_row(title, text)
+            grid.add_row(escape(title), escape(text))
             for label, detail in details.items():
-                grid.add_row("", f"[dim]{label}:[/dim] {detail}")
+                grid.add_row("", f"[dim]{label}:[/dim] {escape(detail)}")
         console.print(grid, highlight=False)
 
 
@@ -99,7 +100,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     print(f"task       {made_by['data']}: {made_by['task']}, {len(sizes)} clients, {sum(sizes)} training samples")
     for note in made_by["notes"]:
         print(f"           {note}")
-    print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}")
+    print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}".rstrip())
     print(f"model      {config.model.name}, {made_by['parameters']} parameters; engine {made_by['engine']}")
     if results is None:
         rounds = len(folder.metrics())
@@ -151,7 +152,7 @@ def _clients_table(made_by: dict[str, Any], results: dict[str, Any]) -> Table:
     metrics = list(results["last"]["clients"])
     table = _table("clients, last round", "client", "training samples", *(f"test {m}" for m in metrics))
     for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True)):
-        table.add_row(client, str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics))
+        table.add_row(escape(client), str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics))
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,7 +63,7 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
     checked = parse(tables, RunConfig, str(config))
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}"
     path = out or new_path(Path("runs"), name)
-    with _resumable(f"fedtailor resume {path}", path), shown(console, checked.algorithm.name) as listener:
+    with _resumable(["resume", str(path)], path), shown(console, checked.algorithm.name) as listener:
         folder = runner.start(checked, path, data_root, listener)
     _tell(folder.path)
 
@@ -73,7 +74,7 @@ def resume(run: Run, data_root: DataRoot = None) -> None:
     from fedtailor.runs import runner
     from fedtailor.runs.progress import shown
 
-    with _resumable(f"fedtailor resume {run}", run), shown(console, run.name) as listener:
+    with _resumable(["resume", str(run)], run), shown(console, run.resolve().name) as listener:
         folder = runner.resume(run, data_root, listener)
     _tell(folder.path)
 
@@ -99,7 +100,8 @@ def compare(
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
-    again = f"fedtailor compare {config}" + "".join(f" --set {s}" for s in settings) + f" --out {path}"
+    again = ["compare", str(config), "--out", str(path), *(part for s in settings for part in ("--set", s))]
+    again += [] if data_root is None else ["--data-root", str(data_root)]
     with _resumable(again, path), grid_shown(console) as told:
         grid = run_grid(checked, path, data_root, told)
     table = rows(grid)
@@ -159,13 +161,14 @@ def _tell(run: Path, clients: bool = False) -> None:
 
 
 @contextmanager
-def _resumable(command: str, path: Path) -> Iterator[None]:
+def _resumable(command: list[str], path: Path) -> Iterator[None]:
     """However a run is stopped, say how to go on."""
-    hint = f"go on with: {command}"
+    hint = f"go on with: {shlex.join(['fedtailor', *command])}"
     try:
         yield
     except KeyboardInterrupt:
-        print(f"interrupted; {hint}" if path.exists() else "interrupted", file=sys.stderr)
+        begun = command[0] == "compare" or (path / "config.toml").exists()
+        print(f"interrupted; {hint}" if begun else "interrupted before the run began", file=sys.stderr)
         raise typer.Exit(130) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -183,9 +186,14 @@ def _resumable(command: str, path: Path) -> Iterator[None]:
 def main() -> None:
     """Entry point: what the user can put right is one line and exit code 2."""
     try:
-        app()
+        app(prog_name="fedtailor")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 

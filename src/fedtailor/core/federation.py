@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.algorithm import sent_example, sent_positive
+from fedtailor.core.algorithm import client_functions, sent_example, sent_positive
 from fedtailor.core.client import Call
 from fedtailor.core.me import Setting
 from fedtailor.core.trees import Params, Tree, detach, items, leaves, rebuild, schema, schema_difference, tree_map
@@ -104,6 +104,8 @@ class Federation:
 
     def map(self, fn: Callable[..., Any], *message: Tree | Placed) -> Placed:
         """Every client of the cohort runs `fn(me, *message)` and keeps its new private state; the replies come back."""
+        if client_functions(self.engine.setting.algorithm).get(fn.__name__) is not getattr(fn, "__func__", None):
+            raise TypeError(f"fed.map: {fn.__name__} is not a method of this algorithm marked with @on_client")
         args = tuple(m.of(self.cohort) if isinstance(m, Placed) else m for m in message)
         placed = tuple(isinstance(m, Placed) for m in message)
         call = Call(fn.__name__, self.round, self._calls, args, placed, taped=self._tape is not None)
@@ -121,9 +123,10 @@ class Federation:
         """The mean over the cohort, weighted by one number per client."""
         if weight is None:
             return tree_map(lambda v: v.mean(0), x.tree)
-        w = weight.of(x.clients)
+        both = tuple(c for c in x.clients if c in weight.clients)  # a client may be lost between two calls
+        w = weight.of(both)
         w = w / w.sum()
-        return tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.tree)
+        return tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.of(both))
 
     def scatter(self, rows: Tree) -> Placed:
         """A different message for each client: `rows` has a leading dimension, in the order of `cohort`."""

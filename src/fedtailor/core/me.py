@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedtailor.core.model import LOSSES, Model
 from fedtailor.core.random import stream
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, number
 from fedtailor.local.batches import Batch, single, stacked, whole
 from fedtailor.local.training import Solver, Training, train
 
@@ -99,7 +99,7 @@ class Me:
         prox: (center, mu) adds mu/2 |params - center|^2 to the loss. mask: entries at 0 stay as they are.
         Exact gradients flow through all steps to params, frozen, center, mu and lr when a tape is running.
         """
-        setting, number = self._setting, self._trainings
+        setting, nth = self._setting, self._trainings
         self._trainings += 1
         like = self.n
         trained = {k: v for k, v in params.items() if k in self.model.trainable}
@@ -109,9 +109,9 @@ class Me:
             "buffers": {k: v for k, v in params.items() if k not in trained} | self._buffers_beside(params, frozen),
             "frozen": dict(frozen or {}),
             "center": None if center is None else {k: center[k] for k in trained},
-            "mu": None if mu is None else torch.as_tensor(mu).to(like.dtype),
+            "mu": None if mu is None else number(mu, like),
             "mask": None if mask is None else {k: mask[k] for k in trained},
-            "lr": torch.as_tensor(setting.solver.lr if lr is None else lr).to(like.dtype),
+            "lr": number(setting.solver.lr if lr is None else lr, like),
             "anchor": like,  # always one per client, so that vmap's rule applies even to messages common to all
         }
         rows = setting.data.train
@@ -122,7 +122,7 @@ class Me:
                 setting.solver,
                 rows.x,
                 rows.y,
-                lambda is_stacked: self._batches(rows, epochs, number, is_stacked),
+                lambda is_stacked: self._batches(rows, epochs, nth, is_stacked),
                 None,
             ),
             tensors,
@@ -133,23 +133,26 @@ class Me:
     def loss(self, params: Params, split: str = "train") -> Tensor:
         """Mean loss over all training ("train") or validation ("val") samples, without changing any statistics."""
         x, y, mask = self.train if split == "train" else self.val
-        losses = self._setting.loss(self.model(params | self._buffers_beside(params, None), x), y)
+        # statistics are no function of the parameters: no gradient flows to them
+        buffers = {k: v.detach() for k, v in (self.buffers | params).items() if k not in self.model.trainable}
+        losses = self._setting.loss(self.model(params | buffers, x), y)
         return (losses * mask).sum() / mask.sum().clamp(min=1)
 
     def _buffers_beside(self, params: Params, frozen: Params | None) -> Params:
         return {k: v for k, v in self.buffers.items() if k not in params and k not in (frozen or {})}
 
-    def _batches(self, rows: Rows, epochs: int, number: int, is_stacked: bool) -> list[Batch]:
+    def _batches(self, rows: Rows, epochs: int, nth: int, is_stacked: bool) -> list[Batch]:
         clients = self._setting.data.clients
         starts, sizes = rows.bounds(self._members)
         size = self._setting.solver.batch_size or max(sizes)
+        least = 2 if self.model.batch_statistics else 1  # a single sample has no variance
         orders = []
         for i, n in zip(self._members, sizes, strict=True):
-            rng = stream(*self._key, clients[i], "batches", number)
+            rng = stream(*self._key, clients[i], "batches", nth)
             orders.append([rng.permutation(n) for _ in range(epochs)])
         if is_stacked:
-            return stacked(starts, orders, size, self.n.dtype)
-        return single(starts[0], orders[0], size)
+            return stacked(starts, orders, size, self.n.dtype, least)
+        return single(starts[0], orders[0], size, least)
 
     def _view(self, rows: Rows) -> View:
         return View(*_AtClients.apply(lambda is_stacked: self._samples(rows, is_stacked), self.n))

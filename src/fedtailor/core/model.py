@@ -29,6 +29,12 @@ class Model:
             # the count is an integer that only cumulative averages need; without it every buffer is floating point
             if getattr(part, "num_batches_tracked", None) is not None and getattr(part, "momentum", None) is not None:
                 part.register_buffer("num_batches_tracked", None)
+        for name, part in module.named_modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+                raise ConfigError(
+                    f'the model draws random numbers of its own in "{name}" (dropout), so that its training could not '
+                    "be repeated or recomputed; set p = 0 or use local.weight_decay"
+                )
         self.module = module
         self.trainable: Params = {k: v.detach().clone() for k, v in module.named_parameters()}
         all_buffers = {k: v.detach().clone() for k, v in module.named_buffers() if v.is_floating_point()}

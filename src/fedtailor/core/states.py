@@ -24,7 +24,8 @@ class States:
         """First states of some clients; those of the first call fix keys, shapes and types."""
         if self.rows is None:
             self.rows = tree_map(lambda v: torch.zeros((len(self.clients), *v.shape[1:]), dtype=v.dtype), stack)
-        self._write(self._at(clients), stack)
+        self._check(stack)
+        self._write(self._at(clients), tree_map(torch.clone, stack))
 
     def read(self, clients: Sequence[int]) -> Tree:
         """Copies of the rows of `clients`."""
@@ -33,8 +34,7 @@ class States:
 
     def write(self, clients: Sequence[int], stack: Tree) -> None:
         """New states of `clients`; undone by `undo` until the next `begin`."""
-        if wrong := schema_difference(schema(stack, stacked=True), schema(self.rows, stacked=True)):
-            raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
+        self._check(stack)
         at = self._at(clients)
         fresh = at[~self._logged[at]]
         if len(fresh):
@@ -54,6 +54,10 @@ class States:
         for at, old in self._log:
             keep = wanted[at]
             self._write(at[keep], tree_map(lambda v, keep=keep: v[keep], old))
+
+    def _check(self, stack: Tree) -> None:
+        if wrong := schema_difference(schema(stack, stacked=True), schema(self.rows, stacked=True)):
+            raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
 
     def _at(self, clients: Sequence[int]) -> Tensor:
         return torch.tensor([self._row[c] for c in clients], dtype=torch.int64)

@@ -50,7 +50,12 @@ def rebuild(tree: Tree, new_leaves: Iterator[Any]) -> Tree:
 
 def as_tensors(tree: Tree, like: Tensor) -> Tree:
     """The tree with plain numbers turned into 0-d tensors of the type of `like`."""
-    return tree_map(lambda v: v if isinstance(v, Tensor) else torch.as_tensor(v).to(like.dtype), tree)
+    return tree_map(lambda v: v if isinstance(v, Tensor) else number(v, like), tree)
+
+
+def number(value: float | Tensor, like: Tensor) -> Tensor:
+    """A number as a tensor of the type of `like`, not rounded on the way."""
+    return value.to(like.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype)
 
 
 def detach(tree: Tree) -> Tree:

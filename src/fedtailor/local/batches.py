@@ -21,43 +21,39 @@ class Batch:
     active: Tensor | None = None  # clients that take this step; None where all do
 
 
-def single(start: int, orders: Orders, batch_size: int) -> list[Batch]:
-    """One client's batches; the last of a pass may be short."""
-    return [
-        Batch(torch.from_numpy(order[i : i + batch_size] + start))
-        for order in orders
-        for i in range(0, len(order), batch_size)
-    ]
+def cut(order: np.ndarray, batch_size: int, least: int = 1) -> list[np.ndarray]:
+    """One pass in batches; the last may be short, and joins the one before it when shorter than `least`."""
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    if len(batches) > 1 and len(batches[-1]) < least:
+        batches[-2:] = [order[batch_size * (len(batches) - 2) :]]
+    return batches
 
 
-def stacked(starts: Sequence[int], orders: Sequence[Orders], batch_size: int, dtype: torch.dtype) -> list[Batch]:
-    """The batches of many clients side by side; short batches are padded, clients with fewer steps stop early."""
-    clients = len(starts)
-    steps = [sum(-(-len(order) // batch_size) for order in passes) for passes in orders]
-    width = min(batch_size, max((len(order) for passes in orders for order in passes), default=1))
-    rows = np.repeat(np.asarray(starts)[:, None, None], max(steps, default=0), axis=1).repeat(width, axis=2)
-    weight = np.zeros(rows.shape, dtype=bool)
-    for client, passes in enumerate(orders):
-        step = 0
-        for order in passes:
-            for i in range(0, len(order), batch_size):
-                batch = order[i : i + batch_size]
-                rows[client, step, : len(batch)] += batch
-                weight[client, step, : len(batch)] = True
-                step += 1
-    all_rows, all_weight = torch.from_numpy(rows), torch.from_numpy(weight)
+def single(start: int, orders: Orders, batch_size: int, least: int = 1) -> list[Batch]:
+    """One client's batches."""
+    return [Batch(torch.from_numpy(batch + start)) for order in orders for batch in cut(order, batch_size, least)]
+
+
+def stacked(
+    starts: Sequence[int], orders: Sequence[Orders], batch_size: int, dtype: torch.dtype, least: int = 1
+) -> list[Batch]:
+    """The batches of many clients side by side, padded to the longest of a step; some clients may stop early."""
+    batches = [[batch for order in passes for batch in cut(order, batch_size, least)] for passes in orders]
+    steps = max(map(len, batches), default=0)
+    width = max((len(batch) for own in batches for batch in own), default=0)
+    rows = np.empty((len(starts), steps, width), dtype=np.int64)
+    rows[:] = np.asarray(starts)[:, None, None]
+    filled = np.zeros((len(starts), steps), dtype=np.int64)
+    for client, own in enumerate(batches):
+        for step, batch in enumerate(own):
+            rows[client, step, : len(batch)] += batch
+            filled[client, step] = len(batch)
     out = []
-    for step in range(rows.shape[1]):
-        here = all_weight[:, step]
-        active = here[:, 0]
-        out.append(
-            Batch(
-                all_rows[:, step],
-                None if bool(here.all()) else here.to(dtype),
-                None if bool(active.all()) else active,
-            )
-        )
-    assert all(len(b.rows) == clients for b in out)
+    for step in range(steps):
+        here, longest = filled[:, step], filled[:, step].max()
+        weight = torch.from_numpy(np.arange(longest) < here[:, None]).to(dtype) if (here < longest).any() else None
+        active = torch.from_numpy(here > 0) if (here == 0).any() else None
+        out.append(Batch(torch.from_numpy(rows[:, step, :longest]), weight, active))
     return out
 
 

@@ -85,10 +85,11 @@ class Training:
             losses = self.loss(self.model(params | buffers | frozen, x, training=True), y)
             return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
+        if not params:
+            return {}
         data = self.x[batch.rows], self.y[batch.rows]
         with torch.enable_grad():
-            if not differentiable:
-                params = {k: v.requires_grad_() for k, v in params.items()}
+            params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
             # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
             frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
             if self.is_stacked:

@@ -49,6 +49,7 @@ class LeNet5(nn.Module):
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__()
         channels, height, width = shape
+        _at_least(16, height, width)
         self.conv1 = nn.Conv2d(channels, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.fc1 = nn.Linear(16 * _pooled_twice(height) * _pooled_twice(width), 120)
@@ -73,6 +74,7 @@ class FMNISTCNN(nn.Module):
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__()
         channels, height, width = shape
+        _at_least(12, height, width)
         self.conv1 = nn.Conv2d(channels, 10, 5, padding=2)
         self.conv2 = nn.Conv2d(10, 20, 5)
         self.fc = nn.Linear(20 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), outputs)
@@ -81,6 +83,11 @@ class FMNISTCNN(nn.Module):
         x = F.max_pool2d(torch.relu(self.conv1(x)), 2)
         x = F.max_pool2d(torch.relu(self.conv2(x)), 2)
         return self.fc(x.flatten(1))
+
+
+def _at_least(size: int, height: int, width: int) -> None:
+    if min(height, width) < size:
+        raise ValueError(f"images must be at least {size}x{size}")
 
 
 def _pooled_twice(size: int) -> int:

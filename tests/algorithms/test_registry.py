@@ -1,0 +1,117 @@
+"""Algorithms by name: what is found, and what is said when it is not."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import pytest
+from tests.helpers import make_data, make_model
+
+import fedtailor.algorithms as registry
+from fedtailor.algorithms import algorithms, make, register
+from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.core.algorithm import (
+    BODY,
+    COUNT,
+    Algorithm,
+    client_functions,
+    on_client,
+    sent_example,
+    sent_names,
+    sent_positive,
+)
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Tree
+from fedtailor.errors import ConfigError
+
+
+def test_names() -> None:
+    known = algorithms()
+    assert {"ditto", "fedavg", "fedavg+ft", "fedper", "fedprox", "fedprox+ft", "fedrep", "local"} <= set(known)
+    assert list(known) == sorted(known)
+    assert known["fedrep"] is FedRep
+    assert Algorithm not in known.values()
+
+
+@pytest.mark.parametrize("name", algorithms())
+def test_every_algorithm_is_described(name: str) -> None:
+    kind = algorithms()[name]
+    assert kind.title.lower() == name
+    assert kind.__doc__
+    assert kind.private
+    assert kind.__bases__ == (Algorithm,)  # abstract or final, never a kind of another
+    assert client_functions(kind)
+    assert name == "local" or kind.citation.startswith("@")
+    assert make(name, {}) == kind()
+    assert all(f.default is getattr(kind(), f.name) for f in fields(kind))
+
+
+def test_make() -> None:
+    assert make("FedRep", {"head_epochs": 3}) == FedRep(head_epochs=3)
+    with pytest.raises(AttributeError):
+        make("fedrep", {}).head_epochs = 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("fedrap", {}, r'algorithm\.name: no algorithm "fedrap"; did you mean "fedrep"\?'),
+        ("zzz", {}, r'algorithm\.name: no algorithm "zzz"; known: ditto, fedavg, '),
+        ("fedrep", {"head_epohcs": 3}, r'algorithm\.head_epohcs: FedRep has no option .*mean "head_epochs"\?'),
+        ("fedrep", {"title": "x"}, r'algorithm\.title: FedRep has no option "title"'),
+        ("fedrep", {"head_epochs": "many"}, r"algorithm\.head_epochs: 'many': .*integer"),
+        ("fedrep", {"head_epochs": 1.5}, r"algorithm\.head_epochs: 1\.5: .*integer"),
+        ("fedprox", {"mu": "big"}, r"algorithm\.mu: 'big': .*number"),
+        ("fedprox", {"mu": None}, r"algorithm\.mu: None: "),
+    ],
+)
+def test_mistakes_name_the_key(name: str, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("fedavg", {"epochs": "3"}), ("fedavg", {"epochs": 3.0}), ("fedprox", {"mu": "3"})]
+)
+def test_a_value_is_of_its_type_or_refused(name: str, options: dict[str, object]) -> None:
+    ((key, _),) = options.items()
+    try:
+        found = getattr(make(name, options), key)
+    except ConfigError:
+        return
+    assert found == 3
+    assert type(found) is type(getattr(algorithms()[name](), key))
+
+
+def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+    @register
+    @dataclass(frozen=True)
+    class Mine(Algorithm):
+        """Found by its title."""
+
+        weight: float = 1.0
+        title: ClassVar[str] = "My Own"
+
+        @on_client(sends=(BODY, COUNT))
+        def local(self, me: Me, body: Tree) -> tuple[Tree, Tree]:
+            return {}, (body, me.n)
+
+        @on_client()
+        def other(self, me: Me) -> tuple[Tree, Tree]:
+            return {}, None
+
+        def round(self, fed: Federation, server: Tree) -> Tree:
+            return server
+
+    assert make("my own", {"weight": 2.0}) == Mine(weight=2.0)
+    assert set(client_functions(Mine)) == {"local", "other"}
+    assert sent_names(Mine) == ["body", "sample count"]
+    model = make_model("mlp", make_data())
+    body, count = sent_example(Mine(), "local", model)
+    assert set(body) == set(model.body)
+    assert count.shape == ()
+    assert sent_example(Mine(), "other", model) is None
+    assert sent_positive(Mine(), "local") == ["1"]
+    assert sent_positive(Mine(), "other") == []
