@@ -1,0 +1,246 @@
+"""The configuration of a run: TOML in, checked; every key has one default and one sentence, here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedtailor.core.federation import Limits
+from fedtailor.core.model import BufferPolicy
+from fedtailor.data import SOURCES, DataConfig
+from fedtailor.data.configs import DigitsConfig
+from fedtailor.engines import EngineName
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.local.training import Solver
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Open(BaseModel):
+    """A section whose further keys are the options of what it names; they are checked when that is made."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beyond the declared ones."""
+        return dict(self.model_extra or {})
+
+
+class AlgorithmSection(Open):
+    """Which algorithm, and its hyper-parameters."""
+
+    name: str = Field(
+        default="fedrep", description="Algorithm; fedtailor list algorithms shows them and their options."
+    )
+
+
+class ModelSection(Open):
+    """Which model, and its options."""
+
+    name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
+    head: tuple[str, ...] = Field(
+        default=(), description="Modules of the personal end; the model's own choice if empty."
+    )
+    buffers: BufferPolicy = Field(
+        default="private", description="BatchNorm statistics: each client's own, or averaged."
+    )
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="Width of floating-point numbers.")
+
+
+class LocalSection(Section):
+    """How a client takes its local steps, the same for every algorithm."""
+
+    optimizer: Literal["sgd", "adam"] = Field(
+        default="sgd", description="Local optimizer, started anew in every round."
+    )
+    lr: float = Field(default=0.05, gt=0, description="Step size.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay, added to the gradient.")
+    clip: float = Field(default=0.0, ge=0, description="Largest norm of a step's gradient; 0 is no limit.")
+    batch_size: int = Field(default=32, ge=0, description="Samples per step; 0 is the whole data.")
+
+    @property
+    def solver(self) -> Solver:
+        return Solver(**self.model_dump())
+
+
+class FederationSection(Section):
+    """Who takes part in a round, and where clients run."""
+
+    engine: EngineName = Field(
+        default="auto", description="loop, vmap or wire; auto picks loop or vmap and says which."
+    )
+    chunk: int = Field(default=64, ge=1, description="Most clients in one stack of the vmap engine.")
+    clients_per_round: int = Field(default=0, ge=0, description="Clients drawn for each round; 0 is all of them.")
+    min_replies: int = Field(default=1, ge=1, description="With fewer usable replies a round is abandoned.")
+    max_norm: float = Field(default=1e8, gt=0, description="A reply of larger norm is rejected.")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.min_replies, self.max_norm)
+
+
+class EvaluationSection(Section):
+    """When personal models are measured. Test data is read once, at the end, unless test_curve is set."""
+
+    every: int = Field(default=1, ge=1, description="Rounds between evaluations on validation data.")
+    test_curve: bool = Field(
+        default=False, description="Also record test metrics at each of them; never used to select."
+    )
+
+
+class CheckpointSection(Section):
+    """How often the run can be resumed from."""
+
+    every: int = Field(default=1, ge=1, description="Rounds between checkpoints.")
+    seconds: float = Field(default=2.0, ge=0, description="Least seconds between checkpoints.")
+
+
+class RunConfig(Section):
+    """One run: one algorithm, one model, one data set, one seed."""
+
+    seed: int = Field(default=0, ge=0, description="All randomness of the run follows from it.")
+    rounds: int = Field(default=20, ge=1, description="Rounds of the federation.")
+    data: DataConfig = Field(default_factory=DigitsConfig, description="Where the clients' samples come from.")
+    model: ModelSection = Field(default_factory=ModelSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    local: LocalSection = Field(default_factory=LocalSection)
+    federation: FederationSection = Field(default_factory=FederationSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+
+    def plain(self) -> dict[str, Any]:
+        """Nothing but what TOML and JSON can hold; keys without a value are left out."""
+        return json.loads(self.model_dump_json(exclude_none=True))
+
+    @property
+    def task_id(self) -> str:
+        """Equal for runs that differ in algorithm and engine only: these may be compared client by client."""
+        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", "checkpoint")}
+        rest["clients_per_round"] = self.federation.clients_per_round
+        return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class CompareSection(Section):
+    """A grid of runs."""
+
+    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
+    algorithms: tuple[str | dict[str, Any], ...] = Field(
+        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
+    )
+    seeds: tuple[int, ...] = Field(
+        default=(0,), min_length=1, description="One run of every algorithm for each of them."
+    )
+    workers: int = Field(default=0, ge=0, description="Runs at the same time; 0 is one per core.")
+
+
+class CompareConfig(RunConfig):
+    """What all runs have in common, and the grid."""
+
+    compare: CompareSection = Field(default_factory=CompareSection)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; fedtailor init writes a commented one") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def with_settings(tables: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """The tables with `a.b=value` settings from the command line put in; values are TOML, or else text."""
+    out = json.loads(json.dumps(tables, default=str))
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path.strip():
+            raise ConfigError(f'--set {setting}: expected KEY=VALUE, such as "local.lr=0.1"')
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        *parents, last = path.strip().split(".")
+        table = out
+        for key in parents:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f'--set {setting}: "{key}" is not a table')
+        table[last] = value
+    return out
+
+
+def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str = "config") -> Any:
+    """A checked configuration; the first thing wrong is a `ConfigError` that names its key."""
+    tables = dict(tables)
+    if isinstance(data := tables.get("data"), dict):
+        data = {"source": "digits"} | data
+        if "path" in data:  # a run must be resumable from any folder
+            data["path"] = str(Path(str(data["path"])).expanduser().resolve())
+        tables["data"] = data
+    try:
+        return kind.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {_explain(error, kind)}") from None
+
+
+def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
+    """The first thing wrong, in one line with the key as it stands in the file."""
+    first = error.errors()[0]
+    model: type[BaseModel] = kind
+    path: list[str] = []
+    for part in map(str, first["loc"]):
+        if path == ["data"] and part in SOURCES:  # pydantic names the chosen source; the file does not
+            model = SOURCES[part].config
+            continue
+        path.append(part)
+        field = model.model_fields.get(part)
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    key = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        return f'unknown key "{key}"; {nearest(path[-1], model.model_fields)}'
+    if first["type"] == "union_tag_invalid":
+        tag = str(first["ctx"]["tag"])
+        return f'data.source: no data source "{tag}"; {nearest(tag, SOURCES)}'
+    if first["type"] == "missing":
+        return f"{key}: not given; {model.model_fields[path[-1]].description}"
+    return f"{key} = {first['input']!r}: {first['msg']}"
+
+
+def template(kind: type[RunConfig] = RunConfig) -> str:
+    """A commented configuration with every key at its default."""
+    defaults = kind()
+    lines = [
+        f"{name} = {_toml(getattr(defaults, name))}  # {kind.model_fields[name].description}"
+        for name in ("seed", "rounds")
+    ]
+    for name in kind.model_fields:
+        section = getattr(defaults, name)
+        if not isinstance(section, BaseModel):
+            continue
+        lines += ["", f"[{name}]  # {(type(section).__doc__ or '').splitlines()[0]}"]
+        fields = type(section).model_fields
+        for key, field in sorted(fields.items(), key=lambda item: item[0] != "source"):  # which source comes first
+            value = getattr(section, key)
+            line = f"{key} = {_toml(value)}" if value is not None else f"# {key} ="
+            lines.append(f"{line}  # {field.description}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    import tomli_w
+
+    return tomli_w.dumps({"v": list(value) if isinstance(value, tuple) else value}).removeprefix("v = ").rstrip()

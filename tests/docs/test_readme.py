@@ -1,0 +1,92 @@
+"""The README works as it stands, and all links between pages lead somewhere."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.docs.pages import ROOT, blocks, make_sites, run_page
+
+from fedtailor import __version__
+from fedtailor.algorithms import algorithms
+from fedtailor.engines import ENGINES
+from fedtailor.runs import compare, runner
+from fedtailor.runs.compare import cells
+from fedtailor.runs.config import CompareConfig, parse, read_toml
+from fedtailor.runs.tables import terminal
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make_sites()
+    run_page(README, monkeypatch)
+    out = capsys.readouterr().out
+    assert "hurt       unknown" not in out.rpartition("run        runs/folder-fedrep-seed0")[2]
+    assert 0 < float(out.strip().splitlines()[-1]) < 1
+    config = tomllib.loads(Path("runs/learned-steps/config.toml").read_text())
+    assert config["algorithm"] == {"name": "learnedsteps"}
+
+
+def test_the_table_is_that_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    # two of its rows; within what another processor may round differently
+    config = parse(read_toml(ROOT / "configs/demo.toml"), CompareConfig)
+    grid = [cell for cell in cells(config, Path("demo")) if cell.label in ("Local", "FedAvg")]
+    for cell in grid:
+        runner.start(cell.config, cell.folder)
+    Console().print(terminal(compare.rows(grid), ""))
+    printed = capsys.readouterr().out
+    found, shown = rows(printed), rows(README.read_text(encoding="utf-8"))
+    assert list(found) == ["Local", "FedAvg"], printed
+    assert list(shown) == ["Local", "FedAvg", "FedRep", "Ditto"]
+    for name, row in found.items():
+        assert row[:-1] == pytest.approx(shown[name][:-1], abs=2), name
+
+
+def rows(text: str) -> dict[str, list[float]]:
+    """Figures of a printed table by algorithm: accuracy, spread, selected, spread, worst tenth, hurt, up, seconds."""
+    lines = re.findall(r"^ +(\w+) +((?:[\d.]+[ ±%kMB]+){7}[\d.]+) *$", text, re.MULTILINE)
+    return {name: [float(v) for v in re.findall(r"[\d.]+", figures)] for name, figures in lines}
+
+
+def test_algorithms_and_engines_are_named() -> None:
+    text = README.read_text(encoding="utf-8")
+    for kind in algorithms().values():
+        if kind.__module__.startswith("fedtailor."):
+            assert kind.title in text
+    for engine in ENGINES:
+        assert f"`{engine}`" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+    if page.parts[-2] != "results":
+        assert {block.language for block in blocks(page)} <= {"python", "sh", "toml", "text"}
+
+
+def test_every_page_is_on_the_map() -> None:
+    listed = re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "docs/index.md").read_text(encoding="utf-8"))
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    assert {page for page in there if not page.startswith("results/")} <= set(listed)
+
+
+def test_contributing_names_targets_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "CONTRIBUTING.md", monkeypatch)
+
+
+def test_map_commands_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/index.md", monkeypatch)
+
+
+def test_version_and_licence_are_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    for line in ("cff-version: 1.2.0", f"version: {project['version']}", f"license: {project['license']}"):
+        assert line in citation
+    assert project["version"] == __version__

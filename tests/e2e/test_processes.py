@@ -1,0 +1,81 @@
+"""The installed command as a user meets it: signals, exit codes, several processes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tomli_w
+from benchmarks.kill_and_resume import kill_and_resume
+from tests.runs.small import DIGITS, config, records
+
+from fedtailor.runs import runner
+from fedtailor.runs.store import METRICS, RunFolder
+
+# a shell that starts tests in the background lets them ignore SIGINT; a user's terminal does not
+FEDTAILOR = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import fedtailor.cli.main as m; m.main()",
+]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+
+
+def fedtailor(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*FEDTAILOR, *arguments], cwd=folder, env=ENVIRONMENT, check=False, capture_output=True, text=True
+    )
+
+
+def test_ctrl_c_prints_the_line_that_resumes(tmp_path: Path) -> None:
+    rounds = 40
+    (tmp_path / "task.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": rounds}))
+    path = tmp_path / "my run"
+    process = subprocess.Popen(
+        [*FEDTAILOR, "run", "task.toml", "--set", "algorithm.name=ditto", "--out", "my run"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and (not (path / METRICS).exists() or len(RunFolder(path).metrics()) < 3):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert said == "interrupted; go on with: fedtailor resume 'my run'\n"
+    assert len(RunFolder(path).metrics()) < rounds
+    command = shlex.split(said.split("go on with: ")[1])
+    resumed = fedtailor(*command[1:], folder=tmp_path)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    straight = runner.start(config("algorithm.name=ditto", f"rounds={rounds}"), tmp_path / "straight")
+    assert records(RunFolder(path)) == records(straight)
+
+
+def test_comparison_in_several_processes(tmp_path: Path) -> None:
+    grid = {"algorithms": ["local", "fedavg"], "name": "both", "workers": 2}
+    (tmp_path / "grid.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": 2, "compare": grid}))
+    done = fedtailor("compare", "grid.toml", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == ["fedavg-seed0  2/2 rounds", "local-seed0  2/2 rounds"]
+    assert lines[-1] == "runs and table: runs/both"
+    assert max(map(len, lines)) <= 80
+    shown = fedtailor("show", "runs/both", folder=tmp_path).stdout
+    assert shown == (tmp_path / "runs/both/table.md").read_text()
+    assert [line.split("|")[1].strip() for line in shown.splitlines()] == ["algorithm", "---", "Local", "FedAvg"]
+    alone = runner.start(config("algorithm.name=fedavg", "rounds=2"), tmp_path / "alone")
+    assert records(RunFolder(tmp_path / "runs/both/fedavg-seed0")) == records(alone)
+
+
+def test_killed_and_resumed_run_equals_one_never_disturbed(tmp_path: Path) -> None:
+    report = kill_and_resume(tmp_path, kills=3, seed=1, algorithm="fedrep", rounds=30)
+    assert len(report.kills) == 3
+    assert report.reference == report.disturbed
+    assert report.equal
