@@ -1,11 +1,11 @@
 """Ditto by hand; without its pull the personal models are those of Local."""
 
 import pytest
-from tests.helpers import FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run, weighted
 
 from fedtailor.algorithms.ditto import Ditto
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.local import Local
+from tests.helpers import FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run, weighted
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run, weighted
 
 from fedtailor.algorithms.fedavg import FedAvg
+from tests.helpers import FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run, weighted
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])

@@ -1,5 +1,7 @@
 """FedAvg+FT by hand, and without fine-tuning."""
 
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.algorithms.fedavg_ft import FedAvgFT
 from tests.helpers import (
     FULL_BATCH,
     assert_equal,
@@ -12,9 +14,6 @@ from tests.helpers import (
     run,
     weighted,
 )
-
-from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.fedavg_ft import FedAvgFT
 
 
 def test_a_round_by_hand() -> None:

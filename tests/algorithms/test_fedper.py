@@ -1,6 +1,11 @@
 """FedPer by hand; its ends are FedAvg (nothing is head) and Local (all is head)."""
 
 import pytest
+
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.algorithms.fedper import FedPer
+from fedtailor.algorithms.local import Local
+from fedtailor.core.model import Model
 from tests.helpers import (
     ENGINES,
     FULL_BATCH,
@@ -14,11 +19,6 @@ from tests.helpers import (
     run,
     weighted,
 )
-
-from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.fedper import FedPer
-from fedtailor.algorithms.local import Local
-from fedtailor.core.model import Model
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

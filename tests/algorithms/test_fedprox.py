@@ -1,10 +1,10 @@
 """FedProx by hand, and its two ends."""
 
 import pytest
-from tests.helpers import FULL_BATCH, assert_equal, descend, everything, federate, make_data, make_model, run, weighted
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedprox import FedProx
+from tests.helpers import FULL_BATCH, assert_equal, descend, everything, federate, make_data, make_model, run, weighted
 
 
 @pytest.mark.parametrize("mu", [0.5, 2.0])

@@ -1,5 +1,7 @@
 """FedProx+FT by hand, and without fine-tuning."""
 
+from fedtailor.algorithms.fedprox import FedProx
+from fedtailor.algorithms.fedprox_ft import FedProxFT
 from tests.helpers import (
     FULL_BATCH,
     assert_equal,
@@ -12,9 +14,6 @@ from tests.helpers import (
     run,
     weighted,
 )
-
-from fedtailor.algorithms.fedprox import FedProx
-from fedtailor.algorithms.fedprox_ft import FedProxFT
 
 
 def test_a_round_by_hand() -> None:

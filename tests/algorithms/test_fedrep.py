@@ -1,6 +1,11 @@
 """FedRep by hand, and with one of its halves switched off."""
 
 import pytest
+
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.algorithms.local import Local
+from fedtailor.core.model import Model
 from tests.helpers import (
     ENGINES,
     FULL_BATCH,
@@ -14,11 +19,6 @@ from tests.helpers import (
     states,
     weighted,
 )
-
-from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.algorithms.local import Local
-from fedtailor.core.model import Model
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -1,10 +1,10 @@
 """Local by hand; nothing is sent."""
 
 import pytest
-from tests.helpers import ENGINES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 from fedtailor.algorithms.local import Local
 from fedtailor.core import codec
+from tests.helpers import ENGINES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 
 def test_rounds_by_hand() -> None:

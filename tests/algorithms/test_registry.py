@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import pytest
-from tests.helpers import make_data, make_model
 
 import fedtailor.algorithms as registry
 from fedtailor.algorithms import algorithms, make, register
@@ -23,6 +22,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError
+from tests.helpers import make_data, make_model
 
 
 def test_names() -> None:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 import tomli_w
 from rich.console import Console
-from tests.runs.small import DIGITS
 
 from fedtailor.cli import main as cli
+from tests.runs.small import DIGITS
 
 
 class Said(NamedTuple):

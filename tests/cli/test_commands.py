@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
-from tests.cli.conftest import Call
-from tests.runs.small import config, records, stop_after
 
 from fedtailor import __version__, algorithms
 from fedtailor.cli import main as cli
@@ -29,6 +27,8 @@ from fedtailor.runs.config import RunConfig, parse
 from fedtailor.runs.progress import grid_shown, shown
 from fedtailor.runs.runner import Progress
 from fedtailor.runs.store import RunFolder
+from tests.cli.conftest import Call
+from tests.runs.small import config, records, stop_after
 
 COMMANDS = ("run", "resume", "compare", "list", "show", "init", "download")
 

@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+
+from fedtailor.algorithms import algorithms
+from fedtailor.core.federation import Federation
+from fedtailor.core.trees import items, tree_map
+from fedtailor.local.training import Solver
 from tests.helpers import (
     ENGINES,
     EVEN_SIZES,
@@ -21,11 +26,6 @@ from tests.helpers import (
     run,
     states,
 )
-
-from fedtailor.algorithms import algorithms
-from fedtailor.core.federation import Federation
-from fedtailor.core.trees import items, tree_map
-from fedtailor.local.training import Solver
 
 CASES: dict[str, dict[str, Any]] = {
     "classification": {},

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import ENGINES, EVEN_SIZES, F64, OTHERS, assert_equal, federate, make_data, make_model, states
 from torch import Tensor
 
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, Sent, on_client
@@ -16,6 +15,7 @@ from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import RoundAbandoned
 from fedtailor.local.training import Solver
+from tests.helpers import ENGINES, EVEN_SIZES, F64, OTHERS, assert_equal, federate, make_data, make_model, states
 
 SOLVERS = {
     "sgd": Solver(lr=0.1, batch_size=0),

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import ENGINES, OTHERS, federate, make_data, make_model, run, states
 from torch import Tensor
 
 from fedtailor.algorithms import algorithms
@@ -15,6 +14,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.trees import Tree, items, schema
 from fedtailor.engines.wire import Site, Wire
+from tests.helpers import ENGINES, OTHERS, federate, make_data, make_model, run, states
 
 every_algorithm = pytest.mark.parametrize("algorithm", algorithms())
 Message = tuple[dict[str, Any], Tree]

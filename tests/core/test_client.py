@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import ENGINES, F64, assert_equal, evaluate, federate, make_data, make_model
 
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
 from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
@@ -13,6 +12,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
+from tests.helpers import ENGINES, F64, assert_equal, evaluate, federate, make_data, make_model
 
 MANY = {"ada": (3, 2, 300), "bo": (1, 0, 0), "cy": (2, 513, 256), "di": (5, 1, 1)}
 

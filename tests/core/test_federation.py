@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import ENGINES, F64, SIZES, assert_equal, federate, make_data, make_model, states
 from torch import Tensor
 
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
@@ -16,6 +15,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ClientError, RoundAbandoned
+from tests.helpers import ENGINES, F64, SIZES, assert_equal, federate, make_data, make_model, states
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.helpers import F64, Normed, assert_equal, make_data, make_me, make_model
 from torch import Tensor, nn
 
 from fedtailor.core.model import Model, classification_loss, regression_loss
 from fedtailor.errors import ConfigError
+from tests.helpers import F64, Normed, assert_equal, make_data, make_me, make_model
 
 
 def test_body_and_head_part_the_parameters() -> None:

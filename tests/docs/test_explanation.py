@@ -1,6 +1,7 @@
 """The pages that explain: their code runs, and the numbers worked out in words are those of the program."""
 
 import pytest
+
 from tests.docs.pages import ROOT, run_page
 
 

@@ -1,6 +1,7 @@
 """The pages on runs and on models work as they stand."""
 
 import pytest
+
 from tests.docs.pages import ROOT, run_page
 
 

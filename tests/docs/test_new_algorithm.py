@@ -1,9 +1,9 @@
 """The page on adding an algorithm works as it stands: its own asserts are the test."""
 
 import pytest
-from tests.docs.pages import ROOT, run_page
 
 from fedtailor.algorithms import algorithms
+from tests.docs.pages import ROOT, run_page
 
 
 def test_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.docs.pages import ROOT, make_sites, run_page
 
 from fedtailor import data
 from fedtailor.data.configs import FolderConfig
 from fedtailor.errors import DataError
 from fedtailor.runs.config import parse
+from tests.docs.pages import ROOT, make_sites, run_page
 
 PAGE = ROOT / "docs/how-to/own-data.md"
 WEST = Path("sites/west.csv")
@@ -107,7 +107,7 @@ def test_all_options_are_listed_with_their_defaults() -> None:
         elif isinstance(field.default, str):
             wanted = f'"{field.default}"'
         else:
-            wanted = {(): "[]", None: "none", False: "false"}.get(field.default, str(field.default))
+            wanted = {(): "[]", None: "none", False: "false", True: "true"}.get(field.default, str(field.default))
         assert table[name] == wanted, name
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.docs.pages import ROOT, blocks, make_sites, run_page
 
 from fedtailor import __version__
 from fedtailor.algorithms import algorithms
@@ -15,6 +14,7 @@ from fedtailor.runs import compare, runner
 from fedtailor.runs.compare import cells
 from fedtailor.runs.config import CompareConfig, parse, read_toml
 from fedtailor.runs.tables import terminal
+from tests.docs.pages import ROOT, blocks, make_sites, run_page
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import tomli_w
-from benchmarks.kill_and_resume import kill_and_resume
-from tests.runs.small import DIGITS, config, records
 
+from benchmarks.kill_and_resume import kill_and_resume
 from fedtailor.runs import runner
 from fedtailor.runs.store import METRICS, RunFolder
+from tests.runs.small import DIGITS, config, records
 
 # a shell that starts tests in the background lets them ignore SIGINT; a user's terminal does not
 FEDTAILOR = [

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from tests.helpers import EVEN_SIZES, SIZES, SOLVER, make_data, make_model
 
 from fedtailor import engines
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.me import Setting
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.wire import Wire
+from tests.helpers import EVEN_SIZES, SIZES, SOLVER, make_data, make_model
 
 
 def setting(model: str = "mlp", **options: Any) -> Setting:

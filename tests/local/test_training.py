@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import F64, FULL_BATCH, SOLVER, assert_equal, descend, make_data, make_me, make_model
 from torch import Tensor, nn
 
 from fedtailor.core.me import Me
@@ -17,6 +16,7 @@ from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.local.batches import Batch, single
 from fedtailor.local.training import Solver, Training, train
+from tests.helpers import F64, FULL_BATCH, SOLVER, assert_equal, descend, make_data, make_me, make_model
 
 EPOCHS = 3
 

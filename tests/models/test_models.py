@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers import F64, assert_equal
 
 from fedtailor.errors import ConfigError
 from fedtailor.models import MODELS, build
+from tests.helpers import F64, assert_equal
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs.small import DIGITS, config, records
 
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.runs import compare, runner
@@ -19,6 +18,7 @@ from fedtailor.runs.compare import Row, cells, local_reference, rows, run_grid
 from fedtailor.runs.config import CompareConfig, parse, with_settings
 from fedtailor.runs.store import RESULTS, RunFolder, read_json, write_json
 from fedtailor.runs.tables import markdown, number, size, spread, terminal
+from tests.runs.small import DIGITS, config, records
 
 GRID = DIGITS | {"rounds": 2, "compare": {"algorithms": ["local", "fedavg"], "seeds": [0, 1], "workers": 1}}
 

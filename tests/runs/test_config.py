@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs.small import config
 
 from fedtailor.errors import ConfigError, UserError
 from fedtailor.runs.config import CompareConfig, RunConfig, parse, read_toml, template, with_settings
 from fedtailor.runs.runner import setting_of
+from tests.runs.small import config
 
 
 def mistake(*settings: str, kind: type[RunConfig] = RunConfig) -> str:

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.runs.small import DIGITS, POLYNOMIAL, config, records, stop_after
 
 from fedtailor import algorithms, data
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
@@ -24,6 +23,7 @@ from fedtailor.errors import RunError
 from fedtailor.runs import runner
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.store import RunFolder
+from tests.runs.small import DIGITS, POLYNOMIAL, config, records, stop_after
 
 UNEVEN = DIGITS | {"data": {"source": "digits", "clients": 4, "max_samples": 300, "alpha": 0.3}}
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from tests.runs.small import config, files
 
 from fedtailor.core.trees import Tree, items
 from fedtailor.errors import RunError
@@ -24,6 +23,7 @@ from fedtailor.runs.store import (
     write_json,
     write_tree,
 )
+from tests.runs.small import config, files
 
 TREE: Tree = {"a": torch.arange(6.0).reshape(2, 3), "b": (torch.tensor(3), {}), "none": None}
 

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.plugins import imported
 
 _registered: dict[str, type[Algorithm]] = {}
 
@@ -34,23 +35,33 @@ def algorithms() -> dict[str, type[Algorithm]]:
 
 
 def make(name: str, options: dict[str, Any]) -> Algorithm:
-    """An algorithm by name; an unknown name, or option of the wrong name or type, is a `ConfigError`."""
+    """An algorithm by name, or an own one as "module:Class"; a wrong name, option or value is a `ConfigError`."""
     from pydantic import TypeAdapter, ValidationError
 
-    known = algorithms()
-    if name.lower() not in known:
-        raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}')
-    kind = known[name.lower()]
+    kind = _find(name)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     checked = {}
     for key, value in options.items():
         if key not in fields:
-            raise ConfigError(f'algorithm.{key}: {kind.title} has no option "{key}"; {nearest(key, {"name", *fields})}')
+            hint = nearest(key, {"name", *fields})
+            raise ConfigError(f'algorithm.{key}: {kind.title or kind.__name__} has no option "{key}"; {hint}')
         try:
             checked[key] = TypeAdapter(get_type_hints(kind)[key]).validate_python(value)
         except ValidationError as error:
             raise ConfigError(f"algorithm.{key}: {value!r}: {error.errors()[0]['msg']}") from None
     return kind(**checked)
+
+
+def _find(name: str) -> type[Algorithm]:
+    if ":" in name:
+        kind = imported("algorithm.name", name)
+        if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
+            raise ConfigError(f'algorithm.name: "{name}" is not an Algorithm')
+        return kind
+    known = algorithms()
+    if name.lower() not in known:
+        raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}')
+    return known[name.lower()]
 
 
 def _name(kind: type[Algorithm]) -> str:

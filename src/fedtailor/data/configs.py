@@ -159,7 +159,7 @@ class FolderConfig(SplitConfig):
         default="pooled", description="Whose training rows give the mean and spread of numeric columns."
     )
     standardise_target: bool = Field(
-        default=False, description="Scale a regression target by mean and spread of all training rows."
+        default=True, description="Scale a regression target by mean and spread of all training rows."
     )
 
 

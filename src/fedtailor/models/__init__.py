@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models.networks import FMNISTCNN, MLP, LeNet5, Linear
+from fedtailor.plugins import imported
 
 MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "lenet5": LeNet5, "fmnist-cnn": FMNISTCNN}
 
@@ -30,7 +30,7 @@ def build(
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
-    kind = MODELS.get(name) or _imported(name)
+    kind = MODELS.get(name) or _own(name)
     options = dict(options or {})
     known = set(inspect.signature(kind).parameters) - {"shape", "outputs"}
     for key in options:
@@ -46,16 +46,11 @@ def build(
     return Model(module, head=head or getattr(kind, "head", ()), buffers=buffers)
 
 
-def _imported(name: str) -> type[nn.Module]:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ConfigError(
-            f'model.name: no model "{name}"; {nearest(name, MODELS)} (own models: "package.module:Class")'
-        )
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f'model.name: cannot import "{name}": {error}') from None
+def _own(name: str) -> type[nn.Module]:
+    if ":" not in name:
+        hint = f'{nearest(name, MODELS)} (own models: "package.module:Class")'
+        raise ConfigError(f'model.name: no model "{name}"; {hint}')
+    kind = imported("model.name", name)
     if not callable(kind):
         raise ConfigError(f'model.name: "{name}" is not a class or function that makes an nn.Module')
     return kind

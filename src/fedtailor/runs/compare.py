@@ -43,7 +43,7 @@ def cells(config: CompareConfig, folder: Path) -> list[Cell]:
         name = str(table.get("name", ""))
         made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
         twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
-        label = label or made.title + "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
+        label = label or (made.title or type(made).__name__) + "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
         for seed in config.compare.seeds:
             run = parse(common | {"algorithm": table, "seed": seed})
             path = folder / f"{''.join(c if c.isalnum() or c in '+-.' else '_' for c in label.lower())}-seed{seed}"
