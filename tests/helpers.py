@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtailor import engines
+from fedtailor import algorithms, engines
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.federation import Federation, Limits
 from fedtailor.core.me import Me, Setting
@@ -16,6 +16,7 @@ from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData, Rows, TaskKind
+from fedtailor.errors import ConfigError
 from fedtailor.local.training import Solver
 from fedtailor.models import build
 
@@ -81,6 +82,30 @@ class SmallConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(nn.functional.max_pool2d(torch.relu(self.conv(x)), 2).flatten(1))
+
+
+def variants() -> dict[str, Algorithm]:
+    """Every registered algorithm with its defaults and with each of its presets."""
+    found: dict[str, Algorithm] = {}
+    for name, kind in algorithms.algorithms().items():
+        found[name] = algorithms.make(name, {})
+        found |= {f"{name}:{preset}": algorithms.make(name, {"preset": preset}) for preset in kind.presets}
+    return found
+
+
+def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
+    """Whether an algorithm can serve the model and task of a case."""
+    data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
+    try:
+        algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
+    except ConfigError:
+        return False
+    return True
+
+
+def usual(algorithm: Algorithm) -> dict[str, Any]:
+    """The first case that an algorithm can serve."""
+    return next(c for c in ({}, {"model": "linear", "task": "regression"}) if suits(algorithm, c))
 
 
 def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:

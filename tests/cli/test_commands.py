@@ -215,7 +215,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_finish", interrupt)
+        patch.setattr(runner._Run, "finish", interrupt)
         code, _, err = call("run", "small.toml", "--out", "it's mine")
     assert code == 130
     assert err.startswith("interrupted; go on with: fedtailor resume ")

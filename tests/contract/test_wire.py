@@ -7,22 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms import algorithms
 from fedtailor.core import codec
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client, sent_example
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.trees import Tree, items, schema
 from fedtailor.engines.wire import Site, Wire
-from tests.helpers import ENGINES, OTHERS, federate, make_data, make_model, run, states
+from tests.helpers import ENGINES, OTHERS, federate, make_data, make_model, run, states, usual, variants
 
-every_algorithm = pytest.mark.parametrize("algorithm", algorithms())
+VARIANTS = variants()
+every_algorithm = pytest.mark.parametrize("algorithm", VARIANTS)
 Message = tuple[dict[str, Any], Tree]
 
 
 def federation(algorithm: str, engine: str = "wire") -> Federation:
-    data = make_data()
-    return federate(algorithms()[algorithm](), data, make_model("mlp", data), engine)
+    case = usual(VARIANTS[algorithm])
+    data = make_data(case.get("task", "classification"))
+    return federate(VARIANTS[algorithm], data, make_model(case.get("model", "mlp"), data), engine)
 
 
 @pytest.fixture

@@ -60,6 +60,8 @@ def test_cells_of_a_grid(tmp_path: Path) -> None:
     assert [c.config.algorithm.options for c in grid[2::2]] == [{"lam": 0.5}, {"lam": 2.0}, {}]
     assert [c.config.seed for c in grid] == [0, 1] * 4
     assert len({c.config.task_id for c in grid}) == 2  # one per seed
+    (untitled, _) = cells(grid_config('compare.algorithms=["fedtailor.core.algorithm:Algorithm"]'), tmp_path)
+    assert (untitled.label, untitled.folder.name) == ("Algorithm", "algorithm-seed0")
 
 
 @pytest.mark.parametrize(

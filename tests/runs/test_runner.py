@@ -19,12 +19,13 @@ from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.errors import RunError
+from fedtailor.errors import ConfigError, RunError
 from fedtailor.runs import runner
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.store import RunFolder
 from tests.runs.small import DIGITS, POLYNOMIAL, config, records, stop_after
 
+TASKS = {"learn2pfed": POLYNOMIAL | {"model": {"name": "linear", "bias": False}}}  # where not every task will do
 UNEVEN = DIGITS | {"data": {"source": "digits", "clients": 4, "max_samples": 300, "alpha": 0.3}}
 
 
@@ -82,13 +83,8 @@ def interrupted(made: RunConfig, path: Path, after: Sequence[int]) -> RunFolder:
 
 @pytest.mark.parametrize("name", algorithms.algorithms())
 def test_resumed_run_is_the_straight_run(tmp_path: Path, name: str) -> None:
-    made = config(
-        f"algorithm.name={name}",
-        "federation.clients_per_round=3",
-        "evaluation.every=2",
-        "checkpoint.every=2",
-        "rounds=6",
-    )
+    settings = ("federation.clients_per_round=3", "evaluation.every=2", "checkpoint.every=2", "rounds=6")
+    made = config(f"algorithm.name={name}", *settings, task=TASKS.get(name, DIGITS))
     assert records(interrupted(made, tmp_path / "b", (1, 3, 4))) == records(straight(made, tmp_path / "a"))
 
 
@@ -125,6 +121,16 @@ def test_interrupt_inside_a_round_leaves_no_trace(
             runner.start(made, tmp_path / "b")
     assert len(RunFolder(tmp_path / "b").metrics()) == 2
     assert records(runner.resume(tmp_path / "b")) == records(straight(made, tmp_path / "a"))
+
+
+def test_what_does_not_fit_together_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Algorithm, me: Me) -> Tree:
+        raise ConfigError("this algorithm needs another model")
+
+    monkeypatch.setattr(algorithms.algorithms()["ditto"], "client_init", refuse)
+    with pytest.raises(ConfigError, match="needs another model"):
+        runner.start(config("algorithm.name=ditto"), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_killed_in_the_final_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +179,25 @@ def test_data_that_changed_is_noticed(tmp_path: Path) -> None:
         runner.resume(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [("checkpoint.every=2", [2, 4, 5]), ("checkpoint.every=9", [5]), ("checkpoint.seconds=1e9", [1, 5])],
+)
+def test_checkpoints_are_as_frequent_as_asked_and_the_last_round_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, wanted: list[int]
+) -> None:
+    saved: list[int] = []
+    original = RunFolder.save_checkpoint
+
+    def save(self: RunFolder, status: dict[str, Any], trees: Any) -> None:
+        saved.append(status["round"])
+        original(self, status, trees)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", save)
+    straight(config("algorithm.name=local", "rounds=5", setting), tmp_path / "a")
+    assert saved == wanted
+
+
 def test_cohorts_are_drawn_anew_from_the_seed(tmp_path: Path) -> None:
     def cohorts(seed: int) -> list[list[int]]:
         made = config("algorithm.name=local", "federation.clients_per_round=2", f"seed={seed}", "rounds=8")
@@ -201,8 +226,8 @@ def by_hand(folder: RunFolder, kind: str) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_validation_selects_the_round(tmp_path: Path, every: int) -> None:
-    made = config("algorithm.name=fedper", "local.lr=0.7", "rounds=10", f"evaluation.every={every}")
-    folder = straight(made, tmp_path / "a")
+    settings = ("algorithm.name=fedper", "local.lr=0.7", f"evaluation.every={every}")
+    folder = straight(config(*settings, "rounds=10"), tmp_path / "a")
     lines, results = folder.metrics(), folder.results
     assert results is not None
     assert [line["round"] for line in lines] == list(range(1, 11))
@@ -222,6 +247,9 @@ def test_validation_selects_the_round(tmp_path: Path, every: int) -> None:
         assert results[kind]["test"]["loss"]["worst_tenth"] == pytest.approx(max(found["loss"]), rel=1e-5)
         assert summary["clients"] == 4
     assert results["last"]["clients"] != results["selected"]["clients"]
+    shorter = straight(config(*settings, f"rounds={results['selected']['round']}"), tmp_path / "b")
+    for client in folder.about["clients"]:  # private heads included, the models are those of the selected round
+        torch.testing.assert_close(folder.personal(client), shorter.personal(client, "last"), rtol=0, atol=0)
     assert results["metric"] == "accuracy"
     assert results["higher_is_better"] is True
 

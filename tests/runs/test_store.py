@@ -155,7 +155,12 @@ def test_lock_refuses_a_second_opening(tmp_path: Path) -> None:
 def test_folder_is_created_once_and_opened_only_if_it_is_a_run(tmp_path: Path) -> None:
     path, made = tmp_path / "run", config("algorithm.name=ditto")
     folder = RunFolder.create(path, made, {"engine": "loop"})
-    assert (folder.config, folder.about, folder.results) == (made, {"engine": "loop"}, None)
+    assert (folder.config, folder.about["engine"], folder.results) == (made, "loop", None)
+    text = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(text.replace("seed = 0", "seed = 1"))
+    with pytest.raises(RunError, match=r"config\.toml: changed since the run was started"):
+        _ = folder.config
+    (path / "config.toml").write_text(text)
     with pytest.raises(RunError, match="holds a run already; fedtailor resume"):
         RunFolder.create(path, made, {})
     assert RunFolder.open(path).config == made

@@ -39,6 +39,11 @@ def make(name: str, options: dict[str, Any]) -> Algorithm:
     from pydantic import TypeAdapter, ValidationError
 
     kind = _find(name)
+    options = dict(options)
+    if (preset := options.pop("preset", None)) is not None:
+        if preset not in kind.presets:
+            raise ConfigError(f'algorithm.preset: no preset "{preset}"; {nearest(str(preset), kind.presets)}')
+        options = kind.presets[preset] | options
     fields = {f.name: f for f in dataclasses.fields(kind)}
     checked = {}
     for key, value in options.items():

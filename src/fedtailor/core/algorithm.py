@@ -62,6 +62,10 @@ class Algorithm:
     title: ClassVar[str] = ""  # the name in tables, such as "FedAvg+FT"
     private: ClassVar[str] = "nothing"  # what stays on the client, in words
     citation: ClassVar[str] = ""  # BibTeX
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
+
+    def check(self, model: Model, task: str) -> None:
+        """Raise a `ConfigError` when this model or task cannot be served."""
 
     def server_init(self, model: Model) -> Tree:
         """The server's state before the first round."""

@@ -198,6 +198,7 @@ class Federation:
                 f"round {self.round}: {len(self.cohort)} of {len(asked)} clients gave a usable reply to "
                 f"{call.function}; "
                 + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
+                + f"; {self.faults[-1].client}: {self.faults[-1].reason}"
             )
         return Placed(self.cohort, _in_order(parts, self.cohort))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import nn
 
 from fedtailor.core.federation import Engine
@@ -30,7 +31,15 @@ def make(name: EngineName, setting: Setting, chunk: int = 64) -> Engine:
     return Wire(setting) if name == "wire" else loop(setting)
 
 
+def threads(setting: Setting) -> int:
+    """Small dense layers are slower on two threads than on one; convolutions are not."""
+    return torch.get_num_threads() if _convolves(setting) else 1
+
+
+def _convolves(setting: Setting) -> bool:
+    return any(isinstance(m, (nn.modules.conv._ConvNd, nn.RNNBase)) for m in setting.model.module.modules())
+
+
 def choose(setting: Setting) -> Literal["loop", "vmap"]:
     """Stacking pays for dense models of several clients; grouped convolutions are slower than single ones."""
-    slow = any(isinstance(m, (nn.modules.conv._ConvNd, nn.RNNBase)) for m in setting.model.module.modules())
-    return "loop" if slow or setting.model.batch_statistics or len(setting.data.clients) < 4 else "vmap"
+    return "loop" if _convolves(setting) or setting.model.batch_statistics or len(setting.data.clients) < 4 else "vmap"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -35,6 +36,9 @@ class Cell:
 
 def cells(config: CompareConfig, folder: Path) -> list[Cell]:
     """The grid, algorithm by algorithm; all of them are checked before the first one runs."""
+    for key, instead in (("algorithm", "compare.algorithms"), ("seed", "compare.seeds")):
+        if key in config.model_fields_set:
+            raise ConfigError(f'"{key}" has no meaning in a comparison; set {instead}')
     common = {k: v for k, v in config.plain().items() if k not in ("compare", "algorithm", "seed")}
     out = []
     for entry in config.compare.algorithms:
@@ -43,7 +47,8 @@ def cells(config: CompareConfig, folder: Path) -> list[Cell]:
         name = str(table.get("name", ""))
         made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
         twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
-        label = label or (made.title or type(made).__name__) + "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
+        options = "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
+        label = label or (made.title or type(made).__name__) + options
         for seed in config.compare.seeds:
             run = parse(common | {"algorithm": table, "seed": seed})
             path = folder / f"{''.join(c if c.isalnum() or c in '+-.' else '_' for c in label.lower())}-seed{seed}"
@@ -133,8 +138,17 @@ def _prepare(events: Any, several: bool) -> None:
     import torch
 
     _events = events
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if several:  # runs share the cores
         torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed has nobody to report to; its run can be resumed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_cell(cell: Cell, data_root: Path | None) -> None:

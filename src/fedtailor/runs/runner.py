@@ -59,6 +59,7 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
         buffers=config.model.buffers,
         dtype=dtype,
     )
+    algorithm.check(model, federated.task)
     if config.federation.clients_per_round > len(federated.clients):
         raise ConfigError(
             f"federation.clients_per_round = {config.federation.clients_per_round}: "
@@ -92,9 +93,11 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
 def start(config: RunConfig, path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
     """A new run in a new folder, to its end."""
     setting = setting_of(config, data_root)
+    torch.set_num_threads(config.federation.threads or engines.threads(setting))
     name = engines.choose(setting) if config.federation.engine == "auto" else config.federation.engine
+    run = _Run(config, _started(name, setting, config))  # what does not fit together is said before there is a folder
     folder = RunFolder.create(path, config, about(setting, config, name, data_root))
-    return _train(folder, config, setting, name, listener)
+    return _train(folder, run, listener)
 
 
 def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
@@ -107,129 +110,145 @@ def resume(path: Path, data_root: Path | None = None, listener: Listener | None 
         data_root = Path(made_by["data_root"])
     torch.set_num_threads(made_by["threads"])  # sums over several threads round differently
     setting = setting_of(config, data_root)
-    if (
-        list(setting.data.clients) != made_by["clients"]
-        or setting.data.train.sizes.tolist() != made_by["train_samples"]
-    ):
+    sizes = setting.data.train.sizes.tolist()
+    if list(setting.data.clients) != made_by["clients"] or sizes != made_by["train_samples"]:
         raise RunError(f"{path}: the data is no longer what the run was started with")
-    return _train(folder, config, setting, made_by["engine"], listener)
+    return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener)
 
 
-class _Best:
-    """The round with the best validation metric, and all that is needed to predict as it did."""
-
-    def __init__(self) -> None:
-        self.round = 0
-        self.value = math.nan
-        self.tree: Tree = None
-
-    def offer(self, round: int, value: float, higher_is_better: bool, server: Tree, states: Tree) -> None:
-        better = value > self.value if higher_is_better else value < self.value
-        if better or (math.isnan(self.value) and not math.isnan(value)):
-            self.round, self.value = round, value
-            self.tree = tree_map(torch.clone, {"server": server, "clients": states})
+def _started(name: engines.EngineName, setting: Setting, config: RunConfig) -> Engine:
+    engine = engines.make(name, setting, config.federation.chunk)
+    engine.start()
+    return engine
 
 
-def _train(
-    folder: RunFolder, config: RunConfig, setting: Setting, engine_name: Any, listener: Listener | None
-) -> RunFolder:
+def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder:
+    """The rounds that are still to do, and the end."""
+    config, saved_at = run.config, -math.inf
     with folder.locked():
-        engine = engines.make(engine_name, setting, config.federation.chunk)
-        fed = Federation(engine, config.federation.limits)
-        engine.start()
-        server = setting.algorithm.server_init(setting.model)
-        first, best, spent, abandoned = 1, _Best(), 0.0, 0
-        if saved := folder.load_checkpoint():
-            status, trees = saved
-            folder.cut_metrics(status["metrics_length"])
-            first, spent, abandoned = status["round"] + 1, status["seconds"], status["abandoned"]
-            server = trees["state"]["server"]
-            engine.set_states(trees["state"]["clients"])
-            fed.traffic = Traffic(**status["traffic"])
-            fed.looked_at = set(status["looked_at"])
-            if "best" in trees:
-                best.round, best.value, best.tree = status["best_round"], status["best_value"], trees["best"]
-        else:
-            folder.cut_metrics(0)
-        metric = METRICS[setting.data.task][0]
-        saved_at = 0.0
-
-        def save(round: int, metrics_length: int) -> None:
-            status = {
-                "round": round,
-                "seconds": spent,
-                "abandoned": abandoned,
-                "metrics_length": metrics_length,
-                "traffic": asdict(fed.traffic),
-                "looked_at": sorted(fed.looked_at),
-                "best_round": best.round,
-                "best_value": best.value,
-            }
-            trees = {"state": (round, {"server": server, "clients": engine.get_states()})}
-            if best.tree is not None:
-                trees["best"] = (best.round, best.tree)
-            folder.save_checkpoint(status, trees)
-
-        for round in range(first, config.rounds + 1):
-            begun = time.perf_counter()
-            cohort, reason = _cohort(config, len(setting.data.clients), round), None
-            faults = len(fed.faults)
-            try:
-                server = fed.run_round(round, cohort, server)
-                abandoned = 0
-            except RoundAbandoned as why:
-                reason, abandoned = str(why), abandoned + 1
-            line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
-            if reason:
-                line["abandoned"] = reason
-            if fed.faults[faults:]:
-                line["faults"] = [asdict(f) for f in fed.faults[faults:]]
-            value = math.nan
-            if round % config.evaluation.every == 0 or round == config.rounds:
-                splits = ["val", "test"] if config.evaluation.test_curve else ["val"]
-                line |= measure(engine, round, server, splits)
-                higher = HIGHER_IS_BETTER[metric]
-                value = summarise(line["val"][metric], higher_is_better=higher).mean
-                best.offer(round, value, higher, server, engine.get_states())
-            seconds = time.perf_counter() - begun
-            spent += seconds
-            line |= asdict(fed.traffic) | {"seconds": round_to(seconds)}
+        run.load(folder)
+        for round in range(run.round + 1, config.rounds + 1):
+            line, value = run.step(round)
             length = folder.append_metrics(line)
             if listener is not None:
-                listener(Progress(round, config.rounds, metric, value, len(fed.cohort), len(fed.faults)))
-            if abandoned >= ABANDONED_IN_A_ROW:
-                raise RunError(f"{folder.path}: {abandoned} rounds in a row were abandoned; the last: {reason}")
+                clients, faults = len(run.fed.cohort), len(run.fed.faults)
+                listener(Progress(round, config.rounds, run.metric, value, clients, faults))
+            if run.abandoned >= ABANDONED_IN_A_ROW:
+                raise RunError(
+                    f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
+                )
             due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
             if due or round == config.rounds:
-                save(round, length)
+                run.save(folder, length)
                 saved_at = time.perf_counter()
-        _finish(folder, engine, fed, config, server, best, spent)
+        run.finish(folder)
     return folder
 
 
-def _finish(
-    folder: RunFolder, engine: Engine, fed: Federation, config: RunConfig, server: Tree, best: _Best, spent: float
-) -> None:
-    """Test both the last round and the one selected on validation data; save the personal models of both."""
-    task = engine.setting.data.task
-    last = (config.rounds, tree_map(torch.clone, {"server": server, "clients": engine.get_states()}))
-    # without validation samples nothing can be selected: the last round stands for both
-    snapshots = {"last": last, "selected": last if best.tree is None else (best.round, best.tree)}
-    results: dict[str, Any] = {"metric": METRICS[task][0], "higher_is_better": HIGHER_IS_BETTER[METRICS[task][0]]}
-    for kind, (round, tree) in snapshots.items():
-        engine.set_states(tree["clients"])
-        models: dict[int, Params] = {}
-        test = measure(engine, round, tree["server"], ["test"], models)["test"]
-        folder.save_personal(kind, {engine.setting.data.clients[c]: models[c] for c in sorted(models)})
-        summary = {
-            name: asdict(summarise(values, higher_is_better=HIGHER_IS_BETTER[name])) for name, values in test.items()
+class _Run:
+    """What changes from round to round."""
+
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
+        self.config = config
+        self.engine = engine
+        self.fed = Federation(engine, config.federation.limits)
+        self.server = engine.setting.algorithm.server_init(engine.setting.model)
+        self.metric = METRICS[engine.setting.data.task][0]
+        self.round = 0  # the last one done
+        self.abandoned = 0  # rounds in a row
+        self.seconds = 0.0
+        self.best_round, self.best_value = 0, math.nan
+        self.best: Tree = None  # all that is needed to predict as in the best round
+
+    def step(self, round: int) -> tuple[dict[str, Any], float]:
+        """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
+        begun, faults = time.perf_counter(), len(self.fed.faults)
+        cohort = _cohort(self.config, len(self.engine.setting.data.clients), round)
+        line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
+        try:
+            self.server = self.fed.run_round(round, cohort, self.server)
+            self.abandoned = 0
+        except RoundAbandoned as why:
+            line["abandoned"] = str(why)
+            self.abandoned += 1
+        if self.fed.faults[faults:]:
+            line["faults"] = [asdict(f) for f in self.fed.faults[faults:]]
+        value = math.nan
+        if round % self.config.evaluation.every == 0 or round == self.config.rounds:
+            splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
+            line |= measure(self.engine, round, self.server, splits)
+            value = self._select(round, line["val"][self.metric])
+        self.round = round
+        seconds = time.perf_counter() - begun
+        self.seconds += seconds
+        return line | asdict(self.fed.traffic) | {"seconds": round_to(seconds)}, value
+
+    def _select(self, round: int, values: list[float]) -> float:
+        """Keep the round if it is the best one on validation data so far."""
+        higher = HIGHER_IS_BETTER[self.metric]
+        value = summarise(values, higher_is_better=higher).mean
+        better = value > self.best_value if higher else value < self.best_value
+        if better or (self.best is None and not math.isnan(value)):
+            self.best_round, self.best_value, self.best = round, value, self._snapshot()
+        return value
+
+    def _snapshot(self) -> Tree:
+        return tree_map(torch.clone, {"server": self.server, "clients": self.engine.get_states()})
+
+    def save(self, folder: RunFolder, metrics_length: int) -> None:
+        """Write a checkpoint."""
+        status = {
+            "round": self.round,
+            "seconds": self.seconds,
+            "abandoned": self.abandoned,
+            "metrics_length": metrics_length,
+            "traffic": asdict(self.fed.traffic),
+            "looked_at": sorted(self.fed.looked_at),
+            "best_round": self.best_round,
+            "best_value": self.best_value,
         }
-        results[kind] = {"round": round, "test": summary, "clients": test}
-    engine.set_states(last[1]["clients"])
-    results |= {"traffic": asdict(fed.traffic), "seconds": round_to(spent), "gathered": sorted(fed.looked_at)}
-    results["faults"] = sum(len(line.get("faults", [])) for line in folder.metrics())
-    results["abandoned"] = sum("abandoned" in line for line in folder.metrics())
-    write_json(folder.path / RESULTS, results)
+        trees = {"state": (self.round, {"server": self.server, "clients": self.engine.get_states()})}
+        if self.best is not None:
+            trees["best"] = (self.best_round, self.best)
+        folder.save_checkpoint(status, trees)
+
+    def load(self, folder: RunFolder) -> None:
+        """Go back to the last checkpoint, or to the start."""
+        saved = folder.load_checkpoint()
+        folder.cut_metrics(saved[0]["metrics_length"] if saved else 0)
+        if saved is None:
+            return
+        status, trees = saved
+        self.server = trees["state"]["server"]
+        self.engine.set_states(trees["state"]["clients"])
+        self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
+        self.best_round, self.best_value, self.best = status["best_round"], status["best_value"], trees.get("best")
+        self.fed.traffic = Traffic(**status["traffic"])
+        self.fed.looked_at = set(status["looked_at"])
+
+    def finish(self, folder: RunFolder) -> None:
+        """Test both the last round and the one selected on validation data; save the personal models of both."""
+        last = (self.round, self._snapshot())
+        # without validation samples nothing can be selected: the last round stands for both
+        snapshots = {"last": last, "selected": last if self.best is None else (self.best_round, self.best)}
+        results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
+        for kind, (round, tree) in snapshots.items():
+            self.engine.set_states(tree["clients"])
+            models: dict[int, Params] = {}
+            test = measure(self.engine, round, tree["server"], ["test"], models)["test"]
+            folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
+            summary = {k: asdict(summarise(v, higher_is_better=HIGHER_IS_BETTER[k])) for k, v in test.items()}
+            results[kind] = {"round": round, "test": summary, "clients": test}
+        self.engine.set_states(last[1]["clients"])
+        lines = folder.metrics()
+        results |= {
+            "traffic": asdict(self.fed.traffic),
+            "seconds": round_to(self.seconds),
+            "gathered": sorted(self.fed.looked_at),
+            "faults": sum(len(line.get("faults", [])) for line in lines),
+            "abandoned": sum("abandoned" in line for line in lines),
+        }
+        write_json(folder.path / RESULTS, results)
 
 
 def measure(

@@ -94,8 +94,9 @@ class RunFolder:
         folder = cls(path)
         if (path / CONFIG).exists():
             raise RunError(f"{path}: holds a run already; fedtailor resume {path} goes on with it")
-        write_json(path / ABOUT, about)
-        write_atomically(path / CONFIG, tomli_w.dumps(config.plain()).encode())
+        content = tomli_w.dumps(config.plain()).encode()
+        write_json(path / ABOUT, about | {"config_sha256": hashlib.sha256(content).hexdigest()})
+        write_atomically(path / CONFIG, content)
         return folder
 
     @classmethod
@@ -107,6 +108,9 @@ class RunFolder:
 
     @property
     def config(self) -> RunConfig:
+        """The resolved configuration; one that was edited no longer describes this run."""
+        if hashlib.sha256((self.path / CONFIG).read_bytes()).hexdigest() != self.about["config_sha256"]:
+            raise RunError(f"{self.path / CONFIG}: changed since the run was started; start a new run with it instead")
         return parse(read_toml(self.path / CONFIG), RunConfig, str(self.path / CONFIG))
 
     @property

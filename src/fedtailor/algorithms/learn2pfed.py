@@ -1,0 +1,177 @@
+"""Learn2pFed: learn to what degree each parameter of each client collaborates. Lv et al., 2024, Algorithm 1.
+
+For linear models, with the v-step in closed form. Symbols: w common model; v own model; z = v - w; a scaled dual; lam
+degree of collaboration (Lambda); p, gamma weights of (12); theta, rho, eta steps of (9), (10), (11). The penalty is
+rho |.|^2, for which (10) and (11) are exact; the fixed point has Lambda_eff = rho / eta * lam, and that is served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.algorithm import COUNT, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree, number
+from fedtailor.local import learnables, ridge
+
+VECTOR = Sent("vectors of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
+
+
+def _degrees(algorithm: Learn2pFed, model: Model) -> Tensor:
+    v = ridge.as_vector(model, model.params)
+    return v.expand(algorithm.cells, *v.shape) if algorithm.per_cell else v
+
+
+DEGREES = Sent("degrees", _degrees)
+
+
+@dataclass(frozen=True)
+class Learn2pFed(Algorithm):
+    """Unrolled ADMM with learned degrees; by default they are the most probable ones given everybody's data (eb)."""
+
+    outer: Literal["eb", "loo", "holdout", "train"] = "eb"
+    """What degrees are learned by: empirical Bayes, leave-one-out, validation error, or training error (paper)."""
+    pull: float = 1.0
+    """Pull of each client's degrees to their mean: 0 keeps them its own, 1 makes them common."""
+    cells: int = 10
+    """Exchanges with the server per round: cells, or steps of eb."""
+    gradient: Literal["exact", "local"] = "exact"
+    """Through the whole federation, or with the common model taken as constant."""
+    positive: learnables.Positive = "exp"
+    """How learned numbers are kept positive."""
+    learned: tuple[str, ...] = ("lam", "p", "rho", "eta", "gamma", "theta")
+    """What is learned."""
+    lam: float = 1.0
+    """First degree."""
+    rho: float = 1.0
+    """First rho, eta and gamma."""
+    theta: float = 1.0
+    """First step of the dual: 1 as in ADMM, whose dual is scaled, or rho as in the paper."""
+    per_cell: bool = False
+    """Learn other numbers for every cell."""
+    outer_lr: float = 0.05
+    """Step size of learning."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """How learned numbers take their step; sgd has its gradient clipped at norm 1 (paper)."""
+    serve: Literal["solved", "unrolled"] = "solved"
+    """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
+
+    title: ClassVar[str] = "Learn2pFed"
+    private: ClassVar[str] = "model, degrees, steps"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"outer": "train", "pull": 0.0, "positive": "relu", "lam": 5e-4, "rho": 0.01, "theta": 0.01}
+        | {"optimizer": "sgd", "outer_lr": 0.01, "serve": "unrolled"}
+    }
+    citation: ClassVar[str] = """@article{lv2024learn,
+  title={Learn What You Need in Personalized Federated Learning},
+  author={Lv, Kexin and Ye, Rui and Huang, Xiaolin and Yang, Jie and Chen, Siheng},
+  year={2024}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        ridge.check(model, task)
+
+    def server_init(self, model: Model) -> Tree:
+        w = ridge.as_vector(model, model.params)
+        return {"w": w, "t": torch.zeros_like(w), "noise": w.new_zeros(())}
+
+    def client_init(self, me: Me) -> Tree:
+        v = ridge.as_vector(me.model, me.model.params)
+        first = {k: number(self.rho, v) for k in ("rho", "eta", "gamma")}
+        first |= {"p": number(1.0, v), "theta": number(self.theta, v), "lam": torch.full_like(v, self.lam)}
+        learned = learnables.start(first, self.positive, self.cells if self.per_cell else 0)
+        return {"d": ridge.statistics(me.model, me.train), "v": v, "z": v - v, "a": v - v, "learned": learned}
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        return self.bayes(fed, server) if self.outer == "eb" else self.unrolled(fed, server)
+
+    def unrolled(self, fed: Federation, server: Tree) -> Tree:
+        """One outer epoch: the cells forward, the gradient of the outer loss back, a step of the learned numbers."""
+        fed.tape()
+        w = server["w"]
+        for cell in range(self.cells):
+            top, bottom = fed.map(self.cell, w, torch.tensor(cell))
+            w = fed.sum(top) / fed.sum(bottom)  # (12)
+            w = w if self.gradient == "exact" else w.detach()
+        wrong, count = fed.map(self.outer_loss, w)
+        fed.backward(fed.sum(wrong) / fed.sum(count))
+        mean = fed.mean(fed.map(self.learn))
+        fed.map(self.agree, mean)
+        return server | {"w": w}
+
+    @on_client(sends=(VECTOR, NUMBER))
+    def cell(self, me: Me, w: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
+        s = me.state
+        x = learnables.read(s["learned"], self.positive, cell if self.per_cell else None)
+        a = s["a"] + x["theta"] * (s["z"] - s["v"] + w)  # (9)
+        v = ridge.ridge(s["d"], x["rho"], w + s["z"] + a)  # (10)
+        z = x["eta"] / (x["lam"] + x["eta"]) * (v - w - a)  # (11)
+        c = x["p"] * x["gamma"]
+        return s | {"v": v, "z": z, "a": a}, (c * (v - z - a), c)
+
+    @on_client(sends=(NUMBER, COUNT))
+    def outer_loss(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
+        d, v = me.state["d"], me.state["v"]
+        if self.outer == "loo":
+            return me.state, (ridge.left_out_error(me.model, me.train, d, self.roots(me, {}), w), me.n)
+        if self.outer == "holdout":
+            return me.state, (ridge.error_on(me.model, me.val, v), me.val.mask.sum())
+        return me.state, (ridge.squared_error(d, v), me.n)
+
+    @on_client(sends=DEGREES)
+    def learn(self, me: Me) -> tuple[Tree, Tree]:
+        step = learnables.adam if self.optimizer == "adam" else learnables.descend
+        learned = step(me.state["learned"], me.grad["learned"]["raw"], self.outer_lr, self.learned)
+        return me.state | {"learned": learned}, learned["raw"]["lam"]
+
+    @on_client()
+    def agree(self, me: Me, mean: Tensor) -> tuple[Tree, Tree]:
+        learned = me.state["learned"]
+        raw = learned["raw"] | {"lam": torch.lerp(learned["raw"]["lam"], mean, self.pull)}
+        return me.state | {"learned": learned | {"raw": raw}}, None
+
+    def bayes(self, fed: Federation, server: Tree) -> Tree:
+        """Steps of EM for v_i ~ N(w, diag(t)) and residuals ~ N(0, noise); the degrees are noise / t."""
+        w, t, noise = server["w"], server["t"], server["noise"]
+        for _ in range(self.cells):
+            new = fed.map(self.posterior, w, t, noise) if noise > 0 else fed.map(self.alone, w)
+            moved, squares, rest, count = new
+            shift = fed.mean(moved)
+            w, t = w + shift, (fed.mean(squares) - shift.square()).clamp(min=0)
+            noise = fed.sum(rest) / fed.sum(count).clamp(min=1)
+        return {"w": w, "t": t, "noise": noise.clamp(min=torch.finfo(w.dtype).tiny)}
+
+    @on_client(sends=(VECTOR, VECTOR, NUMBER, NUMBER))
+    def alone(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
+        d = me.state["d"]
+        v = ridge.least_squares(d)
+        return me.state, (v - w, (v - w).square(), ridge.squared_error(d, v), ridge.residual_freedom(d))
+
+    @on_client(sends=(VECTOR, VECTOR, NUMBER, NUMBER))
+    def posterior(self, me: Me, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:
+        d, r = me.state["d"], (t / noise).sqrt()
+        c, v = ridge.covariance(d, r), ridge.shrunk(d, r, w)
+        spread = noise * torch.diagonal(c, dim1=-2, dim2=-1).mT
+        rest = ridge.squared_error(d, v) + noise * (c * d["A"][None]).sum()
+        return me.state, (v - w, (v - w).square() + spread, rest, d["n"] * w.shape[-1])
+
+    def roots(self, me: Me, server: Tree) -> Tensor:
+        """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""
+        if self.outer == "eb":
+            return (server["t"] / server["noise"].clamp(min=torch.finfo(server["t"].dtype).tiny)).sqrt()
+        x = learnables.read(me.state["learned"], self.positive, -1 if self.per_cell else None)
+        return (x["eta"] / (x["rho"] * x["lam"]).clamp(min=1e-12)).sqrt()
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        if self.serve == "unrolled" and self.outer != "eb":
+            return ridge.as_params(me.model, me.state["v"])
+        return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots(me, server), server["w"]))
+
+    def shares(self, me: Me, server: Tree) -> Params:
+        return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots(me, server)))
