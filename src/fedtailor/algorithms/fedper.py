@@ -30,6 +30,7 @@ class FedPer(Algorithm):
     client_init = FedRep.client_init
     round = FedRep.round
     personal = FedRep.personal
+    shares = FedRep.shares
 
     @on_client(sends=(BODY, COUNT))
     def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
@@ -46,3 +48,6 @@ class FedRep(Algorithm):
 
     def personal(self, me: Me, body: Params) -> Params:
         return body | me.state
+
+    def shares(self, me: Me, body: Params) -> Params:
+        return {k: torch.full_like(v, float(k in body)) for k, v in me.model.trainable.items()}

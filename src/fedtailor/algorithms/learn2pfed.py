@@ -13,14 +13,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedtailor.algorithms.empirical_bayes import VECTOR, EmpiricalBayes
 from fedtailor.core.algorithm import COUNT, NUMBER, Algorithm, Sent, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, number
 from fedtailor.local import learnables, ridge
-
-VECTOR = Sent("vectors of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
 
 
 def _degrees(algorithm: Learn2pFed, model: Model) -> Tensor:
@@ -77,9 +76,7 @@ class Learn2pFed(Algorithm):
     def check(self, model: Model, task: str) -> None:
         ridge.check(model, task)
 
-    def server_init(self, model: Model) -> Tree:
-        w = ridge.as_vector(model, model.params)
-        return {"w": w, "t": torch.zeros_like(w), "noise": w.new_zeros(())}
+    server_init = EmpiricalBayes.server_init
 
     def client_init(self, me: Me) -> Tree:
         v = ridge.as_vector(me.model, me.model.params)
@@ -87,6 +84,10 @@ class Learn2pFed(Algorithm):
         first |= {"p": number(1.0, v), "theta": number(self.theta, v), "lam": torch.full_like(v, self.lam)}
         learned = learnables.start(first, self.positive, self.cells if self.per_cell else 0)
         return {"d": ridge.statistics(me.model, me.train), "v": v, "z": v - v, "a": v - v, "learned": learned}
+
+    alone: ClassVar[Any] = EmpiricalBayes.alone
+    posterior: ClassVar[Any] = EmpiricalBayes.posterior
+    bayes: ClassVar[Any] = EmpiricalBayes.round
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         return self.bayes(fed, server) if self.outer == "eb" else self.unrolled(fed, server)
@@ -136,35 +137,10 @@ class Learn2pFed(Algorithm):
         raw = learned["raw"] | {"lam": torch.lerp(learned["raw"]["lam"], mean, self.pull)}
         return me.state | {"learned": learned | {"raw": raw}}, None
 
-    def bayes(self, fed: Federation, server: Tree) -> Tree:
-        """Steps of EM for v_i ~ N(w, diag(t)) and residuals ~ N(0, noise); the degrees are noise / t."""
-        w, t, noise = server["w"], server["t"], server["noise"]
-        for _ in range(self.cells):
-            new = fed.map(self.posterior, w, t, noise) if noise > 0 else fed.map(self.alone, w)
-            moved, squares, rest, count = new
-            shift = fed.mean(moved)
-            w, t = w + shift, (fed.mean(squares) - shift.square()).clamp(min=0)
-            noise = fed.sum(rest) / fed.sum(count).clamp(min=1)
-        return {"w": w, "t": t, "noise": noise.clamp(min=torch.finfo(w.dtype).tiny)}
-
-    @on_client(sends=(VECTOR, VECTOR, NUMBER, NUMBER))
-    def alone(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
-        d = me.state["d"]
-        v = ridge.least_squares(d)
-        return me.state, (v - w, (v - w).square(), ridge.squared_error(d, v), ridge.residual_freedom(d))
-
-    @on_client(sends=(VECTOR, VECTOR, NUMBER, NUMBER))
-    def posterior(self, me: Me, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:
-        d, r = me.state["d"], (t / noise).sqrt()
-        c, v = ridge.covariance(d, r), ridge.shrunk(d, r, w)
-        spread = noise * torch.diagonal(c, dim1=-2, dim2=-1).mT
-        rest = ridge.squared_error(d, v) + noise * (c * d["A"][None]).sum()
-        return me.state, (v - w, (v - w).square() + spread, rest, d["n"] * w.shape[-1])
-
     def roots(self, me: Me, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""
         if self.outer == "eb":
-            return (server["t"] / server["noise"].clamp(min=torch.finfo(server["t"].dtype).tiny)).sqrt()
+            return EmpiricalBayes.roots(server)
         x = learnables.read(me.state["learned"], self.positive, -1 if self.per_cell else None)
         return (x["eta"] / (x["rho"] * x["lam"]).clamp(min=1e-12)).sqrt()
 

@@ -87,6 +87,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.runs.compare import GRID, TABLE, local_reference
     from fedtailor.runs.store import RunFolder
+    from fedtailor.runs.tables import size
 
     if (path / GRID).exists():
         if not (path / TABLE).exists():
@@ -109,9 +110,9 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     local = local_reference(folder)
     console.print(_results_table(results, local))
     if local is None and config.algorithm.name != "local":
-        print("hurt       unknown: there is no Local run on this task beside it (--set algorithm.name=local)")
+        print("hurt       unknown: no Local run on this task beside it")
     traffic = results["traffic"]
-    print(f"traffic    {traffic['up']} bytes up, {traffic['down']} down, {traffic['trips']} trips")
+    print(f"traffic    {size(traffic['up'])} up, {size(traffic['down'])} down, {traffic['trips']} trips")
     print(f"time       {results['seconds']} s")
     if results["faults"] or results["abandoned"]:
         print(f"faults     {results['faults']} replies rejected, {results['abandoned']} rounds abandoned:")
@@ -154,6 +155,18 @@ def _clients_table(made_by: dict[str, Any], results: dict[str, Any]) -> Table:
     for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True)):
         table.add_row(escape(client), str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics))
     return table
+
+
+def print_shares(console: Console, path: Path, data_root: Path | None) -> None:
+    """Clients by parts of the model."""
+    from fedtailor.runs.explain import SHARES, explain
+
+    names, shares = explain(path, data_root)
+    table = _table("share of the common model: 0 own, 1 common", "client", *names)
+    for client, row in shares.items():
+        table.add_row(escape(client), *(f"{row[name]:.2f}" for name in names))
+    console.print(table)
+    print(f"every parameter: {path / SHARES}")
 
 
 def _options(options: dict[str, Any]) -> str:

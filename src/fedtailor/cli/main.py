@@ -130,6 +130,14 @@ def show(
 
 
 @app.command()
+def explain(run: Run, data_root: DataRoot = None) -> None:
+    """Print and save to what degree each client's parameters are the common ones (0 own, 1 common)."""
+    from fedtailor.cli.listing import print_shares
+
+    print_shares(console, run, data_root)
+
+
+@app.command()
 def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write.")] = Path("config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedtailor.core.federation import Federation
@@ -82,6 +83,10 @@ class Algorithm:
     def personal(self, me: Me, server: Tree, /) -> Params:
         """With what this client predicts."""
         raise NotImplementedError
+
+    def shares(self, me: Me, server: Tree, /) -> Params:
+        """How much of each parameter is common: 0 is this client's own, 1 the common one."""
+        raise ConfigError(f"{self.title or type(self).__name__} does not say to what degree a parameter is shared")
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         """Outputs of a personal model."""

@@ -167,6 +167,17 @@ def personal(
         return _run(setting, members, key, round, state, buffers, None, (server,), (False,), client, is_stacked)[0]
 
 
+def shares(setting: Setting, member: int, state: Tree, buffers: Params, server: Tree) -> Params:
+    """How much of each parameter of one client is common: 0 is its own, 1 the common one."""
+
+    def client(me: Me, args: tuple[Tree, ...]) -> Tree:
+        return setting.algorithm.shares(me, args[0])
+
+    key = (setting.seed, "shares")
+    with torch.no_grad():
+        return _run(setting, [member], key, 0, state, buffers, None, (server,), (False,), client, False)[0]
+
+
 def evaluate(
     setting: Setting,
     members: Sequence[int],

@@ -162,7 +162,8 @@ class Federation:
         self._calls, self._tape, self._errors = 0, None, []
         self.engine.begin_round()
         try:
-            return detach(self.engine.setting.algorithm.round(self, server))
+            with torch.enable_grad():  # a tape must record whatever the caller's mode
+                return detach(self.engine.setting.algorithm.round(self, server))
         except BaseException:
             self.engine.undo()
             raise

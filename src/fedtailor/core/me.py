@@ -96,7 +96,8 @@ class Me:
     ) -> Params:
         """Train `params` on this client's data and return them; the rest of the model is `frozen`.
 
-        prox: (center, mu) adds mu/2 |params - center|^2 to the loss. mask: entries at 0 stay as they are.
+        prox: (center, mu) adds mu/2 |params - center|^2 to the loss, over the entries that center has.
+        mask: entries at 0 stay as they are.
         Exact gradients flow through all steps to params, frozen, center, mu and lr when a tape is running.
         """
         setting, nth = self._setting, self._trainings
@@ -108,7 +109,7 @@ class Me:
             "params": trained,
             "buffers": {k: v for k, v in params.items() if k not in trained} | self._buffers_beside(params, frozen),
             "frozen": dict(frozen or {}),
-            "center": None if center is None else {k: center[k] for k in trained},
+            "center": None if center is None else {k: v for k, v in center.items() if k in trained},
             "mu": None if mu is None else number(mu, like),
             "mask": None if mask is None else {k: mask[k] for k in trained},
             "lr": number(setting.solver.lr if lr is None else lr, like),
@@ -164,8 +165,11 @@ class Me:
         starts, sizes = rows.bounds(self._members)
         longest = max(sizes)
         if longest == 0:
-            nothing = rows.x.new_zeros((len(starts), 0, *rows.x.shape[1:]))
-            return nothing, rows.y.new_zeros((len(starts), 0, *rows.y.shape[1:])), self.n.new_zeros((len(starts), 0))
+
+            def nothing(v: Tensor) -> Tensor:
+                return v.new_zeros((len(starts), 0, *v.shape[1:]))
+
+            return nothing(rows.x), nothing(rows.y), torch.zeros((len(starts), 0), dtype=self.n.dtype)
         (batch,) = whole(starts, sizes, longest, self.n.dtype)
         if batch.weight is None:
             return rows.x[batch.rows], rows.y[batch.rows], torch.ones(batch.rows.shape, dtype=self.n.dtype)

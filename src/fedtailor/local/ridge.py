@@ -88,9 +88,21 @@ def error_on(model: Model, data: View, v: Tensor) -> Tensor:
 
 def covariance(d: Params, r: Tensor) -> Tensor:
     """(A + Lambda)^(-1) for every output [outputs, k, k], with r = Lambda^(-1/2) of shape [k, outputs]."""
-    r = r.mT  # [outputs, k]
-    inner = r[:, :, None] * d["A"][None] * r[:, None, :] + torch.eye(r.shape[-1], dtype=r.dtype)
-    return r[:, :, None] * torch.linalg.solve(inner, torch.diag_embed(r))
+    return r.mT[:, :, None] * torch.linalg.solve(_inner(d, r), torch.diag_embed(r.mT))
+
+
+def determined(d: Params, r: Tensor) -> Tensor:
+    """How much of each parameter's prior variance the data remove: 0 where they say nothing, 1 where they say all."""
+    return torch.diagonal(torch.linalg.solve(_inner(d, r), _weighed(d, r)), dim1=-2, dim2=-1).mT
+
+
+def _inner(d: Params, r: Tensor) -> Tensor:
+    """Lambda^(-1/2) A Lambda^(-1/2) + I, which is never singular."""
+    return _weighed(d, r) + torch.eye(r.shape[-2], dtype=r.dtype)
+
+
+def _weighed(d: Params, r: Tensor) -> Tensor:
+    return r.mT[:, :, None] * d["A"][None] * r.mT[:, None, :]
 
 
 def shrunk(d: Params, r: Tensor, w: Tensor) -> Tensor:

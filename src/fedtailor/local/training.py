@@ -36,7 +36,7 @@ class Training:
     """What is fixed before the first step. The tensors that a gradient may flow to travel beside it, as a tree:
 
     params, buffers, frozen: the parts of the model; only params are trained.
-    center, mu: adds the gradient mu (params - center) of a proximal term; both None without one.
+    center, mu: adds the gradient mu (params - center) of a proximal term, for the entries of center; or both None.
     mask: 0 where a parameter must stay as it is; None without one.
     lr: step size, possibly one per client.
     """
@@ -64,7 +64,8 @@ class Training:
                 gradient = self._gradient(params, buffers, t, batch, differentiable)
                 if t["center"] is not None:
                     mu = t["mu"]
-                    gradient = {k: g + _wide(mu, g) * (params[k] - t["center"][k]) for k, g in gradient.items()}
+                    pulled = {k: gradient[k] + _wide(mu, c) * (params[k] - c) for k, c in t["center"].items()}
+                    gradient = gradient | pulled
                 if self.solver.clip:
                     gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
                 for k, g in gradient.items():

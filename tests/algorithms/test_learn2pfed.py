@@ -1,0 +1,200 @@
+"""Learn2pFed on linear models: exact gradients, fixed points, limits, and the degrees it finds."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms import make
+from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.core.federation import Federation
+from fedtailor.core.trees import items, tree_map
+from fedtailor.data import load
+from fedtailor.data.configs import PolynomialConfig
+from fedtailor.data.federated import FederatedData
+from fedtailor.errors import ConfigError
+from fedtailor.local import ridge
+from fedtailor.models import build
+from tests.helpers import ENGINES, F64, federate, make_data, make_model, run
+
+NAMES = ("lam", "p", "rho", "eta", "gamma", "theta")
+UNROLLED = Learn2pFed(outer="train", cells=3, pull=0.0, outer_lr=0.0, serve="unrolled")
+
+
+def linear(algorithm: Learn2pFed, engine: str = "loop", **options: Any) -> Federation:
+    data = make_data("regression", **options)
+    return federate(algorithm, data, make_model("linear", data), engine)
+
+
+def gradients(fed: Federation) -> dict[str, Tensor]:
+    """Of the first round's outer loss, by every learned number, stacked over the clients."""
+    rate = 1e-3
+    algorithm = fed.engine.setting.algorithm
+    assert isinstance(algorithm, Learn2pFed)
+    object.__setattr__(fed.engine.setting, "algorithm", replace(algorithm, optimizer="sgd", outer_lr=rate))
+    before = tree_map(torch.clone, fed.engine.get_states()["state"]["learned"]["raw"])
+    run(fed, rounds=1)
+    after = fed.engine.get_states()["state"]["learned"]["raw"]
+    return {k: (before[k] - after[k]) / rate for k in NAMES}
+
+
+def outer_loss(algorithm: Learn2pFed, data: FederatedData, raw: dict[str, Tensor]) -> Tensor:
+    """The same network in plain torch: all clients' data in one graph."""
+    model = make_model("linear", data)
+    clients = range(len(data.clients))
+    x = [torch.cat([data.train.of(i)[0], torch.ones(len(data.train.of(i)[0]), 1, dtype=F64)], dim=1) for i in clients]
+    y = [data.train.of(i)[1] for i in clients]
+    w = ridge.as_vector(model, model.params)
+    v, z, a = ([w] * len(x) for _ in range(3))
+    z = a = [torch.zeros_like(w)] * len(x)
+    for cell in range(algorithm.cells):
+        part = {k: r[:, cell] for k, r in raw.items()} if algorithm.per_cell else raw
+        n = [{k: r[i].exp() for k, r in part.items()} for i in clients]
+        a = [a[i] + n[i]["theta"] * (z[i] - v[i] + w) for i in clients]
+        eye = torch.eye(len(w), dtype=F64)
+        v = [
+            torch.linalg.solve(x[i].mT @ x[i] + n[i]["rho"] * eye, n[i]["rho"] * (w + z[i] + a[i]) + x[i].mT @ y[i])
+            for i in clients
+        ]
+        z = [n[i]["eta"] / (n[i]["lam"] + n[i]["eta"]) * (v[i] - w - a[i]) for i in clients]
+        c = [n[i]["p"] * n[i]["gamma"] for i in clients]
+        w = sum(c[i] * (v[i] - z[i] - a[i]) for i in clients) / sum(c)  # type: ignore[assignment]
+        if algorithm.gradient == "local":
+            w = w.detach()
+    wrong = sum((x[i] @ v[i] - y[i]).square().sum() for i in clients)
+    return wrong / sum(len(part) for part in x)  # type: ignore[return-value]
+
+
+def clip(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As plain descent does, client by client."""
+    squares = sum(g.flatten(1).square().sum(1) if g.dim() > 1 else g.square() for g in gradient.values())
+    scale = 1 / torch.as_tensor(squares).sqrt().clamp(min=1)
+    return {k: g * scale.reshape(-1, *[1] * (g.dim() - 1)) for k, g in gradient.items()}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("options", [{}, {"per_cell": True}, {"gradient": "local"}], ids=["exact", "per-cell", "local"])
+def test_federated_gradient_is_central_autograd(options: dict[str, Any], engine: str) -> None:
+    algorithm = replace(UNROLLED, **options)
+    fed = linear(algorithm, engine)
+    raw = tree_map(lambda v: v.clone().requires_grad_(), fed.engine.get_states()["state"]["learned"]["raw"])
+    loss = outer_loss(algorithm, fed.engine.setting.data, raw)
+    central = torch.autograd.grad(loss, [raw[k] for k in NAMES], materialize_grads=True)
+    wanted = clip(dict(zip(NAMES, central, strict=True)))
+    found = gradients(fed)
+    for k in NAMES:
+        torch.testing.assert_close(found[k], wanted[k], rtol=0, atol=1e-10)
+    # p and gamma act on the common model only, which the local gradient takes as constant
+    idle = {"p", "gamma"} if algorithm.gradient == "local" else set()
+    assert {k for k, g in found.items() if float(g.abs().max()) < 1e-6} == idle
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
+def test_federated_gradient_is_finite_differences(engine: str) -> None:
+    found = gradients(linear(UNROLLED, engine))
+    step = 1e-5
+
+    def loss(name: str, place: tuple[int, ...], by: float) -> float:
+        fed = linear(UNROLLED)
+        raw = tree_map(torch.clone, fed.engine.get_states()["state"]["learned"]["raw"])
+        raw[name][place] += by
+        return float(outer_loss(UNROLLED, fed.engine.setting.data, raw))
+
+    wanted = {}
+    for name in NAMES:
+        wanted[name] = torch.zeros_like(found[name])
+        for place in (
+            torch.cartesian_prod(*map(torch.arange, found[name].shape)).reshape(-1, found[name].dim()).tolist()
+        ):
+            at = tuple(place)
+            wanted[name][at] = (loss(name, at, step) - loss(name, at, -step)) / (2 * step)
+    for name, g in clip(wanted).items():
+        torch.testing.assert_close(found[name], g, rtol=1e-5, atol=1e-8)
+
+
+def test_cells_converge_to_the_exact_inner_solution() -> None:
+    options: dict[str, Any] = {"cells": 4000, "learned": (), "rho": 2.0, "lam": 1.5}
+    data = make_data("regression", names=("ada", "di"))
+    model = make_model("linear", data)
+    fed = federate(replace(UNROLLED, **options), data, model)
+    rows = fed.engine.get_states()["state"]["learned"]["raw"]
+    for k, values in {"eta": [1.0, 3.0], "gamma": [0.5, 1.0], "p": [1.0, 2.0]}.items():
+        rows[k][:] = torch.tensor(values, dtype=F64).log()
+    server = run(fed, rounds=1)
+    lam_eff = [2.0 / 1.0 * 1.5, 2.0 / 3.0 * 1.5]
+    p_eff = [1.0 * 0.5 / 2.0, 2.0 * 1.0 / 2.0]
+    d = [tree_map(lambda v, i=i: v[i], fed.engine.get_states()["state"]["d"]) for i in range(2)]
+    eye = torch.eye(5, dtype=F64)
+    left, right = torch.zeros(5, 5, dtype=F64), torch.zeros(5, 3, dtype=F64)
+    for i in range(2):  # w = [sum p (L - L S L)]^-1 sum p L S b
+        s = torch.linalg.inv(d[i]["A"] + lam_eff[i] * eye)
+        left += p_eff[i] * (lam_eff[i] * eye - lam_eff[i] * s * lam_eff[i])
+        right += p_eff[i] * lam_eff[i] * s @ d[i]["b"]
+    torch.testing.assert_close(server["w"], torch.linalg.solve(left, right), rtol=0, atol=1e-8)
+
+
+def test_limits_of_the_degree() -> None:
+    data = make_data("regression", names=("ada", "di"))
+    model = make_model("linear", data)
+    d = [ridge.statistics(model, _view(data, i)) for i in range(2)]
+    w = torch.randn(5, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    own = ridge.shrunk(d[0], torch.full_like(w, 1e8), w)
+    torch.testing.assert_close(own, ridge.least_squares(d[0]), rtol=0, atol=1e-7)
+    assert torch.equal(ridge.shrunk(d[0], torch.zeros_like(w), w), w)
+    assert float(ridge.share(d[0], torch.zeros_like(w)).min()) == 1
+    assert float(ridge.share(d[0], torch.full_like(w, 1e8)).max()) < 1e-9
+
+
+def _view(data: FederatedData, client: int) -> Any:
+    from fedtailor.core.me import View
+
+    x, y = data.train.of(client)
+    return View(x, y, torch.ones(len(x), dtype=F64))
+
+
+@pytest.mark.parametrize("outer", ["eb", "loo", "train"])
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_awkward_data_gives_finite_models(outer: str, engine: str) -> None:
+    """A constant column, a client with one sample, more parameters than samples, equal columns."""
+    data = make_data("regression", shape=(7,))
+    x = data.train.x.clone()
+    x[:, 1], x[:, 2] = 3.0, x[:, 0]
+    data = replace(data, train=replace(data.train, x=x))
+    algorithm = make("learn2pfed", {"outer": outer, "cells": 4})
+    fed = federate(algorithm, data, make_model("linear", data), engine)
+    server = run(fed, rounds=3)
+    assert fed.faults == []
+    for _, _, models in fed.engine.evaluate(range(4), 3, server, ["test"]):
+        assert all(bool(torch.isfinite(v).all()) for _, v in items(models))
+
+
+@pytest.mark.parametrize("setting", [1, 2, 3])
+def test_degrees_tell_shared_from_personal_coefficients(setting: Any) -> None:
+    data = load(PolynomialConfig(setting=setting), seed=0).to(F64)
+    model = build("linear", data.shape, 1, seed=0, options={"bias": False}, dtype=F64)
+    fed = federate(Learn2pFed(), data, model, "vmap")
+    server = run(fed, rounds=20, cohort=range(10))
+    lam = 1 / fed.engine.setting.algorithm.roots(None, server)[:, 0] ** 2  # type: ignore[attr-defined]
+    assert float(lam[: 4 - setting].min()) > 10 * float(lam[4 - setting :].max())
+    errors = [m["test"]["mse"] for _, m, _ in fed.engine.evaluate(range(10), 20, server, ["test"])]
+    alone = [
+        float(
+            (data.test.of(i)[0] @ ridge.least_squares(ridge.statistics(model, _view(data, i))) - data.test.of(i)[1])
+            .square()
+            .mean()
+        )
+        for i in range(10)
+    ]
+    assert float(torch.cat(errors).mean()) < sum(alone) / 10
+
+
+def test_other_models_and_tasks_are_refused() -> None:
+    data = make_data("regression")
+    with pytest.raises(ConfigError, match=r'model\.name = "linear"'):
+        Learn2pFed().check(make_model("mlp", data), "regression")
+    with pytest.raises(ConfigError, match="for regression, not classification"):
+        Learn2pFed().check(make_model("linear", data), "classification")
+    with pytest.raises(ConfigError, match='did you mean "paper"'):
+        make("learn2pfed", {"preset": "papper"})
