@@ -30,7 +30,7 @@ from fedtailor.runs.store import RunFolder
 from tests.cli.conftest import Call
 from tests.runs.small import config, records, stop_after
 
-COMMANDS = ("run", "resume", "compare", "list", "show", "init", "download")
+COMMANDS = ("run", "resume", "compare", "reproduce", "list", "show", "explain", "init", "download")
 
 
 def test_version(call: Call) -> None:
@@ -44,7 +44,7 @@ def test_help_fits_80_columns(call: Call, command: tuple[str, ...]) -> None:
     assert out.startswith(f"Usage: {' '.join(('fedtailor', *command))}")
     assert max(map(len, out.splitlines())) <= 80
     if not command:
-        assert [line.split()[0] for line in out.split("Commands:\n")[1].splitlines()[:7]] == list(COMMANDS)
+        assert [line.split()[0] for line in out.split("Commands:\n")[1].splitlines()[: len(COMMANDS)]] == list(COMMANDS)
 
 
 def test_unknown_command_and_missing_argument(call: Call) -> None:
@@ -117,7 +117,7 @@ def test_show_of_a_finished_run(call: Call, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert "task       digits: classification, 4 clients, 104 training samples" in out
     assert "model      mlp, 610 parameters; engine vmap" in out
-    assert "hurt       unknown: there is no Local run on this task beside it" in out
+    assert "hurt       unknown: no Local run on this task beside it" in out
     assert "client-00" not in out
     assert "faults" not in out
     local = runner.start(config("rounds=2", "algorithm.name=local"), tmp_path / "local").results

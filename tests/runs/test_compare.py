@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.runs import compare, runner
+from fedtailor.runs import grid as side_by_side
+from fedtailor.runs import runner
 from fedtailor.runs.compare import Row, cells, local_reference, rows, run_grid
 from fedtailor.runs.config import CompareConfig, parse, with_settings
 from fedtailor.runs.store import RESULTS, RunFolder, read_json, write_json
@@ -35,10 +36,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def pool(workers: int, context: Any, initializer: Callable[..., None], initargs: Any) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(workers, initializer=initializer, initargs=initargs)
 
-    monkeypatch.setattr(compare, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(side_by_side, "ProcessPoolExecutor", pool)
 
 
-def run(made: CompareConfig, folder: Path) -> tuple[list[compare.Cell], list[tuple[str, int, int]]]:
+def run(made: CompareConfig, folder: Path) -> tuple[list[side_by_side.Cell], list[tuple[str, int, int]]]:
     told: list[tuple[str, int, int]] = []
     grid = run_grid(made, folder, None, lambda *step: told.append(step))
     return grid, told

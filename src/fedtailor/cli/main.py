@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -70,7 +71,10 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
 
 @app.command()
 def resume(run: Run, data_root: DataRoot = None) -> None:
-    """Go on with a run that was interrupted; the result is that of a run never disturbed."""
+    """Go on with a run that was interrupted.
+
+    The result is that of a run never disturbed.
+    """
     from fedtailor.runs import runner
     from fedtailor.runs.progress import shown
 
@@ -87,9 +91,10 @@ def compare(
     out: Out = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Use a new folder even if one of this name exists.")] = False,
 ) -> None:
-    """Train several algorithms, with several seeds, on the same task and print one table.
+    """Train several algorithms on the same task; print one table.
 
-    The same command goes on where it was interrupted: finished runs are not repeated.
+    Every algorithm runs with every seed. The same command goes on where it was interrupted:
+    finished runs are not repeated.
     """
     from fedtailor.runs.compare import TABLE, rows, run_grid
     from fedtailor.runs.config import CompareConfig, parse, read_toml, with_settings
@@ -111,11 +116,53 @@ def compare(
     print(f"runs and table: {path}")
 
 
+@app.command()
+def reproduce(
+    table: Annotated[str, typer.Argument(metavar="TABLE", help='Such as "learn2pfed/table1"; "list" lists them.')],
+    scale: Annotated[str, typer.Option("--scale", help="cpu: fits two cores; paper: as published.")] = "cpu",
+    seeds: Annotated[int, typer.Option("--seeds", min=0, help="Runs per cell; 0 is the table's own number.")] = 0,
+    rows: Annotated[str, typer.Option("--rows", help="Only these rows, separated by commas.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    data_root: DataRoot = None,
+    out: Out = None,
+    configs: Annotated[Path, typer.Option("--configs", help="Folder of the published tables.")] = Path("configs"),
+) -> None:
+    """Run a published table again, beside the paper's figures.
+
+    Ours are mean and spread over seeds, the paper's stand in brackets. The same command goes on where
+    it was interrupted: finished runs are not repeated.
+    """
+    from fedtailor.runs import reproduce as published
+    from fedtailor.runs.progress import grid_shown
+    from fedtailor.runs.store import write_atomically
+
+    if table == "list":
+        print("\n".join(published.available(configs)))
+        return
+    if scale not in ("cpu", "paper"):
+        raise ConfigError(f'--scale: "{scale}" is neither cpu nor paper')
+    wanted = published.load(configs, table)
+    path = out or Path("runs") / f"{table.replace('/', '-')}-{scale}"
+    names = [name.strip() for name in rows.split(",") if name.strip()]
+    cells = published.grid(wanted, path, "cpu" if scale == "cpu" else "paper", seeds or wanted.seeds, names)
+    again = ["reproduce", table, "--scale", scale, "--seeds", str(seeds), "--rows", rows, "--out", str(path)]
+    with _resumable(again, path), grid_shown(console) as told:
+        figures = published.run(wanted, cells, data_root, told)
+    text = published.markdown(wanted, figures)
+    write_atomically(path / "table.md", text.encode())
+    if json_file is not None:
+        write_atomically(json_file, json.dumps([f.model_dump() for f in figures], indent=1).encode())
+    print(f"{wanted.title}; ours (paper's), {seeds or wanted.seeds} seeds\n\n{text}\nruns and table: {path}")
+
+
 @app.command("list")
 def list_(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, data, models or engines.")] = "all",
 ) -> None:
-    """List algorithms (with what is private and what is sent), data sources, models and engines."""
+    """List algorithms, data sources, models and engines.
+
+    Algorithms are listed with what stays private, what is sent, and their options.
+    """
     from fedtailor.cli.listing import print_listing
 
     print_listing(console, what)
@@ -131,7 +178,10 @@ def show(
 
 @app.command()
 def explain(run: Run, data_root: DataRoot = None) -> None:
-    """Print and save to what degree each client's parameters are the common ones (0 own, 1 common)."""
+    """Tell to what degree each client's parameters are shared.
+
+    0 is the client's own, 1 the common one; printed by feature or layer, saved for every parameter.
+    """
     from fedtailor.cli.listing import print_shares
 
     print_shares(console, run, data_root)
@@ -156,7 +206,10 @@ def download(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A data source such as mnist; see fedtailor list data.")],
     data_root: DataRoot = None,
 ) -> None:
-    """Download a public data set from its official address and check it."""
+    """Download a public data set and check it.
+
+    Files come from their official address and appear only when their checksum is right.
+    """
     from fedtailor.cli.listing import download_with_progress
 
     download_with_progress(console, name, data_root)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from fedtailor.runs.compare import Told
+from fedtailor.runs.grid import Told
 from fedtailor.runs.runner import Listener, Progress
 
 

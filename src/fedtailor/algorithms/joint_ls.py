@@ -1,0 +1,78 @@
+"""JointLS: least squares with named features personal and the others common, solved exactly in one round.
+
+With all features personal it is every client's own least squares, with none the pooled one, with the right ones what an
+oracle would do. Elimination of the personal part (Schur complement): Golub, Van Loan, Matrix Computations, section 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.algorithm import Algorithm, Sent, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.local import ridge
+
+
+def _square(algorithm: JointLS, model: Model) -> Tensor:
+    w = ridge.as_vector(model, model.params)
+    return w.new_zeros((len(w), len(w)))
+
+
+NORMAL = Sent("normal equations of the common features", _square)
+VECTOR = Sent("vector of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
+
+
+@dataclass(frozen=True)
+class JointLS(Algorithm):
+    """Which features are personal is given, not learned."""
+
+    personal_features: tuple[int, ...] | None = None
+    """Numbers of the personal features, from 0; all of them if not given."""
+
+    title: ClassVar[str] = "JointLS"
+    private: ClassVar[str] = "personal coefficients"
+
+    def check(self, model: Model, task: str) -> None:
+        ridge.check(model, task)
+
+    def server_init(self, model: Model) -> Tensor:
+        return torch.zeros_like(ridge.as_vector(model, model.params))
+
+    def client_init(self, me: Me) -> Tree:
+        return ridge.statistics(me.model, me.train)
+
+    def own(self, w: Tensor) -> Tensor:
+        """1 at personal features, 0 at common ones."""
+        if self.personal_features is None:
+            return torch.ones(len(w), dtype=w.dtype)
+        return torch.zeros(len(w), dtype=w.dtype).index_fill(
+            0, torch.tensor(self.personal_features, dtype=torch.int64), 1
+        )
+
+    def fitted(self, d: Params, rest: Tensor) -> Tensor:
+        """The personal coefficients that fit `rest` best, with zeros at the common ones."""
+        own = self.own(rest)
+        a = own[:, None] * d["A"] * own[None]
+        return torch.linalg.pinv(a, hermitian=True, rtol=1e-12) @ (own[:, None] * rest)
+
+    @on_client(sends=(NORMAL, VECTOR))
+    def local(self, me: Me) -> tuple[Tree, Tree]:
+        d, common = me.state, 1 - self.own(me.state["b"])
+        a = d["A"] - d["A"] @ self.fitted(d, d["A"])
+        b = d["b"] - d["A"] @ self.fitted(d, d["b"])
+        return d, (common[:, None] * a * common[None], common[:, None] * b)
+
+    def round(self, fed: Federation, w: Tensor) -> Tensor:
+        a, b = fed.sum(fed.map(self.local))
+        return torch.linalg.pinv(a, hermitian=True, rtol=1e-12) @ b
+
+    def personal(self, me: Me, w: Tensor) -> Params:
+        d = me.state
+        return ridge.as_params(me.model, w + self.fitted(d, d["b"] - d["A"] @ w))

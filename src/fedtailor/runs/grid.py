@@ -1,0 +1,130 @@
+"""Runs side by side: each in its own folder and resumable, `workers` of them at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedtailor.errors import RunError, UserError
+from fedtailor.runs.config import RunConfig
+from fedtailor.runs.store import CONFIG, RESULTS, RunFolder
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    label: str
+    seed: int
+    folder: Path
+    config: RunConfig
+
+
+def folder_name(label: str, seed: int) -> str:
+    """The folder of a cell."""
+    return f"{''.join(c if c.isalnum() or c in '+-.' else '_' for c in label.lower())}-seed{seed}"
+
+
+Told = Callable[[str, int, int], None]  # cell, round, rounds
+
+
+def run_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told) -> None:
+    """Run what is not finished yet, `workers` at a time. A cell that fails is named after the others are done."""
+    _refuse_others(grid)
+    todo = [cell for cell in grid if not (cell.folder / RESULTS).exists()]
+    for cell in grid:
+        if cell not in todo:
+            told(cell.folder.name, cell.config.rounds, cell.config.rounds)
+    workers = min(workers or os.cpu_count() or 1, len(grid))
+    context = multiprocessing.get_context("spawn")
+    events: Any = context.SimpleQueue()
+    failures: list[str] = []
+    pool = ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(events, workers > 1))
+    try:
+        futures: dict[Future[None], Cell] = {pool.submit(_run_cell, cell, data_root): cell for cell in todo}
+        waiting = set(futures)
+        while waiting:
+            finished = {f for f in waiting if f.done()}
+            while not events.empty():
+                told(*events.get())
+            failures += [
+                f"{futures[f].folder.name}: {str(error) or type(error).__name__}"
+                for f in finished
+                if (error := f.exception())
+            ]
+            waiting -= finished
+            if waiting:
+                _pause(waiting)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    pool.shutdown()
+    while not events.empty():
+        told(*events.get())
+    if failures:
+        raise RunError(f"{len(failures)} of {len(grid)} runs failed; the first: {failures[0]}")
+
+
+def _pause(waiting: set[Future[None]]) -> None:
+    try:
+        next(as_completed(waiting, timeout=0.2))
+    except TimeoutError:
+        pass
+    except BrokenProcessPool:  # pragma: no cover - reported by the futures themselves
+        pass
+
+
+def _refuse_others(grid: list[Cell]) -> None:
+    """A folder that holds a run with other settings is not taken for this one."""
+    for cell in grid:
+        there = RunFolder(cell.folder).config if (cell.folder / CONFIG).exists() else cell.config
+        if (there.task_id, there.algorithm) != (cell.config.task_id, cell.config.algorithm):
+            raise RunError(
+                f"{cell.folder}: was run with other settings than {cell.label} has now; "
+                'use --fresh for a new folder, --out, or another "label"'
+            )
+
+
+_events: Any = None
+
+
+def _prepare(events: Any, several: bool) -> None:
+    global _events
+    import torch
+
+    _events = events
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if several:  # runs share the cores
+        torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed has nobody to report to; its run can be resumed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _run_cell(cell: Cell, data_root: Path | None) -> None:
+    from fedtailor.runs import runner
+
+    def listen(p: runner.Progress) -> None:
+        _events.put((cell.folder.name, p.round, p.rounds))
+
+    try:
+        if (cell.folder / CONFIG).exists():
+            runner.resume(cell.folder, data_root, listen)
+        else:
+            runner.start(cell.config, cell.folder, data_root, listen)
+    except UserError as error:
+        raise RunError(str(error)) from None

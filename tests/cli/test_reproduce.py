@@ -1,0 +1,96 @@
+"""Published tables: cells, figures over seeds, what is refused; and what a run says of sharing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedtailor.errors import ConfigError
+from fedtailor.runs import reproduce
+from fedtailor.runs.explain import explain
+from fedtailor.runs.store import RESULTS, RunFolder, read_json
+from tests.cli.conftest import Call
+
+TABLE = """
+title = "A table"
+metric = "mse"
+seeds = 2
+scale = { paper = { rounds = 3 } }
+columns = [{ name = "one", set = { "data.setting" = 1 } }, { name = "two", set = { "data.setting" = 2 } }]
+
+[common]
+rounds = 2
+data = { source = "polynomial", clients = 4, samples = 80 }
+model = { name = "linear", bias = false }
+
+[[rows]]
+name = "oracle"
+set = { "algorithm.name" = "jointls" }
+by_column = [{ "algorithm.personal_features" = [3] }, { "algorithm.personal_features" = [2, 3] }]
+
+[[rows]]
+name = "ours"
+set = { "algorithm.name" = "learn2pfed" }
+paper = ["0.1 ± 0.2", "0.3"]
+"""
+
+
+@pytest.fixture
+def configs(tmp_path: Path) -> Path:
+    (tmp_path / "configs" / "paper").mkdir(parents=True)
+    (tmp_path / "configs" / "paper" / "table9.toml").write_text(TABLE)
+    (tmp_path / "configs" / "paper" / "other.toml").write_text("rounds = 3")
+    return tmp_path / "configs"
+
+
+def test_cells_carry_the_settings_of_row_column_and_scale(configs: Path) -> None:
+    assert reproduce.available(configs) == ["paper/table9"]
+    table = reproduce.load(configs, "paper/table9")
+    cells = reproduce.grid(table, configs, "paper", 2, [])
+    assert [(k, [c.seed for c in v]) for k, v in cells.items()] == [
+        ((row, column), [0, 1]) for row in ("oracle", "ours") for column in ("one", "two")
+    ]
+    two = cells["oracle", "two"][1].config
+    assert (two.rounds, two.seed, two.algorithm.options) == (3, 1, {"personal_features": [2, 3]})
+    assert two.data.model_dump()["setting"] == 2
+    assert list(reproduce.grid(table, configs, "cpu", 1, ["ours"])) == [("ours", "one"), ("ours", "two")]
+
+
+def test_mistakes_are_named(configs: Path) -> None:
+    with pytest.raises(ConfigError, match='no published table "paper/table8"; did you mean "paper/table9"'):
+        reproduce.load(configs, "paper/table8")
+    with pytest.raises(ConfigError, match='--rows: no row "our"; did you mean "ours"'):
+        reproduce.grid(reproduce.load(configs, "paper/table9"), configs, "cpu", 1, ["our"])
+    (configs / "paper" / "table9.toml").write_text(TABLE.replace("metric", "metrik"))
+    with pytest.raises(ConfigError, match=r"table9\.toml: metric: Field required"):
+        reproduce.load(configs, "paper/table9")
+
+
+def test_command_prints_ours_beside_the_papers(call: Call, configs: Path, tmp_path: Path) -> None:
+    arguments = ("reproduce", "paper/table9", "--configs", configs, "--out", "out", "--json", "figures.json")
+    code, out, _ = call(*arguments)
+    assert code == 0
+    figures = {(f["row"], f["column"]): f for f in json.loads(Path("figures.json").read_text())}
+    ours = figures["ours", "one"]
+    values = [read_json(Path("out") / f"ours_one-seed{s}" / RESULTS)["last"]["test"]["mse"]["mean"] for s in (0, 1)]
+    assert ours["mean"] == pytest.approx(sum(values) / 2)
+    assert ours["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert (ours["n"], ours["paper"], figures["oracle", "two"]["paper"]) == (2, "0.1 ± 0.2", None)
+    assert f"| ours | {ours['mean']:.3g} ± {ours['std']:.3g} (0.1 ± 0.2) |" in out
+    written = (Path("out") / "ours_one-seed0" / RESULTS).stat().st_mtime_ns
+    assert call(*arguments).code == 0
+    assert (Path("out") / "ours_one-seed0" / RESULTS).stat().st_mtime_ns == written
+
+    names, shares = explain(tmp_path / "out" / "ours_two-seed0")
+    assert names == ["1", "x", "x^2", "x^3"]
+    assert all(0 <= v <= 1 for row in shares.values() for v in row.values())
+    assert all(row["1"] > row["x^3"] for row in shares.values())
+    code, out, _ = call("explain", tmp_path / "out" / "ours_two-seed0")
+    assert code == 0
+    assert f"{shares['client-00']['x']:.2f}" in out
+    saved = read_json(tmp_path / "out" / "ours_two-seed0" / "shares.json")
+    assert saved["clients"] == shares
+    assert RunFolder(tmp_path / "out" / "ours_two-seed0").results is not None
+    refused = call("explain", tmp_path / "out" / "oracle_one-seed0")
+    assert (refused.code, refused.out) == (2, "")
+    assert "JointLS does not say to what degree a parameter is shared" in refused.err
