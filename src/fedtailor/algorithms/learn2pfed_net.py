@@ -7,6 +7,7 @@ share of the common model. Served is the shrunk model w + z, not v.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -61,7 +62,7 @@ class Learn2pFedNet(Algorithm):
 
     def degrees(self, model: Model) -> Params:
         """First log lam of every group, such that lam / (lam + rho) is the first share."""
-        first = torch.tensor(self.rho * self.share / (1 - self.share), dtype=model.dtype).log()
+        first = torch.tensor(log(self.rho * self.share / (1 - self.share)), dtype=model.dtype)
         part = self.shared(model)
         if self.grain == "parameter":
             return {k: first.expand(v.shape).clone() for k, v in part.items()}
@@ -78,11 +79,7 @@ class Learn2pFedNet(Algorithm):
 
     def shrunk(self, deviation: Params, degrees: Params) -> Params:
         """z = (1 - s) (v - w - a)."""
-        return {k: (1 - torch.sigmoid(degrees[self.group(k)] - self.log_eta)) * x for k, x in deviation.items()}
-
-    @property
-    def log_eta(self) -> torch.Tensor:
-        return torch.tensor(self.rho).log()
+        return {k: (1 - torch.sigmoid(degrees[self.group(k)] - log(self.rho))) * x for k, x in deviation.items()}
 
     @on_client(sends=(SHARED, DEGREES, COUNT))
     def local(self, me: Me, w: Params, mean: Params) -> tuple[Tree, Tree]:
@@ -113,5 +110,5 @@ class Learn2pFedNet(Algorithm):
         return me.state["v"] | {k: w + me.state["z"][k] for k, w in server["w"].items()}
 
     def shares(self, me: Me, server: Tree) -> Params:
-        s = {k: torch.sigmoid(me.state["degrees"][self.group(k)] - self.log_eta) for k in server["w"]}
+        s = {k: torch.sigmoid(me.state["degrees"][self.group(k)] - log(self.rho)) for k in server["w"]}
         return {k: s[k].expand(w.shape) for k, w in server["w"].items()}
