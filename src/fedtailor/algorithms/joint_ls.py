@@ -38,6 +38,11 @@ class JointLS(Algorithm):
 
     title: ClassVar[str] = "JointLS"
     private: ClassVar[str] = "personal coefficients"
+    citation: ClassVar[str] = """@book{golub2013matrix,
+  title={Matrix Computations}, edition={4},
+  author={Golub, Gene H. and Van Loan, Charles F.},
+  publisher={Johns Hopkins University Press}, year={2013}
+}"""
 
     def check(self, model: Model, task: str) -> None:
         ridge.check(model, task)

@@ -245,25 +245,31 @@ def _run(
 ) -> tuple[Tree, Params]:
     """Call `client(me, args)` for one client or, with vmap, for a stack; returns its trees and the buffers after it."""
     sizes = torch.tensor(setting.data.train.bounds(members)[1], dtype=setting.model.dtype)
-    shape: Tree = None
-
-    def body(n: Tensor, mine: Tree, args: tuple[Tree, ...]) -> tuple[Tensor, ...]:
-        nonlocal shape
-        me = Me(setting, members, key, round, n, mine[0], mine[1], mine[2])
-        shape = as_tensors((client(me, args), me.buffers), n)
-        return tuple(leaves(shape))
-
     mine = (state, buffers, grad)
+    flat_mine, flat_args = leaves(mine), leaves(args)
+    shape: Tree = None
+    origin: list[int | None] = []
+
+    def body(n: Tensor, flat: list[Tensor], args: tuple[Tree, ...]) -> tuple[Tensor, ...]:
+        """Returns the new leaves only: what a client hands back as it was need not be computed, checked or written."""
+        nonlocal shape, origin
+        me = Me(setting, members, key, round, n, *rebuild(mine, iter(flat)))
+        shape = as_tensors((client(me, args), me.buffers), n)
+        place = {id(leaf): i for i, leaf in enumerate(flat)}
+        made = leaves(shape)
+        origin = [place.get(id(leaf)) for leaf in made]
+        return n, *(leaf for leaf, i in zip(made, origin, strict=True) if i is None)
+
     if is_stacked:
-        flat_mine, flat_args = leaves(mine), leaves(args)
         dims = [0 if p else None for arg, p in zip(args, placed, strict=True) for _ in items(arg)]
         out = torch.func.vmap(
-            lambda n, m, a: body(n, rebuild(mine, iter(m)), rebuild(args, iter(a))),
+            lambda n, m, a: body(n, m, rebuild(args, iter(a))),
             in_dims=(0, 0 if flat_mine else None, dims or None),
         )(sizes, flat_mine, flat_args)
     else:
-        out = body(sizes[0], mine, args)
-    made, new_buffers = rebuild(shape, iter(out))
+        out = body(sizes[0], flat_mine, args)
+    fresh = iter(out[1:])
+    made, new_buffers = rebuild(shape, (next(fresh) if i is None else flat_mine[i] for i in origin))
     return made, new_buffers
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, detach, leaves, schema, schema_difference, tree_map
+from fedtailor.core.trees import Tree, leaves, schema, schema_difference, tree_map
 
 
 class States:
@@ -24,7 +24,7 @@ class States:
         """First states of some clients; those of the first call fix keys, shapes and types."""
         if self.rows is None:
             self.rows = tree_map(lambda v: torch.zeros((len(self.clients), *v.shape[1:]), dtype=v.dtype), stack)
-        self._check(stack)
+        self.check(stack)
         self._write(self._at(clients), tree_map(torch.clone, stack))
 
     def read(self, clients: Sequence[int]) -> Tree:
@@ -32,15 +32,15 @@ class States:
         at = self._at(clients)
         return tree_map(lambda v: v[at], self.rows)
 
-    def write(self, clients: Sequence[int], stack: Tree) -> None:
-        """New states of `clients`; undone by `undo` until the next `begin`."""
-        self._check(stack)
+    def write(self, clients: Sequence[int], stack: Tree, old: Tree = None) -> None:
+        """New states of `clients`; `undo` brings back those at `begin`. Leaves that `old` has too are not written."""
+        self.check(stack)
         at = self._at(clients)
         fresh = at[~self._logged[at]]
         if len(fresh):
             self._log.append((fresh, tree_map(lambda v: v[fresh], self.rows)))
             self._logged[fresh] = True
-        self._write(at, stack)
+        self._write(at, stack, old)
 
     def begin(self) -> None:
         """A new round: what is written from here on can be undone."""
@@ -55,13 +55,21 @@ class States:
             keep = wanted[at]
             self._write(at[keep], tree_map(lambda v, keep=keep: v[keep], old))
 
-    def _check(self, stack: Tree) -> None:
+    def check(self, stack: Tree) -> None:
+        """Refuse states of other keys, shapes or types than the first ones."""
         if wrong := schema_difference(schema(stack, stacked=True), schema(self.rows, stacked=True)):
             raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
 
     def _at(self, clients: Sequence[int]) -> Tensor:
         return torch.tensor([self._row[c] for c in clients], dtype=torch.int64)
 
-    def _write(self, at: Tensor, stack: Tree) -> None:
-        for row, new in zip(leaves(self.rows), leaves(detach(stack)), strict=True):
-            row[at] = new
+    def _write(self, at: Tensor, stack: Tree, old: Tree = None) -> None:
+        for row, new in zip(leaves(self.rows), leaves(stack) if old is None else changed(stack, old), strict=True):
+            if new is not None:
+                row[at] = new.detach()
+
+
+def changed(new: Tree, old: Tree) -> list[Tensor | None]:
+    """The leaves of `new`, with None for those that are the very tensors of `old`."""
+    pairs = zip(leaves(new), leaves(old), strict=True)
+    return [None if a.data_ptr() == b.data_ptr() and a.shape == b.shape else a for a, b in pairs]

@@ -9,8 +9,8 @@ import torch
 
 from fedtailor.core.client import Call, Outcome, evaluate, initial, invoke, personal, pull_back
 from fedtailor.core.me import Setting
-from fedtailor.core.states import States
-from fedtailor.core.trees import Params, Tree, detach, leaves, tree_map
+from fedtailor.core.states import States, changed
+from fedtailor.core.trees import Params, Tree, detach, tree_map
 from fedtailor.errors import ClientError
 
 
@@ -92,12 +92,10 @@ class InProcess:
         try:
             outcome = self._invoke(mine[2], group, mine[0]["state"], mine[0]["buffers"], mine[1])
             kept = self._stack(detach({"state": outcome.state, "buffers": outcome.buffers}))
-            bad = [c for c, good in zip(group, _finite(kept, len(group)), strict=True) if not good]
-            if bad and len(group) == 1:
+            self.states.check(kept)
+            if not _finite(changed(kept, held)):
                 raise FloatingPointError("its private state is no longer finite")
-            if bad:
-                raise _Split
-            self.states.write(group, kept)
+            self.states.write(group, kept, held)
         except Exception as error:
             if len(group) > 1:  # find out whose error it is; the others must not suffer from it
                 for c, row in zip(group, rows, strict=True):
@@ -187,13 +185,5 @@ class InProcess:
         return explained
 
 
-class _Split(Exception):
-    """Some client of a stack is at fault: take it apart."""
-
-
-def _finite(stack: Tree, clients: int) -> list[bool]:
-    good = torch.ones(clients, dtype=torch.bool)
-    for leaf in leaves(stack):
-        if leaf.is_floating_point():
-            good &= torch.isfinite(leaf).reshape(clients, -1).all(1)
-    return good.tolist()
+def _finite(tensors: Sequence[torch.Tensor | None]) -> bool:
+    return all(bool(torch.isfinite(v).all()) for v in tensors if v is not None and v.is_floating_point())
