@@ -279,8 +279,9 @@ def test_show_of_a_comparison(call: Call, tmp_path: Path) -> None:
 def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=80, force_terminal=True)
     with shown(console, "[x]ditto") as listener:
-        listener(Progress(3, 4, "accuracy", 0.5, 7, 2))
+        listener(Progress(3, 4, "accuracy", 0.5, 7, 2, ("round 3: site[b] rejected",)))
     out = capsys.readouterr().out
+    assert "round 3: site[b] rejected" in out
     assert "3/4" in out
     assert "[x]ditto" in out
     assert "val accuracy 0.5000" in out
@@ -301,9 +302,11 @@ def test_plain_lines_are_at_most_one_a_second_and_the_last(
     monkeypatch.setattr("fedtailor.runs.progress.time.monotonic", lambda: next(now))
     with shown(Console(), "ditto") as listener:
         for round in range(1, 5):
-            listener(Progress(round, 4, "accuracy", float("nan") if round == 3 else 0.25, 7, round // 4))
+            news = ("round 2: b rejected: not finite",) if round == 2 else ()
+            listener(Progress(round, 4, "accuracy", float("nan") if round == 3 else 0.25, 7, round // 4, news))
     assert capsys.readouterr().out.splitlines() == [
         "ditto  round 1/4  val accuracy 0.2500  7 clients",
+        "round 2: b rejected: not finite",
         "ditto  round 3/4  7 clients",
         "ditto  round 4/4  val accuracy 0.2500  7 clients  1 rejected",
     ]

@@ -26,6 +26,8 @@ def shown(console: Console, title: str) -> Iterator[Listener]:
         task = progress.add_task(escape(title), total=None, note="")
 
         def listen(p: Progress) -> None:
+            for line in p.news:
+                progress.console.print(line, markup=False, highlight=False)
             progress.update(task, completed=p.round, total=p.rounds, note=_note(p))
 
         yield listen
@@ -59,6 +61,8 @@ class _Lines:
         self.last = 0.0
 
     def __call__(self, p: Progress) -> None:
+        for line in p.news:
+            print(line, flush=True)
         if time.monotonic() - self.last < 1 and p.round < p.rounds:
             return
         self.last = time.monotonic()

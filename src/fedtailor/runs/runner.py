@@ -39,6 +39,7 @@ class Progress:
     value: float  # mean over clients, on validation data; not a number in rounds without evaluation
     clients: int
     faults: int
+    news: tuple[str, ...] = ()  # replies rejected in this round, or why it was abandoned
 
 
 Listener = Callable[[Progress], None]
@@ -132,7 +133,7 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
             length = folder.append_metrics(line)
             if listener is not None:
                 clients, faults = len(run.fed.cohort), len(run.fed.faults)
-                listener(Progress(round, config.rounds, run.metric, value, clients, faults))
+                listener(Progress(round, config.rounds, run.metric, value, clients, faults, _news(line)))
             if run.abandoned >= ABANDONED_IN_A_ROW:
                 raise RunError(
                     f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
@@ -266,6 +267,11 @@ def measure(
         if models is not None:
             models |= {client: {k: v[row] for k, v in stack.items()} for row, client in enumerate(group)}
     return out
+
+
+def _news(line: dict[str, Any]) -> tuple[str, ...]:
+    rejected = (f"round {f['round']}: {f['client']} rejected: {f['reason']}" for f in line.get("faults", []))
+    return *rejected, *([line["abandoned"]] if "abandoned" in line else [])
 
 
 def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
