@@ -1,6 +1,6 @@
-"""Makes the tables of docs/results from the configurations under configs/. Resumable: finished runs are kept.
+"""Makes the pages of docs/results. Resumable: finished runs are kept under runs/.
 
-FEDTAILOR_DATA=... python benchmarks/evidence.py [NAME ...]
+FEDTAILOR_DATA=... python benchmarks/evidence.py [PAGE ...]
 """
 
 from __future__ import annotations
@@ -16,39 +16,51 @@ from fedtailor.runs.config import CompareConfig, parse, read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = {
+PAGES = {  # page -> comparisons (TOML files) and published tables (names) that it shows
     "foundation": (
         "configs/foundation/fashion-mnist.toml",
         "configs/foundation/heart-disease.toml",
         "configs/foundation/qmnist.toml",
     ),
+    "learn2pfed": ("learn2pfed/table1",),
 }
 
 
 def main() -> None:
     for name in sys.argv[1:] or PAGES:
-        sections = [section(config) for config in PAGES[name]]
-        intro = RESULTS / f"{name}.intro.md"
-        head = intro.read_text(encoding="utf-8") if intro.exists() else f"# {name}\n"
+        parts = [comparison(part) if part.endswith(".toml") else table(part) for part in PAGES[name]]
+        intro = (RESULTS / f"{name}.intro.md").read_text(encoding="utf-8")
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
         made = (
-            f"fedtailor {version('fedtailor')}, torch {version('torch')}, numpy {version('numpy')}, "
-            f"Python {platform.python_version()}, {os.cpu_count()} cores. Figures: mean over clients, then mean ± "
-            "standard deviation over seeds. `test` is the last round, `selected` the round with the best validation "
-            "metric; `hurt` is the share of clients below Local of the same seed; bytes and seconds are per run.\n"
+            f"Made with fedtailor {version('fedtailor')} at commit {commit}, torch {version('torch')}, "
+            f"numpy {version('numpy')}, Python {platform.python_version()}, {os.cpu_count()} cores.\n"
         )
-        (RESULTS / f"{name}.md").write_text("\n".join([head, made, *sections]), encoding="utf-8")
+        (RESULTS / f"{name}.md").write_text("\n".join([intro, made, *parts]), encoding="utf-8")
         print(f"wrote docs/results/{name}.md")
 
 
-def section(config: str) -> str:
-    """Run one comparison (or go on with it) and return its part of the page."""
-    subprocess.run([sys.executable, "-m", "fedtailor", "compare", config], cwd=ROOT, check=True)
+def comparison(config: str) -> str:
+    """Run a comparison, or go on with it, and return its part of the page."""
+    _fedtailor("compare", config)
     checked: CompareConfig = parse(read_toml(ROOT / config), CompareConfig, config)
-    table = (ROOT / "runs" / checked.compare.name / "table.md").read_text(encoding="utf-8")
+    found = (ROOT / "runs" / checked.compare.name / "table.md").read_text(encoding="utf-8")
     seeds = ", ".join(map(str, checked.compare.seeds))
     return (
-        f"## {checked.data.source}\n\n`fedtailor compare {config}` (seeds {seeds}, {checked.rounds} rounds)\n\n{table}"
+        f"## {checked.data.source}\n\n`fedtailor compare {config}` (seeds {seeds}, {checked.rounds} rounds)\n\n{found}"
     )
+
+
+def table(name: str) -> str:
+    """Run a published table again, or go on with it, and return its part of the page."""
+    _fedtailor("reproduce", name)
+    found = (ROOT / "runs" / f"{name.replace('/', '-')}-cpu" / "table.md").read_text(encoding="utf-8")
+    return f"## {name}\n\n`fedtailor reproduce {name}`\n\n{found}"
+
+
+def _fedtailor(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "fedtailor", *arguments], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

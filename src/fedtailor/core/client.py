@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedtailor.core.algorithm import client_functions
 from fedtailor.core.me import Me, Setting
+from fedtailor.core.model import PRIOR, label_prior
 from fedtailor.core.trees import Params, Tree, as_tensors, detach, items, leaves, rebuild, tree_map
 from fedtailor.local.batches import whole
 
@@ -126,9 +127,11 @@ def pull_back(outcome: Outcome, state_cotangent: Tree | None, reply_cotangent: T
 
 def initial(setting: Setting, members: Sequence[int], *, is_stacked: bool) -> tuple[Tree, Params]:
     """Private state and buffers of new clients."""
-    buffers = setting.model.private_buffers
-    if is_stacked:
-        buffers = {k: v.expand(len(members), *v.shape) for k, v in buffers.items()}
+    each = [dict(setting.model.private_buffers) for _ in members]
+    for member, own in zip(members, each, strict=True):
+        if PRIOR in own:
+            own[PRIOR] = label_prior(setting.data.train.of(member)[1], own[PRIOR])
+    buffers = {k: torch.stack([own[k] for own in each]) for k in each[0]} if is_stacked else each[0]
     key = (setting.seed, "init")
     state, buffers = _run(
         setting,

@@ -14,6 +14,24 @@ from fedtailor.errors import ConfigError, nearest
 BufferPolicy = Literal["private", "mean"]
 
 
+PRIOR = "label_prior"
+
+
+def add_label_prior(module: nn.Module, classes: int) -> None:
+    """Add a client's own log label frequencies to the logits, in training and prediction; they are never sent.
+
+    Balanced softmax (Ren et al., NeurIPS 2020), in federated learning FedRoD (Chen, Chao, ICLR 2022).
+    """
+    module.register_buffer(PRIOR, torch.zeros(classes))
+    module.register_forward_hook(lambda m, inputs, output: output + m.get_buffer(PRIOR))
+
+
+def label_prior(labels: Tensor, like: Tensor) -> Tensor:
+    """Log frequencies of a client's training labels, each label counted half a time more."""
+    counts = torch.bincount(labels, minlength=len(like)).to(like.dtype) + 0.5
+    return (counts / counts.sum()).log()
+
+
 class Model:
     """Wraps any nn.Module. `params` are the initial values that every client and the server start from.
 
@@ -38,8 +56,8 @@ class Model:
         self.module = module
         self.trainable: Params = {k: v.detach().clone() for k, v in module.named_parameters()}
         all_buffers = {k: v.detach().clone() for k, v in module.named_buffers() if v.is_floating_point()}
-        self.private_buffers: Params = all_buffers if buffers == "private" else {}
-        self.params: Params = self.trainable | (all_buffers if buffers == "mean" else {})
+        self.private_buffers: Params = {k: v for k, v in all_buffers.items() if buffers == "private" or k == PRIOR}
+        self.params: Params = self.trainable | {k: v for k, v in all_buffers.items() if k not in self.private_buffers}
         self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
         self._head = frozenset(self._names_under(head))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedtailor.core.model import BufferPolicy, Model
+from fedtailor.core.model import BufferPolicy, Model, add_label_prior
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models.networks import FMNISTCNN, MLP, LeNet5, Linear
@@ -27,6 +27,7 @@ def build(
     head: Sequence[str] = (),
     options: dict[str, Any] | None = None,
     buffers: BufferPolicy = "private",
+    prior: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
@@ -40,10 +41,12 @@ def build(
             )
     try:
         with torch_stream(seed, "model"):
-            module = kind(shape, outputs, **options).to(dtype)
+            module = kind(shape, outputs, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model.name: {name} does not fit samples of shape {list(shape)}: {error}") from None
-    return Model(module, head=head or getattr(kind, "head", ()), buffers=buffers)
+    if prior:
+        add_label_prior(module, outputs)
+    return Model(module.to(dtype), head=head or getattr(kind, "head", ()), buffers=buffers)
 
 
 def _own(name: str) -> type[nn.Module]:

@@ -55,6 +55,9 @@ class ModelSection(Open):
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: each client's own, or averaged."
     )
+    prior: Literal["none", "label"] = Field(
+        default="none", description="label: add each client's own log label frequencies to the outputs."
+    )
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Width of floating-point numbers.")
 
 

@@ -58,8 +58,11 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
         head=config.model.head,
         options=config.model.options,
         buffers=config.model.buffers,
+        prior=config.model.prior == "label",
         dtype=dtype,
     )
+    if config.model.prior == "label" and federated.task != "classification":
+        raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     algorithm.check(model, federated.task)
     if config.federation.clients_per_round > len(federated.clients):
         raise ConfigError(
