@@ -63,7 +63,7 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
     if "compare" in tables:
         raise ConfigError(f"{config}: describes a comparison; run it with fedtailor compare {config}")
     checked = parse(tables, RunConfig, str(config))
-    name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}"
+    name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
     path = out or new_path(Path("runs"), name)
     with _resumable(["resume", str(path)], path), shown(console, checked.algorithm.name) as listener:
         folder = runner.start(checked, path, data_root, listener)
