@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-import safetensors.torch
 import torch
+from safetensors.torch import load as tensors_from
 
 from fedtailor.core.trees import Tree, items
 
@@ -28,7 +28,7 @@ def decode(message: bytes) -> tuple[dict[str, Any], Tree]:
     """Header and tree of a message."""
     (length,) = _LENGTH.unpack_from(message)
     head = json.loads(message[4 : 4 + length])
-    tensors = safetensors.torch.load(message[4 + length :])
+    tensors = tensors_from(message[4 + length :])
     return head["header"], build(head["tree"], tensors)
 
 
