@@ -123,7 +123,8 @@ class Federation:
         """The mean over the cohort, weighted by one number per client."""
         if weight is None:
             return tree_map(lambda v: v.mean(0), x.tree)
-        both = tuple(c for c in x.clients if c in weight.clients)  # a client may be lost between two calls
+        known = set(weight.clients)
+        both = tuple(c for c in x.clients if c in known)  # a client may be lost between two calls
         w = weight.of(both)
         w = w / w.sum()
         return tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.of(both))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.numpy
-import safetensors.torch
 import tomli_w
+from safetensors.torch import load as tensors_from
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
@@ -79,7 +79,7 @@ def read_tree(folder: Path, entry: dict[str, Any]) -> Tree:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
     if hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise RunError(f"{path}: changed since it was written (checksum differs)")
-    return build(entry["tree"], safetensors.torch.load(content))
+    return build(entry["tree"], tensors_from(content))
 
 
 class RunFolder:
@@ -206,7 +206,7 @@ class RunFolder:
         """sha256 over all tensors of the run: server, private states, personal models."""
         digest = hashlib.sha256()
         for path in sorted(self.path.rglob("*.safetensors")):
-            for name, value in sorted(safetensors.torch.load(path.read_bytes()).items()):
+            for name, value in sorted(tensors_from(path.read_bytes()).items()):
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
