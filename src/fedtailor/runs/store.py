@@ -205,7 +205,8 @@ class RunFolder:
     def fingerprint(self) -> str:
         """sha256 over all tensors of the run: server, private states, personal models."""
         digest = hashlib.sha256()
-        for path in sorted(self.path.rglob("*.safetensors")):
+        made = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
+        for path in sorted(made):
             for name, value in sorted(tensors_from(path.read_bytes()).items()):
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
