@@ -7,6 +7,7 @@ import shutil
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,8 +199,10 @@ def test_terminal_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> N
     row = Row(
         "Ditto, lam 0.5", "accuracy", (0.98765, 0.0123), (0.9876, 0.0123), 0.1, 0.5, 0.25, 2e9, 2e9, 100, 1234.5, 3
     )
-    Console(width=80).print(terminal([row], "digits"))
+    long = replace(row, label="Learn2pFed-Net, preset paper, scope head, grain parameter")
+    Console(width=80).print(terminal([long, row], "digits"))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert not any("…" in line for line in lines)
     assert any("98.77 ± 1.23" in line and "2.00 GB" in line and "1234.5" in line and "…" not in line for line in lines)
 
 

@@ -41,8 +41,11 @@ def terminal(rows: Sequence[Row], title: str) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown = [COLUMNS.index(name) for name in ESSENTIAL]
     titles = header(rows)
-    for i in shown:
-        table.add_column(titles[i].replace(" ", "\n", 1), justify="right" if i else "left", no_wrap=True)
+    table.add_column(titles[0])  # a long label is wrapped; figures never are
+    for i in shown[1:]:
+        title = titles[i].replace(" ", "\n", 1)
+        widest = max(len(text) for text in [*title.splitlines(), *(cells_of(row)[i] for row in rows)])
+        table.add_column(title, justify="right", no_wrap=True, min_width=widest)
     for row in rows:
         cells = cells_of(row)
         table.add_row(*(cells[i] for i in shown))
