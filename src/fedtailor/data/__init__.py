@@ -11,6 +11,7 @@ from fedtailor.data.configs import (
     Cifar10Config,
     DataConfig,
     DigitsConfig,
+    ElectricityConfig,
     FashionMnistConfig,
     FolderConfig,
     HeartDiseaseConfig,
@@ -44,6 +45,9 @@ SOURCES: dict[str, SourceInfo] = {
     "qmnist": SourceInfo("MNIST digits grouped by writer (QMNIST): natural clients", QmnistConfig, "images"),
     "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
+    "electricity": SourceInfo(
+        "hourly electricity loads of 203 meters (ECL): forecasting", ElectricityConfig, "electricity"
+    ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
 }
 

@@ -139,6 +139,18 @@ class PolynomialConfig(SourceConfig):
         return self
 
 
+class ElectricityConfig(SourceConfig):
+    """Hourly loads of electricity meters: forecast the next hour."""
+
+    source: Literal["electricity"] = Field(default="electricity", description="Name of the source.")
+    window: int = Field(default=3, ge=1, description="Hours before the one to forecast that a forecast sees.")
+    clients: int = Field(default=0, ge=0, description="Number of meters, the most distinct ones; 0 is all.")
+    test: float = Field(
+        default=0.1, gt=0, lt=0.5, description="Fraction of the hours, the last ones, kept for the test."
+    )
+    val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
+
+
 class FolderConfig(SplitConfig):
     """A folder with one CSV or Parquet file per client."""
 
@@ -171,6 +183,7 @@ DataConfig = Annotated[
     | QmnistConfig
     | HeartDiseaseConfig
     | PolynomialConfig
+    | ElectricityConfig
     | FolderConfig,
     Field(discriminator="source"),
 ]
