@@ -154,7 +154,7 @@ def _view(data: FederatedData, client: int) -> Any:
     return View(x, y, torch.ones(len(x), dtype=F64))
 
 
-@pytest.mark.parametrize("outer", ["eb", "loo", "train"])
+@pytest.mark.parametrize("outer", ["eb", "loo", "holdout", "train"])
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_awkward_data_gives_finite_models(outer: str, engine: str) -> None:
     """A constant column, a client with one sample, more parameters than samples, equal columns."""
@@ -188,6 +188,11 @@ def test_degrees_tell_shared_from_personal_coefficients(setting: Any) -> None:
         for i in range(10)
     ]
     assert float(torch.cat(errors).mean()) < sum(alone) / 10
+
+
+def test_holdout_without_validation_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no client has validation samples; raise data\.val"):
+        run(linear(Learn2pFed(outer="holdout"), names=("bo",)), cohort=[0])
 
 
 def test_other_models_and_tasks_are_refused() -> None:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.empirical_bayes import VECTOR, EmpiricalBayes
-from fedtailor.core.algorithm import COUNT, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import NUMBER, Algorithm, Sent, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, number
+from fedtailor.errors import ConfigError
 from fedtailor.local import learnables, ridge
 
 
@@ -101,6 +102,8 @@ class Learn2pFed(Algorithm):
             w = fed.sum(top) / fed.sum(bottom)  # (12)
             w = w if self.gradient == "exact" else w.detach()
         wrong, count = fed.map(self.outer_loss, w)
+        if fed.sum(count) == 0:
+            raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')
         fed.backward(fed.sum(wrong) / fed.sum(count))
         mean = fed.mean(fed.map(self.learn))
         fed.map(self.agree, mean)
@@ -116,7 +119,7 @@ class Learn2pFed(Algorithm):
         c = x["p"] * x["gamma"]
         return s | {"v": v, "z": z, "a": a}, (c * (v - z - a), c)
 
-    @on_client(sends=(NUMBER, COUNT))
+    @on_client(sends=(NUMBER, NUMBER))
     def outer_loss(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
         d, v = me.state["d"], me.state["v"]
         if self.outer == "loo":
