@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import tarfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -184,7 +183,6 @@ def test_every_data_set_with_files_can_be_fetched() -> None:
 
 
 @pytest.mark.data
-@pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="needs the real data")
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "qmnist", "heart-disease", "cifar10"])
 def test_real_files_are_recognised(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:

@@ -1,7 +1,6 @@
 """Forecasting: windows of each meter's own past, cut in time, scaled by training hours only."""
 
 import gzip
-import os
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,6 @@ def test_damaged_files_are_named(root: Path) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="needs the real data under FEDTAILOR_DATA")
 def test_real_meters() -> None:
     data = load(ElectricityConfig(), seed=0)
     assert (len(data.clients), data.train.sizes.tolist()[0], data.test.sizes.tolist()[0]) == (203, 807, 100)

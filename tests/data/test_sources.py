@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import struct
 import subprocess
 import sys
@@ -300,10 +299,6 @@ def test_polynomial_errors() -> None:
         load(PolynomialConfig(clients=30, samples=30, layout="sorted"), seed=0)
 
 
-real = pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="needs the real data under FEDTAILOR_DATA")
-
-
-@real
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("config", "shape", "samples"),
@@ -322,7 +317,6 @@ def test_real_data(config: Any, shape: tuple[int, ...], samples: int) -> None:
     assert torch.isfinite(x).all()
 
 
-@real
 @pytest.mark.data
 def test_real_writers() -> None:
     everyone = load(QmnistConfig(clients=539 + 297, min_samples=1), seed=0)
@@ -332,7 +326,6 @@ def test_real_writers() -> None:
     assert (int(sizes.min()), int(sizes.median()), int(sizes.max())) == (19, 116, 131)
 
 
-@real
 @pytest.mark.data
 def test_real_heart_disease_can_be_learnt() -> None:
     from sklearn.linear_model import LogisticRegression

@@ -68,15 +68,10 @@ def schema(tree: Tree, *, stacked: bool = False) -> dict[str, tuple[tuple[int, .
     return {path: (tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree)}
 
 
-def difference(found: Tree, wanted: Tree) -> str | None:
-    """In words, the first way in which `found` is not of the schema of `wanted`; None when it is."""
-    return schema_difference(schema(found), schema(wanted))
-
-
 def schema_difference(
     found: dict[str, tuple[tuple[int, ...], torch.dtype]], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> str | None:
-    """As `difference`, for schemas."""
+    """In words, the first way in which one schema is not the other; None when it is."""
     if missing := sorted(wanted.keys() - found.keys()):
         return f'lacks "{missing[0]}"'
     if extra := sorted(found.keys() - wanted.keys()):
