@@ -113,6 +113,25 @@ def test_each_partition_by_configuration(partition: str) -> None:
     assert data.notes[0] == f"partition: {partition}"
 
 
+def test_permuted_labels_are_a_concept_of_their_own() -> None:
+    plain, shifted = (load(DigitsConfig(clients=6, permuted=p), seed=3) for p in (0.0, 0.5))
+    assert torch.equal(plain.train.x, shifted.train.x)
+    renamed: dict[int, set[int]] = {}
+    moved = []
+    for i in range(6):
+        for split in ("train", "val", "test"):
+            before, after = (getattr(d, split).of(i)[1] for d in (plain, shifted))
+            if not torch.equal(before, after):
+                moved.append(i)
+                assert not bool((before == after).any())
+                for a, b in zip(before.tolist(), after.tolist(), strict=True):
+                    renamed.setdefault(a, set()).add(b)
+    assert len(set(moved)) == 3 and len(moved) == 9  # in every split of half the clients
+    assert all(len(b) == 1 for b in renamed.values())
+    assert len(set.union(*renamed.values())) == len(renamed)
+    assert shifted.notes[-1].startswith("labels permuted at 3 clients: ")
+
+
 @pytest.mark.parametrize(("use", "count"), [("all", 80), ("train", 60), ("test", 20)])
 @pytest.mark.parametrize("config", [MnistConfig, FashionMnistConfig])
 def test_mnist_files(tmp_path: Path, config: type, use: str, count: int) -> None:

@@ -18,17 +18,11 @@ from fedtailor.core.algorithm import NUMBER, Algorithm, Sent, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, number
+from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.local import learnables, ridge
+from fedtailor.local import learnables, ridge, unrolled
 
-
-def _degrees(algorithm: Learn2pFed, model: Model) -> Tensor:
-    v = ridge.as_vector(model, model.params)
-    return v.expand(algorithm.cells, *v.shape) if algorithm.per_cell else v
-
-
-DEGREES = Sent("degrees", _degrees)
+DEGREES = Sent("degrees", lambda algorithm, model: algorithm.degrees(model))
 
 
 @dataclass(frozen=True)
@@ -38,14 +32,14 @@ class Learn2pFed(Algorithm):
     outer: Literal["eb", "loo", "holdout", "train"] = "eb"
     """What degrees are learned by: empirical Bayes, leave-one-out, validation error, or training error (paper)."""
     pull: float = 1.0
-    """Pull of each client's degrees to their mean: 0 keeps them its own, 1 makes them common."""
+    """Degrees of a client: 0 its own, 1 common to all, between them a common part and a deviation of its own."""
     cells: int = 10
     """Exchanges with the server per round: cells, or steps of eb."""
     gradient: Literal["exact", "local"] = "exact"
     """Through the whole federation, or with the common model taken as constant."""
     positive: learnables.Positive = "exp"
     """How learned numbers are kept positive."""
-    learned: tuple[str, ...] = ("lam", "p", "rho", "eta", "gamma", "theta")
+    learned: tuple[str, ...] = ("lam", *learnables.SCALARS)
     """What is learned."""
     lam: float = 1.0
     """First degree."""
@@ -77,21 +71,30 @@ class Learn2pFed(Algorithm):
     def check(self, model: Model, task: str) -> None:
         ridge.check(model, task)
 
+    def degrees(self, model: Model) -> Tensor:
+        """The shape of degrees as they are sent."""
+        v = ridge.as_vector(model, model.params).flatten()
+        return v.expand(self.cells, -1) if self.per_cell else v
+
     server_init = EmpiricalBayes.server_init
 
     def client_init(self, me: Me) -> Tree:
         v = ridge.as_vector(me.model, me.model.params)
-        first = {k: number(self.rho, v) for k in ("rho", "eta", "gamma")}
-        first |= {"p": number(1.0, v), "theta": number(self.theta, v), "lam": torch.full_like(v, self.lam)}
-        learned = learnables.start(first, self.positive, self.cells if self.per_cell else 0)
-        return {"d": ridge.statistics(me.model, me.train), "v": v, "z": v - v, "a": v - v, "learned": learned}
+        scalars = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
+        lam = torch.full_like(v, self.lam)
+        learned = learnables.start(lam, scalars, self.positive, self.cells if self.per_cell else 0)
+        data = {"d": ridge.statistics(me.model, me.train)}
+        data |= {"held": ridge.statistics(me.model, me.val)} if self.outer == "holdout" else {}
+        return data | {"v": v, "z": v - v, "a": v - v, "learned": learned}
 
     alone: ClassVar[Any] = EmpiricalBayes.alone
     posterior: ClassVar[Any] = EmpiricalBayes.posterior
     bayes: ClassVar[Any] = EmpiricalBayes.round
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        return self.bayes(fed, server) if self.outer == "eb" else self.unrolled(fed, server)
+        if self.outer == "eb":
+            return self.bayes(fed, server)
+        return fed.at_once(self.together, server) or self.unrolled(fed, server)
 
     def unrolled(self, fed: Federation, server: Tree) -> Tree:
         """One outer epoch: the cells forward, the gradient of the outer loss back, a step of the learned numbers."""
@@ -105,46 +108,57 @@ class Learn2pFed(Algorithm):
         if fed.sum(count) == 0:
             raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')
         fed.backward(fed.sum(wrong) / fed.sum(count))
-        mean = fed.mean(fed.map(self.learn))
-        fed.map(self.agree, mean)
+        degrees = fed.map(self.learn)
+        if self.pull:
+            fed.map(self.agree, fed.mean(degrees))
         return server | {"w": w}
 
     @on_client(sends=(VECTOR, NUMBER))
     def cell(self, me: Me, w: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
         s = me.state
-        x = learnables.read(s["learned"], self.positive, cell if self.per_cell else None)
+        x = self.numbers(s, w, cell)
         a = s["a"] + x["theta"] * (s["z"] - s["v"] + w)  # (9)
         v = ridge.ridge(s["d"], x["rho"], w + s["z"] + a)  # (10)
         z = x["eta"] / (x["lam"] + x["eta"]) * (v - w - a)  # (11)
         c = x["p"] * x["gamma"]
-        return s | {"v": v, "z": z, "a": a}, (c * (v - z - a), c)
+        return s | {"v": v, "z": z, "a": a}, (c * (v - z - a), c.squeeze())
 
     @on_client(sends=(NUMBER, NUMBER))
     def outer_loss(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
-        d, v = me.state["d"], me.state["v"]
+        s = me.state
         if self.outer == "loo":
-            return me.state, (ridge.left_out_error(me.model, me.train, d, self.roots(me, {}), w), me.n)
-        if self.outer == "holdout":
-            return me.state, (ridge.error_on(me.model, me.val, v), me.val.mask.sum())
-        return me.state, (ridge.squared_error(d, v), me.n)
+            return s, (ridge.left_out_error(me.model, me.train, s["d"], self.roots(me, {"w": w}), w), me.n)
+        data = s["held"] if self.outer == "holdout" else s["d"]
+        return s, (ridge.squared_error(data, s["v"]), data["n"])
 
     @on_client(sends=DEGREES)
     def learn(self, me: Me) -> tuple[Tree, Tree]:
-        step = learnables.adam if self.optimizer == "adam" else learnables.descend
-        learned = step(me.state["learned"], me.grad["learned"]["raw"], self.outer_lr, self.learned)
-        return me.state | {"learned": learned}, learned["raw"]["lam"]
+        learned = self.step(me.state["learned"], me.grad["learned"]["raw"])
+        return me.state | {"learned": learned}, learnables.degrees(learned["raw"])
 
     @on_client()
     def agree(self, me: Me, mean: Tensor) -> tuple[Tree, Tree]:
         learned = me.state["learned"]
-        raw = learned["raw"] | {"lam": torch.lerp(learned["raw"]["lam"], mean, self.pull)}
-        return me.state | {"learned": learned | {"raw": raw}}, None
+        return me.state | {"learned": learned | {"raw": learnables.pulled(learned["raw"], mean, self.pull)}}, None
+
+    def together(self, states: Tree, server: Tree) -> Any:
+        """`unrolled` for all clients at once; leave-one-out has no closed-form adjoint."""
+        return None if self.outer == "loo" else unrolled.at_once(self, states, server)
+
+    def step(self, learned: Tree, gradient: Tensor) -> Tree:
+        take = learnables.adam if self.optimizer == "adam" else learnables.descend
+        return take(learned, gradient, self.outer_lr, self.learned)
+
+    def numbers(self, state: Tree, w: Tensor, cell: Tensor | int) -> Params:
+        """The learned numbers of a cell."""
+        raw = state["learned"]["raw"]
+        return learnables.read(raw[cell] if self.per_cell else raw, w.shape, self.positive)
 
     def roots(self, me: Me, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""
         if self.outer == "eb":
             return EmpiricalBayes.roots(server)
-        x = learnables.read(me.state["learned"], self.positive, -1 if self.per_cell else None)
+        x = self.numbers(me.state, server["w"], -1)
         return (x["eta"] / (x["rho"] * x["lam"]).clamp(min=1e-12)).sqrt()
 
     def personal(self, me: Me, server: Tree) -> Params:

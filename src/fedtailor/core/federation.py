@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Engine(Protocol):
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]: ...
+    def together(self, clients: Sequence[int]) -> Tree | None: ...
+    def keep_together(self, clients: Sequence[int], state: Tree) -> None: ...
     def get_states(self) -> Tree: ...
     def set_states(self, rows: Tree) -> None: ...
 
@@ -58,6 +60,15 @@ class Placed:
         position = {c: i for i, c in enumerate(self.clients)}
         rows = [position[c] for c in clients]
         return tree_map(lambda v: v[rows], self.tree)
+
+
+class AtOnce(NamedTuple):
+    """What a round computed on all clients' states at once came to."""
+
+    state: Tree  # private states, stacked
+    server: Tree
+    largest: Tensor  # norm of the largest reply that a client would have sent
+    exchanges: tuple[tuple[str, tuple[Tree, ...], bool], ...]  # calls it stands for: function, message, taped
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,34 @@ class Federation:
         self.engine.finish_backward()
         return gradient
 
+    def at_once(self, compute: Callable[[Tree, Tree], AtOnce | None], server: Tree) -> Tree | None:
+        """Where the cohort's states lie stacked in this process: a round as one computation on all of them.
+
+        It must give what the calls give, and counts as much traffic. None where clients are on their own or a number
+        is out of bounds: then make the calls, which find out whose it is.
+        """
+        held = self.engine.together(self.cohort)
+        if (
+            held is None
+            or len(self.cohort) < max(1, self.limits.min_replies)
+            or (made := compute(held, server)) is None
+        ):
+            return None
+        numbers = [made.largest.reshape(1), *(v for v in leaves((made.state, made.server)) if v.is_floating_point())]
+        if not (made.largest <= self.limits.max_norm and all(bool(torch.isfinite(v).all()) for v in numbers)):
+            return None
+        self.engine.keep_together(self.cohort, made.state)
+        setting, n = self.engine.setting, len(self.cohort)
+        for function, message, taped in made.exchanges:
+            call = Call(function, self.round, self._calls, message, (False,) * len(message), taped)
+            reply = sent_example(setting.algorithm, function, setting.model)
+            self._calls += 1
+            self._count(n, down=codec.size(call.header, message), up=codec.size(call.reply_header, reply))
+            if taped:  # the way back: cotangents of the reply down, of the message up
+                sizes = (codec.size(call.reply_header, tree) for tree in (reply, message))
+                self._count(n, *sizes)
+        return made.server
+
     def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
         """One round of the algorithm; when it is abandoned everything is as before and `RoundAbandoned` is raised."""
         self.round, self.cohort = round, tuple(cohort)
@@ -204,6 +243,11 @@ class Federation:
             )
         return Placed(self.cohort, _in_order(parts, self.cohort))
 
+    def _count(self, clients: int, down: int, up: int) -> None:
+        self.traffic.trips += 1
+        self.traffic.down += clients * down
+        self.traffic.up += clients * up
+
     def _reject(self, client: int, call: Call, reason: str, error: Exception | None = None) -> None:
         self.cohort = tuple(c for c in self.cohort if c != client)
         self.engine.undo([client])
@@ -244,9 +288,8 @@ class _Node:
         fed, call = self.fed, self.call
         filled = [torch.zeros_like(v) if c is None else c for v, c in zip(leaves(self.reply), cotangents, strict=True)]
         tree = rebuild(self.reply, iter(filled))
-        fed.traffic.trips += 1
-        fed.traffic.down += len(fed.cohort) * codec.size(call.reply_header, tree, stacked=True)
-        fed.traffic.up += len(fed.cohort) * codec.size(call.reply_header, _row(call.args, call.placed))
+        down = codec.size(call.reply_header, tree, stacked=True)
+        fed._count(len(fed.cohort), down, up=codec.size(call.reply_header, _row(call.args, call.placed)))
         totals: list[Tree] = [None] * len(call.args)
         parts: list[list[tuple[tuple[int, ...], Tree]]] = [[] for _ in call.args]
         for clients, args in fed.engine.pull_back(call.number, fed.cohort, tree):

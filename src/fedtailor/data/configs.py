@@ -54,6 +54,13 @@ class PartitionConfig(SplitConfig):
     )
     sigma: float = Field(default=1.0, ge=0, description="Spread of the log-normal client sizes; 0 makes them equal.")
     min_samples: int = Field(default=4, ge=1, description='Least samples of a client under "dirichlet" and "quantity".')
+    permuted: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Fraction of the clients that give the classes other names: one permutation of labels for all of "
+        "them, so that the same image means another class there (concept shift).",
+    )
 
     @model_validator(mode="after")
     def _check_partition(self) -> PartitionConfig:

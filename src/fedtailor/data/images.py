@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fedtailor.data.configs import (
     QmnistConfig,
     SplitConfig,
 )
-from fedtailor.data.federated import FederatedData
+from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.files import check_labels, data_root, locate, read_cifar, read_idx
 from fedtailor.data.splits import Indices, client_names, gather, split, split_note
 from fedtailor.errors import DataError
@@ -75,7 +75,33 @@ def load(config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None
             raise TypeError(f"not an image source: {config!r}")
     parts = partitions.partition(pool.labels, config, seed)
     notes = (f"partition: {config.partition}", *partitions.describe(parts, pool.labels))
-    return _assemble(config.source, pool, parts, client_names(len(parts)), config, seed, notes)
+    data = _assemble(config.source, pool, parts, client_names(len(parts)), config, seed, notes)
+    return permute_labels(data, config.permuted, seed) if config.permuted else data
+
+
+def permute_labels(data: FederatedData, fraction: float, seed: int) -> FederatedData:
+    """Concept shift: the clients drawn give the classes other names, all of them the same ones."""
+    rng = stream(seed, "permuted")
+    chosen = np.sort(rng.permutation(len(data.clients))[: round(fraction * len(data.clients))]).tolist()
+    cycle = torch.from_numpy(rng.permutation(data.outputs))  # every label moves to the next one
+    renamed = torch.empty_like(cycle)
+    renamed[cycle] = cycle.roll(1)
+
+    def permute(rows: Rows) -> Rows:
+        y = rows.y.clone()
+        for i in chosen:
+            start, end = int(rows.starts[i]), int(rows.starts[i + 1])
+            y[start:end] = renamed[y[start:end]]
+        return replace(rows, y=y)
+
+    note = f"labels permuted at {len(chosen)} clients: {', '.join(data.clients[i] for i in chosen)}"
+    return replace(
+        data,
+        train=permute(data.train),
+        val=permute(data.val),
+        test=permute(data.test),
+        notes=(*data.notes, note),
+    )
 
 
 def _assemble(

@@ -112,6 +112,16 @@ class InProcess:
     def _invoke(self, call: Call, group: tuple[int, ...], state: Tree, buffers: Params, grad: Tree) -> Outcome:
         return invoke(self.setting, group, call, state, buffers, grad, is_stacked=self.chunk > 0)
 
+    def together(self, clients: Sequence[int]) -> Tree | None:
+        """The private states of `clients` as one stack; None if clients run one after the other or have buffers."""
+        if not self.chunk or self.setting.model.private_buffers:
+            return None
+        return self.states.read(clients)["state"]
+
+    def keep_together(self, clients: Sequence[int], state: Tree) -> None:
+        """Keep what was computed on the stack of `together`."""
+        self.states.write(clients, {"state": state, "buffers": {}})
+
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
     ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:

@@ -107,6 +107,14 @@ class Wire:
         for client in clients:
             yield from self.sites[client].inside.evaluate([client], round, server, splits)
 
+    def together(self, clients: Sequence[int]) -> Tree | None:
+        """Clients are on their own here."""
+        return None
+
+    def keep_together(self, clients: Sequence[int], state: Tree) -> None:
+        """Never asked for."""
+        raise NotImplementedError
+
     def get_states(self) -> Tree:
         """Everything private, stacked over all clients."""
         each = [site.inside.get_states() for site in self.sites]

@@ -1,4 +1,4 @@
-"""Learned positive numbers of a client, such as degrees and steps, and how they take a step."""
+"""The learned numbers of a Learn2pFed client: degrees lam and five scalars, as one vector, and how it takes a step."""
 
 from __future__ import annotations
 
@@ -7,43 +7,64 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree
 
 Positive = Literal["exp", "relu"]
+SCALARS = ("p", "rho", "eta", "gamma", "theta")
 
 
-def start(first: Params, positive: Positive, cells: int = 0) -> Tree:
-    """Raw values and the averages of Adam; with `cells`, one value for each of them."""
-    raw = {k: x.log() if positive == "exp" else x.clone() for k, x in first.items()}
-    if cells:
-        raw = {k: x.expand(cells, *x.shape).clone() for k, x in raw.items()}
-    zeros = tree_map(torch.zeros_like, raw)
-    return {"raw": raw, "first": zeros, "second": zeros, "steps": torch.zeros_like(raw[next(iter(raw))].sum())}
+def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
+    """Raw values (lam, then SCALARS) and the averages of Adam; with `cells`, one vector for each of them."""
+    first = torch.cat([lam.flatten(), torch.tensor([scalars[k] for k in SCALARS], dtype=lam.dtype)])
+    raw = first.log() if positive == "exp" else first
+    raw = raw.expand(cells, -1).clone() if cells else raw
+    return {"raw": raw, "first": raw - raw, "second": raw - raw, "steps": (raw - raw).sum()}
 
 
-def read(learned: Tree, positive: Positive, cell: int | Tensor | None = None) -> Params:
-    """The numbers, positive; of one cell if each cell has its own. A degree of 0 is right, a step of 0 is not."""
-    raw = learned["raw"] if cell is None else {k: x[cell] for k, x in learned["raw"].items()}
+def read(raw: Tensor, shape: torch.Size, positive: Positive) -> Params:
+    """The numbers, positive: lam of `shape`, scalars as [1, 1]. A degree of 0 is right, a step of 0 is not."""
+    lam, scalars = degrees(raw), raw[..., -len(SCALARS) :]
     if positive == "exp":
-        return {k: x.exp() for k, x in raw.items()}
-    return {k: torch.relu(x) if k == "lam" else x.clamp(min=1e-6) for k, x in raw.items()}
+        lam, scalars = lam.exp(), scalars.exp()
+    else:
+        lam, scalars = torch.relu(lam), scalars.clamp(min=1e-6)
+    each = scalars[..., None, None].unbind(-3)
+    return {"lam": lam.unflatten(-1, shape), **dict(zip(SCALARS, each, strict=True))}
 
 
-def adam(learned: Tree, gradient: Params, lr: float, names: tuple[str, ...]) -> Tree:
+def chosen(raw: Tensor, names: tuple[str, ...]) -> Tensor:
+    """1 at the entries of raw that are learned."""
+    lam = raw.new_full((raw.shape[-1] - len(SCALARS),), float("lam" in names))
+    return torch.cat([lam, raw.new_tensor([float(k in names) for k in SCALARS])])
+
+
+def degrees(raw: Tensor) -> Tensor:
+    """The raw degrees."""
+    return raw[..., : -len(SCALARS)]
+
+
+def pulled(raw: Tensor, mean: Tensor, pull: float) -> Tensor:
+    """With degrees nearer to the clients' mean."""
+    return torch.cat([torch.lerp(degrees(raw), mean, pull), raw[..., -len(SCALARS) :]], dim=-1)
+
+
+def adam(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...]) -> Tree:
     """One step of Adam on the raw values of `names`; the others stay."""
-    steps: Tensor = learned["steps"] + 1
-    first = {k: 0.9 * m + 0.1 * gradient[k] for k, m in learned["first"].items()}
-    second = {k: 0.999 * u + 0.001 * gradient[k].square() for k, u in learned["second"].items()}
-    raw = {}
-    for k, x in learned["raw"].items():
-        direction = (first[k] / (1 - 0.9**steps)) / ((second[k] / (1 - 0.999**steps)).sqrt() + 1e-12)
-        raw[k] = x - lr * direction if k in names else x
+    steps = learned["steps"] + 1
+    first = torch.lerp(learned["first"], gradient, 0.1)
+    second = torch.lerp(learned["second"], gradient.square(), 0.001)
+    at = steps.reshape(steps.shape + (1,) * (gradient.dim() - steps.dim()))  # one client or a stack
+    direction = (first / (1 - 0.9**at)) / ((second / (1 - 0.999**at)).sqrt() + 1e-12)
+    raw = learned["raw"] - lr * chosen(gradient, names) * direction
     return {"raw": raw, "first": first, "second": second, "steps": steps}
 
 
-def descend(learned: Tree, gradient: Params, lr: float, names: tuple[str, ...], clip: float = 1.0) -> Tree:
-    """One step of plain gradient descent, the gradient no longer than `clip`."""
-    norm = sum(gradient[k].square().sum() for k in names) ** 0.5
-    scale = (clip / norm.clamp(min=clip)) * lr
-    raw = {k: x - scale * gradient[k] if k in names else x for k, x in learned["raw"].items()}
-    return learned | {"raw": raw, "steps": learned["steps"] + 1}
+def descend(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...], clip: float = 1.0) -> Tree:
+    """One step of plain gradient descent, the gradient of each client no longer than `clip`."""
+    gradient = chosen(gradient, names) * gradient
+    dims = tuple(range(learned["steps"].dim(), gradient.dim()))
+    norm = gradient.square().sum(dims, keepdim=True).sqrt()
+    return learned | {
+        "raw": learned["raw"] - lr * clip / norm.clamp(min=clip) * gradient,
+        "steps": learned["steps"] + 1,
+    }

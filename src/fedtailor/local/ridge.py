@@ -60,7 +60,7 @@ def statistics(model: Model, data: View) -> Params:
 
 def ridge(d: Params, rho: Tensor, center: Tensor) -> Tensor:
     """argmin |Xv - Y|^2 + rho |v - center|^2."""
-    return d["q"] @ ((d["q"].mT @ (rho * center + d["b"])) / (d["s"] + rho)[:, None])
+    return d["q"] @ ((d["q"].mT @ (rho * center + d["b"])) / (d["s"][:, None] + rho))
 
 
 def least_squares(d: Params) -> Tensor:

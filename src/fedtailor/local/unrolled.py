@@ -1,0 +1,150 @@
+"""One outer epoch of Learn2pFed for all clients at once: cells (9)-(12) on stacks, and their adjoint in closed form.
+
+The same numbers as the text of the algorithm gives call by call, for clients that share a process. Tensors are
+[clients, features, outputs]; `bar` is the derivative of the outer loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.federation import AtOnce
+from fedtailor.core.trees import Params, Tree
+from fedtailor.local import learnables
+
+if TYPE_CHECKING:
+    from fedtailor.algorithms.learn2pfed import Learn2pFed
+
+
+class Numbers(NamedTuple):
+    """The learned numbers of a cell and what follows from them alone."""
+
+    x: Params
+    inverse: Tensor  # (A + rho)^-1
+    shrink: Tensor  # eta / (lam + eta)
+    weight: Tensor  # p gamma
+    total: Tensor  # sum of the weights
+
+
+class Cell(NamedTuple):
+    """What a cell found and made."""
+
+    w: Tensor  # before the cell, as z and v in `off`
+    off: Tensor  # z - v + w
+    v: Tensor
+    z: Tensor
+    a: Tensor
+    center: Tensor  # w + z + a of the v-step
+    apart: Tensor  # v - w - a
+    sent: Tensor  # v - z - a
+
+
+class Bars(NamedTuple):
+    """Derivatives met on the way back through a cell."""
+
+    w: Tensor
+    z: Tensor
+    r: Tensor  # (A + rho)^-1 v_bar
+    a: Tensor
+
+
+def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
+    """The outer epoch of `algorithm`; None if no client has data for the outer loss."""
+    data = state["held"] if algorithm.outer == "holdout" else state["d"]
+    learned, w = state["learned"], server["w"]
+    count = data["n"].sum()
+    if count == 0:
+        return None
+    raw = learned["raw"].detach().requires_grad_()
+    with torch.enable_grad():
+        sets = raw.unbind(1) if algorithm.per_cell else [raw]
+        read = [learnables.read(one, w.shape, algorithm.positive) for one in sets]
+    with torch.no_grad():
+        numbers = [_numbers(state["d"], x) for x in read] * (1 if algorithm.per_cell else algorithm.cells)
+        cells, w = _forward(state, w, numbers)
+        v_bar = 2 / count * (data["A"] @ cells[-1].v - data["b"])
+        bars = _back(numbers, cells, v_bar, exact=algorithm.gradient == "exact")
+        after = [*(c.w for c in cells[1:]), w]
+        if algorithm.per_cell:
+            found = [_by_numbers(n, [c], [b], [u]) for n, c, b, u in zip(numbers, cells, bars, after, strict=True)]
+        else:
+            found = [_by_numbers(numbers[0], cells, bars, after)]
+        replies = [torch.linalg.vector_norm(n.weight * c.sent, dim=(1, 2)) for n, c in zip(numbers, cells, strict=True)]
+    gradient = torch.autograd.grad([n for x in read for n in x.values()], raw, [b[k] for b in found for k in read[0]])[
+        0
+    ]
+    learned = algorithm.step(learned, gradient)
+    exchanges: list[tuple[str, tuple[Tree, ...], bool]] = [("cell", (w, torch.tensor(0)), True)] * algorithm.cells
+    exchanges += [("outer_loss", (w,), True), ("learn", (), False)]
+    if algorithm.pull:
+        mean = learnables.degrees(learned["raw"]).mean(0)
+        learned = learned | {"raw": learnables.pulled(learned["raw"], mean, algorithm.pull)}
+        exchanges += [("agree", (mean,), False)]
+    made = state | {"v": cells[-1].v, "z": cells[-1].z, "a": cells[-1].a, "learned": learned}
+    return AtOnce(made, server | {"w": w}, torch.stack(replies).max(), tuple(exchanges))
+
+
+def _numbers(d: Params, x: Params) -> Numbers:
+    inverse = (d["q"] / (d["s"] + x["rho"][..., 0])[:, None]) @ d["q"].mT
+    weight = x["p"] * x["gamma"]
+    return Numbers(x, inverse, x["eta"] / (x["lam"] + x["eta"]), weight, weight.sum(0))
+
+
+def _forward(state: Tree, w: Tensor, numbers: list[Numbers]) -> tuple[list[Cell], Tensor]:
+    v, z, a = state["v"], state["z"], state["a"]
+    cells = []
+    for n in numbers:
+        before, off = w, z - v + w
+        a = torch.addcmul(a, n.x["theta"], off)  # (9)
+        center = w + z + a
+        v = n.inverse @ torch.addcmul(state["d"]["b"], n.x["rho"], center)  # (10)
+        rest = v - a
+        apart = rest - w
+        z = n.shrink * apart  # (11)
+        sent = rest - z
+        w = (n.weight * sent).sum(0) / n.total  # (12)
+        cells.append(Cell(before, off, v, z, a, center, apart, sent))
+    return cells, w
+
+
+def _back(numbers: list[Numbers], cells: list[Cell], v: Tensor, *, exact: bool) -> list[Bars]:
+    """From the derivative by the last v to those in every cell; the first cell first."""
+    z = a = torch.zeros_like(v)
+    w = torch.zeros_like(cells[0].w)
+    bars = []
+    for n in reversed(numbers):
+        w_bar = w
+        if exact:
+            u = n.weight * (w / n.total)
+            v, z, a = v + u, z - u, a - u
+        z_bar, q = z, n.shrink * z
+        r = n.inverse @ (v + q)
+        pulled = n.x["rho"] * r
+        a = a - q + pulled
+        step = n.x["theta"] * a
+        z, v = pulled + step, -step
+        w = (z - q).sum(0) if exact else w
+        bars.append(Bars(w_bar, z_bar, r, a))
+    return bars[::-1]
+
+
+def _by_numbers(n: Numbers, cells: list[Cell], bars: list[Bars], after: list[Tensor]) -> Params:
+    """Derivatives by numbers that these cells have in common; `after` is w after each cell."""
+
+    def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
+        return (torch.stack(a) * torch.stack(b)).sum((0, 2, 3))[:, None, None]
+
+    by_shrink = (torch.stack([b.z for b in bars]) * torch.stack([c.apart for c in cells])).sum(0)
+    by_sum = by_shrink / (n.x["lam"] + n.x["eta"])
+    by_weight = inner([b.w[None] / n.total for b in bars], [c.sent - w for c, w in zip(cells, after, strict=True)])
+    return {
+        "lam": -n.shrink * by_sum,
+        "eta": ((1 - n.shrink) * by_sum).sum((1, 2), keepdim=True),
+        "rho": inner([b.r for b in bars], [c.center - c.v for c in cells]),
+        "theta": inner([b.a for b in bars], [c.off for c in cells]),
+        "p": n.x["gamma"] * by_weight,
+        "gamma": n.x["p"] * by_weight,
+    }
