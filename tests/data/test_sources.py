@@ -126,7 +126,8 @@ def test_permuted_labels_are_a_concept_of_their_own() -> None:
                 assert not bool((before == after).any())
                 for a, b in zip(before.tolist(), after.tolist(), strict=True):
                     renamed.setdefault(a, set()).add(b)
-    assert len(set(moved)) == 3 and len(moved) == 9  # in every split of half the clients
+    assert len(set(moved)) == 3
+    assert len(moved) == 9  # in every split of half the clients
     assert all(len(b) == 1 for b in renamed.values())
     assert len(set.union(*renamed.values())) == len(renamed)
     assert shifted.notes[-1].startswith("labels permuted at 3 clients: ")

@@ -20,7 +20,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 
 SHARED = Sent("shared part", lambda algorithm, model: algorithm.shared(model))
-DEGREES = Sent("degrees", lambda algorithm, model: algorithm.degrees(model))
+DEGREES = Sent("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Learn2pFedNet(Algorithm):
     """What collaborates: every parameter, or the head over a body that stays local (paper)."""
     grain: Literal["layer", "tensor", "parameter"] = "layer"
     """What has a degree of its own."""
+    consensus: Literal["admm", "average"] = "admm"
+    """How w is found: by ADMM, v going on from where it was; or v starts at w in every round and w is their mean."""
     outer: Literal["holdout", "train"] = "holdout"
     """What degrees are learned by: validation loss, or training loss (paper)."""
     epochs: int = 2
@@ -69,7 +71,7 @@ class Learn2pFedNet(Algorithm):
         return {self.group(k): first for k in part}
 
     def server_init(self, model: Model) -> Tree:
-        return {"w": self.shared(model), "degrees": self.degrees(model)}
+        return {"w": self.shared(model), "degrees": self.degrees(model) if self.pull else {}}
 
     def client_init(self, me: Me) -> Tree:
         zero = tree_map(torch.zeros_like, self.shared(me.model))
@@ -84,10 +86,14 @@ class Learn2pFedNet(Algorithm):
     @on_client(sends=(SHARED, DEGREES, COUNT))
     def local(self, me: Me, w: Params, mean: Params) -> tuple[Tree, Tree]:
         s = me.state
-        degrees = tree_map(lambda own, common: torch.lerp(own, common, self.pull), s["degrees"], mean)
-        a = {k: s["a"][k] + s["z"][k] - s["v"][k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
-        center = {k: w[k] + s["z"][k] + a[k] for k in w}
-        v = me.sgd(s["v"], epochs=self.epochs, prox=(center, self.rho))  # (14)
+        degrees = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
+        v, z, a = s["v"], s["z"], s["a"]
+        if self.consensus == "admm":
+            a = {k: a[k] + z[k] - v[k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
+            center = {k: w[k] + z[k] + a[k] for k in w}
+            v = me.sgd(v, epochs=self.epochs, prox=(center, self.rho))  # (14)
+        else:
+            v = me.sgd(v | w, epochs=self.epochs)
         deviation = {k: v[k] - w[k] - a[k] for k in w}
 
         def outer(degrees: Params) -> torch.Tensor:
@@ -100,7 +106,8 @@ class Learn2pFedNet(Algorithm):
         degrees = {k: x - self.outer_lr * first[k] / (second[k].sqrt() + 1e-12) for k, x in degrees.items()}
         z = self.shrunk(deviation, degrees)  # (11)
         state = {"v": v, "z": z, "a": a, "degrees": degrees, "first": first, "second": second}
-        return state, ({k: v[k] - z[k] - a[k] for k in w}, degrees, me.n)
+        part = {k: v[k] - z[k] - a[k] if self.consensus == "admm" else v[k] for k in w}
+        return state, (part, degrees if self.pull else {}, me.n)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         parts, degrees, n = fed.map(self.local, server["w"], server["degrees"])

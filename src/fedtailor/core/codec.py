@@ -34,8 +34,18 @@ def decode(message: bytes) -> tuple[dict[str, Any], Tree]:
 
 def size(header: dict[str, Any], tree: Tree, *, stacked: bool = False) -> int:
     """Length of `encode(header, tree)` without encoding; of one client's part when the tree is stacked."""
+    return header_size(header) + tree_size(tree, stacked=stacked)
+
+
+def header_size(header: dict[str, Any]) -> int:
+    """What the header adds to the length of a message."""
+    return len(_json(header))
+
+
+def tree_size(tree: Tree, *, stacked: bool = False) -> int:
+    """Length of a message without its header."""
     shapes = tuple((path, tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree))
-    return 4 + len(_head(header, tree)) + _tensor_bytes(shapes)
+    return 4 + len('{"header":,"tree":}') + len(_json(structure(tree))) + _tensor_bytes(shapes)
 
 
 def structure(tree: Tree) -> Any:
@@ -48,7 +58,11 @@ def structure(tree: Tree) -> Any:
 
 
 def _head(header: dict[str, Any], tree: Tree) -> bytes:
-    return json.dumps({"header": header, "tree": structure(tree)}, separators=(",", ":")).encode()
+    return _json({"header": header, "tree": structure(tree)}).encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 @lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, sent_example, sent_positive
 from fedtailor.core.client import Call
 from fedtailor.core.me import Setting
+from fedtailor.core.states import changed
 from fedtailor.core.trees import Params, Tree, detach, items, leaves, rebuild, schema, schema_difference, tree_map
 from fedtailor.errors import ClientError, RoundAbandoned
 
@@ -34,7 +35,7 @@ class Engine(Protocol):
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]: ...
     def together(self, clients: Sequence[int]) -> Tree | None: ...
-    def keep_together(self, clients: Sequence[int], state: Tree) -> None: ...
+    def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None: ...
     def get_states(self) -> Tree: ...
     def set_states(self, rows: Tree) -> None: ...
 
@@ -68,7 +69,7 @@ class AtOnce(NamedTuple):
     state: Tree  # private states, stacked
     server: Tree
     largest: Tensor  # norm of the largest reply that a client would have sent
-    exchanges: tuple[tuple[str, tuple[Tree, ...], bool], ...]  # calls it stands for: function, message, taped
+    exchanges: list[tuple[str, tuple[Tree, ...], int, bool]]  # calls it stands for: function, message, times, taped
 
 
 @dataclass(frozen=True)
@@ -181,19 +182,21 @@ class Federation:
             or (made := compute(held, server)) is None
         ):
             return None
-        numbers = [made.largest.reshape(1), *(v for v in leaves((made.state, made.server)) if v.is_floating_point())]
-        if not (made.largest <= self.limits.max_norm and all(bool(torch.isfinite(v).all()) for v in numbers)):
+        new = [*(v for v in changed(made.state, held) if v is not None), *leaves(made.server)]
+        if not (made.largest <= self.limits.max_norm and all(bool(torch.isfinite(v).all()) for v in new)):
             return None
-        self.engine.keep_together(self.cohort, made.state)
+        self.engine.keep_together(self.cohort, made.state, held)
         setting, n = self.engine.setting, len(self.cohort)
-        for function, message, taped in made.exchanges:
-            call = Call(function, self.round, self._calls, message, (False,) * len(message), taped)
-            reply = sent_example(setting.algorithm, function, setting.model)
-            self._calls += 1
-            self._count(n, down=codec.size(call.header, message), up=codec.size(call.reply_header, reply))
-            if taped:  # the way back: cotangents of the reply down, of the message up
-                sizes = (codec.size(call.reply_header, tree) for tree in (reply, message))
-                self._count(n, *sizes)
+        for function, message, times, taped in made.exchanges:
+            request = codec.tree_size(message)
+            reply = codec.tree_size(sent_example(setting.algorithm, function, setting.model))
+            for _ in range(times):
+                call = Call(function, self.round, self._calls, message, (False,) * len(message), taped)
+                self._calls += 1
+                there, back = codec.header_size(call.header), codec.header_size(call.reply_header)
+                self._count(n, down=there + request, up=back + reply)
+                if taped:  # the way back: cotangents of the reply down, of the message up
+                    self._count(n, down=back + reply, up=back + request)
         return made.server
 
     def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:

@@ -33,12 +33,13 @@ class States:
         return tree_map(lambda v: v[at], self.rows)
 
     def write(self, clients: Sequence[int], stack: Tree, old: Tree = None) -> None:
-        """New states of `clients`; `undo` brings back those at `begin`. Leaves that `old` has too are not written."""
+        """New states of `clients`; `undo` brings back those at `begin`. Leaves that `old`, as read, has too stay."""
         self.check(stack)
         at = self._at(clients)
         fresh = at[~self._logged[at]]
         if len(fresh):
-            self._log.append((fresh, tree_map(lambda v: v[fresh], self.rows)))
+            whole = old is not None and len(fresh) == len(at)
+            self._log.append((fresh, old if whole else tree_map(lambda v: v[fresh], self.rows)))
             self._logged[fresh] = True
         self._write(at, stack, old)
 

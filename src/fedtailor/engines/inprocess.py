@@ -118,9 +118,9 @@ class InProcess:
             return None
         return self.states.read(clients)["state"]
 
-    def keep_together(self, clients: Sequence[int], state: Tree) -> None:
-        """Keep what was computed on the stack of `together`."""
-        self.states.write(clients, {"state": state, "buffers": {}})
+    def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
+        """Keep what was computed on the stack `held` of `together`."""
+        self.states.write(clients, {"state": state, "buffers": {}}, {"state": held, "buffers": {}})
 
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree

@@ -111,7 +111,7 @@ class Wire:
         """Clients are on their own here."""
         return None
 
-    def keep_together(self, clients: Sequence[int], state: Tree) -> None:
+    def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
         """Never asked for."""
         raise NotImplementedError
 

@@ -77,14 +77,17 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
         0
     ]
     learned = algorithm.step(learned, gradient)
-    exchanges: list[tuple[str, tuple[Tree, ...], bool]] = [("cell", (w, torch.tensor(0)), True)] * algorithm.cells
-    exchanges += [("outer_loss", (w,), True), ("learn", (), False)]
+    exchanges: list[tuple[str, tuple[Tree, ...], int, bool]] = [
+        ("cell", (w, torch.tensor(0)), algorithm.cells, True),
+        ("outer_loss", (w,), 1, True),
+        ("learn", (), 1, False),
+    ]
     if algorithm.pull:
         mean = learnables.degrees(learned["raw"]).mean(0)
         learned = learned | {"raw": learnables.pulled(learned["raw"], mean, algorithm.pull)}
-        exchanges += [("agree", (mean,), False)]
+        exchanges += [("agree", (mean,), 1, False)]
     made = state | {"v": cells[-1].v, "z": cells[-1].z, "a": cells[-1].a, "learned": learned}
-    return AtOnce(made, server | {"w": w}, torch.stack(replies).max(), tuple(exchanges))
+    return AtOnce(made, server | {"w": w}, torch.stack(replies).max(), exchanges)
 
 
 def _numbers(d: Params, x: Params) -> Numbers:

@@ -26,6 +26,8 @@ class Part(BaseModel):
     set: dict[str, Any] = Field(default_factory=dict)
     by_column: tuple[dict[str, Any], ...] = ()  # further settings of a row, one table per column
     paper: tuple[str, ...] = ()  # published figures of a row, one per column
+    metric: str = ""  # of a column, where it is another than the table's
+    unit: str = ""
 
 
 class Published(BaseModel):
@@ -102,9 +104,10 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
     run_cells([cell for group in cells.values() for cell in group], 0, data_root, told)
     figures = []
     for (row, column), group in cells.items():
-        values = [read_json(c.folder / RESULTS)["last"]["test"][table.metric]["mean"] for c in group]
         part = next(p for p in table.rows if p.name == row)
         place = [c.name for c in table.columns].index(column)
+        wanted = table.columns[place]
+        values = [measured(cell, wanted.metric or table.metric) for cell in group]
         figures.append(
             Figure(
                 row=row,
@@ -113,10 +116,20 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
                 std=stdev(values) if len(values) > 1 else None,
                 n=len(values),
                 paper=part.paper[place] if part.paper else None,
-                unit=table.unit,
+                unit=wanted.unit or ("" if wanted.metric else table.unit),
             )
         )
     return figures
+
+
+def measured(cell: Cell, metric: str) -> float:
+    """A figure of a finished run: a test metric of the last round, or kB "up" or "down" per client and round."""
+    results = read_json(cell.folder / RESULTS)
+    if metric in ("up", "down"):
+        clients = results["last"]["test"][results["metric"]]["clients"]
+        asked = cell.config.federation.clients_per_round or clients
+        return float(results["traffic"][metric]) / 1000 / (asked * cell.config.rounds)
+    return float(results["last"]["test"][metric]["mean"])
 
 
 def markdown(table: Published, figures: list[Figure]) -> str:

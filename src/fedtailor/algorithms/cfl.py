@@ -1,0 +1,119 @@
+"""CFL: clients whose updates disagree part into clusters with own models. Sattler et al., TNNLS 2020, Algorithm 2.
+
+Clusters are the leaves of a binary tree. A node that was split keeps its last model w, and its children keep the
+directions in which the halves pulled it: by them a client that was away, or is new, finds its way down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, Sent, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.errors import ConfigError
+
+CLUSTER = Sent("cluster", lambda algorithm, model: torch.zeros((), dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class CFL(Algorithm):
+    """FedAvg within clusters; one at rest whose clients still pull apart is split by the cosine of their updates."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    eps1: float = 0.5
+    """At rest: the mean update of a cluster is shorter than this times the longest mean update so far."""
+    eps2: float = 1.0
+    """Pulling apart: the update of some client is longer than this times the same."""
+    first_rounds: int = 20
+    """Rounds in which no cluster is split."""
+    min_clients: int = 3
+    """Clients that a cluster must have in a round to be split."""
+    max_clusters: int = 8
+    """Clusters at most; 1 is FedAvg."""
+
+    title: ClassVar[str] = "CFL"
+    citation: ClassVar[str] = """@article{sattler2020clustered,
+  title={Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy Constraints},
+  author={Sattler, Felix and M{\\"u}ller, Klaus-Robert and Samek, Wojciech},
+  journal={IEEE Transactions on Neural Networks and Learning Systems}, year={2020}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        if self.max_clusters < 1 or self.min_clients < 2:
+            raise ConfigError("algorithm: CFL needs max_clusters of at least 1 and min_clients of at least 2")
+
+    def server_init(self, model: Model) -> Tree:
+        nodes = 2 * self.max_clusters - 1
+        return {
+            "w": {k: v.expand(nodes, *v.shape).clone() for k, v in model.params.items()},
+            "direction": torch.zeros(nodes, sum(v.numel() for v in model.trainable.values()), dtype=model.dtype),
+            "longest": torch.zeros((), dtype=model.dtype),
+            "child": torch.zeros(nodes, dtype=torch.int64),  # the first of two neighbours; 0 at a leaf
+        }
+
+    def client_init(self, me: Me) -> Tree:
+        return {"node": torch.zeros_like(me.n, dtype=torch.int64)}
+
+    @on_client(sends=CLUSTER)
+    def where(self, me: Me) -> tuple[Tree, Tree]:
+        return me.state, me.state["node"]
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+        return me.state, (me.sgd(w, epochs=self.epochs), me.n)
+
+    @on_client()
+    def move(self, me: Me, node: Tensor) -> tuple[Tree, Tree]:
+        return {"node": node}, None
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        at = fed.gather(told := fed.map(self.where), "cluster of each client")
+        w, n = fed.map(self.local, fed.scatter({k: v[at] for k, v in server["w"].items()}))
+        at, w, n = told.of(w.clients), fed.gather(w, "model of each client"), fed.gather(n, "sample counts")
+        update = torch.cat([(w[k] - server["w"][k][at]).flatten(1) for k in fed.engine.setting.model.trainable], 1)
+        server, to = tree_map(torch.clone, server), at.clone()
+        for node in at.unique().tolist():
+            here = (at == node).nonzero()[:, 0]
+            if child := int(server["child"][node]):  # split while these clients were away
+                to[here] = child + (update[here] @ normalize(server["direction"][child : child + 2]).T).argmax(1)
+                continue
+            if self.is_split(fed.round, server, update[here], n[here]):
+                server["child"][node] = child = 1 + 2 * int(server["child"].count_nonzero())
+                to[here] = child + bipartition(update[here])
+            for leaf in to[here].unique().tolist():
+                who = here[to[here] == leaf]
+                if leaf != node:
+                    server["direction"][leaf] = n[who] @ update[who]
+                for k, v in server["w"].items():
+                    v[leaf] = torch.tensordot(n[who] / n[who].sum(), w[k][who], dims=1)
+        if not torch.equal(to, at):
+            fed.map(self.move, fed.scatter(to))
+        return server
+
+    def is_split(self, round: int, server: Tree, update: Tensor, n: Tensor) -> bool:
+        """Whether a cluster is at rest as a whole while its clients are not; remembers the longest mean update."""
+        length = (n / n.sum() @ update).norm()
+        longest = server["longest"].clamp_(min=length)
+        is_torn = length < self.eps1 * longest and update.norm(dim=1).max() > self.eps2 * longest
+        has_room = server["child"].count_nonzero() < self.max_clusters - 1 and len(n) >= self.min_clients
+        return bool(is_torn and has_room and round > self.first_rounds)
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        return {k: w[me.state["node"][None]][0] for k, w in server["w"].items()}
+
+
+def bipartition(update: Tensor) -> Tensor:
+    """0 or 1 for every client, by complete linkage: the least similar two of a half are as similar as can be."""
+    from sklearn.cluster import AgglomerativeClustering
+
+    linkage = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete")
+    return torch.as_tensor(linkage.fit_predict(1 - (normalize(update) @ normalize(update).T).numpy()))

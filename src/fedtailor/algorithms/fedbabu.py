@@ -1,0 +1,39 @@
+"""FedBABU: a body trained under a head that stays at its start, then fine-tuned. Oh et al., ICLR 2022, Algorithm 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class FedBABU(Algorithm):
+    """In the rounds the head stays at its common random start; a client predicts after fine-tuning body and head."""
+
+    epochs: int = 1
+    """Local epochs of the body per round."""
+    tune_epochs: int = 5
+    """Epochs of fine-tuning, of body and head, before a client predicts."""
+
+    title: ClassVar[str] = "FedBABU"
+    private: ClassVar[str] = "the fine-tuned model"
+    citation: ClassVar[str] = """@inproceedings{oh2022fedbabu,
+  title={{FedBABU}: Toward Enhanced Representation for Federated Image Classification},
+  author={Oh, Jaehoon and Kim, Sangmook and Yun, Se-Young},
+  booktitle={ICLR}, year={2022}
+}"""
+
+    server_init = FedRep.server_init
+    round = FedRep.round
+
+    @on_client(sends=(BODY, COUNT))
+    def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
+        return {}, (me.sgd(body, epochs=self.epochs, frozen=me.model.head), me.n)
+
+    def personal(self, me: Me, body: Params) -> Params:
+        return me.sgd(body | me.model.head, epochs=self.tune_epochs)

@@ -1,0 +1,104 @@
+"""kNN-Per: FedAvg's model blended with the nearest samples of the client's own. Marfoq et al., ICML 2022, section 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params
+from fedtailor.errors import ConfigError
+
+FEATURES, LABELS, SHARE = "knn.features", "knn.labels", "knn.share"
+NOBODY = -1  # the label of an empty place
+
+
+@dataclass(frozen=True)
+class KNNPer(Algorithm):
+    """Rounds of FedAvg; p = lam kNN + (1 - lam) model, with neighbours in the space of the features before the head."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    k: int = 10
+    """Neighbours that vote."""
+    scale: float = 1.0
+    """A vote weighs exp(-|f - f'|^2 / (scale * number of features))."""
+    lams: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    """Shares of kNN to choose from, for each client by its validation loss; only 0 is FedAvg."""
+    default_lam: float = 0.5
+    """The share of a client without validation samples."""
+    capacity: int = 1000
+    """Training samples that a client keeps features of; of more, evenly spaced ones."""
+
+    title: ClassVar[str] = "kNN-Per"
+    private: ClassVar[str] = "features of samples, their share"
+    citation: ClassVar[str] = """@inproceedings{marfoq2022personalized,
+  title={Personalized Federated Learning through Local Memorization},
+  author={Marfoq, Othmane and Neglia, Giovanni and Kameni, Laetitia and Vidal, Richard},
+  booktitle={ICML}, year={2022}
+}"""
+
+    server_init, local, round = FedAvg.server_init, FedAvg.local, FedAvg.round
+
+    def check(self, model: Model, task: str) -> None:
+        if task != "classification":
+            raise ConfigError(f"algorithm.name: kNN-Per lets neighbours vote for classes; it does not serve {task}")
+        if not model.head:
+            raise ConfigError("model.head: kNN-Per compares the features before the head, but the model has none")
+        if min(self.k, self.capacity, len(self.lams)) < 1 or self.scale <= 0:
+            raise ConfigError("algorithm: kNN-Per needs k, capacity and scale above 0, and at least one of lams")
+
+    def personal(self, me: Me, w: Params) -> Params:
+        x, y, _ = me.train
+        row = torch.arange(self.capacity, device=me.n.device)
+        sample = (row * (me.n / self.capacity).clamp(min=1)).long().clamp(max=len(x) - 1)
+        is_kept = row < me.n
+        features, _ = features_and_logits(me.model, me.buffers | w, x)
+        store = w | {
+            FEATURES: torch.where(is_kept[:, None], features[sample], 0),
+            LABELS: torch.where(is_kept, y[sample], NOBODY),
+        }
+        x, y, mask = me.val
+        voted, modelled = self.voted_and_modelled(me.model, me.buffers | store, x)
+        right = [log_blend(voted, modelled, lam).gather(1, y[:, None])[:, 0] for lam in self.lams]
+        likelihood = (torch.stack(right) * mask).sum(1)
+        best = me.n.new_tensor(self.lams)[likelihood.argmax(0, keepdim=True)][0]
+        return store | {SHARE: torch.where(mask.sum() > 0, best, self.default_lam)}
+
+    def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
+        return log_blend(*self.voted_and_modelled(model, personal, x), personal[SHARE])
+
+    def voted_and_modelled(self, model: Model, personal: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities of the classes by kNN, and by the model."""
+        store, labels = personal[FEATURES], personal[LABELS]
+        features, logits = features_and_logits(model, personal, x)
+        squares = features.square().sum(1)[:, None] - 2 * features @ store.T + store.square().sum(1)
+        nearness = torch.where(labels == NOBODY, -torch.inf, -squares / (self.scale * store.shape[1]))
+        near, who = nearness.topk(min(self.k, self.capacity))
+        is_for = labels[who][..., None] == torch.arange(logits.shape[1], device=labels.device)
+        return (near.softmax(1)[..., None] * is_for).sum(1), logits.softmax(1)
+
+
+def features_and_logits(model: Model, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What enters the first module of the head that runs, and what leaves the model."""
+    entered: list[Tensor] = []
+    parts = [model.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in model.head}]
+    hooks = [p.register_forward_pre_hook(lambda part, inputs: entered.append(inputs[0].flatten(1))) for p in parts]
+    try:
+        logits = model({k: v for k, v in params.items() if k not in (FEATURES, LABELS, SHARE)}, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return entered[0], logits
+
+
+def log_blend(voted: Tensor, modelled: Tensor, lam: float | Tensor) -> Tensor:
+    """Log of lam kNN + (1 - lam) model; never of 0, where no neighbour votes for a class."""
+    p = lam * voted + (1 - lam) * modelled
+    return p.clamp(min=torch.finfo(p.dtype).tiny).log()

@@ -1,0 +1,46 @@
+"""LG-FedAvg: private body, shared head, trained together. Liang et al., 2020, Algorithm 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.core.algorithm import COUNT, HEAD, Algorithm, on_client
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class LGFedAvg(Algorithm):
+    """Each client learns how to see its own data; what follows from what is seen is averaged."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+
+    title: ClassVar[str] = "LG-FedAvg"
+    private: ClassVar[str] = "body"
+    citation: ClassVar[str] = """@article{liang2020think,
+  title={Think Locally, Act Globally: Federated Learning with Local and Global Representations},
+  author={Liang, Paul Pu and Liu, Terrance and Liu, Ziyin and Allen, Nicholas B. and Auerbach, Randy P. and
+    Brent, David and Salakhutdinov, Ruslan and Morency, Louis-Philippe},
+  journal={arXiv:2001.01523}, year={2020}
+}"""
+
+    round = FedRep.round
+    shares = FedRep.shares
+
+    def server_init(self, model: Model) -> Params:
+        return model.head
+
+    def client_init(self, me: Me) -> Params:
+        return me.model.body
+
+    @on_client(sends=(HEAD, COUNT))
+    def local(self, me: Me, head: Params) -> tuple[Tree, Tree]:
+        w = me.sgd(me.state | head, epochs=self.epochs)
+        return {k: w[k] for k in me.state}, ({k: w[k] for k in head}, me.n)
+
+    def personal(self, me: Me, head: Params) -> Params:
+        return me.state | head
