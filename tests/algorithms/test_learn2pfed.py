@@ -1,6 +1,7 @@
 """Learn2pFed on linear models: exact gradients, fixed points, limits, and the degrees it finds."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from fedtailor.algorithms import make
 from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.core.client import initial, personal
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import items, tree_map
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
 from fedtailor.data.federated import FederatedData
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, RoundAbandoned
 from fedtailor.local import ridge
 from fedtailor.models import build
 from tests.helpers import ENGINES, F64, federate, make_data, make_model, run
@@ -172,7 +174,7 @@ def test_degrees_tell_shared_from_personal_coefficients(setting: Any) -> None:
     model = build("linear", data.shape, 1, seed=0, options={"bias": False}, dtype=F64)
     fed = federate(Learn2pFed(), data, model, "vmap")
     server = run(fed, rounds=20, cohort=range(10))
-    lam = 1 / fed.engine.setting.algorithm.roots(None, server)[:, 0] ** 2  # type: ignore[attr-defined]
+    lam = 1 / fed.engine.setting.algorithm.roots_of({}, server)[:, 0] ** 2  # type: ignore[attr-defined]
     assert float(lam[: 4 - setting].min()) > 10 * float(lam[4 - setting :].max())
     errors = [m["test"]["mse"] for _, m, _ in fed.engine.evaluate(range(10), 20, server, ["test"])]
     alone = [
@@ -199,3 +201,85 @@ def test_other_models_and_tasks_are_refused() -> None:
         Learn2pFed().check(make_model("linear", data), "classification")
     with pytest.raises(ConfigError, match='did you mean "paper"'):
         make("learn2pfed", {"preset": "papper"})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("outer", ["train", "loo"])
+def test_diagnostics_only_look(outer: Any, engine: str) -> None:
+    plain, told = (replace(UNROLLED, outer=outer, outer_lr=0.1, diagnostics=d) for d in (False, True))
+    without, fed = linear(plain, engine), linear(told, engine)
+    for one in (without, fed):
+        run(one, rounds=2)
+    pairs = zip(items(without.engine.get_states()), items(fed.engine.get_states()), strict=True)
+    for (path, a), (_, b) in pairs:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=path)
+    assert {k: len(v) for k, v in fed.reported.items() if isinstance(v, list)} == {
+        "augmented_lagrangian": 3,
+        "primal_residual": 3,
+        "dual_residual": 3,
+    }
+    assert fed.reported["gradient_norm"] > 0  # type: ignore[operator]
+    assert fed.reported["outer_loss"] > 0  # type: ignore[operator]
+
+
+def _lagrangian(rho: float) -> list[float]:
+    data = load(PolynomialConfig(), seed=0).to(F64)
+    model = build("linear", data.shape, 1, seed=0, options={"bias": False}, dtype=F64)
+    algorithm = Learn2pFed(outer="train", learned=(), rho=rho, cells=12, diagnostics=True)
+    fed = federate(algorithm, data, model, "vmap")
+    values: list[float] = []
+    server = algorithm.server_init(model)
+    for round in range(3):
+        server = fed.run_round(round, range(10), server)
+        values += fed.reported["augmented_lagrangian"]  # type: ignore[arg-type]
+    return values
+
+
+def test_theorem_1_the_lagrangian_falls_where_rho_is_large_enough() -> None:
+    large, small = _lagrangian(100.0), _lagrangian(0.01)
+    assert all(b < a for a, b in pairwise(large))
+    assert small[-1] > small[0]  # the assumption is needed
+
+
+@pytest.mark.parametrize(("outer", "rounds"), [("eb", 20), ("holdout", 400)])
+def test_a_new_client_fits_itself_in_one_step(outer: Any, rounds: int) -> None:
+    """Ten members with a common slope; the newcomer has too few samples to find it alone."""
+    data = load(PolynomialConfig(clients=11, samples=1100), seed=0).to(F64)
+    val = replace(data.val, x=data.train.x, y=data.train.y, starts=data.train.starts)
+    few = torch.cat([torch.arange(1000), torch.arange(1000, 1004)])
+    starts = torch.cat([data.train.starts[:-1], torch.tensor([1004])])
+    data = replace(data, train=replace(data.train, x=data.train.x[few], y=data.train.y[few], starts=starts), val=val)
+    model = build("linear", data.shape, 1, seed=0, options={"bias": False}, dtype=F64)
+    fed = federate(Learn2pFed(outer=outer, outer_lr=0.1), data, model, "vmap")
+    setting = fed.engine.setting
+    server = run(fed, rounds=rounds, cohort=range(10))
+    before = tree_map(torch.clone, server)
+    state, buffers = initial(setting, [10], server, is_stacked=False)
+    newcomer = personal(setting, [10], 20, state, buffers, server, is_stacked=False)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(items(before), items(server), strict=True))
+    x, y = data.test.of(10)
+    own = ridge.least_squares(ridge.statistics(model, _view(data, 10)))
+    alone = float((x @ own - y).square().mean())
+    assert float((model(newcomer, x) - y).square().mean()) < alone
+
+
+@pytest.mark.parametrize("at", [2, 5])  # in a cell; on the way back (three cells and the loss come before)
+def test_a_client_that_leaves_in_the_middle_costs_the_round_and_is_named(at: int) -> None:
+    fed = linear(replace(UNROLLED, outer="loo"), "wire")
+    before = tree_map(torch.clone, fed.engine.get_states())
+    site = fed.engine.sites[1]  # type: ignore[attr-defined]
+    answer, calls = site.handle, []
+
+    def leaves(request: bytes) -> bytes:
+        calls.append(request)
+        if len(calls) > at:
+            raise ConnectionError("gone")
+        return answer(request)
+
+    site.handle = leaves
+    server = fed.engine.setting.algorithm.server_init(fed.engine.setting.model)
+    with pytest.raises(RoundAbandoned, match=r"bo cannot be reached.*gone"):
+        fed.run_round(0, range(4), server)
+    after = fed.engine.get_states()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(items(before), items(after), strict=True))
+    fed.run_round(1, [0, 2, 3], server)  # the others go on without it

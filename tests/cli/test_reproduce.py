@@ -81,15 +81,18 @@ def test_command_prints_ours_beside_the_papers(call: Call, configs: Path, tmp_pa
     assert call(*arguments).code == 0
     assert (Path("out") / "ours_one-seed0" / RESULTS).stat().st_mtime_ns == written
 
-    names, shares = explain(tmp_path / "out" / "ours_two-seed0")
+    names, shares, degrees = explain(tmp_path / "out" / "ours_two-seed0")
     assert names == ["1", "x", "x^2", "x^3"]
     assert all(0 <= v <= 1 for row in shares.values() for v in row.values())
     assert all(row["1"] > row["x^3"] for row in shares.values())
+    assert all(row["1"] > 10 * row["x^3"] > 0 for row in degrees.values())
     code, out, _ = call("explain", tmp_path / "out" / "ours_two-seed0")
     assert code == 0
     assert f"{shares['client-00']['x']:.2f}" in out
     saved = read_json(tmp_path / "out" / "ours_two-seed0" / "shares.json")
     assert saved["clients"] == shares
+    assert "effective degree Lambda" in out
+    assert f"{degrees['client-00']['x^3']:.3g}" in out
     assert RunFolder(tmp_path / "out" / "ours_two-seed0").results is not None
     refused = call("explain", tmp_path / "out" / "oracle_one-seed0")
     assert (refused.code, refused.out) == (2, "")

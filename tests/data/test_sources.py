@@ -286,6 +286,13 @@ def test_sorted_polynomial_is_the_papers(clients: int, setting: Literal[1, 2, 3]
         assert torch.allclose(x @ truth[:, None], y, atol=0.02)  # shifts are printed with two digits
 
 
+def test_polynomials_can_be_drawn_apart_from_their_noise() -> None:
+    one, other, plain = (load(PolynomialConfig(drawn=d), seed=s) for d, s in ((42, 0), (42, 1), (None, 42)))
+    assert torch.equal(one.train.x, other.train.x)
+    assert torch.equal(one.test.y, plain.test.y)
+    assert not torch.equal(one.train.y, other.train.y)
+
+
 @pytest.mark.parametrize("evaluate", ["in-sample", "fresh"])
 def test_iid_polynomial(evaluate: str) -> None:
     config = PolynomialConfig(clients=4, setting=2, evaluate=evaluate)  # type: ignore[arg-type]

@@ -49,6 +49,7 @@ class EmpiricalBayes(Algorithm):
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         w, t, noise = server["w"], server["t"], server["noise"]
+        steps = []
         for _ in range(self.cells):
             replies = fed.map(self.posterior, w, t, noise) if noise > 0 else fed.map(self.alone, w)
             moved, squares, freed, rest, count = replies
@@ -57,7 +58,9 @@ class EmpiricalBayes(Algorithm):
             # MacKay's form of the M-step: a parameter that is common loses its variance geometrically
             freedom = fed.mean(freed)
             w, t = w + shift, torch.where(freedom > 1e-12, spread / freedom.clamp(min=1e-12), torch.zeros_like(spread))
+            steps.append(shift.norm())
             noise = (fed.sum(rest) / fed.sum(count).clamp(min=1)).clamp(min=torch.finfo(w.dtype).tiny)
+        fed.report(noise=noise, step_of_w=steps)
         return {"w": w, "t": t, "noise": noise}
 
     @on_client(sends=(VECTOR, VECTOR, VECTOR, NUMBER, NUMBER))
@@ -82,6 +85,9 @@ class EmpiricalBayes(Algorithm):
 
     def personal(self, me: Me, server: Tree) -> Params:
         return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots(server), server["w"]))
+
+    def effective_degrees(self, me: Me, server: Tree) -> Params:
+        return ridge.as_params(me.model, self.roots(server) ** -2)
 
     def shares(self, me: Me, server: Tree) -> Params:
         return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots(server)))

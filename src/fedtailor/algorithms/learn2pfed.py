@@ -22,7 +22,7 @@ from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
 from fedtailor.local import learnables, ridge, unrolled
 
-DEGREES = Sent("degrees", lambda algorithm, model: algorithm.degrees(model))
+DEGREES = Sent("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class Learn2pFed(Algorithm):
     serve: Literal["solved", "unrolled"] = "solved"
     """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
 
+    diagnostics: bool = False
+    """Report the augmented Lagrangian and residuals of every cell, and gradient norms; costs two more trips a cell."""
+
     title: ClassVar[str] = "Learn2pFed"
     private: ClassVar[str] = "model, degrees, steps"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -71,21 +74,26 @@ class Learn2pFed(Algorithm):
     def check(self, model: Model, task: str) -> None:
         ridge.check(model, task)
 
-    def degrees(self, model: Model) -> Tensor:
-        """The shape of degrees as they are sent."""
-        v = ridge.as_vector(model, model.params).flatten()
-        return v.expand(self.cells, -1) if self.per_cell else v
+    def server_init(self, model: Model) -> Tree:
+        degrees = learnables.degrees(self.first_numbers(model)["raw"])
+        return EmpiricalBayes().server_init(model) | {"degrees": degrees}
 
-    server_init = EmpiricalBayes.server_init
+    def first_numbers(self, model: Model) -> Tree:
+        scalars = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
+        lam = torch.full_like(ridge.as_vector(model, model.params), self.lam)
+        return learnables.start(lam, scalars, self.positive, self.cells if self.per_cell else 0)
 
     def client_init(self, me: Me) -> Tree:
-        v = ridge.as_vector(me.model, me.model.params)
-        scalars = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
-        lam = torch.full_like(v, self.lam)
-        learned = learnables.start(lam, scalars, self.positive, self.cells if self.per_cell else 0)
+        v, learned = ridge.as_vector(me.model, me.model.params), self.first_numbers(me.model)
         data = {"d": ridge.statistics(me.model, me.train)}
         data |= {"held": ridge.statistics(me.model, me.val)} if self.outer == "holdout" else {}
         return data | {"v": v, "z": v - v, "a": v - v, "learned": learned}
+
+    def join(self, me: Me, server: Tree) -> Tree:
+        s = self.client_init(me)
+        s["learned"]["raw"] = learnables.pulled(s["learned"]["raw"], server["degrees"], 1.0)  # a prior: others' mean
+        v = ridge.shrunk(s["d"], self.roots_of(s, server), server["w"])
+        return s | {"v": v, "z": v - server["w"]}
 
     alone: ClassVar[Any] = EmpiricalBayes.alone
     posterior: ClassVar[Any] = EmpiricalBayes.posterior
@@ -93,25 +101,33 @@ class Learn2pFed(Algorithm):
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         if self.outer == "eb":
-            return self.bayes(fed, server)
-        return fed.at_once(self.together, server) or self.unrolled(fed, server)
+            return server | self.bayes(fed, server)
+        return fed.at_once(self.together, server) or self.epoch(fed, server)
 
-    def unrolled(self, fed: Federation, server: Tree) -> Tree:
+    def epoch(self, fed: Federation, server: Tree) -> Tree:
         """One outer epoch: the cells forward, the gradient of the outer loss back, a step of the learned numbers."""
         fed.tape()
-        w = server["w"]
+        w, told = server["w"], []
         for cell in range(self.cells):
+            before = w
             top, bottom = fed.map(self.cell, w, torch.tensor(cell))
             w = fed.sum(top) / fed.sum(bottom)  # (12)
             w = w if self.gradient == "exact" else w.detach()
+            told += [fed.sum(fed.aside(self.diagnose, w, before, torch.tensor(cell)))] if self.diagnostics else []
         wrong, count = fed.map(self.outer_loss, w)
         if fed.sum(count) == 0:
             raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')
-        fed.backward(fed.sum(wrong) / fed.sum(count))
-        degrees = fed.map(self.learn)
+        loss = fed.sum(wrong) / fed.sum(count)
+        fed.backward(loss)
+        if self.diagnostics:
+            lagrangian, primal, dual = ([t[i] for t in told] for i in range(3))
+            fed.report(augmented_lagrangian=lagrangian, primal_residual=[p.sqrt() for p in primal])
+            fed.report(dual_residual=[d.sqrt() for d in dual], outer_loss=loss.detach())
+            fed.report(gradient_norm=fed.sum(fed.map(self.slope)).sqrt())
+        degrees = fed.mean(fed.map(self.learn))
         if self.pull:
-            fed.map(self.agree, fed.mean(degrees))
-        return server | {"w": w}
+            fed.map(self.agree, degrees)
+        return server | {"w": w, "degrees": degrees}
 
     @on_client(sends=(VECTOR, NUMBER))
     def cell(self, me: Me, w: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
@@ -127,9 +143,12 @@ class Learn2pFed(Algorithm):
     def outer_loss(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
         s = me.state
         if self.outer == "loo":
-            return s, (ridge.left_out_error(me.model, me.train, s["d"], self.roots(me, {"w": w}), w), me.n)
+            return s, (ridge.left_out_error(me.model, me.train, s["d"], self.roots_of(s, {"w": w}), w), me.n)
         data = s["held"] if self.outer == "holdout" else s["d"]
         return s, (ridge.squared_error(data, s["v"]), data["n"])
+
+    diagnose: ClassVar[Any] = unrolled.diagnose
+    slope: ClassVar[Any] = unrolled.slope
 
     @on_client(sends=DEGREES)
     def learn(self, me: Me) -> tuple[Tree, Tree]:
@@ -142,8 +161,8 @@ class Learn2pFed(Algorithm):
         return me.state | {"learned": learned | {"raw": learnables.pulled(learned["raw"], mean, self.pull)}}, None
 
     def together(self, states: Tree, server: Tree) -> Any:
-        """`unrolled` for all clients at once; leave-one-out has no closed-form adjoint."""
-        return None if self.outer == "loo" else unrolled.at_once(self, states, server)
+        """`epoch` for all clients at once; leave-one-out has no closed-form adjoint."""
+        return None if self.outer == "loo" or self.diagnostics else unrolled.at_once(self, states, server)
 
     def step(self, learned: Tree, gradient: Tensor) -> Tree:
         take = learnables.adam if self.optimizer == "adam" else learnables.descend
@@ -154,17 +173,20 @@ class Learn2pFed(Algorithm):
         raw = state["learned"]["raw"]
         return learnables.read(raw[cell] if self.per_cell else raw, w.shape, self.positive)
 
-    def roots(self, me: Me, server: Tree) -> Tensor:
+    def roots_of(self, state: Tree, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""
         if self.outer == "eb":
             return EmpiricalBayes.roots(server)
-        x = self.numbers(me.state, server["w"], -1)
+        x = self.numbers(state, server["w"], -1)
         return (x["eta"] / (x["rho"] * x["lam"]).clamp(min=1e-12)).sqrt()
 
     def personal(self, me: Me, server: Tree) -> Params:
         if self.serve == "unrolled" and self.outer != "eb":
             return ridge.as_params(me.model, me.state["v"])
-        return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots(me, server), server["w"]))
+        return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots_of(me.state, server), server["w"]))
 
     def shares(self, me: Me, server: Tree) -> Params:
-        return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots(me, server)))
+        return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots_of(me.state, server)))
+
+    def effective_degrees(self, me: Me, server: Tree) -> Params:
+        return ridge.as_params(me.model, self.roots_of(me.state, server) ** -2)

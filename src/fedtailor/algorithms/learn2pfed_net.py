@@ -79,13 +79,24 @@ class Learn2pFedNet(Algorithm):
         moments = tree_map(torch.zeros_like, degrees)
         return {"v": me.model.params, "z": zero, "a": zero, "degrees": degrees, "first": moments, "second": moments}
 
+    def join(self, me: Me, server: Tree) -> Tree:
+        s = self.client_init(me)
+        s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the others' mean
+        return self.fitted(me, s, server["w"], {})
+
     def shrunk(self, deviation: Params, degrees: Params) -> Params:
         """z = (1 - s) (v - w - a)."""
         return {k: (1 - torch.sigmoid(degrees[self.group(k)] - log(self.rho))) * x for k, x in deviation.items()}
 
     @on_client(sends=(SHARED, DEGREES, COUNT))
     def local(self, me: Me, w: Params, mean: Params) -> tuple[Tree, Tree]:
-        s = me.state
+        s = self.fitted(me, me.state, w, mean)
+        v, z, a = s["v"], s["z"], s["a"]
+        part = {k: v[k] - z[k] - a[k] if self.consensus == "admm" else v[k] for k in w}
+        return s, (part, s["degrees"] if self.pull else {}, me.n)
+
+    def fitted(self, me: Me, s: Tree, w: Params, mean: Params) -> Tree:
+        """The state after the three steps at a client, with a step of the degrees before the last."""
         degrees = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
         v, z, a = s["v"], s["z"], s["a"]
         if self.consensus == "admm":
@@ -105,9 +116,7 @@ class Learn2pFedNet(Algorithm):
         second = {k: 0.9 * u + 0.1 * gradient[k].square() for k, u in s["second"].items()}
         degrees = {k: x - self.outer_lr * first[k] / (second[k].sqrt() + 1e-12) for k, x in degrees.items()}
         z = self.shrunk(deviation, degrees)  # (11)
-        state = {"v": v, "z": z, "a": a, "degrees": degrees, "first": first, "second": second}
-        part = {k: v[k] - z[k] - a[k] if self.consensus == "admm" else v[k] for k in w}
-        return state, (part, degrees if self.pull else {}, me.n)
+        return {"v": v, "z": z, "a": a, "degrees": degrees, "first": first, "second": second}
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         parts, degrees, n = fed.map(self.local, server["w"], server["degrees"])
@@ -119,3 +128,6 @@ class Learn2pFedNet(Algorithm):
     def shares(self, me: Me, server: Tree) -> Params:
         s = {k: torch.sigmoid(me.state["degrees"][self.group(k)] - log(self.rho)) for k in server["w"]}
         return {k: s[k].expand(w.shape) for k, w in server["w"].items()}
+
+    def effective_degrees(self, me: Me, server: Tree) -> Params:
+        return {k: me.state["degrees"][self.group(k)].exp().expand(w.shape) for k, w in server["w"].items()}

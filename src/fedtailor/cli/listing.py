@@ -161,11 +161,17 @@ def print_shares(console: Console, path: Path, data_root: Path | None) -> None:
     """Clients by parts of the model."""
     from fedtailor.runs.explain import SHARES, explain
 
-    names, shares = explain(path, data_root)
-    table = _table("share of the common model: 0 own, 1 common", "client", *names)
-    for client, row in shares.items():
-        table.add_row(escape(client), *(f"{row[name]:.2f}" for name in names))
-    console.print(table)
+    names, shares, degrees = explain(path, data_root)
+    titles = {
+        "share of the common model: 0 own, 1 common": (shares, ".2f"),
+        "effective degree Lambda": (degrees, ".3g"),
+    }
+    for title, (rows, form) in titles.items():
+        if rows:
+            table = _table(title, "client", *names)
+            for client, row in rows.items():
+                table.add_row(escape(client), *(f"{row[name]:{form}}" for name in names))
+            console.print(table)
     print(f"every parameter: {path / SHARES}")
 
 

@@ -76,6 +76,10 @@ class Algorithm:
         """A client's private state before its first round; its keys and shapes stay as they are here."""
         return {}
 
+    def join(self, me: Me, server: Tree, /) -> Tree:
+        """The first private state of a client that comes to a federation already trained, from one local step."""
+        return self.client_init(me)
+
     def round(self, fed: Federation, server: Tree, /) -> Tree:
         """One round; returns the server's new state."""
         raise NotImplementedError
@@ -87,6 +91,10 @@ class Algorithm:
     def shares(self, me: Me, server: Tree, /) -> Params:
         """How much of each parameter is common: 0 is this client's own, 1 the common one."""
         raise ConfigError(f"{self.title or type(self).__name__} does not say to what degree a parameter is shared")
+
+    def effective_degrees(self, me: Me, server: Tree, /) -> Params:
+        """What ties each parameter to the common one, where the algorithm has such numbers: 0 is nothing."""
+        return {}
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         """Outputs of a personal model."""

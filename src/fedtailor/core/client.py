@@ -125,8 +125,12 @@ def pull_back(outcome: Outcome, state_cotangent: Tree | None, reply_cotangent: T
     return state, args
 
 
-def initial(setting: Setting, members: Sequence[int], *, is_stacked: bool) -> tuple[Tree, Params]:
-    """Private state and buffers of new clients."""
+def initial(setting: Setting, members: Sequence[int], server: Tree = None, *, is_stacked: bool) -> tuple[Tree, Params]:
+    """Private state and buffers of new clients; with `server`, of clients that join a federation already trained."""
+
+    def client(me: Me, args: tuple[Tree, ...]) -> Tree:
+        return setting.algorithm.client_init(me) if server is None else setting.algorithm.join(me, args[0])
+
     each = [dict(setting.model.private_buffers) for _ in members]
     for member, own in zip(members, each, strict=True):
         if PRIOR in own:
@@ -141,9 +145,9 @@ def initial(setting: Setting, members: Sequence[int], *, is_stacked: bool) -> tu
         {},
         buffers,
         None,
-        (),
-        (),
-        lambda me, args: setting.algorithm.client_init(me),
+        (server,),
+        (False,),
+        client,
         is_stacked,
     )
     return state, buffers
@@ -170,11 +174,11 @@ def personal(
         return _run(setting, members, key, round, state, buffers, None, (server,), (False,), client, is_stacked)[0]
 
 
-def shares(setting: Setting, member: int, state: Tree, buffers: Params, server: Tree) -> Params:
-    """How much of each parameter of one client is common: 0 is its own, 1 the common one."""
+def shares(setting: Setting, member: int, state: Tree, buffers: Params, server: Tree) -> tuple[Params, Params]:
+    """How much of each parameter of a client is common (0 is its own, 1 the common one), and its effective degrees."""
 
     def client(me: Me, args: tuple[Tree, ...]) -> Tree:
-        return setting.algorithm.shares(me, args[0])
+        return setting.algorithm.shares(me, args[0]), setting.algorithm.effective_degrees(me, args[0])
 
     key = (setting.seed, "shares")
     with torch.no_grad():

@@ -110,22 +110,33 @@ class Federation:
     round: int = 0
     cohort: tuple[int, ...] = ()
     looked_at: set[str] = field(default_factory=set)
+    reported: dict[str, float | list[float]] = field(default_factory=dict)
     _calls: int = 0
     _tape: _Tape | None = None
     _errors: list[Exception] = field(default_factory=list)
 
     def map(self, fn: Callable[..., Any], *message: Tree | Placed) -> Placed:
         """Every client of the cohort runs `fn(me, *message)` and keeps its new private state; the replies come back."""
+        call = self._next(fn, message, taped=self._tape is not None)
+        return self._call(call) if self._tape is None else self._tape.call(self, call)
+
+    def aside(self, fn: Callable[..., Any], *message: Tree | Placed) -> Placed:
+        """As `map`, for a function that only looks at the private state: a running tape does not record it."""
+        return self._call(self._next(fn, tuple(detach(m) for m in message), taped=False))
+
+    def _next(self, fn: Callable[..., Any], message: tuple[Tree | Placed, ...], *, taped: bool) -> Call:
         if client_functions(self.engine.setting.algorithm).get(fn.__name__) is not getattr(fn, "__func__", None):
             raise TypeError(f"fed.map: {fn.__name__} is not a method of this algorithm marked with @on_client")
         args = tuple(m.of(self.cohort) if isinstance(m, Placed) else m for m in message)
         placed = tuple(isinstance(m, Placed) for m in message)
-        call = Call(fn.__name__, self.round, self._calls, args, placed, taped=self._tape is not None)
         self._calls += 1
         self.traffic.trips += 1
-        if self._tape is None:
-            return self._call(call)
-        return self._tape.call(self, call)
+        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped)
+
+    def report(self, **values: Tensor | list[Tensor]) -> None:
+        """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
+        for name, value in values.items():
+            self.reported[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
 
     def sum(self, x: Placed) -> Tree:
         """The sum over the cohort; all that the server needs to see of it."""
@@ -202,7 +213,7 @@ class Federation:
     def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
         """One round of the algorithm; when it is abandoned everything is as before and `RoundAbandoned` is raised."""
         self.round, self.cohort = round, tuple(cohort)
-        self._calls, self._tape, self._errors = 0, None, []
+        self._calls, self._tape, self._errors, self.reported = 0, None, [], {}
         self.engine.begin_round()
         try:
             with torch.enable_grad():  # a tape must record whatever the caller's mode

@@ -131,6 +131,12 @@ class PolynomialConfig(SourceConfig):
     clients: int = Field(default=10, ge=1, description="Number of clients.")
     samples: int = Field(default=1000, ge=1, description="Number of samples of all clients together.")
     noise: float = Field(default=0.1, ge=0, description="Standard deviation of the noise on training targets.")
+    drawn: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of x, sizes and shifts if it is not the run's, which then draws the noise only; "
+        '42 with layout "sorted" is the Learn2pFed paper\'s.',
+    )
     evaluate: Literal["in-sample", "fresh"] = Field(
         default="in-sample",
         description='Test at the training x or, with layout "iid", at fresh x; targets without noise.',

@@ -21,7 +21,7 @@ SHIFT = 10.0  # a client's shift is drawn from U(-10, 10)
 
 def load(config: PolynomialConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Draw the polynomial task; `root` is not needed."""
-    inputs, shifts = _draw(config, seed)
+    inputs, shifts = _draw(config, seed if config.drawn is None else config.drawn)
     names = client_names(config.clients)
     truth = coefficients(shifts, config.setting)
     noisy, test_inputs = [], inputs

@@ -12,7 +12,7 @@ from fedtailor.core.client import Call
 from fedtailor.core.me import Setting
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.engines.inprocess import InProcess, Reply
-from fedtailor.errors import ClientError
+from fedtailor.errors import ClientError, RoundAbandoned
 
 
 class Site:
@@ -61,7 +61,13 @@ class Wire:
                 tree_map(lambda v, row=row: v[row], arg) if placed else arg
                 for arg, placed in zip(call.args, call.placed, strict=True)
             )
-            header, tree, length = self._exchange(client, codec.encode(call.header, own))
+            try:
+                header, tree, length = self._exchange(client, codec.encode(call.header, own))
+            except OSError as gone:
+                yield Reply(
+                    (client,), error=ClientError(f"{self.setting.data.clients[client]} cannot be reached: {gone}")
+                )
+                continue
             if "error" in header:
                 yield Reply((client,), error=ClientError(header["error"]))
             else:
@@ -75,7 +81,13 @@ class Wire:
         for row, client in enumerate(clients):
             call = self.sites[client]._calls[number]
             mine = tree_map(lambda v, row=row: v[row], cotangent)
-            _, args, length = self._exchange(client, codec.encode(call.reply_header, mine))
+            try:
+                _, args, length = self._exchange(client, codec.encode(call.reply_header, mine))
+            except OSError as gone:
+                name = self.setting.data.clients[client]
+                raise RoundAbandoned(
+                    f"round {call.round}: {name} cannot be reached on the way back of {call.function}: {gone}"
+                ) from gone
             self.up += length
             yield (client,), tuple(_stacked(a) if own else a for a, own in zip(args, call.placed, strict=True))
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fedtailor.core.algorithm import NUMBER, on_client
 from fedtailor.core.federation import AtOnce
+from fedtailor.core.me import Me
 from fedtailor.core.trees import Params, Tree
-from fedtailor.local import learnables
+from fedtailor.local import learnables, ridge
 
 if TYPE_CHECKING:
     from fedtailor.algorithms.learn2pfed import Learn2pFed
@@ -82,12 +84,30 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
         ("outer_loss", (w,), 1, True),
         ("learn", (), 1, False),
     ]
+    mean = learnables.degrees(learned["raw"]).mean(0)
     if algorithm.pull:
-        mean = learnables.degrees(learned["raw"]).mean(0)
         learned = learned | {"raw": learnables.pulled(learned["raw"], mean, algorithm.pull)}
         exchanges += [("agree", (mean,), 1, False)]
     made = state | {"v": cells[-1].v, "z": cells[-1].z, "a": cells[-1].a, "learned": learned}
-    return AtOnce(made, server | {"w": w}, torch.stack(replies).max(), exchanges)
+    return AtOnce(made, server | {"w": w, "degrees": mean}, torch.stack(replies).max(), exchanges)
+
+
+@on_client(sends=(NUMBER, NUMBER, NUMBER))
+def diagnose(self: Learn2pFed, me: Me, w: Tensor, before: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
+    """This client's part of the augmented Lagrangian with the penalty rho |.|^2, and its squared residuals."""
+    s = me.state
+    x = self.numbers(s, w, cell)
+    lam = x["rho"] / x["eta"] * x["lam"]
+    off, dual = s["v"] - w - s["z"], s["a"]
+    coupled = (lam * s["z"].square()).sum() + (x["rho"] * ((off - dual).square() - dual.square())).sum()
+    value = x["p"].squeeze() * (ridge.squared_error(s["d"], s["v"]) + coupled)
+    return s, (value, off.square().sum(), (x["rho"] * (w - before)).square().sum())
+
+
+@on_client(sends=NUMBER)
+def slope(self: Learn2pFed, me: Me) -> tuple[Tree, Tree]:
+    """Squared norm of the gradient of the outer loss by this client's numbers."""
+    return me.state, me.grad["learned"]["raw"].square().sum()
 
 
 def _numbers(d: Params, x: Params) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -17,10 +18,14 @@ from fedtailor.runs.store import RunFolder, write_json, write_tree
 SHARES = "shares.safetensors"
 
 
-def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """Names of the parts and, per client, the share of each: 0 is own, 1 is common. Saved in the run's folder too.
+Table = dict[str, dict[str, float]]  # client -> part -> number
 
-    A part is a feature of a linear model, else a layer (mean over its parameters).
+
+def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table, Table]:
+    """Names of the parts and, per client, the share of each (0 is own, 1 is common) and its effective degree.
+
+    Degrees are empty where the algorithm has none. A part is a feature of a linear model, else a layer (mean share,
+    geometric mean of the degrees). Saved in the run's folder too, for every parameter.
     """
     folder = RunFolder.open(path)
     saved = folder.load_checkpoint()
@@ -30,19 +35,24 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], dict[
     root = Path(made_by["data_root"]) if data_root is None and made_by["data_root"] else data_root
     setting = setting_of(folder.config, root)
     state = saved[1]["state"]
-    found: dict[str, Params] = {}
+    found: dict[str, tuple[Params, Params]] = {}
     for i, client in enumerate(setting.data.clients):
         own = tree_map(lambda v, i=i: v[i], state["clients"])
         found[client] = shares(setting, i, own["state"], own["buffers"], state["server"])
-    stack = {k: torch.stack([found[c][k] for c in found]) for k in next(iter(found.values()))}
-    entry = write_tree(path / SHARES, stack)
-    table = {c: parts(setting, params) for c, params in found.items()}
-    write_json(path / "shares.json", {"tensors": entry, "clients": table})
-    return list(next(iter(table.values()))), table
+    each = list(found.values())
+    stack = [{k: torch.stack([one[kind][k] for one in each]) for k in each[0][kind]} for kind in (0, 1)]
+    entry = write_tree(path / SHARES, {"shares": stack[0], "degrees": stack[1]})
+    table = {c: parts(setting, own) for c, (own, _) in found.items()}
+    degrees = {}
+    if each[0][1]:
+        logs = {c: parts(setting, {k: v.log() for k, v in own.items()}) for c, (_, own) in found.items()}
+        degrees = {c: {k: math.exp(v) if v < 700 else math.inf for k, v in row.items()} for c, row in logs.items()}
+    write_json(path / "shares.json", {"tensors": entry, "clients": table, "degrees": degrees})
+    return list(next(iter(table.values()))), table, degrees
 
 
 def parts(setting: Setting, params: Params) -> dict[str, float]:
-    """Shares by feature where the model is linear and features have names, else by layer."""
+    """Means by feature where the model is linear and features have names, else by layer."""
     if setting.data.features and {v.dim() for v in params.values()} <= {1, 2} and len(params) <= 2:
         named: dict[str, Tensor] = {}
         for v in params.values():

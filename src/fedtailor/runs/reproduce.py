@@ -84,6 +84,7 @@ def grid(table: Published, folder: Path, scale: Scale, seeds: int, rows: list[st
     if unknown:
         raise ConfigError(f'--rows: no row "{unknown[0]}"; {nearest(unknown[0], [p.name for p in table.rows])}')
     out: Cells = {}
+    same: dict[str, Path] = {}  # columns may read different figures off the same run
     for row in table.rows:
         if rows and row.name not in rows:
             continue
@@ -94,14 +95,15 @@ def grid(table: Published, folder: Path, scale: Scale, seeds: int, rows: list[st
                 settings = [f"{key}={_toml(value)}" for key, value in changes.items()]
                 config: RunConfig = parse(with_settings(table.common, [*settings, f"seed={seed}"]), origin=row.name)
                 label = f"{row.name} {column.name}"
-                path = folder / folder_name(label, seed)
+                path = same.setdefault(config.model_dump_json(), folder / folder_name(label, seed))
                 out.setdefault((row.name, column.name), []).append(Cell(label, seed, path, config))
     return out
 
 
 def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> list[Figure]:
     """Run what is missing and read off the figures of the last round."""
-    run_cells([cell for group in cells.values() for cell in group], 0, data_root, told)
+    once = {cell.folder: cell for group in cells.values() for cell in group}
+    run_cells(list(once.values()), 0, data_root, told)
     figures = []
     for (row, column), group in cells.items():
         part = next(p for p in table.rows if p.name == row)

@@ -175,6 +175,8 @@ class _Run:
         except RoundAbandoned as why:
             line["abandoned"] = str(why)
             self.abandoned += 1
+        if self.fed.reported:
+            line["report"] = self.fed.reported
         if self.fed.faults[faults:]:
             line["faults"] = [asdict(f) for f in self.fed.faults[faults:]]
         value = math.nan
