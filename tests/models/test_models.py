@@ -18,6 +18,8 @@ from tests.helpers import F64, assert_equal
         ("fmnist-cnn", (1, 28, 28), 10, 10_290, {"fc.weight", "fc.bias"}),
         ("mlp", (1, 28, 28), 10, 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10, {"out.weight", "out.bias"}),
         ("linear", (13,), 2, 28, {"out.weight", "out.bias"}),
+        ("lstm", (24,), 1, 48 * (1 + 12 + 1) + 48 * (12 + 12 + 1) + 13, {"out.weight", "out.bias"}),
+        ("lstm", (24, 2, 3), 1, 48 * (6 + 12 + 1) + 48 * (12 + 12 + 1) + 13, {"out.weight", "out.bias"}),
     ],
 )
 def test_sizes_and_heads(name: str, shape: tuple[int, ...], outputs: int, count: int, head: set[str]) -> None:

@@ -31,8 +31,9 @@ class Learn2pFedNet(Algorithm):
     """What collaborates: every parameter, or the head over a body that stays local (paper)."""
     grain: Literal["layer", "tensor", "parameter"] = "layer"
     """What has a degree of its own."""
-    consensus: Literal["admm", "average"] = "admm"
-    """How w is found: by ADMM, v going on from where it was; or v starts at w in every round and w is their mean."""
+    consensus: Literal["admm", "primal", "average"] = "admm"
+    """How w is found: by ADMM, v going on from where it was; without the dual, v starting at w + z (for clients that
+    take part rarely, whose dual is stale); or v starting at w, and w the mean of v."""
     outer: Literal["holdout", "train"] = "holdout"
     """What degrees are learned by: validation loss, or training loss (paper)."""
     epochs: int = 2
@@ -92,19 +93,22 @@ class Learn2pFedNet(Algorithm):
     def local(self, me: Me, w: Params, mean: Params) -> tuple[Tree, Tree]:
         s = self.fitted(me, me.state, w, mean)
         v, z, a = s["v"], s["z"], s["a"]
-        part = {k: v[k] - z[k] - a[k] if self.consensus == "admm" else v[k] for k in w}
+        part = {k: v[k] if self.consensus == "average" else v[k] - z[k] - a[k] for k in w}
         return s, (part, s["degrees"] if self.pull else {}, me.n)
 
     def fitted(self, me: Me, s: Tree, w: Params, mean: Params) -> Tree:
         """The state after the three steps at a client, with a step of the degrees before the last."""
         degrees = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
         v, z, a = s["v"], s["z"], s["a"]
-        if self.consensus == "admm":
-            a = {k: a[k] + z[k] - v[k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
-            center = {k: w[k] + z[k] + a[k] for k in w}
-            v = me.sgd(v, epochs=self.epochs, prox=(center, self.rho))  # (14)
-        else:
+        if self.consensus == "average":
             v = me.sgd(v | w, epochs=self.epochs)
+        else:
+            if self.consensus == "admm":
+                a = {k: a[k] + z[k] - v[k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
+            center = {k: w[k] + z[k] + a[k] for k in w}
+            v = me.sgd(
+                v if self.consensus == "admm" else v | center, epochs=self.epochs, prox=(center, self.rho)
+            )  # (14)
         deviation = {k: v[k] - w[k] - a[k] for k in w}
 
         def outer(degrees: Params) -> torch.Tensor:

@@ -6,6 +6,7 @@ The same numbers as the text of the algorithm gives call by call, for clients th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -32,14 +33,11 @@ class Numbers(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What a cell found and made."""
+    """What the way back needs of a cell."""
 
     w: Tensor  # before the cell, as z and v in `off`
     off: Tensor  # z - v + w
-    v: Tensor
-    z: Tensor
-    a: Tensor
-    center: Tensor  # w + z + a of the v-step
+    missed: Tensor  # w + z + a - v of the v-step
     apart: Tensor  # v - w - a
     sent: Tensor  # v - z - a
 
@@ -66,8 +64,8 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
         read = [learnables.read(one, w.shape, algorithm.positive) for one in sets]
     with torch.no_grad():
         numbers = [_numbers(state["d"], x) for x in read] * (1 if algorithm.per_cell else algorithm.cells)
-        cells, w = _forward(state, w, numbers)
-        v_bar = 2 / count * (data["A"] @ cells[-1].v - data["b"])
+        cells, v, z, a, w = _forward(state, w, numbers)
+        v_bar = 2 / count * (data["A"] @ v - data["b"])
         bars = _back(numbers, cells, v_bar, exact=algorithm.gradient == "exact")
         after = [*(c.w for c in cells[1:]), w]
         if algorithm.per_cell:
@@ -88,7 +86,7 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
     if algorithm.pull:
         learned = learned | {"raw": learnables.pulled(learned["raw"], mean, algorithm.pull)}
         exchanges += [("agree", (mean,), 1, False)]
-    made = state | {"v": cells[-1].v, "z": cells[-1].z, "a": cells[-1].a, "learned": learned}
+    made = state | {"v": v, "z": z, "a": a, "learned": learned}
     return AtOnce(made, server | {"w": w, "degrees": mean}, torch.stack(replies).max(), exchanges)
 
 
@@ -116,7 +114,8 @@ def _numbers(d: Params, x: Params) -> Numbers:
     return Numbers(x, inverse, x["eta"] / (x["lam"] + x["eta"]), weight, weight.sum(0))
 
 
-def _forward(state: Tree, w: Tensor, numbers: list[Numbers]) -> tuple[list[Cell], Tensor]:
+def _forward(state: Tree, w: Tensor, numbers: list[Numbers]) -> tuple[list[Cell], Tensor, Tensor, Tensor, Tensor]:
+    """The cells, and v, z, a and w after the last."""
     v, z, a = state["v"], state["z"], state["a"]
     cells = []
     for n in numbers:
@@ -124,13 +123,14 @@ def _forward(state: Tree, w: Tensor, numbers: list[Numbers]) -> tuple[list[Cell]
         a = torch.addcmul(a, n.x["theta"], off)  # (9)
         center = w + z + a
         v = n.inverse @ torch.addcmul(state["d"]["b"], n.x["rho"], center)  # (10)
+        missed = center.sub_(v)
         rest = v - a
         apart = rest - w
         z = n.shrink * apart  # (11)
         sent = rest - z
         w = (n.weight * sent).sum(0) / n.total  # (12)
-        cells.append(Cell(before, off, v, z, a, center, apart, sent))
-    return cells, w
+        cells.append(Cell(before, off, missed, apart, sent))
+    return cells, v, z, a, w
 
 
 def _back(numbers: list[Numbers], cells: list[Cell], v: Tensor, *, exact: bool) -> list[Bars]:
@@ -157,17 +157,21 @@ def _back(numbers: list[Numbers], cells: list[Cell], v: Tensor, *, exact: bool) 
 def _by_numbers(n: Numbers, cells: list[Cell], bars: list[Bars], after: list[Tensor]) -> Params:
     """Derivatives by numbers that these cells have in common; `after` is w after each cell."""
 
-    def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
-        return (torch.stack(a) * torch.stack(b)).sum((0, 2, 3))[:, None, None]
+    def inner(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.stack([torch.einsum("nko,nko->n", a, b) for a, b in pairs]).sum(0)[:, None, None]
 
-    by_shrink = (torch.stack([b.z for b in bars]) * torch.stack([c.apart for c in cells])).sum(0)
+    by_shrink = torch.zeros_like(n.shrink)
+    for b, c in zip(bars, cells, strict=True):
+        by_shrink.addcmul_(b.z, c.apart)
     by_sum = by_shrink / (n.x["lam"] + n.x["eta"])
-    by_weight = inner([b.w[None] / n.total for b in bars], [c.sent - w for c, w in zip(cells, after, strict=True)])
+    by_weight = inner(
+        ((b.w / n.total).expand_as(c.sent), c.sent - w) for b, c, w in zip(bars, cells, after, strict=True)
+    )
     return {
         "lam": -n.shrink * by_sum,
         "eta": ((1 - n.shrink) * by_sum).sum((1, 2), keepdim=True),
-        "rho": inner([b.r for b in bars], [c.center - c.v for c in cells]),
-        "theta": inner([b.a for b in bars], [c.off for c in cells]),
+        "rho": inner((b.r, c.missed) for b, c in zip(bars, cells, strict=True)),
+        "theta": inner((b.a, c.off) for b, c in zip(bars, cells, strict=True)),
         "p": n.x["gamma"] * by_weight,
         "gamma": n.x["p"] * by_weight,
     }

@@ -12,10 +12,16 @@ from torch import nn
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.models.networks import FMNISTCNN, MLP, LeNet5, Linear
+from fedtailor.models.networks import FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.plugins import imported
 
-MODELS: dict[str, type[nn.Module]] = {"linear": Linear, "mlp": MLP, "lenet5": LeNet5, "fmnist-cnn": FMNISTCNN}
+MODELS: dict[str, type[nn.Module]] = {
+    "linear": Linear,
+    "mlp": MLP,
+    "lstm": LSTM,
+    "lenet5": LeNet5,
+    "fmnist-cnn": FMNISTCNN,
+}
 
 
 def build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
@@ -39,6 +40,56 @@ class MLP(nn.Module):
         for layer in self.hidden:
             x = torch.relu(layer(x))
         return self.out(x)
+
+
+class LSTM(nn.Module):
+    """LSTM layers over a window, [time] or [time, features]; the head reads the last hidden state.
+
+    A step takes in `per_step` times at once: a week of hours is 168 steps of one hour or 7 of a day. The layers are
+    matrix products, because nn.LSTM does not run for a stack of clients (vmap). Its two biases act as their sum only,
+    and are one here.
+    """
+
+    head = ("out",)
+
+    def __init__(
+        self, shape: tuple[int, ...], outputs: int, hidden: int = 12, layers: int = 2, per_step: int = 1
+    ) -> None:
+        super().__init__()
+        if per_step < 1 or shape[0] % per_step:
+            raise ValueError(f"a window of {shape[0]} is not a whole number of steps of {per_step}")
+        self.by_step = (shape[0] // per_step, per_step)
+        widths = [prod((per_step, *shape[1:])), *[hidden] * layers]
+        self.layers = nn.ModuleList(LSTMLayer(a, b) for a, b in pairwise(widths))
+        self.out = nn.Linear(widths[-1], outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.unflatten(1, self.by_step).flatten(2).unbind(1)
+        for layer in self.layers:
+            steps = layer(steps)
+        return self.out(steps[-1])
+
+
+class LSTMLayer(nn.Module):
+    """The hidden state of every step; one product per step makes the three gates and the news they let in."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.gates = nn.Linear(inputs + hidden, 4 * hidden)
+        for parameter in self.gates.parameters():
+            nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)  # the range of nn.LSTM
+
+    def forward(self, steps: Sequence[Tensor]) -> list[Tensor]:
+        state = memory = steps[0].new_zeros(len(steps[0]), self.hidden)
+        states: list[Tensor] = []
+        for x in steps:
+            gates, news = self.gates(torch.cat([x, state], dim=1)).split([3 * self.hidden, self.hidden], dim=1)
+            take, keep, show = torch.sigmoid(gates).split(self.hidden, dim=1)
+            memory = keep * memory + take * torch.tanh(news)
+            state = show * torch.tanh(memory)
+            states.append(state)
+        return states
 
 
 class LeNet5(nn.Module):
