@@ -8,12 +8,11 @@ import torch
 
 from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.joint_ls import JointLS
-from fedtailor.algorithms.learn2pfed_net import Learn2pFedNet
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
 from fedtailor.data.federated import FederatedData
 from fedtailor.models import build
-from tests.helpers import F64, FULL_BATCH, assert_equal, federate, make_data, make_model, models, run
+from tests.helpers import F64, federate, models, run
 
 
 def polynomial(setting: Any) -> FederatedData:
@@ -57,36 +56,3 @@ def test_a_step_of_empirical_bayes_by_hand() -> None:
     freedom = np.mean([1 - np.diag(c) / t for c in posterior], axis=0)
     torch.testing.assert_close(server["w"][:, 0], torch.from_numpy(v.mean(0)), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(server["t"][:, 0], torch.from_numpy(v.var(0) / freedom), rtol=1e-5, atol=1e-8)
-
-
-def test_a_round_of_the_network_by_hand() -> None:
-    """Full batch, one epoch: v - lr (F' + rho (v - (w + z + a))) from v = w, z = a = 0."""
-    data = make_data(names=("ada", "di"))
-    model = make_model("mlp", data)
-    algorithm = Learn2pFedNet(epochs=1, outer_lr=0.0, share=0.75)
-    fed = federate(algorithm, data, model, solver=FULL_BATCH)
-    server = run(fed, rounds=1)
-    v, total = [], 0.0
-    for i in range(2):
-        x, y = data.train.of(i)
-        leaves = {k: p.clone().requires_grad_() for k, p in model.params.items()}
-        loss = torch.nn.functional.cross_entropy(torch.func.functional_call(model.module, leaves, (x,)), y)
-        gradients = torch.autograd.grad(loss, list(leaves.values()))
-        v.append({k: (p - 0.1 * g).detach() for (k, p), g in zip(leaves.items(), gradients, strict=True)})
-        total += len(x)
-    weights = [len(data.train.of(i)[0]) / total for i in range(2)]
-    z = [{k: 0.25 * (v[i][k] - w) for k, w in model.params.items()} for i in range(2)]
-    wanted = {k: sum(weights[i] * (v[i][k] - z[i][k]) for i in range(2)) for k in model.params}
-    assert_equal(server["w"], wanted)
-    personal = {c: {k: wanted[k] + z[i][k] for k in wanted} for i, c in enumerate(data.clients)}
-    assert_equal(models(fed, server), personal)
-
-
-def test_only_the_head_is_sent_by_the_papers_network() -> None:
-    data = make_data()
-    model = make_model("mlp", data)
-    fed = federate(Learn2pFedNet(scope="head"), data, model)
-    server = run(fed, rounds=2)
-    assert set(server["w"]) == set(model.head)
-    bodies = [tuple(m["hidden.0.weight"].flatten().tolist()) for m in models(fed, server).values()]
-    assert len(set(bodies)) == 4  # each its own

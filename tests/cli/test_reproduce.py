@@ -97,3 +97,21 @@ def test_command_prints_ours_beside_the_papers(call: Call, configs: Path, tmp_pa
     refused = call("explain", tmp_path / "out" / "oracle_one-seed0")
     assert (refused.code, refused.out) == (2, "")
     assert "JointLS does not say to what degree a parameter is shared" in refused.err
+
+
+def test_columns_may_read_different_figures_off_the_same_run(call: Call, configs: Path) -> None:
+    columns = 'columns = [{ name = "error" }, { name = "kB", metric = "up", unit = "kB" }]'
+    (configs / "paper" / "table9.toml").write_text(
+        TABLE.replace(TABLE[TABLE.index("columns =") : TABLE.index("\n\n[common]")], columns).replace(
+            "by_column = [{", "# ["
+        )
+    )
+    code, _, _ = call(
+        "reproduce", "paper/table9", "--configs", configs, "--out", "out", "--rows", "ours", "--json", "f.json"
+    )
+    assert code == 0
+    assert [p.name for p in sorted(Path("out").glob("ours*"))] == ["ours_error-seed0", "ours_error-seed1"]
+    traffic = read_json(Path("out/ours_error-seed0") / RESULTS)["traffic"]
+    found = {f["column"]: f for f in json.loads(Path("f.json").read_text())}
+    assert found["kB"]["mean"] == pytest.approx(traffic["up"] / 1000 / (4 * 2))
+    assert (found["kB"]["unit"], found["error"]["unit"]) == ("kB", "")

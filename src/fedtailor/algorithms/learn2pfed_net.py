@@ -50,7 +50,9 @@ class Learn2pFedNet(Algorithm):
     title: ClassVar[str] = "Learn2pFed-Net"
     private: ClassVar[str] = "own model, dual, degrees"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0, "outer_lr": 0.01}
+        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0, "outer_lr": 0.01},
+        "primal": {"consensus": "primal"},
+        "average": {"consensus": "average"},
     }
     citation: ClassVar[str] = Learn2pFed.citation
 
