@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedtailor import algorithms, engines
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Federation, Limits
 from fedtailor.core.me import Me, Setting
 from fedtailor.core.model import BufferPolicy, Model
@@ -125,10 +126,11 @@ def federate(
     engine: str = "loop",
     solver: Solver = SOLVER,
     limits: Limits | None = None,
+    environment: Environment | None = None,
 ) -> Federation:
     """A federation whose clients have their first state."""
     name, chunk = ENGINES[engine]
-    made = engines.make(name, Setting(algorithm, model, data, solver, seed=3), chunk)
+    made = engines.make(name, Setting(algorithm, model, data, solver, 3, environment or Environment()), chunk)
     made.start()
     return Federation(made, limits or Limits())
 

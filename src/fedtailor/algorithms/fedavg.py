@@ -20,6 +20,7 @@ class FedAvg(Algorithm):
     """Local epochs per round."""
 
     title: ClassVar[str] = "FedAvg"
+    stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{mcmahan2017communication,
   title={Communication-Efficient Learning of Deep Networks from Decentralized Data},
   author={McMahan, Brendan and Moore, Eider and Ramage, Daniel and Hampson, Seth and {Ag\\"uera y Arcas}, Blaise},
@@ -34,7 +35,8 @@ class FedAvg(Algorithm):
         return {}, (me.sgd(w, epochs=self.epochs), me.n)
 
     def round(self, fed: Federation, w: Params) -> Params:
-        return fed.mean(*fed.map(self.local, w))
+        models, n = fed.map(self.local, w)
+        return fed.mean(models, n, stale=w)
 
     def personal(self, me: Me, w: Params) -> Params:
         return w

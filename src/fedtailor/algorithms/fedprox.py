@@ -22,6 +22,7 @@ class FedProx(Algorithm):
     """Weight of the proximal term."""
 
     title: ClassVar[str] = "FedProx"
+    stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{li2020federated,
   title={Federated Optimization in Heterogeneous Networks},
   author={Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and
@@ -37,7 +38,8 @@ class FedProx(Algorithm):
         return {}, (me.sgd(w, epochs=self.epochs, prox=(w, self.mu)), me.n)
 
     def round(self, fed: Federation, w: Params) -> Params:
-        return fed.mean(*fed.map(self.local, w))
+        models, n = fed.map(self.local, w)
+        return fed.mean(models, n, stale=w)
 
     def personal(self, me: Me, w: Params) -> Params:
         return w

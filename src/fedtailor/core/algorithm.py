@@ -64,6 +64,12 @@ class Algorithm:
     private: ClassVar[str] = "nothing"  # what stays on the client, in words
     citation: ClassVar[str] = ""  # BibTeX
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
+    stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
+
+    @property
+    def preparation(self) -> int:
+        """Rounds before the first one, in which something is learned for the run; they have numbers up to 0."""
+        return 0
 
     def check(self, model: Model, task: str) -> None:
         """Raise a `ConfigError` when this model or task cannot be served."""

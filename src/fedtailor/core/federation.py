@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +110,8 @@ class Federation:
     faults: list[Fault] = field(default_factory=list)
     round: int = 0
     cohort: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
+    missed: list[tuple[int, ...]] = field(default_factory=list)  # of each exchange of the round
     looked_at: set[str] = field(default_factory=set)
     reported: dict[str, float | list[float]] = field(default_factory=dict)
     _calls: int = 0
@@ -142,8 +145,17 @@ class Federation:
         """The sum over the cohort; all that the server needs to see of it."""
         return tree_map(lambda v: v.sum(0), x.tree)
 
-    def mean(self, x: Placed, weight: Placed | None = None) -> Tree:
-        """The mean over the cohort, weighted by one number per client."""
+    def mean(self, x: Placed, weight: Placed | None = None, stale: Tree = None) -> Tree:
+        """The mean over the cohort, weighted by one number per client.
+
+        `stale` counts for those who were asked and did not answer, by their samples, if the environment has it so.
+        """
+        missing = tuple(c for c in self.asked if c not in set(self.cohort)) if stale is not None else ()
+        if missing and self.engine.setting.environment.missing == "stale":
+            mean = self.mean(x, weight)
+            absent, present = self.samples(missing), self.samples(x.clients)
+            there = present.sum() / (present.sum() + absent.sum())
+            return tree_map(lambda old, new: torch.lerp(old, new, there.to(new.dtype)), stale, mean)
         if weight is None:
             return tree_map(lambda v: v.mean(0), x.tree)
         known = set(weight.clients)
@@ -151,6 +163,30 @@ class Federation:
         w = weight.of(both)
         w = w / w.sum()
         return tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.of(both))
+
+    def samples(self, clients: Sequence[int]) -> Tensor:
+        """Training samples of clients, as they told when they came."""
+        return torch.tensor(self.engine.setting.data.train.bounds(clients)[1], dtype=torch.float64)
+
+    @contextmanager
+    def exchange(self, number: int) -> Iterator[tuple[int, ...]]:
+        """One of several exchanges of a round, with those whose replies arrive in it."""
+        everybody, self.cohort = self.cohort, self._arriving(number, self.cohort)
+        here = self.cohort
+        try:
+            yield here
+        finally:
+            lost = set(here) - set(self.cohort)
+            self.cohort = tuple(c for c in everybody if c not in lost)
+
+    def _arriving(self, exchange: int, clients: tuple[int, ...]) -> tuple[int, ...]:
+        setting = self.engine.setting
+        if not setting.environment.fails:
+            return clients
+        samples = setting.data.train.bounds(clients)[1]
+        found = setting.environment.answers(self.round, exchange, clients, samples)
+        self.missed.append(tuple(c for c in clients if c not in set(found)))
+        return found
 
     def scatter(self, rows: Tree) -> Placed:
         """A different message for each client: `rows` has a leading dimension, in the order of `cohort`."""
@@ -212,7 +248,11 @@ class Federation:
 
     def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
         """One round of the algorithm; when it is abandoned everything is as before and `RoundAbandoned` is raised."""
-        self.round, self.cohort = round, tuple(cohort)
+        self.round, self.cohort, self.asked, self.missed = round, tuple(cohort), tuple(cohort), []
+        if round > 0:  # a preparing round has several exchanges, each with failures of its own
+            self.cohort = self._arriving(0, self.cohort)
+            if not self.cohort:
+                return server  # nobody answered: everything is as before
         self._calls, self._tape, self._errors, self.reported = 0, None, [], {}
         self.engine.begin_round()
         try:

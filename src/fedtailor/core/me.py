@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.core.environment import Environment
 from fedtailor.core.model import LOSSES, Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, number
-from fedtailor.local.batches import Batch, single, stacked, whole
+from fedtailor.local.batches import Batch, cut, single, stacked, whole
 from fedtailor.local.training import Solver, Training, train
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Setting:
     data: FederatedData
     solver: Solver
     seed: int
+    environment: Environment = field(default_factory=Environment)
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -131,6 +134,21 @@ class Me:
         self.buffers = {k: buffers.get(k, v) for k, v in self.buffers.items()}
         return {k: trained[k] if k in trained else buffers[k] for k in params}
 
+    def steps(self, epochs: int = 1) -> Tensor:
+        """How many steps `sgd(epochs=epochs)` takes on this client's data."""
+        (steps,) = _AtClients.apply(lambda is_stacked: (self._steps(epochs, is_stacked),), self.n)
+        return steps
+
+    def _steps(self, epochs: int, is_stacked: bool) -> Tensor:
+        setting = self._setting
+        least = 2 if self.model.batch_statistics else 1
+        counts = [
+            setting.environment.passes(i, epochs) * len(cut(np.arange(n), setting.solver.batch_size or n, least))
+            for i, n in zip(self._members, setting.data.train.bounds(self._members)[1], strict=True)
+        ]
+        made = torch.tensor(counts, dtype=self.n.dtype)
+        return made if is_stacked else made[0]
+
     def loss(self, params: Params, split: str = "train") -> Tensor:
         """Mean loss over all training ("train") or validation ("val") samples, without changing any statistics."""
         x, y, mask = self.train if split == "train" else self.val
@@ -150,7 +168,7 @@ class Me:
         orders = []
         for i, n in zip(self._members, sizes, strict=True):
             rng = stream(*self._key, clients[i], "batches", nth)
-            orders.append([rng.permutation(n) for _ in range(epochs)])
+            orders.append([rng.permutation(n) for _ in range(self._setting.environment.passes(i, epochs))])
         if is_stacked:
             return stacked(starts, orders, size, self.n.dtype, least)
         return single(starts[0], orders[0], size, least)

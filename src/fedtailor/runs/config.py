@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Limits
 from fedtailor.core.model import BufferPolicy
 from fedtailor.data import SOURCES, DataConfig
@@ -95,6 +97,38 @@ class FederationSection(Section):
         return Limits(self.min_replies, self.max_norm)
 
 
+class EnvironmentSection(Section):
+    """What makes clients unequal beside their data; a list has one number per client, in the order of their names."""
+
+    epochs: tuple[int, ...] = Field(
+        default=(), description="Passes over its data that a client makes for each one asked for; 1 if empty."
+    )
+    answer: tuple[float, ...] = Field(
+        default=(), description="Probability that a client's reply arrives in a round; 1 if empty."
+    )
+    leave: float = Field(default=0.0, ge=0, lt=1, description="Probability per round that a client leaves for good.")
+    speed: tuple[float, ...] = Field(
+        default=(), description="Samples that a client works through per unit of time; 1 if empty."
+    )
+    jitter: float = Field(default=0.0, ge=0, description="Spread of the logarithm of the time that a round takes.")
+    deadline: float = Field(default=0.0, ge=0, description="Replies that take longer are missing; 0 is no deadline.")
+    missing: Literal["renormalise", "stale"] = Field(
+        default="renormalise",
+        description="Means are over those who answered; or those who did not count with the model they were sent.",
+    )
+
+    def made(self, clients: int, seed: int) -> Environment:
+        """For so many clients; refuses tables that do not fit."""
+        for name, least, most in (("epochs", 1, 10**6), ("answer", 0.0, 1.0), ("speed", 1e-12, math.inf)):
+            table = getattr(self, name)
+            if table and len(table) != clients:
+                raise ConfigError(f"environment.{name}: {len(table)} numbers for {clients} clients")
+            wrong = [v for v in table if not least <= v <= most]
+            if wrong:
+                raise ConfigError(f"environment.{name}: {wrong[0]:g} is not between {least:g} and {most:g}")
+        return Environment(seed=seed, **self.model_dump())
+
+
 class EvaluationSection(Section):
     """When personal models are measured. Test data is read once, at the end, unless test_curve is set."""
 
@@ -121,6 +155,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     local: LocalSection = Field(default_factory=LocalSection)
     federation: FederationSection = Field(default_factory=FederationSection)
+    environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
 

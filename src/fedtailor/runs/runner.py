@@ -71,7 +71,14 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
         )
     if config.federation.min_replies > (config.federation.clients_per_round or len(federated.clients)):
         raise ConfigError(f"federation.min_replies = {config.federation.min_replies}: more than the clients of a round")
-    return Setting(algorithm, model, federated, config.local.solver, config.seed)
+    environment = config.environment.made(len(federated.clients), config.seed)
+    if environment.missing == "stale" and not algorithm.stale:
+        able = [name for name, kind in algorithms.algorithms().items() if kind.stale]
+        raise ConfigError(
+            f'environment.missing = "stale": {algorithm.title or config.algorithm.name} has no mean that could '
+            f"count those who did not answer; able to: {', '.join(able)}"
+        )
+    return Setting(algorithm, model, federated, config.local.solver, config.seed, environment)
 
 
 def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | None) -> dict[str, Any]:
@@ -136,7 +143,9 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
             length = folder.append_metrics(line)
             if listener is not None:
                 clients, faults = len(run.fed.cohort), len(run.fed.faults)
-                listener(Progress(round, config.rounds, run.metric, value, clients, faults, _news(line)))
+                before = run.engine.setting.algorithm.preparation
+                done, total = round + before, config.rounds + before
+                listener(Progress(done, total, run.metric, value, clients, faults, _news(line)))
             if run.abandoned >= ABANDONED_IN_A_ROW:
                 raise RunError(
                     f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
@@ -158,7 +167,7 @@ class _Run:
         self.fed = Federation(engine, config.federation.limits)
         self.server = engine.setting.algorithm.server_init(engine.setting.model)
         self.metric = METRICS[engine.setting.data.task][0]
-        self.round = 0  # the last one done
+        self.round = -engine.setting.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
         self.seconds = 0.0
         self.best_round, self.best_value = 0, math.nan
@@ -175,12 +184,14 @@ class _Run:
         except RoundAbandoned as why:
             line["abandoned"] = str(why)
             self.abandoned += 1
+        if any(self.fed.missed):
+            line["missed"] = [list(m) for m in self.fed.missed] if round < 1 else list(self.fed.missed[0])
         if self.fed.reported:
             line["report"] = self.fed.reported
         if self.fed.faults[faults:]:
             line["faults"] = [asdict(f) for f in self.fed.faults[faults:]]
         value = math.nan
-        if round % self.config.evaluation.every == 0 or round == self.config.rounds:
+        if round > 0 and (round % self.config.evaluation.every == 0 or round == self.config.rounds):
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
