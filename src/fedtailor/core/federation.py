@@ -13,10 +13,11 @@ from torch import Tensor
 from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, sent_example, sent_positive
 from fedtailor.core.client import Call
+from fedtailor.core.environment import Environment
 from fedtailor.core.me import Setting
 from fedtailor.core.states import changed
 from fedtailor.core.trees import Params, Tree, detach, items, leaves, rebuild, schema, schema_difference, tree_map
-from fedtailor.errors import ClientError, RoundAbandoned
+from fedtailor.errors import ClientError, ConfigError, RoundAbandoned
 
 
 class Engine(Protocol):
@@ -168,11 +169,35 @@ class Federation:
         """Training samples of clients, as they told when they came."""
         return torch.tensor(self.engine.setting.data.train.bounds(clients)[1], dtype=torch.float64)
 
+    @property
+    def clients(self) -> int:
+        """How many clients there are in all."""
+        return len(self.engine.setting.data.clients)
+
+    @property
+    def environment(self) -> Environment:
+        """What makes clients unequal."""
+        return self.engine.setting.environment
+
+    @property
+    def plain_lr(self) -> float:
+        """The step size of local training, where a client's move is minus that times its gradients."""
+        solver = self.engine.setting.solver
+        if solver.optimizer != "sgd" or solver.momentum or solver.weight_decay or solver.clip:
+            raise ConfigError("local: gradients cannot be read off a move; use plain sgd (no momentum, decay or clip)")
+        return solver.lr
+
     @contextmanager
-    def exchange(self, number: int) -> Iterator[tuple[int, ...]]:
-        """One of several exchanges of a round, with those whose replies arrive in it."""
-        everybody, self.cohort = self.cohort, self._arriving(number, self.cohort)
-        here = self.cohort
+    def exchange(self, number: int, *, ask_all: bool = False) -> Iterator[tuple[int, ...]]:
+        """One of several exchanges of a round, with those whose replies arrive in it.
+
+        With `ask_all` the others reply too, as a tape needs it, and it is up to the algorithm not to use that.
+        """
+        everybody, here = self.cohort, self._arriving(number, self.cohort)
+        if ask_all:
+            yield here
+            return
+        self.cohort = here
         try:
             yield here
         finally:
