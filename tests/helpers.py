@@ -99,6 +99,7 @@ def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
     data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
     try:
         algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
+        algorithm.check_solver(case.get("solver", SOLVER))
     except ConfigError:
         return False
     return True
@@ -169,6 +170,13 @@ def models(fed: Federation, server: Tree) -> dict[str, Params]:
 def everything(fed: Federation, server: Tree) -> dict[str, Any]:
     """All that a run has made, per client by name: what must not depend on where it ran."""
     models, metrics = evaluate(fed, server)
+    clients, tables = fed.engine.setting.data.clients, fed.engine.setting.algorithm.by_client
+
+    def named(v: Tensor) -> Tree:
+        """A table of the server by name of the client."""
+        return {c: v[..., i] for i, c in enumerate(clients)} if v.dim() and v.shape[-1] == len(clients) else v
+
+    server = {k: tree_map(named, v) if k in tables else v for k, v in server.items()} if tables else server
     return dict(items({"server": server, "states": states(fed), "models": models, "metrics": metrics}))
 
 

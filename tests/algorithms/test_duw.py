@@ -153,4 +153,4 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="first-order gradient only"):
         replace(DUW, gradient="exact").check(make_model("mlp", data), "regression")
     with pytest.raises(ConfigError, match="use plain sgd"):
-        prepared(DUW, solver=Solver(lr=0.1, momentum=0.9, batch_size=0))
+        DUW.check_solver(Solver(lr=0.1, momentum=0.9))

@@ -19,6 +19,7 @@ from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
+from fedtailor.local.training import Solver
 from fedtailor.local.unfolding import FEATURES, Average, adam, average, learnable, seen, vector
 
 
@@ -43,6 +44,7 @@ class DUWFedAvg(Algorithm):
 
     title: ClassVar[str] = "DUW-FedAvg"
     stale: ClassVar[bool] = True
+    by_client: ClassVar[tuple[str, ...]] = ("learned", "theta", "answers")
     citation: ClassVar[str] = """@article{nakai2024deep,
   title={Deep Unfolding-Based Weighted Averaging for Federated Learning in Heterogeneous Environments},
   author={Nakai-Kasai, Ayano and Wadayama, Tadashi},
@@ -56,6 +58,13 @@ class DUWFedAvg(Algorithm):
     def check(self, model: Model, task: str) -> None:
         if self.gradient == "exact" and self.outer == "path":
             raise ConfigError('algorithm.outer = "path" has a first-order gradient only; use "final" or "holdout"')
+
+    def check_solver(self, solver: Solver) -> None:
+        if self.outer == "path" and not solver.is_plain:
+            raise ConfigError(
+                'algorithm.outer = "path" reads gradients off a client\'s move: use plain sgd in [local] (no momentum, '
+                'weight_decay or clip), or outer = "final" or "holdout"'
+            )
 
     def server_init(self, model: Model) -> Tree:
         return {"w": model.params, "start": model.params}
@@ -101,7 +110,7 @@ class DUWFedAvg(Algorithm):
             loss, a, pulls = fed.sum(losses), vector(fed.sum(slopes)), []
             for step in reversed(steps):
                 pulls.append((step.apart @ a).to(theta.dtype))  # dL / dTheta
-                a = a - step.moved / fed.plain_lr if self.outer == "path" else a
+                a = a - step.moved / fed.solver.lr if self.outer == "path" else a
             (gradient,) = torch.autograd.grad([step.share for step in reversed(steps)], theta, pulls)
         loss, learned = loss.detach().to(theta.dtype), adam(server["learned"], gradient, self.outer_lr)
         weights = torch.stack([step.share.detach() for step in steps])

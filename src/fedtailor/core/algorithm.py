@@ -16,6 +16,7 @@ from fedtailor.errors import ConfigError
 if TYPE_CHECKING:
     from fedtailor.core.federation import Federation
     from fedtailor.core.me import Me
+    from fedtailor.local.training import Solver
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,6 +65,7 @@ class Algorithm:
     private: ClassVar[str] = "nothing"  # what stays on the client, in words
     citation: ClassVar[str] = ""  # BibTeX
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
+    by_client: ClassVar[tuple[str, ...]] = ()  # keys of the server's state whose last dimension is the clients
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
 
     @property
@@ -73,6 +75,9 @@ class Algorithm:
 
     def check(self, model: Model, task: str) -> None:
         """Raise a `ConfigError` when this model or task cannot be served."""
+
+    def check_solver(self, solver: Solver) -> None:
+        """Raise a `ConfigError` when it cannot do with local steps of this kind."""
 
     def server_init(self, model: Model) -> Tree:
         """The server's state before the first round."""

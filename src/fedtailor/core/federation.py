@@ -17,7 +17,8 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.me import Setting
 from fedtailor.core.states import changed
 from fedtailor.core.trees import Params, Tree, detach, items, leaves, rebuild, schema, schema_difference, tree_map
-from fedtailor.errors import ClientError, ConfigError, RoundAbandoned
+from fedtailor.errors import ClientError, RoundAbandoned
+from fedtailor.local.training import Solver
 
 
 class Engine(Protocol):
@@ -180,12 +181,9 @@ class Federation:
         return self.engine.setting.environment
 
     @property
-    def plain_lr(self) -> float:
-        """The step size of local training, where a client's move is minus that times its gradients."""
-        solver = self.engine.setting.solver
-        if solver.optimizer != "sgd" or solver.momentum or solver.weight_decay or solver.clip:
-            raise ConfigError("local: gradients cannot be read off a move; use plain sgd (no momentum, decay or clip)")
-        return solver.lr
+    def solver(self) -> Solver:
+        """How clients take local steps."""
+        return self.engine.setting.solver
 
     @contextmanager
     def exchange(self, number: int, *, ask_all: bool = False) -> Iterator[tuple[int, ...]]:

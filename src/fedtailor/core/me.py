@@ -78,6 +78,11 @@ class Me:
         return self._setting.model
 
     @property
+    def solver(self) -> Solver:
+        """How local steps are taken."""
+        return self._setting.solver
+
+    @property
     def train(self) -> View:
         """Training samples."""
         return self._view(self._setting.data.train)

@@ -30,6 +30,11 @@ class Solver:
     clip: float = 0.0  # largest norm of a step's gradient; 0 is no limit
     batch_size: int = 32  # 0 is the whole data
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a client's move is minus its step size times the sum of its gradients."""
+        return self.optimizer == "sgd" and not (self.momentum or self.weight_decay or self.clip)
+
 
 @dataclass(frozen=True)
 class Training:

@@ -64,6 +64,7 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     algorithm.check(model, federated.task)
+    algorithm.check_solver(config.local.solver)
     if config.federation.clients_per_round > len(federated.clients):
         raise ConfigError(
             f"federation.clients_per_round = {config.federation.clients_per_round}: "

@@ -1,0 +1,45 @@
+"""DR-FedAvg: FedAvg that gives more weight to clients with a larger loss. Li et al. (q-FFL), ICLR 2020."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Params, Tree
+
+
+@dataclass(frozen=True)
+class DRFedAvg(Algorithm):
+    """Weights n F^(q + 1), with F the client's loss of the common model; q = -1 is FedAvg."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    q: float = 1.0
+    """How much a larger loss counts."""
+    summed: bool = False
+    """F is the loss times the client's steps, as in code released with the DUW paper, or the mean loss."""
+
+    title: ClassVar[str] = "DR-FedAvg"
+    stale: ClassVar[bool] = True
+    citation: ClassVar[str] = """@inproceedings{li2020fair,
+  title={Fair Resource Allocation in Federated Learning},
+  author={Li, Tian and Sanjabi, Maziar and Beirami, Ahmad and Smith, Virginia},
+  booktitle={ICLR}, year={2020}
+}"""
+
+    server_init = FedAvg.server_init
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+        loss = me.loss(w) * (me.steps(self.epochs) if self.summed else 1)
+        return {}, (me.sgd(w, epochs=self.epochs), me.n * loss.clamp(min=1e-6) ** (self.q + 1))
+
+    def round(self, fed: Federation, w: Params) -> Params:
+        models, weight = fed.map(self.local, w)
+        return fed.mean(models, weight, stale=w)
+
+    personal = FedAvg.personal

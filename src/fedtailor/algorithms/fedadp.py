@@ -1,0 +1,62 @@
+"""FedAdp: clients whose move agrees with the common one count more. Wu, Wang, 2021, Algorithm 1.
+
+Symbols: phi angle between a client's move and the mean move, smoothed over the rounds it took part in; alpha constant;
+Gompertz function f(phi) = alpha (1 - exp(-exp(-alpha (phi - 1)))); weight n exp(f).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.federation import Federation, Placed
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.local.unfolding import vector
+
+
+@dataclass(frozen=True)
+class FedAdp(Algorithm):
+    """FedAvg with weights by the angle of each client's move."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    alpha: float = 5.0
+    """Steepness of the Gompertz function."""
+
+    title: ClassVar[str] = "FedAdp"
+    stale: ClassVar[bool] = True
+    by_client: ClassVar[tuple[str, ...]] = ("angles", "rounds")
+    citation: ClassVar[str] = """@article{wu2021fast,
+  title={Fast-Convergent Federated Learning with Adaptive Weighting},
+  author={Wu, Hongda and Wang, Ping},
+  journal={IEEE Trans. Cogn. Commun. Netw.}, volume={7}, number={4}, year={2021}
+}"""
+
+    def server_init(self, model: Model) -> Tree:
+        return {"w": model.params}
+
+    local: ClassVar[Any] = FedAvg.local
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        none = torch.zeros(fed.clients, dtype=torch.float64)
+        w, angles, rounds = server["w"], server.get("angles", none), server.get("rounds", none)
+        models, n = fed.map(self.local, w)
+        moves = vector(fed.gather(models, "models"), stacked=True).double() - vector(w).double()
+        mean = (n.tree / n.tree.sum()).double() @ moves
+        cosine = (moves @ mean) / (moves.norm(dim=1) * mean.norm()).clamp(min=1e-30)
+        at = torch.tensor(models.clients)
+        rounds = rounds.index_add(0, at, torch.ones(len(at), dtype=rounds.dtype))
+        angle = angles[at] + (cosine.clamp(-1, 1).arccos() - angles[at]) / rounds[at]
+        score = self.alpha * (1 - (-(-self.alpha * (angle - 1)).exp()).exp())
+        weight = Placed(models.clients, n.tree * (score - score.max()).exp().to(n.tree.dtype))
+        angles = angles.index_copy(0, at, angle)
+        return {"w": fed.mean(models, weight, stale=w), "angles": angles, "rounds": rounds}
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        return server["w"]

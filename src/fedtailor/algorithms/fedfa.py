@@ -1,0 +1,77 @@
+"""FedFa: weights by training accuracy and by how often a client took part. Huang et al., 2022.
+
+Symbols: A = -log2(share of accuracies), B = -log2(1 - share of participations), each divided by its sum; weight
+(1 - gamma) A + gamma B. A gives more weight to a *lower* accuracy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.federation import Federation, Placed
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FedFa(Algorithm):
+    """FedAvg with weights that help the inaccurate and the frequent; without the momentum of the original."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    gamma: float = 0.5
+    """How much participation counts beside accuracy."""
+
+    title: ClassVar[str] = "FedFa"
+    stale: ClassVar[bool] = True
+    by_client: ClassVar[tuple[str, ...]] = ("took_part",)
+    citation: ClassVar[str] = """@article{huang2022fairness,
+  title={Fairness and Accuracy in Horizontal Federated Learning},
+  author={Huang, Wei and Li, Tianrui and Wang, Dexian and Du, Shengdong and Zhang, Junbo and Huang, Tianqiang},
+  journal={Information Sciences}, volume={589}, year={2022}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        if task != "classification":
+            raise ConfigError(f"algorithm.name: FedFa weighs by accuracy; it is for classification, not {task}")
+
+    def server_init(self, model: Model) -> Tree:
+        return {"w": model.params}
+
+    @on_client(sends=(MODEL, NUMBER))
+    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+        trained = me.sgd(w, epochs=self.epochs)
+        x, y, mask = me.train
+        right = (me.model(me.buffers | trained, x).argmax(-1) == y).to(mask.dtype)
+        return {}, (trained, (right * mask).sum() / mask.sum().clamp(min=1))
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        models, accuracy = fed.map(self.local, server["w"])
+        at = torch.tensor(models.clients)
+        took_part = server.get("took_part", torch.zeros(fed.clients, dtype=torch.float64))
+        took_part = took_part.index_add(0, at, torch.ones(len(at), dtype=torch.float64))
+        by_accuracy = rarity(fed.gather(accuracy, "training accuracies").double())
+        often = took_part[at] / took_part[at].sum()
+        by_part = _shares(-(1 - often).clamp(min=1e-6).log2())
+        weight = (1 - self.gamma) * by_accuracy + self.gamma * by_part
+        mean = fed.mean(models, Placed(models.clients, weight), stale=server["w"])
+        return {"w": mean, "took_part": took_part}
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        return server["w"]
+
+
+def rarity(accuracy: Tensor) -> Tensor:
+    """Shares of the information -log2(share of the accuracy)."""
+    return _shares(-_shares(accuracy.clamp(min=1e-6)).log2())
+
+
+def _shares(x: Tensor) -> Tensor:
+    return (x + 1e-12) / (x + 1e-12).sum()

@@ -1,0 +1,66 @@
+"""FedNova: moves divided by how much a client stepped, so that who works more does not pull more. Wang et al., 2020.
+
+Symbols: tau local steps; a = |a|_1 of the paper's (5)-(11), what the gradients of one client weigh together: tau for
+plain SGD, more with momentum; d = (w - w_k) / a normalised move; p = n / N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+from fedtailor.local.training import Solver
+
+
+@dataclass(frozen=True)
+class FedNova(Algorithm):
+    """FedAvg with normalised moves; with equal numbers of steps it is FedAvg."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    mu: float = 0.0
+    """Weight of a proximal term in the local loss, as in FedProx."""
+
+    title: ClassVar[str] = "FedNova"
+    stale: ClassVar[bool] = True
+    citation: ClassVar[str] = """@inproceedings{wang2020tackling,
+  title={Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization},
+  author={Wang, Jianyu and Liu, Qinghua and Liang, Hao and Joshi, Gauri and Poor, H. Vincent},
+  booktitle={NeurIPS}, year={2020}
+}"""
+
+    def check_solver(self, solver: Solver) -> None:
+        if solver.optimizer != "sgd" or (self.mu and solver.momentum):
+            raise ConfigError("local: FedNova knows how steps of sgd add up, with momentum or with mu")
+
+    server_init = FedAvg.server_init
+
+    @on_client(sends=(MODEL, COUNT, COUNT))
+    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+        a = self.weight_of_steps(me)
+        return {}, (me.sgd(w, epochs=self.epochs, prox=(w, self.mu) if self.mu else None), me.n / a, me.n * a)
+
+    def weight_of_steps(self, me: Me) -> Tensor:
+        tau, solver = me.steps(self.epochs), me.solver
+        if self.mu:
+            keep = 1 - solver.lr * self.mu  # a step shrinks what came before it
+            return (1 - keep**tau) / (1 - keep)
+        rho = solver.momentum
+        return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
+
+    def round(self, fed: Federation, w: Params) -> Params:
+        models, by_weight, times_weight = fed.map(self.local, w)
+        n = fed.samples(fed.asked if fed.environment.missing == "stale" else fed.cohort).sum()
+        tau_eff, scale = fed.sum(times_weight) / n, fed.sum(by_weight) / n
+        mean = fed.mean(models, by_weight)
+        return {k: v + (tau_eff * scale).to(v.dtype) * (mean[k] - v) for k, v in w.items()}
+
+    personal = FedAvg.personal
