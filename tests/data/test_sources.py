@@ -19,6 +19,7 @@ from fedtailor.data import SOURCES, DataConfig, files, load
 from fedtailor.data.configs import (
     Cifar10Config,
     DigitsConfig,
+    ElectricityConfig,
     FashionMnistConfig,
     HeartDiseaseConfig,
     MnistConfig,
@@ -162,6 +163,26 @@ def test_absent_files_are_named_with_the_remedy(tmp_path: Path, monkeypatch: pyt
     assert str(tmp_path / ".cache/fedtailor/MNIST/raw/train-images-idx3-ubyte.gz") in message
     assert '"fedtailor download mnist"' in message
     assert "FEDTAILOR_DATA" in message
+
+
+def test_files_that_cannot_be_fetched_are_not_said_to_be(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"csv\.gz: not found; set FEDTAILOR_DATA .*; there is no address to download"):
+        load(ElectricityConfig(), seed=0, root=tmp_path)
+
+
+def test_few_training_samples_beside_a_large_test() -> None:
+    few, fewer, all_of_them = (
+        load(DigitsConfig(clients=5, partition="classes", max_train=m), seed=0) for m in (50, 20, None)
+    )
+    for i in range(5):
+        y = few.train.of(i)[1]
+        assert len(y) == 50
+        assert sorted(abs(n - 25) for n in torch.bincount(y).tolist() if n)[-1] <= 1  # of both classes alike
+        sets = [{tuple(x.flatten().tolist()) for x in d.train.of(i)[0]} for d in (fewer, few, all_of_them)]
+        assert sets[0] < sets[1] < sets[2]
+    assert torch.equal(few.test.x, all_of_them.test.x)
+    assert torch.equal(few.val.x, all_of_them.val.x)
+    assert "split per client: test 0.25, val 0.1, train on at most 50 of the rest" in few.notes
 
 
 def damage(raw: Path, file: str, content: bytes) -> str:
@@ -342,6 +363,18 @@ def test_real_data(config: Any, shape: tuple[int, ...], samples: int) -> None:
     assert data.shape == shape
     assert len(x) == len(y) == samples
     assert torch.isfinite(x).all()
+
+
+@pytest.mark.data
+def test_two_classes_and_a_hundred_training_images_each() -> None:
+    config = Cifar10Config(partition="classes", classes_per_client=2, samples_per_client=1000, test=0.5, max_train=100)
+    data = load(config, seed=0)
+    sizes = data.train.sizes.tolist(), data.val.sizes.tolist(), data.test.sizes.tolist()
+    assert sizes == ([100] * 10, [100] * 10, [500] * 10)
+    for i in range(10):
+        counts = torch.bincount(data.train.of(i)[1])
+        assert counts[counts > 0].tolist() in ([50, 50], [49, 51], [51, 49])
+        assert set(data.test.of(i)[1].tolist()) == set(data.train.of(i)[1].tolist())
 
 
 @pytest.mark.data

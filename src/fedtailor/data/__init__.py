@@ -15,7 +15,9 @@ from fedtailor.data.configs import (
     FashionMnistConfig,
     FolderConfig,
     HeartDiseaseConfig,
+    MiniImageNetConfig,
     MnistConfig,
+    PacsConfig,
     PolynomialConfig,
     QmnistConfig,
     SourceConfig,
@@ -42,6 +44,10 @@ SOURCES: dict[str, SourceInfo] = {
     "mnist": SourceInfo("MNIST, 28x28 handwritten digits", MnistConfig, "images"),
     "fashion-mnist": SourceInfo("Fashion-MNIST, 28x28 pieces of clothing", FashionMnistConfig, "images"),
     "cifar10": SourceInfo("CIFAR-10, 32x32 colour photographs", Cifar10Config, "images"),
+    "mini-imagenet": SourceInfo("Mini-ImageNet, 100 classes as 32x32 thumbnails", MiniImageNetConfig, "thumbnails"),
+    "pacs": SourceInfo(
+        "PACS, art, cartoons, photographs and sketches as 32x32 thumbnails: natural clients", PacsConfig, "thumbnails"
+    ),
     "qmnist": SourceInfo("MNIST digits grouped by writer (QMNIST): natural clients", QmnistConfig, "images"),
     "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),

@@ -10,6 +10,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.errors import DataError
 
+Corruption = Literal[
+    "mixed",
+    "gaussian-noise",
+    "shot-noise",
+    "impulse-noise",
+    "speckle-noise",
+    "gaussian-blur",
+    "defocus-blur",
+    "contrast",
+    "brightness",
+    "saturate",
+    "jpeg",
+    "pixelate",
+]
+
 
 class SourceConfig(BaseModel):
     """Base of all sources: unknown keys are errors, values never change."""
@@ -23,6 +38,9 @@ class SplitConfig(SourceConfig):
     test: float = Field(default=0.25, description="Fraction of each client's samples kept for the final test.")
     val: float = Field(default=0.1, description="Fraction of each client's samples used to select models.")
     max_samples: int | None = Field(default=None, ge=1, description="Use at most this many samples of each client.")
+    max_train: int | None = Field(
+        default=None, ge=1, description="Train on at most this many samples of each client; val and test keep theirs."
+    )
 
     @model_validator(mode="after")
     def _check_fractions(self) -> SplitConfig:
@@ -61,6 +79,13 @@ class PartitionConfig(SplitConfig):
         description="Fraction of the clients that give the classes other names: one permutation of labels for all of "
         "them, so that the same image means another class there (concept shift).",
     )
+    corruption: Corruption | None = Field(
+        default=None,
+        description='Corrupt all images as in CIFAR-10-C, "mixed": every client in a way of its own (feature shift).',
+    )
+    severity: int | None = Field(
+        default=None, ge=1, le=5, description="Severity of the corruption; drawn for every client if not given."
+    )
 
     @model_validator(mode="after")
     def _check_partition(self) -> PartitionConfig:
@@ -70,6 +95,8 @@ class PartitionConfig(SplitConfig):
             raise DataError(f"data.clients = {self.clients}: must be at least 1")
         if self.classes_per_client < 1:
             raise DataError(f"data.classes_per_client = {self.classes_per_client}: must be at least 1")
+        if self.severity is not None and self.corruption is None:
+            raise DataError(f'data.severity = {self.severity}: of no corruption; set data.corruption, such as "mixed"')
         return self
 
 
@@ -98,6 +125,27 @@ class Cifar10Config(PartitionConfig):
 
     source: Literal["cifar10"] = Field(default="cifar10", description="Name of the source.")
     use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled and dealt.")
+
+
+class MiniImageNetConfig(PartitionConfig):
+    """Mini-ImageNet: photographs of 100 classes as thumbnails of 32x32 pixels."""
+
+    source: Literal["mini-imagenet"] = Field(default="mini-imagenet", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which part of the file is pooled.")
+    clients: int = Field(default=20, description="Number of clients the samples are dealt to.")
+    partition: Literal["iid", "dirichlet", "classes", "quantity"] = Field(
+        default="classes",
+        description="How samples are dealt: equally, by label proportions, by whole classes, or in unequal amounts.",
+    )
+    classes_per_client: int = Field(
+        default=10, description='Distinct classes of each client under partition "classes".'
+    )
+
+
+class PacsConfig(SplitConfig):
+    """PACS: seven classes as paintings, cartoons, photographs and sketches, thumbnails of 32x32 pixels."""
+
+    source: Literal["pacs"] = Field(default="pacs", description="Name of the source.")
 
 
 class QmnistConfig(SplitConfig):
@@ -193,6 +241,8 @@ DataConfig = Annotated[
     | MnistConfig
     | FashionMnistConfig
     | Cifar10Config
+    | MiniImageNetConfig
+    | PacsConfig
     | QmnistConfig
     | HeartDiseaseConfig
     | PolynomialConfig

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import os
+import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,12 @@ def locate(root: Path, relative: str, source: str) -> Path:
     for candidate in (path, path.with_suffix("") if path.suffix == ".gz" else path):
         if candidate.is_file():
             return candidate
+    from fedtailor.data.download import REMOTES  # it needs data_root
+
+    fetch = f'run "fedtailor download {source}" or ' if source in REMOTES else ""
+    why = "" if fetch else "; there is no address to download it from"
     raise DataError(
-        f'{path}: not found; run "fedtailor download {source}" or set FEDTAILOR_DATA to the folder that holds '
-        f"{Path(relative).parts[0]}"
+        f"{path}: not found; {fetch}set FEDTAILOR_DATA to the folder that holds {Path(relative).parts[0]}{why}"
     )
 
 
@@ -85,6 +91,22 @@ def read_cifar(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         )
     records = content.reshape(CIFAR_RECORDS, CIFAR_RECORD_BYTES)
     return records[:, 1:].reshape(-1, 3, 32, 32), check_labels(path, records[:, 0])
+
+
+def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Arrays of equal length of an .npz file; it is data only, nothing in it is run."""
+    try:
+        with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as content:
+            arrays = {name: content[name] for name in names}
+    except KeyError:
+        raise DataError(f"{path}: must have the arrays {', '.join(names)}; put the right file there") from None
+    except (OSError, EOFError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+        raise DataError(f"{path}: not an .npz file, or a damaged one ({e}); put the right file there") from e
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{count} of {name}" for name, count in lengths.items())
+        raise DataError(f"{path}: its arrays differ in length: {found}; put the right file there")
+    return arrays
 
 
 def check_labels(path: Path, labels: NDArray[Any], classes: int = 10) -> NDArray[Any]:

@@ -22,6 +22,7 @@ from fedtailor.data.configs import (
     QmnistConfig,
     SplitConfig,
 )
+from fedtailor.data.corruptions import corrupt_clients
 from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.files import check_labels, data_root, locate, read_cifar, read_idx
 from fedtailor.data.splits import Indices, client_names, gather, split, split_note
@@ -73,10 +74,19 @@ def load(config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None
             pool = _cifar10(folder, config.use)
         case _:
             raise TypeError(f"not an image source: {config!r}")
+    return deal(config.source, pool, config, seed)
+
+
+def deal(name: str, pool: Pool, config: PartitionConfig, seed: int) -> FederatedData:
+    """Clients by a partition, some with other names of classes, or each with its own corruption of the images."""
     parts = partitions.partition(pool.labels, config, seed)
     notes = (f"partition: {config.partition}", *partitions.describe(parts, pool.labels))
-    data = _assemble(config.source, pool, parts, client_names(len(parts)), config, seed, notes)
-    return permute_labels(data, config.permuted, seed) if config.permuted else data
+    data = assemble(name, pool, parts, client_names(len(parts)), config, seed, notes)
+    if config.permuted:
+        data = permute_labels(data, config.permuted, seed)
+    if config.corruption is not None:
+        data = corrupt_clients(data, config.corruption, config.severity, seed, mean=pool.mean, sd=pool.sd)
+    return data
 
 
 def permute_labels(data: FederatedData, fraction: float, seed: int) -> FederatedData:
@@ -104,7 +114,7 @@ def permute_labels(data: FederatedData, fraction: float, seed: int) -> Federated
     )
 
 
-def _assemble(
+def assemble(
     name: str,
     pool: Pool,
     parts: list[Indices],
@@ -113,6 +123,7 @@ def _assemble(
     seed: int,
     notes: tuple[str, ...],
 ) -> FederatedData:
+    """Split every client's part of the pool."""
     cuts = [
         split(len(part), pool.labels[part], config, seed=seed, client=client)
         for client, part in zip(clients, parts, strict=True)
@@ -180,7 +191,7 @@ def _qmnist(config: QmnistConfig, seed: int, root: Path) -> FederatedData:
         f"partition: by writer, {config.clients} of the {len(eligible)} with at least {config.min_samples} images",
         *partitions.describe(parts, pool.labels),
     )
-    return _assemble(config.source, pool, parts, names, config, seed, notes)
+    return assemble(config.source, pool, parts, names, config, seed, notes)
 
 
 def _writers(root: Path, pool: Pool, use: str) -> NDArray[np.int64]:

@@ -34,13 +34,14 @@ def split(samples: int, labels: NDArray[np.int64] | None, config: SplitConfig, *
     order = _shuffle(kept, labels, stream(seed, client, "split"))
     n_test, n_val = _counts(len(order), config.test, config.val)
     test, val, train = np.split(order, [n_test, n_test + n_val])
-    return Split(np.sort(train), np.sort(val), np.sort(test))
+    return Split(np.sort(train[: config.max_train]), np.sort(val), np.sort(test))
 
 
 def split_note(config: SplitConfig) -> str:
     """How clients were split, for people."""
     most = "" if config.max_samples is None else f" of at most {config.max_samples} samples"
-    return f"split per client{most}: test {config.test:g}, val {config.val:g}"
+    train = "" if config.max_train is None else f", train on at most {config.max_train} of the rest"
+    return f"split per client{most}: test {config.test:g}, val {config.val:g}{train}"
 
 
 def gather(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,18 @@ from fedtailor.core.model import BufferPolicy, Model, add_label_prior
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models.networks import FMNISTCNN, LSTM, MLP, LeNet5, Linear
+from fedtailor.models.resnets import resnet8, resnet14, resnet18
 from fedtailor.plugins import imported
 
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, Callable[..., nn.Module]] = {
     "linear": Linear,
     "mlp": MLP,
     "lstm": LSTM,
     "lenet5": LeNet5,
     "fmnist-cnn": FMNISTCNN,
+    "resnet8": resnet8,
+    "resnet14": resnet14,
+    "resnet18": resnet18,
 }
 
 
@@ -52,10 +56,11 @@ def build(
         raise ConfigError(f"model.name: {name} does not fit samples of shape {list(shape)}: {error}") from None
     if prior:
         add_label_prior(module, outputs)
-    return Model(module.to(dtype), head=head or getattr(kind, "head", ()), buffers=buffers)
+    # of the class: an instance may have a layer called "head"
+    return Model(module.to(dtype), head=head or getattr(type(module), "head", ()), buffers=buffers)
 
 
-def _own(name: str) -> type[nn.Module]:
+def _own(name: str) -> Callable[..., nn.Module]:
     if ":" not in name:
         hint = f'{nearest(name, MODELS)} (own models: "package.module:Class")'
         raise ConfigError(f'model.name: no model "{name}"; {hint}')
