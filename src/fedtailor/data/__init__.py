@@ -11,6 +11,7 @@ from fedtailor.data.configs import (
     Cifar10Config,
     DataConfig,
     DigitsConfig,
+    DuwMnistConfig,
     ElectricityConfig,
     FashionMnistConfig,
     FolderConfig,
@@ -21,6 +22,7 @@ from fedtailor.data.configs import (
     PolynomialConfig,
     QmnistConfig,
     SourceConfig,
+    StanfordDogsConfig,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ SOURCES: dict[str, SourceInfo] = {
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
     "electricity": SourceInfo(
         "hourly electricity loads of 203 meters (ECL): forecasting", ElectricityConfig, "electricity"
+    ),
+    "duw-mnist": SourceInfo("MNIST as the DUW paper's clients hold it", DuwMnistConfig, "duw"),
+    "stanford-dogs": SourceInfo(
+        "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
 }

@@ -212,6 +212,23 @@ class ElectricityConfig(SourceConfig):
     val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
 
 
+class DuwMnistConfig(SourceConfig):
+    """MNIST as the clients of the DUW paper hold it; the test is class-balanced."""
+
+    source: Literal["duw-mnist"] = Field(default="duw-mnist", description="Name of the source.")
+    environment: Literal["I", "II", "III", "IV", "two"] = Field(
+        default="II", description="Whose lists of images: an environment of five clients, or the two of Figure 2."
+    )
+    val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+
+
+class StanfordDogsConfig(SourceConfig):
+    """Features of 120 dog breeds, dealt in the shape of the DUW paper's five clients; the test is class-balanced."""
+
+    source: Literal["stanford-dogs"] = Field(default="stanford-dogs", description="Name of the source.")
+    val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+
+
 class FolderConfig(SplitConfig):
     """A folder with one CSV or Parquet file per client."""
 
@@ -247,6 +264,8 @@ DataConfig = Annotated[
     | HeartDiseaseConfig
     | PolynomialConfig
     | ElectricityConfig
+    | DuwMnistConfig
+    | StanfordDogsConfig
     | FolderConfig,
     Field(discriminator="source"),
 ]

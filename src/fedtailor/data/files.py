@@ -93,8 +93,8 @@ def read_cifar(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     return records[:, 1:].reshape(-1, 3, 32, 32), check_labels(path, records[:, 0])
 
 
-def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Arrays of equal length of an .npz file; it is data only, nothing in it is run."""
+def read_npz(path: Path, names: Sequence[str], *, equal: bool = True) -> dict[str, NDArray[Any]]:
+    """Arrays, of equal length if so said, of an .npz file; it is data only, nothing in it is run."""
     try:
         with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as content:
             arrays = {name: content[name] for name in names}
@@ -103,7 +103,7 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     except (OSError, EOFError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as e:
         raise DataError(f"{path}: not an .npz file, or a damaged one ({e}); put the right file there") from e
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
-    if len(set(lengths.values())) > 1:
+    if equal and len(set(lengths.values())) > 1:
         found = ", ".join(f"{count} of {name}" for name, count in lengths.items())
         raise DataError(f"{path}: its arrays differ in length: {found}; put the right file there")
     return arrays

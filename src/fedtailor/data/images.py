@@ -67,9 +67,9 @@ def load(config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None
         case DigitsConfig():
             pool = _digits()
         case MnistConfig():
-            pool = _mnist(folder, "MNIST", config.source, config.use, DIGITS)
+            pool = mnist(folder, "MNIST", config.source, config.use, DIGITS)
         case FashionMnistConfig():
-            pool = _mnist(folder, "FashionMNIST", config.source, config.use, CLOTHES)
+            pool = mnist(folder, "FashionMNIST", config.source, config.use, CLOTHES)
         case Cifar10Config():
             pool = _cifar10(folder, config.use)
         case _:
@@ -149,7 +149,7 @@ def _digits() -> Pool:
     return Pool(images, bunch.target.astype(np.int64), DIGITS, scale=1 / 16, mean=0.0, sd=1.0)
 
 
-def _mnist(root: Path, folder: str, source: str, use: str, classes: tuple[str, ...]) -> Pool:
+def mnist(root: Path, folder: str, source: str, use: str, classes: tuple[str, ...]) -> Pool:
     images, labels = [], []
     for part in TRAIN_TEST[use]:
         stem = {"train": "train", "test": "t10k"}[part]
@@ -174,7 +174,7 @@ def _cifar10(root: Path, use: str) -> Pool:
 
 
 def _qmnist(config: QmnistConfig, seed: int, root: Path) -> FederatedData:
-    pool = _mnist(root, "MNIST", "qmnist", config.use, DIGITS)
+    pool = mnist(root, "MNIST", "qmnist", config.use, DIGITS)
     writers = _writers(root, pool, config.use)
     ids, counts = np.unique(writers, return_counts=True)
     eligible = ids[counts >= config.min_samples]

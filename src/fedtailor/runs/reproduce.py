@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
 from fedtailor.runs.grid import Cell, Told, folder_name, run_cells
-from fedtailor.runs.store import RESULTS, read_json
+from fedtailor.runs.store import RESULTS, RunFolder, read_json
 
 Scale = Literal["cpu", "paper"]
 
@@ -125,8 +125,12 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
 
 
 def measured(cell: Cell, metric: str) -> float:
-    """A figure of a finished run: a test metric of the last round, or kB "up" or "down" per client and round."""
+    """A figure of a finished run: a test metric of the last round, kB "up" or "down" per client and round, or the last
+    number that the algorithm reported under a name ("report.NAME")."""
     results = read_json(cell.folder / RESULTS)
+    if metric.startswith("report."):
+        name = metric.removeprefix("report.")
+        return float([m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})][-1])
     if metric in ("up", "down"):
         clients = results["last"]["test"][results["metric"]]["clients"]
         asked = cell.config.federation.clients_per_round or clients
