@@ -56,7 +56,7 @@ def test_make() -> None:
     ("name", "options", "words"),
     [
         ("fedrap", {}, r'algorithm\.name: no algorithm "fedrap"; did you mean "fedrep"\?'),
-        ("zzz", {}, r'algorithm\.name: no algorithm "zzz"; known: cfl, ditto, empiricalbayes, fedavg, '),
+        ("zzz", {}, r'algorithm\.name: no algorithm "zzz"; known: cfl, ditto, dr-fedavg, '),
         ("fedrep", {"head_epohcs": 3}, r'algorithm\.head_epohcs: FedRep has no option .*mean "head_epochs"\?'),
         ("fedrep", {"title": "x"}, r'algorithm\.title: FedRep has no option "title"'),
         ("fedrep", {"head_epochs": "many"}, r"algorithm\.head_epochs: 'many': .*integer"),

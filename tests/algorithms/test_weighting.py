@@ -80,7 +80,7 @@ def test_dr_fedavg_by_hand(q: float, summed: bool) -> None:
         losses.append(float((model(model.params, x) - y).square().mean()) * (2 if summed else 1))
     weights = [n * f ** (q + 1) for n, f in zip(N, losses, strict=True)]
     found = one_round(DRFedAvg(epochs=2, q=q, summed=summed))
-    assert_equal(found, weighted(models, weights))  # type: ignore[arg-type]
+    assert_equal(found, weighted(models, weights))
     assert_equal(one_round(DRFedAvg(q=-1.0)), one_round(FedAvg()))
 
 

@@ -15,7 +15,9 @@ def test_learn2pfed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "share of the common model" in out
 
 
-@pytest.mark.parametrize("page", ["cfl", "duw", "fedbabu", "knn-per", "lg-fedavg", "lp-proj", "pfedme"])
+@pytest.mark.parametrize(
+    "page", ["cfl", "duw", "fedbabu", "fedpac", "fedselect", "knn-per", "lg-fedavg", "lp-proj", "pfedme"]
+)
 def test_page(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / f"docs/algorithms/{page}.md", monkeypatch)
     assert "clients, last round" in capsys.readouterr().out

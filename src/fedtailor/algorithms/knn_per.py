@@ -85,13 +85,14 @@ class KNNPer(Algorithm):
         return (near.softmax(1)[..., None] * is_for).sum(1), logits.softmax(1)
 
 
-def features_and_logits(model: Model, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+def features_and_logits(model: Model, params: Params, x: Tensor, *, training: bool = False) -> tuple[Tensor, Tensor]:
     """What enters the first module of the head that runs, and what leaves the model."""
     entered: list[Tensor] = []
     parts = [model.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in model.head}]
     hooks = [p.register_forward_pre_hook(lambda part, inputs: entered.append(inputs[0].flatten(1))) for p in parts]
     try:
-        logits = model({k: v for k, v in params.items() if k not in (FEATURES, LABELS, SHARE)}, x)
+        known = {k: v for k, v in params.items() if k in model.params or k in model.private_buffers}
+        logits = model(known, x, training=training)
     finally:
         for hook in hooks:
             hook.remove()

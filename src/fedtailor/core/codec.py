@@ -12,7 +12,7 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load as tensors_from
 
-from fedtailor.core.trees import Tree, items
+from fedtailor.core.trees import Ragged, Tree, is_ragged, items, tree_map
 
 _LENGTH = struct.Struct("<I")
 
@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("<I")
 def encode(header: dict[str, Any], tree: Tree) -> bytes:
     """A message: length of the header, header, tensors."""
     head = _head(header, tree)
-    tensors = {path: leaf.detach().contiguous().numpy() for path, leaf in items(tree)}
+    tensors = {path: leaf.detach().contiguous().numpy() for path, leaf in items(_cut(tree))}
     return _LENGTH.pack(len(head)) + head + safetensors.numpy.save(tensors)
 
 
@@ -37,6 +37,13 @@ def size(header: dict[str, Any], tree: Tree, *, stacked: bool = False) -> int:
     return header_size(header) + tree_size(tree, stacked=stacked)
 
 
+def total_size(header: dict[str, Any], stack: Tree, clients: int) -> int:
+    """Length of the messages of all clients of a stack together."""
+    if is_ragged(stack):
+        return sum(size(header, tree_map(lambda v, i=i: v[i], stack)) for i in range(clients))
+    return clients * size(header, stack, stacked=True)
+
+
 def header_size(header: dict[str, Any]) -> int:
     """What the header adds to the length of a message."""
     return len(_json(header))
@@ -44,17 +51,36 @@ def header_size(header: dict[str, Any]) -> int:
 
 def tree_size(tree: Tree, *, stacked: bool = False) -> int:
     """Length of a message without its header."""
-    shapes = tuple((path, tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree))
+    cut = items(tree if stacked else _cut(tree))
+    shapes = tuple((path, tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in cut)
     return 4 + len('{"header":,"tree":}') + len(_json(structure(tree))) + _tensor_bytes(shapes)
 
 
 def structure(tree: Tree) -> Any:
-    """The shape of a tree as JSON: leaves are "*"."""
+    """The shape of a tree as JSON: leaves are "*", a ragged vector is "*" and the number of its places."""
+    if isinstance(tree, Ragged):
+        return f"*{len(tree[0])}"
     if isinstance(tree, dict):
         return {k: structure(v) for k, v in tree.items()}
     if isinstance(tree, (tuple, list)):
         return [structure(v) for v in tree]
     return None if tree is None else "*"
+
+
+def _cut(tree: Tree) -> Tree:
+    """The tree with ragged vectors as long as they say."""
+    if isinstance(tree, Ragged):
+        return tree[0][: int(tree[1])]
+    if isinstance(tree, dict):
+        return {k: _cut(v) for k, v in tree.items()}
+    return tuple(_cut(v) for v in tree) if isinstance(tree, (tuple, list)) else tree
+
+
+def _filled(vector: torch.Tensor, places: int) -> Ragged:
+    """A ragged vector as it was before `_cut`."""
+    if vector.dim() != 1 or not len(vector) <= places < 2**31:
+        raise ValueError(f"a vector of shape {list(vector.shape)} does not fit {places} places")
+    return Ragged((torch.cat([vector, vector.new_zeros(places - len(vector))]), torch.tensor(len(vector))))
 
 
 def _head(header: dict[str, Any], tree: Tree) -> bytes:
@@ -78,4 +104,6 @@ def build(shape: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Tree:
         return {k: build(v, tensors, f"{path}/{k}" if path else k) for k, v in shape.items()}
     if isinstance(shape, list):
         return tuple(build(v, tensors, f"{path}/{i}" if path else str(i)) for i, v in enumerate(shape))
+    if isinstance(shape, str) and len(shape) > 1:
+        return _filled(tensors[path], int(shape[1:]))
     return None if shape is None else tensors[path]

@@ -16,7 +16,18 @@ from fedtailor.core.client import Call
 from fedtailor.core.environment import Environment
 from fedtailor.core.me import Setting
 from fedtailor.core.states import changed
-from fedtailor.core.trees import Params, Tree, detach, items, leaves, rebuild, schema, schema_difference, tree_map
+from fedtailor.core.trees import (
+    Params,
+    Tree,
+    detach,
+    is_ragged,
+    items,
+    leaves,
+    rebuild,
+    schema,
+    schema_difference,
+    tree_map,
+)
 from fedtailor.errors import ClientError, RoundAbandoned
 from fedtailor.local.training import Solver
 
@@ -134,6 +145,9 @@ class Federation:
             raise TypeError(f"fed.map: {fn.__name__} is not a method of this algorithm marked with @on_client")
         args = tuple(m.of(self.cohort) if isinstance(m, Placed) else m for m in message)
         placed = tuple(isinstance(m, Placed) for m in message)
+        setting = self.engine.setting
+        if taped and is_ragged((args, sent_example(setting.algorithm, fn.__name__, setting.model))):
+            raise TypeError(f"fed.map: {fn.__name__} has a ragged message or reply; those cannot be taped")
         self._calls += 1
         self.traffic.trips += 1
         return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped)
@@ -292,12 +306,12 @@ class Federation:
         positive = sent_positive(setting.algorithm, call.function)
         asked = self.cohort
         parts: list[tuple[tuple[int, ...], Tree]] = []
-        self.traffic.down += len(asked) * codec.size(call.header, _row(call.args, call.placed))
+        self.traffic.down += _size_down(call, len(asked))
         for reply in self.engine.call(call, asked):
             if reply.error is not None:
                 self._reject(reply.clients[0], call, str(reply.error), reply.error)
                 continue
-            self.traffic.up += len(reply.clients) * codec.size(call.reply_header, reply.tree, stacked=True)
+            self.traffic.up += codec.total_size(call.reply_header, reply.tree, len(reply.clients))
             wrong = schema_difference(schema(reply.tree, stacked=True), wanted)
             reasons = [wrong and f"reply {wrong}"] * len(reply.clients)
             if not wrong:
@@ -394,9 +408,16 @@ class _Apply(torch.autograd.Function):
         return None, torch.zeros_like(ctx.token), *ctx.node.backward(cotangents)
 
 
-def _row(args: tuple[Tree, ...], placed: tuple[bool, ...]) -> tuple[Tree, ...]:
+def _row(args: tuple[Tree, ...], placed: tuple[bool, ...], at: int = 0) -> tuple[Tree, ...]:
     """The message as one client receives it."""
-    return tuple(tree_map(lambda v: v[0], a) if own else a for a, own in zip(args, placed, strict=True))
+    return tuple(tree_map(lambda v: v[at], a) if own else a for a, own in zip(args, placed, strict=True))
+
+
+def _size_down(call: Call, clients: int) -> int:
+    """Bytes of a call to all clients; only ragged messages differ in length."""
+    if is_ragged(call.args):
+        return sum(codec.size(call.header, _row(call.args, call.placed, i)) for i in range(clients))
+    return clients * codec.size(call.header, _row(call.args, call.placed))
 
 
 def _in_order(parts: list[tuple[tuple[int, ...], Tree]], clients: tuple[int, ...]) -> Tree:

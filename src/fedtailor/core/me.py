@@ -101,11 +101,14 @@ class Me:
         prox: tuple[Params, float | Tensor] | None = None,
         mask: Params | None = None,
         lr: float | Tensor | None = None,
+        loss: Callable[[Params, Tensor, Tensor], Tensor] | None = None,
     ) -> Params:
         """Train `params` on this client's data and return them; the rest of the model is `frozen`.
 
         prox: (center, mu) adds mu/2 |params - center|^2 to the loss, over the entries that center has.
         mask: entries at 0 stay as they are.
+        loss: of every sample, from the tensors of the model (and others in `frozen`, held constant), x and y; the
+        task's if None.
         Exact gradients flow through all steps to params, frozen, center, mu and lr when a tape is running.
         """
         setting, nth = self._setting, self._trainings
@@ -133,6 +136,7 @@ class Me:
                 rows.y,
                 lambda is_stacked: self._batches(rows, epochs, nth, is_stacked),
                 None,
+                own_loss=loss,
             ),
             tensors,
         )
@@ -161,6 +165,18 @@ class Me:
         buffers = {k: v.detach() for k, v in (self.buffers | params).items() if k not in self.model.trainable}
         losses = self._setting.loss(self.model(params | buffers, x), y)
         return (losses * mask).sum() / mask.sum().clamp(min=1)
+
+    def uniform(self, size: int) -> Tensor:
+        """Numbers between 0 and 1, from a stream of this call and client."""
+        clients = self._setting.data.clients
+
+        def drawn(client: int) -> Tensor:
+            return torch.from_numpy(stream(*self._key, clients[client], "uniform").random(size)).to(self.n.dtype)
+
+        def make(is_stacked: bool) -> tuple[Tensor, ...]:
+            return (torch.stack([drawn(i) for i in self._members]) if is_stacked else drawn(self._members[0]),)
+
+        return _AtClients.apply(make, self.n)[0]
 
     def _buffers_beside(self, params: Params, frozen: Params | None) -> Params:
         return {k: v for k, v in self.buffers.items() if k not in params and k not in (frozen or {})}

@@ -12,6 +12,21 @@ Tree = Any  # Tensor | dict[str, Tree] | tuple[Tree, ...] | list[Tree] | None
 Params = dict[str, Tensor]
 
 
+class Ragged(tuple[Tensor, Tensor]):
+    """A vector and a length: only its first `length` entries cross a wire, the others arrive as 0 and must be 0.
+
+    Shapes stay fixed, as a stack of clients needs them, while the number of bytes follows the length.
+    """
+
+
+def is_ragged(tree: Tree) -> bool:
+    """Whether messages of this shape may differ in length."""
+    if isinstance(tree, Ragged):
+        return True
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return any(is_ragged(part) for part in parts)
+
+
 def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Apply `fn` to every leaf, together with the leaves at the same place of `rest`."""
     if isinstance(tree, dict):

@@ -54,6 +54,7 @@ class Training:
     draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
     structure: Tree  # shaped as the tree of tensors
     is_stacked: bool = False
+    own_loss: Callable[[Params, Tensor, Tensor], Tensor] | None = None  # of (tensors, x, y), in place of model and loss
 
     def run(self, tensors: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
         """All steps; returns the leaves of (params, buffers)."""
@@ -88,7 +89,11 @@ class Training:
         def loss(
             params: Params, buffers: Params, frozen: Params, x: Tensor, y: Tensor, weight: Tensor | None
         ) -> Tensor:
-            losses = self.loss(self.model(params | buffers | frozen, x, training=True), y)
+            tensors = params | buffers | frozen
+            if self.own_loss is None:
+                losses = self.loss(self.model(tensors, x, training=True), y)
+            else:
+                losses = self.own_loss(tensors, x, y)
             return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
         if not params:

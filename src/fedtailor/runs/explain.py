@@ -12,6 +12,7 @@ from fedtailor.core.client import shares
 from fedtailor.core.me import Setting
 from fedtailor.core.trees import Params, tree_map
 from fedtailor.errors import RunError
+from fedtailor.local.masks import overlap
 from fedtailor.runs.runner import setting_of
 from fedtailor.runs.store import RunFolder, write_json, write_tree
 
@@ -25,7 +26,8 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
     """Names of the parts and, per client, the share of each (0 is own, 1 is common) and its effective degree.
 
     Degrees are empty where the algorithm has none. A part is a feature of a linear model, else a layer (mean share,
-    geometric mean of the degrees). Saved in the run's folder too, for every parameter.
+    geometric mean of the degrees). Saved in the run's folder too, for every parameter; and, where parameters are either
+    own or common, how much the own ones of every two clients overlap in each layer.
     """
     folder = RunFolder.open(path)
     saved = folder.load_checkpoint()
@@ -41,7 +43,7 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
         found[client] = shares(setting, i, own["state"], own["buffers"], state["server"])
     each = list(found.values())
     stack = [{k: torch.stack([one[kind][k] for one in each]) for k in each[0][kind]} for kind in (0, 1)]
-    entry = write_tree(path / SHARES, {"shares": stack[0], "degrees": stack[1]})
+    entry = write_tree(path / SHARES, {"shares": stack[0], "degrees": stack[1], "overlap": overlaps(stack[0])})
     table = {c: parts(setting, own) for c, (own, _) in found.items()}
     degrees = {}
     if each[0][1]:
@@ -49,6 +51,16 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
         degrees = {c: {k: math.exp(v) if v < 700 else math.inf for k, v in row.items()} for c, row in logs.items()}
     write_json(path / "shares.json", {"tensors": entry, "clients": table, "degrees": degrees})
     return list(next(iter(table.values()))), table, degrees
+
+
+def overlaps(shares: Params) -> Params:
+    """Per layer the intersection over union of what is own, [clients, clients]; nothing where shares are degrees."""
+    if not all(bool(((v == 0) | (v == 1)).all()) for v in shares.values()):
+        return {}
+    layers: dict[str, list[Tensor]] = {}
+    for name, v in shares.items():
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(v.flatten(1) == 0)
+    return {k: overlap(torch.cat(v, 1)) for k, v in layers.items()}
 
 
 def parts(setting: Setting, params: Params) -> dict[str, float]:

@@ -1,0 +1,116 @@
+"""FedPAC: features drawn to common class means, heads combined by likeness. Xu, Tong, Huang, ICLR 2023, Algorithm 1.
+
+Symbols: f features before the head; c class means of f over all clients; h p(y) times the class means of f, v the
+variance of h, both at one client and under the common body; a weights of the clients' heads in one client's head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.algorithms.knn_per import features_and_logits
+from fedtailor.core.algorithm import BODY, COUNT, HEAD, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+from fedtailor.local.simplex import least_on_simplex
+
+H = Sent("class means", lambda algorithm, model: torch.zeros_like(weight_of_head(model)))
+SUMS = Sent("class sums", H.example)
+COUNTS = Sent("class counts", lambda algorithm, model: torch.zeros_like(weight_of_head(model)[:, 0]))
+CENTERS, IS_KNOWN = "fedpac.centers", "fedpac.is_known"
+
+
+@dataclass(frozen=True)
+class FedPAC(Algorithm):
+    """The body is averaged; a client's head is the mean of those heads that suit its own class means best."""
+
+    epochs: int = 1
+    """Local epochs of the body per round, with the head held still."""
+    head_epochs: int = 1
+    """Local epochs of the head per round, before the body."""
+    head_lr: float | None = None
+    """Step size of the head; without one that of local training (paper: 0.1 beside 0.01)."""
+    lam: float = 1.0
+    """Pull of a sample's features to the mean of its class over all clients."""
+    collaborate: bool = True
+    """Whether heads are combined; if not, they stay the clients' own."""
+
+    title: ClassVar[str] = "FedPAC"
+    citation: ClassVar[str] = """@inproceedings{xu2023personalized,
+  title={Personalized Federated Learning with Feature Alignment and Classifier Collaboration},
+  author={Xu, Jian and Tong, Xinyi and Huang, Shao-Lun},
+  booktitle={ICLR}, year={2023}
+}"""
+
+    client_init = FedRep.client_init
+
+    def check(self, model: Model, task: str) -> None:
+        if task != "classification":
+            raise ConfigError(f"algorithm.name: FedPAC compares means of classes; it does not serve {task}")
+        if [v.dim() for v in model.head.values() if v.dim() > 1] != [2]:
+            raise ConfigError("model.head: FedPAC combines heads of one dense layer; this model's head is another")
+
+    def server_init(self, model: Model) -> Tree:
+        c = torch.zeros_like(weight_of_head(model))
+        return {"body": model.body, "c": c, "is_known": c[:, 0]}
+
+    @on_client(sends=(BODY, HEAD, H, NUMBER, SUMS, COUNTS, COUNT))
+    def local(self, me: Me, body: Params, c: Tensor, is_known: Tensor) -> tuple[Tree, Tree]:
+        sums, squares, _ = class_sums(me, body | me.state)
+        h = sums / me.n
+        v = ((squares / me.n - h.square().sum()) / me.n).clamp(min=0)
+        head = me.sgd(me.state, epochs=self.head_epochs, frozen=body, lr=self.head_lr)
+
+        def aligned(tensors: Params, x: Tensor, y: Tensor) -> Tensor:
+            f, logits = features_and_logits(me.model, tensors, x, training=True)
+            pull = (f - tensors[CENTERS][y]).square().mean(1) * tensors[IS_KNOWN][y]
+            return cross_entropy(logits, y, reduction="none") + self.lam * pull
+
+        body = me.sgd(body, epochs=self.epochs, frozen=head | {CENTERS: c, IS_KNOWN: is_known}, loss=aligned)
+        sums, _, counts = class_sums(me, body | head)
+        return head, (body, head, h, v, sums, counts, me.n)
+
+    @on_client()
+    def adopt(self, me: Me, head: Params) -> tuple[Tree, Tree]:
+        return head, None
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        body, head, h, v, sums, counts, n = fed.map(self.local, server["body"], server["c"], server["is_known"])
+        if self.collaborate:
+            a = collaboration(fed.gather(h, "class means of each client"), fed.gather(v, "their variances"))
+            heads = fed.gather(head, "head of each client")
+            fed.map(self.adopt, fed.scatter({k: torch.tensordot(a, x, dims=1) for k, x in heads.items()}))
+        total = fed.sum(counts)
+        c = torch.where(total[:, None] > 0, fed.sum(sums) / total.clamp(min=1)[:, None], server["c"])
+        return {"body": fed.mean(body, n), "c": c, "is_known": ((total > 0) | (server["is_known"] > 0)).to(c.dtype)}
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        return server["body"] | me.state
+
+
+def weight_of_head(model: Model) -> Tensor:
+    """The matrix [classes, features] of the head."""
+    return next(v for v in model.head.values() if v.dim() == 2)
+
+
+def class_sums(me: Me, params: Params) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a client's training samples: the sum of features of each class, of all squares, and the number of each."""
+    x, y, mask = me.train
+    f, logits = features_and_logits(me.model, me.buffers | params, x)
+    belongs = (y[:, None] == torch.arange(logits.shape[1], device=y.device)) * mask[:, None]
+    return belongs.T @ f, (f.square() * mask[:, None]).sum(), belongs.sum(0)
+
+
+def collaboration(h: Tensor, v: Tensor) -> Tensor:
+    """Row i: the weights with which client i takes the heads of all; variance against distance."""
+    apart = [own - h.flatten(1) for own in h.flatten(1)]
+    return torch.stack([least_on_simplex(torch.diag(v) + d @ d.T) for d in apart])

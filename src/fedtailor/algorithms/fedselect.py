@@ -1,0 +1,129 @@
+"""FedSelect: the entries that change most become a client's own. Tamirisa et al., CVPR 2024, Algorithms 1 to 3.
+
+Symbols: m mask of a client, True where an entry is its own; u shared entries, v own ones; w the common model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from fedtailor.core.algorithm import COUNT, Algorithm, Sent, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Ragged, Tree
+from fedtailor.errors import ConfigError
+from fedtailor.local import masks
+from fedtailor.local.masks import flat, pack, unflat, unpack
+
+ENTRIES = Sent("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
+MASK = Sent("mask", lambda algorithm, model: Ragged((masks.to_bits(flat(model.trainable).bool()), torch.tensor(0))))
+REST = Sent("statistics", lambda algorithm, model: {k: v for k, v in model.params.items() if k not in model.trainable})
+
+
+@dataclass(frozen=True)
+class FedSelect(Algorithm):
+    """Own and shared entries are trained in turn; an entry is averaged over the clients that share it."""
+
+    epochs: int = 1
+    """Local epochs per round, each a pass over the data for own entries and one for shared ones."""
+    rate: float = 0.25
+    """Part of the entries still shared that becomes own when a mask grows (p)."""
+    alpha: float = 0.3
+    """Limit of the part of entries that are own; 0 is FedAvg."""
+    interval: int = 1
+    """Rounds between two growths of the masks."""
+    choice: Literal["most", "least", "random"] = "most"
+    """What becomes own: entries that changed most, or least, or any."""
+    ranking: Literal["model", "tensor"] = "model"
+    """Within what entries are ranked, and rate and limit are counted."""
+    normalise: bool = False
+    """Whether changes are ranked in units of the mean change of their tensor."""
+    since: Literal["round", "growth"] = "round"
+    """Changes since when: the start of the round, or the last growth of the mask."""
+    biases: bool = True
+    """Whether parameters that are not weights may become own."""
+    overshoot: bool = False
+    """Whether the last growth is taken whole, and may pass the limit."""
+    layers: tuple[str, ...] = ()
+    """Parts of the model that are own from the start; then masks do not grow."""
+    personal_lr: float | None = None
+    """Step size of own entries; without one that of local training."""
+    mean: Literal["samples", "clients"] = "samples"
+    """Whether clients count by their samples, or equally."""
+
+    title: ClassVar[str] = "FedSelect"
+    private: ClassVar[str] = "entries that its mask selects"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"epochs": 3, "mean": "clients"},
+        "released": {"epochs": 3, "mean": "clients", "alpha": 0.8, "interval": 3, "ranking": "tensor"}
+        | {"since": "growth", "biases": False, "overshoot": True},
+    }
+    citation: ClassVar[str] = """@inproceedings{tamirisa2024fedselect,
+  title={{FedSelect}: Personalized Federated Learning with Customized Selection of Parameters for Fine-Tuning},
+  author={Tamirisa, Rishub and Xie, Chulin and Bao, Wenxuan and Zhou, Andy and Arel, Ron and Shamsian, Aviv},
+  booktitle={CVPR}, year={2024}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        if not (0 <= self.rate <= 1 and 0 <= self.alpha <= 1 and self.interval > 0):
+            raise ConfigError("algorithm: FedSelect needs rate and alpha between 0 and 1, and interval above 0")
+        masks.under(model.trainable, self.layers)  # or it says which part the model does not have
+
+    def server_init(self, model: Model) -> Tree:
+        return {"w": model.params, "masks": {}}  # by name of a client the mask that it told last
+
+    def client_init(self, me: Me) -> Tree:
+        v = me.model.trainable
+        before = v if self.since == "growth" else {}
+        return {"v": v, "m": masks.under(v, ()), "next": masks.under(v, self.layers), "before": before}
+
+    @on_client(sends=(ENTRIES, MASK, REST, COUNT))
+    def local(self, me: Me, message: Ragged, statistics: Params) -> tuple[Tree, Tree]:
+        v, old, m, before = (me.state[k] for k in ("v", "m", "next", "before"))
+        u = unflat(unpack(message, ~flat(old)), v)
+        start = {k: torch.where(old[k], v[k], u[k]) for k in v}  # what has just become own begins at the common value
+        theta = start | statistics
+        for _ in range(self.epochs):  # Algorithm 2
+            theta = me.sgd(theta, mask=m, lr=self.personal_lr)
+            theta = me.sgd(theta, mask={k: ~own for k, own in m.items()})
+        v, wider = {k: theta[k] for k in v}, m
+        if not self.layers and me.round % self.interval == 0:
+            wider, before = self.selected(me, v, before or start, m), v if before else {}
+        n = me.n if self.mean == "samples" else torch.ones_like(me.n)
+        reply = pack(flat(v), ~flat(m)), masks.told(m, old), {k: theta[k] for k in statistics}, n
+        return {"v": v, "m": m, "next": wider, "before": before}, reply
+
+    def selected(self, me: Me, v: Params, before: Params, m: Params) -> Params:
+        """The mask of the next round, Algorithm 3."""
+        score = {k: (v[k] - before[k]).abs() for k in v}
+        score = masks.normalised(score, m) if self.normalise else score
+        if self.choice != "most":
+            score = {k: -x for k, x in score.items()} if self.choice == "least" else unflat(me.uniform(len(flat(v))), v)
+        may = {k for k in v if self.biases or "weight" in k}
+        return masks.grown(m, score, may, self.rate, self.alpha, self.ranking == "tensor", self.overshoot)
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        model, names = fed.engine.setting.model, fed.engine.setting.data.clients
+        w = flat({k: server["w"][k] for k in model.trainable})
+        statistics = {k: v for k, v in server["w"].items() if k not in model.trainable}  # averaged, but never masked
+        nothing = masks.to_bits(torch.zeros_like(w))
+        known = fed.scatter(torch.stack([server["masks"].get(names[c], nothing) for c in fed.cohort]))
+        shared = ~masks.from_bits(known.tree, len(w))
+        message = fed.scatter(pack(w.expand(shared.shape), shared))
+        u, told, rest, n = fed.map(self.local, message, statistics)
+        bits = masks.heard(fed.gather(told, "mask of each client"), known.of(told.clients))
+        shared = ~masks.from_bits(bits, len(w))
+        w = masks.mean_over_sharers(fed.gather(u, "shared entries of each client"), shared, n.tree, w)
+        fed.report(own=1 - shared.double().mean())
+        now = {names[c]: row for c, row in zip(told.clients, bits, strict=True)}
+        return {"w": unflat(w, model.trainable) | fed.mean(rest, n), "masks": server["masks"] | now}
+
+    def personal(self, me: Me, server: Tree) -> Params:
+        return server["w"] | {k: torch.where(m, me.state["v"][k], server["w"][k]) for k, m in me.state["m"].items()}
+
+    def shares(self, me: Me, server: Tree) -> Params:
+        return {k: (~m).to(me.n.dtype) for k, m in me.state["m"].items()}
