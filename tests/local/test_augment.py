@@ -1,12 +1,28 @@
 """Random crop and flip: what a plain loop does, for a batch and for a stack of clients."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from fedtailor import algorithms
 from fedtailor.core.random import stream
 from fedtailor.local.augment import PAD, augment, draw
+from fedtailor.local.training import Solver
+from tests.helpers import (
+    OTHERS,
+    SOLVER,
+    assert_equal,
+    descend,
+    everything,
+    federate,
+    make_data,
+    make_me,
+    make_model,
+    run,
+)
 
 
 def one_by_one(x: Tensor, drawn: Tensor, pad: int) -> Tensor:
@@ -58,3 +74,33 @@ def test_draws_are_even_and_named_by_their_stream() -> None:
         counts = np.bincount(drawn[:, column], minlength=values)
         assert len(counts) == values
         assert counts == pytest.approx(9_000 / values, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "ditto"])
+def test_engines_agree(name: str) -> None:
+    data = make_data(shape=(1, 6, 6))
+    model = make_model("conv", data)
+
+    def outcome(engine: str, solver: Solver) -> dict[str, Tensor]:
+        fed = federate(algorithms.make(name, {}), data, model, engine, solver)
+        server = run(fed)
+        assert fed.faults == []
+        return everything(fed, server)
+
+    solver = replace(SOLVER, augment="crop-flip", batch_size=3)
+    wanted = outcome("loop", solver)
+    for engine in OTHERS:
+        assert_equal(outcome(engine, solver), wanted)
+    plain = outcome("loop", replace(solver, augment=None))
+    assert any(not torch.equal(plain[k], wanted[k]) for k in wanted if k.startswith("models/"))
+
+
+def test_a_step_is_taken_on_the_images_drawn() -> None:
+    data = make_data(shape=(1, 6, 6))
+    model = make_model("conv", data)
+    me = make_me(data, model, solver=Solver(lr=0.1, batch_size=0, augment="crop-flip"))
+    x, y = data.train.of(0)
+    order = stream("alone", data.clients[0], "batches", 0).permutation(len(x))
+    drawn = torch.from_numpy(draw(stream("alone", data.clients[0], "augment", 0), len(x)))
+    wanted = descend(model, model.params, one_by_one(x[order], drawn, PAD), y[order], steps=1)
+    assert_equal(me.sgd(model.params), wanted)

@@ -28,7 +28,10 @@ def mistake(*settings: str, kind: type[RunConfig] = RunConfig) -> str:
         ("loacl.lr=1", 'my.toml: unknown key "loacl"; did you mean "local"?'),
         ("ronuds=3", 'my.toml: unknown key "ronuds"; did you mean "rounds"?'),
         ("data.clinets=3", 'my.toml: unknown key "data.clinets"; did you mean "clients"?'),
-        ("local.learning_rate=3", 'my.toml: unknown key "local.learning_rate"; known: batch_size, clip, lr, momentum'),
+        (
+            "local.learning_rate=3",
+            'my.toml: unknown key "local.learning_rate"; known: augment, batch_size, clip, lr, momentum',
+        ),
         ("federation.engin='loop'", 'my.toml: unknown key "federation.engin"; did you mean "engine"?'),
         ("checkpoint.evrey=2", 'my.toml: unknown key "checkpoint.evrey"; did you mean "every"?'),
         ("evaluation.testcurve=true", 'my.toml: unknown key "evaluation.testcurve"; did you mean "test_curve"?'),

@@ -14,7 +14,8 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.model import LOSSES, Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, number
-from fedtailor.local.batches import Batch, cut, single, stacked, whole
+from fedtailor.local.augment import draw
+from fedtailor.local.batches import Batch, cut, single, stacked, whole, with_draws
 from fedtailor.local.training import Solver, Training, train
 
 if TYPE_CHECKING:
@@ -191,8 +192,16 @@ class Me:
             rng = stream(*self._key, clients[i], "batches", nth)
             orders.append([rng.permutation(n) for _ in range(self._setting.environment.passes(i, epochs))])
         if is_stacked:
-            return stacked(starts, orders, size, self.n.dtype, least)
-        return single(starts[0], orders[0], size, least)
+            batches = stacked(starts, orders, size, self.n.dtype, least)
+        else:
+            batches = single(starts[0], orders[0], size, least)
+        if self._setting.solver.augment is None:
+            return batches
+        draws = []
+        for i, passes in zip(self._members, orders, strict=True):
+            rng = stream(*self._key, clients[i], "augment", nth)
+            draws.append([draw(rng, len(order)) for order in passes])
+        return with_draws(batches, draws, size, least)
 
     def _view(self, rows: Rows) -> View:
         return View(*_AtClients.apply(lambda is_stacked: self._samples(rows, is_stacked), self.n))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ class Batch:
     rows: Tensor
     weight: Tensor | None = None  # 1 for a sample, 0 for padding; None where nothing is padded
     active: Tensor | None = None  # clients that take this step; None where all do
+    drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
 
 
 def cut(order: np.ndarray, batch_size: int, least: int = 1) -> list[np.ndarray]:
@@ -54,6 +55,19 @@ def stacked(
         weight = torch.from_numpy(np.arange(longest) < here[:, None]).to(dtype) if (here < longest).any() else None
         active = torch.from_numpy(here > 0) if (here == 0).any() else None
         out.append(Batch(torch.from_numpy(rows[:, step, :longest]), weight, active))
+    return out
+
+
+def with_draws(batches: Sequence[Batch], draws: Sequence[Orders], batch_size: int, least: int = 1) -> list[Batch]:
+    """The batches with what was drawn for each of their samples; draws are in the order of the rows of a pass."""
+    cuts = [[part for drawn in passes for part in cut(drawn, batch_size, least)] for passes in draws]
+    out = []
+    for step, batch in enumerate(batches):
+        drawn = np.zeros((len(cuts), batch.rows.shape[-1], 3), dtype=np.int64)
+        for client, own in enumerate(cuts):
+            if step < len(own):
+                drawn[client, : len(own[step])] = own[step]
+        out.append(replace(batch, drawn=torch.from_numpy(drawn).reshape(*batch.rows.shape, 3)))
     return out
 
 

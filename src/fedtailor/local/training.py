@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.local.augment import augment
 from fedtailor.local.batches import Batch
 
 
@@ -29,6 +30,7 @@ class Solver:
     weight_decay: float = 0.0
     clip: float = 0.0  # largest norm of a step's gradient; 0 is no limit
     batch_size: int = 32  # 0 is the whole data
+    augment: Literal["crop-flip"] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -99,6 +101,8 @@ class Training:
         if not params:
             return {}
         data = self.x[batch.rows], self.y[batch.rows]
+        if batch.drawn is not None:
+            data = augment(data[0], batch.drawn[..., :2], batch.drawn[..., 2]), data[1]
         with torch.enable_grad():
             params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
             # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller

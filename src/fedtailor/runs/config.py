@@ -74,6 +74,9 @@ class LocalSection(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay, added to the gradient.")
     clip: float = Field(default=0.0, ge=0, description="Largest norm of a step's gradient; 0 is no limit.")
     batch_size: int = Field(default=32, ge=0, description="Samples per step; 0 is the whole data.")
+    augment: Literal["crop-flip"] | None = Field(
+        default=None, description="crop-flip: train on images shifted by up to 4 pixels and flipped at random."
+    )
 
     @property
     def solver(self) -> Solver:

@@ -65,6 +65,8 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     algorithm.check(model, federated.task)
     algorithm.check_solver(config.local.solver)
+    if config.local.augment is not None and len(federated.shape) != 3:
+        raise ConfigError(f'local.augment = "{config.local.augment}": for images, not {federated.name}')
     if config.federation.clients_per_round > len(federated.clients):
         raise ConfigError(
             f"federation.clients_per_round = {config.federation.clients_per_round}: "
