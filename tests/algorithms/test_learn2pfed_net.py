@@ -98,3 +98,13 @@ def test_a_new_client_starts_from_the_common_model_and_degrees(preset: str | Non
         return float(torch.nn.functional.cross_entropy(model(params, x), y))
 
     assert loss(newcomer) < loss(server["w"]) < 1.3 * loss(model.params)
+
+
+def test_the_papers_mode_serves_the_own_model() -> None:
+    data = make_data()
+    model = make_model("mlp", data)
+    fed = federate(make("learn2pfed-net", {"preset": "paper"}), data, model)
+    server = run(fed)
+    rows = fed.engine.get_states()["state"]["v"]
+    for i, mine in enumerate(models(fed, server).values()):
+        assert_equal(mine, {k: v[i] for k, v in rows.items()}, 0.0)

@@ -1,7 +1,7 @@
 """Learn2pFed-Net: Learn2pFed for networks, with gradient v-steps (14). Lv et al., 2024, section IV-D.
 
 Symbols: w common model; v own model; z = v - w; a scaled dual; lam degree of collaboration; s = lam / (lam + eta) the
-share of the common model. Served is the shrunk model w + z, not v.
+share of the common model. Served is the shrunk model w + z.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ class Learn2pFedNet(Algorithm):
     """Step size of log lam (Adam)."""
     pull: float = 0.5
     """Pull of log lam to the clients' mean: 0 keeps degrees own, 1 makes them common."""
+    serve: Literal["shrunk", "own"] = "shrunk"
+    """Predict with the shrunk model w + z, or with v (paper)."""
 
     title: ClassVar[str] = "Learn2pFed-Net"
     private: ClassVar[str] = "own model, dual, degrees"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0, "outer_lr": 0.01},
+        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0, "outer_lr": 0.01}
+        | {"serve": "own"},
         "primal": {"consensus": "primal"},
         "average": {"consensus": "average"},
     }
@@ -129,6 +132,8 @@ class Learn2pFedNet(Algorithm):
         return {"w": fed.mean(parts, n), "degrees": fed.mean(degrees)}  # (12)
 
     def personal(self, me: Me, server: Tree) -> Params:
+        if self.serve == "own":
+            return me.state["v"]
         return me.state["v"] | {k: w + me.state["z"][k] for k, w in server["w"].items()}
 
     def shares(self, me: Me, server: Tree) -> Params:
