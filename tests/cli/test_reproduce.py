@@ -56,6 +56,14 @@ def test_cells_carry_the_settings_of_row_column_and_scale(configs: Path) -> None
     assert list(reproduce.grid(table, configs, "cpu", 1, ["ours"])) == [("ours", "one"), ("ours", "two")]
 
 
+def test_rows_may_have_commas_in_their_names(configs: Path) -> None:
+    (configs / "paper" / "table9.toml").write_text(TABLE.replace('name = "ours"', 'name = "ours, again"'))
+    table = reproduce.load(configs, "paper/table9")
+    assert reproduce.rows_named(table, "ours, again,oracle") == ["ours, again", "oracle"]
+    assert reproduce.rows_named(table, "ours") == ["ours"]  # refused later, by name
+    assert reproduce.rows_named(table, "") == []
+
+
 def test_mistakes_are_named(configs: Path) -> None:
     with pytest.raises(ConfigError, match='no published table "paper/table8"; did you mean "paper/table9"'):
         reproduce.load(configs, "paper/table8")

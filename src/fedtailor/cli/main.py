@@ -144,7 +144,7 @@ def reproduce(
         raise ConfigError(f'--scale: "{scale}" is neither cpu nor paper')
     wanted = published.load(configs, table)
     path = out or Path("runs") / f"{table.replace('/', '-')}-{scale}"
-    names = [name.strip() for name in rows.split(",") if name.strip()]
+    names = published.rows_named(wanted, rows)
     cells = published.grid(wanted, path, "cpu" if scale == "cpu" else "paper", seeds or wanted.seeds, names)
     again = ["reproduce", table, "--scale", scale, "--seeds", str(seeds), "--rows", rows, "--out", str(path)]
     with _resumable(again, path), grid_shown(console) as told:

@@ -75,6 +75,16 @@ def load(configs: Path, name: str) -> Published:
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+def rows_named(table: Published, text: str) -> list[str]:
+    """Rows listed with commas between them; the name of a row may have commas itself."""
+    known, parts, found = {part.name for part in table.rows}, [p.strip() for p in text.split(",") if p.strip()], []
+    while parts:
+        length = next((n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in known), 1)
+        found.append(", ".join(parts[:length]))
+        parts = parts[length:]
+    return found
+
+
 Cells = dict[tuple[str, str], list[Cell]]  # (row, column) -> a run per seed
 
 
