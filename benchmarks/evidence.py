@@ -22,7 +22,10 @@ PAGES = {  # page -> comparisons (TOML files) and published tables (names) that 
         "configs/foundation/heart-disease.toml",
         "configs/foundation/qmnist.toml",
     ),
-    "learn2pfed": ("learn2pfed/table1",),
+    "learn2pfed": tuple(
+        f"learn2pfed/{name}"
+        for name in ("table1", "table1-sorted", "table2", "table3", "table4", "table4-100", "table5", "table6")
+    ),
 }
 
 
@@ -56,7 +59,8 @@ def table(name: str) -> str:
     """Run a published table again, or go on with it, and return its part of the page."""
     _fedtailor("reproduce", name)
     found = (ROOT / "runs" / f"{name.replace('/', '-')}-cpu" / "table.md").read_text(encoding="utf-8")
-    return f"## {name}\n\n`fedtailor reproduce {name}`\n\n{found}"
+    title = read_toml(ROOT / "configs" / f"{name}.toml")["title"]
+    return f"## {title}\n\n`fedtailor reproduce {name}`\n\n{found}"
 
 
 def _fedtailor(*arguments: str) -> None:
