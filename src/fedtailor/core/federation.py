@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -130,6 +131,7 @@ class Federation:
     _calls: int = 0
     _tape: _Tape | None = None
     _errors: list[Exception] = field(default_factory=list)
+    _reply_sizes: dict[str, int] = field(default_factory=dict)
 
     def map(self, fn: Callable[..., Any], *message: Tree | Placed) -> Placed:
         """Every client of the cohort runs `fn(me, *message)` and keeps its new private state; the replies come back."""
@@ -267,20 +269,21 @@ class Federation:
         ):
             return None
         new = [*(v for v in changed(made.state, held) if v is not None), *leaves(made.server)]
-        if not (made.largest <= self.limits.max_norm and all(bool(torch.isfinite(v).all()) for v in new)):
+        sums = torch.stack([made.largest.double(), *(v.sum().double() for v in new)])  # of what is not finite is not
+        if not (made.largest <= self.limits.max_norm and bool(torch.isfinite(sums).all())):
             return None
         self.engine.keep_together(self.cohort, made.state, held)
-        setting, n = self.engine.setting, len(self.cohort)
+        n = len(self.cohort)
         for function, message, times, taped in made.exchanges:
-            request = codec.tree_size(message)
-            reply = codec.tree_size(sent_example(setting.algorithm, function, setting.model))
-            for _ in range(times):
-                call = Call(function, self.round, self._calls, message, (False,) * len(message), taped)
-                self._calls += 1
+            request, reply = codec.tree_size(message), self._reply_size(function)
+            for digits, calls in Counter(len(str(self._calls + i)) for i in range(times)).items():
+                # the length of a header depends on its numbers by their digits only
+                call = Call(function, self.round, 10 ** (digits - 1), message, (False,) * len(message), taped)
                 there, back = codec.header_size(call.header), codec.header_size(call.reply_header)
-                self._count(n, down=there + request, up=back + reply)
+                self._count(n, down=there + request, up=back + reply, trips=calls)
                 if taped:  # the way back: cotangents of the reply down, of the message up
-                    self._count(n, down=back + reply, up=back + request)
+                    self._count(n, down=back + reply, up=back + request, trips=calls)
+            self._calls += times
         return made.server
 
     def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
@@ -334,10 +337,17 @@ class Federation:
             )
         return Placed(self.cohort, _in_order(parts, self.cohort))
 
-    def _count(self, clients: int, down: int, up: int) -> None:
-        self.traffic.trips += 1
-        self.traffic.down += clients * down
-        self.traffic.up += clients * up
+    def _reply_size(self, function: str) -> int:
+        """Length of a reply without its header."""
+        if function not in self._reply_sizes:
+            setting = self.engine.setting
+            self._reply_sizes[function] = codec.tree_size(sent_example(setting.algorithm, function, setting.model))
+        return self._reply_sizes[function]
+
+    def _count(self, clients: int, down: int, up: int, trips: int = 1) -> None:
+        self.traffic.trips += trips
+        self.traffic.down += trips * clients * down
+        self.traffic.up += trips * clients * up
 
     def _reject(self, client: int, call: Call, reason: str, error: Exception | None = None) -> None:
         self.cohort = tuple(c for c in self.cohort if c != client)

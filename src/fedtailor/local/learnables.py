@@ -32,6 +32,16 @@ def read(raw: Tensor, shape: torch.Size, positive: Positive) -> Params:
     return {"lam": lam.unflatten(-1, shape), **dict(zip(SCALARS, each, strict=True))}
 
 
+def by_raw(raw: Tensor, bars: list[Params], positive: Positive) -> Tensor:
+    """The derivative by raw values [clients, ...] from that by the numbers read from them, of each cell or of all."""
+    rows = [torch.cat([b["lam"].flatten(1), *(b[k].flatten(1) for k in SCALARS)], dim=1) for b in bars]
+    bar = torch.stack(rows, dim=1) if raw.dim() == 3 else rows[0]
+    if positive == "exp":
+        return bar * raw.exp()
+    passes = torch.cat([degrees(raw) > 0, raw[..., -len(SCALARS) :] >= 1e-6], dim=-1)
+    return bar * passes.to(bar.dtype)
+
+
 def chosen(raw: Tensor, names: tuple[str, ...]) -> Tensor:
     """1 at the entries of raw that are learned."""
     lam = raw.new_full((raw.shape[-1] - len(SCALARS),), float("lam" in names))

@@ -6,7 +6,6 @@ The same numbers as the text of the algorithm gives call by call, for clients th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +19,9 @@ from fedtailor.local import learnables, ridge
 
 if TYPE_CHECKING:
     from fedtailor.algorithms.learn2pfed import Learn2pFed
+
+
+SMALL = 1_000_000  # numbers
 
 
 class Numbers(NamedTuple):
@@ -58,12 +60,11 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
     count = data["n"].sum()
     if count == 0:
         return None
-    raw = learned["raw"].detach().requires_grad_()
-    with torch.enable_grad():
-        sets = raw.unbind(1) if algorithm.per_cell else [raw]
-        read = [learnables.read(one, w.shape, algorithm.positive) for one in sets]
+    raw = learned["raw"]
     with torch.no_grad():
-        numbers = [_numbers(state["d"], x) for x in read] * (1 if algorithm.per_cell else algorithm.cells)
+        sets = raw.unbind(1) if algorithm.per_cell else [raw]
+        numbers = [_numbers(state["d"], learnables.read(one, w.shape, algorithm.positive)) for one in sets]
+        numbers *= 1 if algorithm.per_cell else algorithm.cells
         cells, v, z, a, w = _forward(state, w, numbers)
         v_bar = 2 / count * (data["A"] @ v - data["b"])
         bars = _back(numbers, cells, v_bar, exact=algorithm.gradient == "exact")
@@ -72,10 +73,12 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
             found = [_by_numbers(n, [c], [b], [u]) for n, c, b, u in zip(numbers, cells, bars, after, strict=True)]
         else:
             found = [_by_numbers(numbers[0], cells, bars, after)]
-        replies = [torch.linalg.vector_norm(n.weight * c.sent, dim=(1, 2)) for n, c in zip(numbers, cells, strict=True)]
-    gradient = torch.autograd.grad([n for x in read for n in x.values()], raw, [b[k] for b in found for k in read[0]])[
-        0
-    ]
+        gradient = learnables.by_raw(raw, found, algorithm.positive)
+        sent = cells[0].sent.abs()
+        for c in cells[1:]:
+            torch.maximum(sent, c.sent.abs(), out=sent)
+        weight = numbers[0].weight if not algorithm.per_cell else torch.stack([n.weight for n in numbers]).amax(0)
+        largest = (weight * sent).max() * w.numel() ** 0.5  # at least the norm of the largest reply
     learned = algorithm.step(learned, gradient)
     exchanges: list[tuple[str, tuple[Tree, ...], int, bool]] = [
         ("cell", (w, torch.tensor(0)), algorithm.cells, True),
@@ -87,7 +90,7 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
         learned = learned | {"raw": learnables.pulled(learned["raw"], mean, algorithm.pull)}
         exchanges += [("agree", (mean,), 1, False)]
     made = state | {"v": v, "z": z, "a": a, "learned": learned}
-    return AtOnce(made, server | {"w": w, "degrees": mean}, torch.stack(replies).max(), exchanges)
+    return AtOnce(made, server | {"w": w, "degrees": mean}, largest, exchanges)
 
 
 @on_client(sends=(NUMBER, NUMBER, NUMBER))
@@ -157,21 +160,28 @@ def _back(numbers: list[Numbers], cells: list[Cell], v: Tensor, *, exact: bool) 
 def _by_numbers(n: Numbers, cells: list[Cell], bars: list[Bars], after: list[Tensor]) -> Params:
     """Derivatives by numbers that these cells have in common; `after` is w after each cell."""
 
-    def inner(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        return torch.stack([torch.einsum("nko,nko->n", a, b) for a, b in pairs]).sum(0)[:, None, None]
+    def products(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Sum over the cells of products; stacked where that is small, which saves calls."""
+        if n.shrink.numel() * len(pairs) < SMALL:
+            return (torch.stack([a for a, _ in pairs]) * torch.stack([b for _, b in pairs])).sum(0)
+        total = torch.zeros_like(n.shrink)
+        for a, b in pairs:
+            total.addcmul_(a, b)
+        return total
 
-    by_shrink = torch.zeros_like(n.shrink)
-    for b, c in zip(bars, cells, strict=True):
-        by_shrink.addcmul_(b.z, c.apart)
+    def inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return products(pairs).sum((1, 2), keepdim=True)
+
+    each = list(zip(bars, cells, strict=True))
+    by_shrink = products([(b.z, c.apart) for b, c in each])
     by_sum = by_shrink / (n.x["lam"] + n.x["eta"])
-    by_weight = inner(
-        ((b.w / n.total).expand_as(c.sent), c.sent - w) for b, c, w in zip(bars, cells, after, strict=True)
-    )
+    moved = [((b.w / n.total).expand_as(c.sent), c.sent - w) for (b, c), w in zip(each, after, strict=True)]
+    by_weight = inner(moved)
     return {
         "lam": -n.shrink * by_sum,
         "eta": ((1 - n.shrink) * by_sum).sum((1, 2), keepdim=True),
-        "rho": inner((b.r, c.missed) for b, c in zip(bars, cells, strict=True)),
-        "theta": inner((b.a, c.off) for b, c in zip(bars, cells, strict=True)),
+        "rho": inner([(b.r, c.missed) for b, c in each]),
+        "theta": inner([(b.a, c.off) for b, c in each]),
         "p": n.x["gamma"] * by_weight,
         "gamma": n.x["p"] * by_weight,
     }
