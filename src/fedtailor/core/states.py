@@ -19,6 +19,7 @@ class States:
         self._row = {c: i for i, c in enumerate(self.clients)}
         self._log: list[tuple[Tensor, Tree]] = []
         self._logged = torch.zeros(len(self.clients), dtype=torch.bool)
+        self._shared = False  # whether the log holds tensors that are rows still
 
     def create(self, clients: Sequence[int], stack: Tree) -> None:
         """First states of some clients; those of the first call fix keys, shapes and types."""
@@ -32,9 +33,25 @@ class States:
         at = self._at(clients)
         return tree_map(lambda v: v[at], self.rows)
 
+    def all_rows(self, clients: Sequence[int]) -> Tree | None:
+        """The rows themselves, if `clients` are all; they may be read only, and handed on to `take_over`."""
+        return self.rows if tuple(clients) == self.clients else None
+
+    def take_over(self, stack: Tree) -> None:
+        """New states of all clients, made from `all_rows`: the tensors become the rows, nothing is copied."""
+        self.check(stack)
+        if self._logged.any():
+            self.write(self.clients, stack)
+            return
+        self._log.append((self._at(self.clients), self.rows))
+        self._logged[:] = True
+        self.rows, self._shared = stack, True
+
     def write(self, clients: Sequence[int], stack: Tree, old: Tree = None) -> None:
         """New states of `clients`; `undo` brings back those at `begin`. Leaves that `old`, as read, has too stay."""
         self.check(stack)
+        if self._shared:
+            self.rows, self._shared = tree_map(torch.clone, self.rows), False
         at = self._at(clients)
         fresh = at[~self._logged[at]]
         if len(fresh):
@@ -47,9 +64,12 @@ class States:
         """A new round: what is written from here on can be undone."""
         self._log.clear()
         self._logged.zero_()
+        self._shared = False
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Bring back the states at `begin`, of all or of some clients."""
+        if self._shared:
+            self.rows, self._shared = tree_map(torch.clone, self.rows), False
         wanted = torch.zeros(len(self.clients), dtype=torch.bool)
         wanted[self._at(self.clients if clients is None else clients)] = True
         for at, old in self._log:

@@ -116,11 +116,15 @@ class InProcess:
         """The private states of `clients` as one stack; None if clients run one after the other or have buffers."""
         if not self.chunk or self.setting.model.private_buffers:
             return None
-        return self.states.read(clients)["state"]
+        held = self.states.all_rows(clients) or self.states.read(clients)
+        return held["state"]
 
     def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
         """Keep what was computed on the stack `held` of `together`."""
-        self.states.write(clients, {"state": state, "buffers": {}}, {"state": held, "buffers": {}})
+        if self.states.all_rows(clients) is None:
+            self.states.write(clients, {"state": state, "buffers": {}}, {"state": held, "buffers": {}})
+        else:
+            self.states.take_over({"state": state, "buffers": {}})
 
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
