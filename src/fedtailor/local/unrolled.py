@@ -6,6 +6,8 @@ The same numbers as the text of the algorithm gives call by call, for clients th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from fedtailor.core.algorithm import NUMBER, on_client
 from fedtailor.core.federation import AtOnce
 from fedtailor.core.me import Me
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.local import learnables, ridge
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 
 SMALL = 1_000_000  # numbers
+BLOCK = 131_072  # numbers of a vector of all clients of a block
 
 
 class Numbers(NamedTuple):
@@ -31,7 +34,6 @@ class Numbers(NamedTuple):
     inverse: Tensor  # (A + rho)^-1
     shrink: Tensor  # eta / (lam + eta)
     weight: Tensor  # p gamma
-    total: Tensor  # sum of the weights
 
 
 class Cell(NamedTuple):
@@ -60,25 +62,18 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
     count = data["n"].sum()
     if count == 0:
         return None
-    raw = learned["raw"]
     with torch.no_grad():
-        sets = raw.unbind(1) if algorithm.per_cell else [raw]
-        numbers = [_numbers(state["d"], learnables.read(one, w.shape, algorithm.positive)) for one in sets]
-        numbers *= 1 if algorithm.per_cell else algorithm.cells
-        cells, v, z, a, w = _forward(state, w, numbers)
-        v_bar = 2 / count * (data["A"] @ v - data["b"])
-        bars = _back(numbers, cells, v_bar, exact=algorithm.gradient == "exact")
-        after = [*(c.w for c in cells[1:]), w]
-        if algorithm.per_cell:
-            found = [_by_numbers(n, [c], [b], [u]) for n, c, b, u in zip(numbers, cells, bars, after, strict=True)]
-        else:
-            found = [_by_numbers(numbers[0], cells, bars, after)]
-        gradient = learnables.by_raw(raw, found, algorithm.positive)
-        sent = cells[0].sent.abs()
-        for c in cells[1:]:
-            torch.maximum(sent, c.sent.abs(), out=sent)
-        weight = numbers[0].weight if not algorithm.per_cell else torch.stack([n.weight for n in numbers]).amax(0)
-        largest = (weight * sent).max() * w.numel() ** 0.5  # at least the norm of the largest reply
+        blocks = [_Block(algorithm, part, w.shape) for part in _parts(state)]
+        totals = [torch.stack(each).sum(0) for each in zip(*(b.totals for b in blocks), strict=True)]
+        forward = [b.forward(w) for b in blocks]
+        after = _exchanged(forward, lambda sums, i: sums / totals[i])  # (12)
+        w = after[-1]
+        exact = algorithm.gradient == "exact"
+        back = [b.back(count, totals, exact=exact) for b in blocks]
+        _exchanged(back, lambda sums, i: sums)
+        gradient = torch.cat([b.by_raw(totals, after) for b in blocks])
+        v, z, a = (torch.cat([getattr(b, name) for b in blocks]) for name in "vza")
+        largest = torch.stack([b.largest() for b in blocks]).max() * w.numel() ** 0.5  # at least the largest norm
     learned = algorithm.step(learned, gradient)
     exchanges: list[tuple[str, tuple[Tree, ...], int, bool]] = [
         ("cell", (w, torch.tensor(0)), algorithm.cells, True),
@@ -111,54 +106,102 @@ def slope(self: Learn2pFed, me: Me) -> tuple[Tree, Tree]:
     return me.state, me.grad["learned"]["raw"].square().sum()
 
 
+def _parts(state: Tree) -> Iterator[Tree]:
+    """Blocks of clients whose vectors stay in the cache of a core."""
+    clients, numbers = state["v"].shape[0], state["v"][0].numel()
+    size = max(1, BLOCK // numbers)
+    for first in range(0, clients, size):
+        yield tree_map(lambda x, first=first: x[first : first + size], state)
+
+
+def _exchanged(blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+    """Run blocks side by side: what they yield is summed, and all are sent the answer to it; returns the answers."""
+    answers: list[Tensor] = []
+    sums = [next(block) for block in blocks]
+    while sums:
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+        answers.append(answer(total, len(answers)))
+        sums = []
+        for block in blocks:
+            with suppress(StopIteration):
+                sums.append(block.send(answers[-1]))
+    return answers
+
+
+class _Block:
+    """Some clients on their way through the cells and back."""
+
+    def __init__(self, algorithm: Learn2pFed, state: Tree, shape: torch.Size) -> None:
+        self.state, self.positive, self.raw = state, algorithm.positive, state["learned"]["raw"]
+        self.data = state["held"] if algorithm.outer == "holdout" else state["d"]
+        self.v, self.z, self.a = state["v"], state["z"], state["a"]
+        sets = self.raw.unbind(1) if algorithm.per_cell else [self.raw]
+        self.sets = [_numbers(state["d"], learnables.read(one, shape, algorithm.positive)) for one in sets]
+        self.numbers = self.sets * (1 if algorithm.per_cell else algorithm.cells)
+        self.totals = [n.weight.sum(0) for n in self.numbers]
+        self.cells: list[Cell] = []
+        self.bars: list[Bars] = []
+
+    def forward(self, w: Tensor) -> Generator[Tensor, Tensor, None]:
+        """Yields the weighted sum of what the clients send in each cell, and is sent w."""
+        v, z, a, b = self.v, self.z, self.a, self.state["d"]["b"]
+        for n in self.numbers:
+            before, off = w, z - v + w
+            a = torch.addcmul(a, n.x["theta"], off)  # (9)
+            center = w + z + a
+            v = n.inverse @ torch.addcmul(b, n.x["rho"], center)  # (10)
+            missed = center.sub_(v)
+            rest = v - a
+            apart = rest - w
+            z = n.shrink * apart  # (11)
+            sent = rest - z
+            self.cells.append(Cell(before, off, missed, apart, sent))
+            self.v, self.z, self.a = v, z, a
+            w = yield (n.weight * sent).sum(0)
+
+    def back(self, count: Tensor, totals: list[Tensor], *, exact: bool) -> Generator[Tensor, Tensor, None]:
+        """From the derivative by the last v to those in every cell; yields the block's part of the one by w."""
+        v = 2 / count * (self.data["A"] @ self.v - self.data["b"])
+        z = a = torch.zeros_like(v)
+        w = torch.zeros_like(self.cells[0].w)
+        for n, total in zip(reversed(self.numbers), reversed(totals), strict=True):
+            w_bar = w
+            if exact:
+                u = n.weight * (w / total)
+                v, z, a = v + u, z - u, a - u
+            z_bar, q = z, n.shrink * z
+            r = n.inverse @ (v + q)
+            pulled = n.x["rho"] * r
+            a = a - q + pulled
+            step = n.x["theta"] * a
+            z, v = pulled + step, -step
+            self.bars.insert(0, Bars(w_bar, z_bar, r, a))
+            part = yield (z - q).sum(0)
+            w = part if exact else w
+
+    def by_raw(self, totals: list[Tensor], after: list[Tensor]) -> Tensor:
+        """The derivative by the raw learned numbers; `after` is w after each cell."""
+        each = list(zip(self.cells, self.bars, totals, after, strict=True))
+        own = [[one] for one in each] if len(self.sets) > 1 else [each]
+        found = [_by_numbers(n, part) for n, part in zip(self.sets, own, strict=True)]
+        return learnables.by_raw(self.raw, found, self.positive)
+
+    def largest(self) -> Tensor:
+        """The largest number of all replies."""
+        sent = self.cells[0].sent.abs()
+        for cell in self.cells[1:]:
+            torch.maximum(sent, cell.sent.abs(), out=sent)
+        weight = self.sets[0].weight if len(self.sets) == 1 else torch.stack([n.weight for n in self.sets]).amax(0)
+        return (weight * sent).max()
+
+
 def _numbers(d: Params, x: Params) -> Numbers:
     inverse = (d["q"] / (d["s"] + x["rho"][..., 0])[:, None]) @ d["q"].mT
-    weight = x["p"] * x["gamma"]
-    return Numbers(x, inverse, x["eta"] / (x["lam"] + x["eta"]), weight, weight.sum(0))
+    return Numbers(x, inverse, x["eta"] / (x["lam"] + x["eta"]), x["p"] * x["gamma"])
 
 
-def _forward(state: Tree, w: Tensor, numbers: list[Numbers]) -> tuple[list[Cell], Tensor, Tensor, Tensor, Tensor]:
-    """The cells, and v, z, a and w after the last."""
-    v, z, a = state["v"], state["z"], state["a"]
-    cells = []
-    for n in numbers:
-        before, off = w, z - v + w
-        a = torch.addcmul(a, n.x["theta"], off)  # (9)
-        center = w + z + a
-        v = n.inverse @ torch.addcmul(state["d"]["b"], n.x["rho"], center)  # (10)
-        missed = center.sub_(v)
-        rest = v - a
-        apart = rest - w
-        z = n.shrink * apart  # (11)
-        sent = rest - z
-        w = (n.weight * sent).sum(0) / n.total  # (12)
-        cells.append(Cell(before, off, missed, apart, sent))
-    return cells, v, z, a, w
-
-
-def _back(numbers: list[Numbers], cells: list[Cell], v: Tensor, *, exact: bool) -> list[Bars]:
-    """From the derivative by the last v to those in every cell; the first cell first."""
-    z = a = torch.zeros_like(v)
-    w = torch.zeros_like(cells[0].w)
-    bars = []
-    for n in reversed(numbers):
-        w_bar = w
-        if exact:
-            u = n.weight * (w / n.total)
-            v, z, a = v + u, z - u, a - u
-        z_bar, q = z, n.shrink * z
-        r = n.inverse @ (v + q)
-        pulled = n.x["rho"] * r
-        a = a - q + pulled
-        step = n.x["theta"] * a
-        z, v = pulled + step, -step
-        w = (z - q).sum(0) if exact else w
-        bars.append(Bars(w_bar, z_bar, r, a))
-    return bars[::-1]
-
-
-def _by_numbers(n: Numbers, cells: list[Cell], bars: list[Bars], after: list[Tensor]) -> Params:
-    """Derivatives by numbers that these cells have in common; `after` is w after each cell."""
+def _by_numbers(n: Numbers, each: list[tuple[Cell, Bars, Tensor, Tensor]]) -> Params:
+    """Derivatives by numbers that these cells, with the total weight and w after each, have in common."""
 
     def products(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Sum over the cells of products; stacked where that is small, which saves calls."""
@@ -172,16 +215,14 @@ def _by_numbers(n: Numbers, cells: list[Cell], bars: list[Bars], after: list[Ten
     def inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         return products(pairs).sum((1, 2), keepdim=True)
 
-    each = list(zip(bars, cells, strict=True))
-    by_shrink = products([(b.z, c.apart) for b, c in each])
+    by_shrink = products([(b.z, c.apart) for c, b, _, _ in each])
     by_sum = by_shrink / (n.x["lam"] + n.x["eta"])
-    moved = [((b.w / n.total).expand_as(c.sent), c.sent - w) for (b, c), w in zip(each, after, strict=True)]
-    by_weight = inner(moved)
+    by_weight = inner([((b.w / total).expand_as(c.sent), c.sent - w) for c, b, total, w in each])
     return {
         "lam": -n.shrink * by_sum,
         "eta": ((1 - n.shrink) * by_sum).sum((1, 2), keepdim=True),
-        "rho": inner([(b.r, c.missed) for b, c in each]),
-        "theta": inner([(b.a, c.off) for b, c in each]),
+        "rho": inner([(b.r, c.missed) for c, b, _, _ in each]),
+        "theta": inner([(b.a, c.off) for c, b, _, _ in each]),
         "p": n.x["gamma"] * by_weight,
         "gamma": n.x["p"] * by_weight,
     }
