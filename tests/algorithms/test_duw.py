@@ -154,3 +154,42 @@ def test_what_cannot_be_is_refused() -> None:
         replace(DUW, gradient="exact").check(make_model("mlp", data), "regression")
     with pytest.raises(ConfigError, match="use plain sgd"):
         DUW.check_solver(Solver(lr=0.1, momentum=0.9))
+
+
+def test_a_rule_goes_on_in_another_federation() -> None:
+    learner = DUWFedAvg(horizon=3, outer_iterations=4, outer_lr=0.1, weights="rule")
+    fed, server = prepared(learner)
+    rule = tuple(fed.reported["theta"])  # type: ignore[arg-type]
+    assert rule == tuple(server["theta"].tolist()) and max(map(abs, rule)) > 0.1
+    sizes = {"eve": (5, 0, 0), "fay": (30, 0, 0), "gus": (12, 0, 0), "hal": (7, 0, 0), "ida": (9, 0, 0)}
+    data = make_data("regression", sizes=sizes)
+    weights = {}
+    for given in ((), rule):
+        user = replace(learner, outer_iterations=0, rule=given)
+        other = federate(user, data, make_model("mlp", data), "loop", FULL_BATCH)
+        other.run_round(1, range(5), user.server_init(other.engine.setting.model))
+        weights[given] = torch.tensor(other.reported["weights"], dtype=F64)
+    n = torch.tensor([5, 30, 12, 7, 9], dtype=F64)
+    torch.testing.assert_close(weights[()], n / n.sum())  # without a rule, those of FedAvg
+    assert float((weights[rule] - weights[()]).abs().max()) > 0.01
+    assert float(weights[rule].sum()) == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match=r"algorithm\.rule: 10 numbers"):
+        replace(learner, rule=(1.0,)).check(make_model("mlp", data), "regression")
+
+
+@pytest.mark.parametrize("weights", ["table", "rule"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_client_without_samples_has_no_say_and_no_nan(engine: str, weights: Any) -> None:
+    sizes = {"ada": (9, 3, 4), "bo": (0, 0, 0), "cy": (6, 2, 5)}
+    algorithm = DUWFedAvg(horizon=2, outer_iterations=2, weights=weights)
+    found = {}
+    for names in (tuple(sizes), ("ada", "cy")):
+        data = make_data("regression", names, sizes)
+        fed = federate(algorithm, data, make_model("mlp", data), engine, FULL_BATCH)
+        server = algorithm.server_init(fed.engine.setting.model)
+        for round in (-1, 0, 1):
+            server = fed.run_round(round, range(len(names)), server)
+        found[names] = server
+    assert all(bool(torch.isfinite(v).all()) for v in found[tuple(sizes)]["w"].values())
+    if weights == "table":
+        assert_equal(found[tuple(sizes)]["w"], found["ada", "cy"]["w"])

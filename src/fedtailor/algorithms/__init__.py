@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 from typing import Any, get_type_hints
 
@@ -29,6 +30,7 @@ def algorithms() -> dict[str, type[Algorithm]]:
                 isinstance(kind, type)
                 and kind.__module__ == f"{__name__}.{module.name}"
                 and issubclass(kind, Algorithm)
+                and not inspect.isabstract(kind)
             ):
                 found[_name(kind)] = kind
     return dict(sorted((found | _registered).items()))

@@ -115,7 +115,8 @@ class Algorithm:
 def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callable[..., Any]]:
     """The methods marked by `on_client`, by name."""
     kind = algorithm if isinstance(algorithm, type) else type(algorithm)
-    return {name: fn for name, fn in vars(kind).items() if hasattr(fn, "sends")}
+    defined = {name: fn for base in reversed(kind.__mro__) for name, fn in vars(base).items()}
+    return {name: fn for name, fn in defined.items() if hasattr(fn, "sends")}
 
 
 def sent_names(algorithm: Algorithm | type[Algorithm]) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fedtailor.core.federation import Placed
 from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.errors import ConfigError
+from fedtailor.local.training import Solver
 
 FEATURES = 10
 
@@ -37,6 +41,70 @@ def average(w: Params, moves: Tensor, score: Tensor, counts: Tensor, answers: Te
     return Average(new, share, apart, moves.detach().sum(0), answers)
 
 
+def first_order(steps: list[Average], theta: Tensor, slope: Tree, lr: float | None) -> Tensor:
+    """The derivative of L by theta with local moves as constants; `slope` is that of L at the end by the last model.
+
+    With `lr`, L also has the losses along the way, whose gradients are the moves of plain SGD divided by lr.
+    """
+    a, pulls = vector(slope), []
+    for step in reversed(steps):
+        pulls.append((step.apart @ a).to(theta.dtype))  # dL / dTheta
+        a = a if lr is None else a - step.moved / lr
+    return torch.autograd.grad([step.share for step in reversed(steps)], theta, pulls)[0]
+
+
+def variance(steps: list[Average]) -> dict[str, Tensor]:
+    """Mean over clients of the variance of their weights over rounds, (28), under its name in reports."""
+    return {"variance_of_weights": torch.stack([step.share.detach() for step in steps]).var(0, correction=0).mean()}
+
+
+def start(n: Tensor, horizon: int, weights: str, rule: tuple[float, ...]) -> Tree:
+    """theta = sqrt(n / N), the weights of FedAvg; a rule starts there as well, unless one is given."""
+    theta = (n / n.sum()).sqrt().repeat(horizon, 1) if weights == "table" else n.new_tensor(rule or [0.0] * FEATURES)
+    lowest = torch.tensor(torch.inf, dtype=theta.dtype)
+    return {"learned": learnable(theta), "theta": theta, "lowest": lowest, "answers": torch.zeros_like(n)}
+
+
+def learned(server: Tree, gradient: Tensor, loss: Tensor, lr: float, *, keep_best: bool) -> Tree:
+    """What is learned after a step of Adam, and the theta to use: the newest, or that of the lowest loss."""
+    before, after = server["learned"], adam(server["learned"], gradient, lr)
+    if not keep_best:
+        return {"learned": after, "theta": after["x"]}
+    loss = loss.detach().to(gradient.dtype)
+    return {"learned": after} | ({"theta": before["x"], "lowest": loss} if loss < server["lowest"] else {})
+
+
+def moves(w: Params, models: Placed | None, rows: Sequence[int], here: Collection[int]) -> tuple[Tensor, Tensor]:
+    """How far the model of each client of `rows` is from w [rows, parameters], and whether it arrived; 0 if not."""
+    there = torch.tensor([c in here for c in rows])
+    far = vector(w).new_zeros(len(rows), sum(v.numel() for v in w.values()))
+    if models is None:
+        return far, there
+    far = far.index_copy(0, _at(models, rows), vector(models.tree, stacked=True) - vector(w))
+    return far * there[:, None].to(far.dtype), there
+
+
+def _at(placed: Placed, rows: Sequence[int]) -> Tensor:
+    return torch.tensor([list(rows).index(c) for c in placed.clients])
+
+
+def check(gradient: str, outer: str, weights: str, rule: tuple[float, ...]) -> None:
+    """Refuse what has no derivative and rules that are none."""
+    if gradient == "exact" and outer == "path":
+        raise ConfigError('algorithm.outer = "path" has a first-order gradient only; use "final" or "holdout"')
+    if rule and (weights != "rule" or len(rule) != FEATURES):
+        raise ConfigError(f'algorithm.rule: {FEATURES} numbers, with weights = "rule"; found {len(rule)}')
+
+
+def check_solver(outer: str, solver: Solver) -> None:
+    """The path's gradients are read off moves."""
+    if outer == "path" and not solver.is_plain:
+        raise ConfigError(
+            'algorithm.outer = "path" reads gradients off a client\'s move: use plain sgd in [local] (no momentum, '
+            'weight_decay or clip), or outer = "final" or "holdout"'
+        )
+
+
 def vector(tree: Tree, *, stacked: bool = False) -> Tensor:
     """All numbers of a tree in a row, of each client if it is stacked."""
     return torch.cat([leaf.flatten(1 if stacked else 0) for leaf in leaves(tree)], dim=-1)
@@ -49,19 +117,39 @@ def like(tree: Params, numbers: Tensor) -> Params:
     return rebuild(tree, (part.reshape(leaf.shape) for part, leaf in zip(parts, each, strict=True)))
 
 
-def seen(moves: Tensor, n: Tensor, loss: Tensor, taken_part: Tensor, time: float) -> Tensor:
+def scores(
+    theta: Tensor,
+    moves: Tensor,
+    losses: Placed | None,
+    n: Tensor,
+    rows: Sequence[int],
+    answers: Tensor,
+    t: int,
+    horizon: int,
+) -> Tensor:
+    """What weights are proportional to: theta^2 of a table, n exp(features' theta) of a rule."""
+    if theta.dim() == 2:
+        return theta[t, rows].square()
+    return n * (seen(moves, losses, n, rows, answers, t, horizon) @ theta).exp()
+
+
+def seen(
+    moves: Tensor, losses: Placed | None, n: Tensor, rows: Sequence[int], answers: Tensor, t: int, horizon: int
+) -> Tensor:
     """Per client: size, loss, length of its move, angle to the mean move, participation; each also times the round.
 
-    All are relative to the clients' mean, so that they say the same in another federation.
+    All are relative to the clients' mean, so that they say the same in another federation. `losses` are sums.
     """
-    moves = moves.detach()
+    moves, loss = moves.detach(), moves.new_zeros(len(rows))
+    if losses is not None:
+        loss = loss.index_copy(0, _at(losses, rows), losses.tree) / n.clamp(min=1).to(loss.dtype)
     mean = (n / n.sum()).to(moves.dtype) @ moves
     length = moves.norm(dim=1)
     cosine = (moves @ mean) / (length * mean.norm()).clamp(min=torch.finfo(moves.dtype).tiny)
     each = [_relative(x.detach().to(n.dtype)) for x in (n, loss, length)]
-    each += [x.to(n.dtype) - x.mean() for x in (cosine, taken_part)]
+    each += [x.to(n.dtype) - x.mean() for x in (cosine, answers[rows] / max(t, 1))]
     now = torch.stack(each, dim=1)
-    return torch.cat([now, time * now], dim=1)
+    return torch.cat([now, t / horizon * now], dim=1)
 
 
 def _relative(x: Tensor) -> Tensor:
