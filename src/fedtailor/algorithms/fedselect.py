@@ -15,7 +15,6 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Ragged, Tree
-from fedtailor.errors import ConfigError
 from fedtailor.local import masks
 from fedtailor.local.masks import flat, pack, unflat, unpack
 
@@ -65,12 +64,10 @@ class FedSelect(Algorithm):
     citation: ClassVar[str] = """@inproceedings{tamirisa2024fedselect,
   title={{FedSelect}: Personalized Federated Learning with Customized Selection of Parameters for Fine-Tuning},
   author={Tamirisa, Rishub and Xie, Chulin and Bao, Wenxuan and Zhou, Andy and Arel, Ron and Shamsian, Aviv},
-  booktitle={CVPR}, year={2024}
-}"""
+  booktitle={CVPR}, year={2024}}"""
 
     def check(self, model: Model, task: str) -> None:
-        if not (0 <= self.rate <= 1 and 0 <= self.alpha <= 1 and self.interval > 0):
-            raise ConfigError("algorithm: FedSelect needs rate and alpha between 0 and 1, and interval above 0")
+        masks.check(self.rate, self.alpha, self.interval)
         masks.under(model.trainable, self.layers)  # or it says which part the model does not have
 
     def server_init(self, model: Model) -> Tree:
@@ -91,27 +88,20 @@ class FedSelect(Algorithm):
             theta = me.sgd(theta, mask=m, lr=self.personal_lr)
             theta = me.sgd(theta, mask={k: ~own for k, own in m.items()})
         v, wider = {k: theta[k] for k in v}, m
-        if not self.layers and me.round % self.interval == 0:
-            wider, before = self.selected(me, v, before or start, m), v if before else {}
+        if not self.layers and me.round % self.interval == 0:  # Algorithm 3
+            score = masks.scores(v, before or start, m, self.choice, self.normalise, me.uniform)
+            may = {k for k in v if self.biases or "weight" in k}
+            wider = masks.grown(m, score, may, self.rate, self.alpha, self.ranking == "tensor", self.overshoot)
+            before = v if before else {}
         n = me.n if self.mean == "samples" else torch.ones_like(me.n)
         reply = pack(flat(v), ~flat(m)), masks.told(m, old), {k: theta[k] for k in statistics}, n
         return {"v": v, "m": m, "next": wider, "before": before}, reply
-
-    def selected(self, me: Me, v: Params, before: Params, m: Params) -> Params:
-        """The mask of the next round, Algorithm 3."""
-        score = {k: (v[k] - before[k]).abs() for k in v}
-        score = masks.normalised(score, m) if self.normalise else score
-        if self.choice != "most":
-            score = {k: -x for k, x in score.items()} if self.choice == "least" else unflat(me.uniform(len(flat(v))), v)
-        may = {k for k in v if self.biases or "weight" in k}
-        return masks.grown(m, score, may, self.rate, self.alpha, self.ranking == "tensor", self.overshoot)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         model, names = fed.engine.setting.model, fed.engine.setting.data.clients
         w = flat({k: server["w"][k] for k in model.trainable})
         statistics = {k: v for k, v in server["w"].items() if k not in model.trainable}  # averaged, but never masked
-        nothing = masks.to_bits(torch.zeros_like(w))
-        known = fed.scatter(torch.stack([server["masks"].get(names[c], nothing) for c in fed.cohort]))
+        known = fed.scatter(masks.known(server["masks"], [names[c] for c in fed.cohort], w))
         shared = ~masks.from_bits(known.tree, len(w))
         message = fed.scatter(pack(w.expand(shared.shape), shared))
         u, told, rest, n = fed.map(self.local, message, statistics)

@@ -7,7 +7,6 @@ share of the common model. Served is the shrunk model w + z.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import log
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,6 +17,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.local import degrees
 
 SHARED = Sent("shared part", lambda algorithm, model: algorithm.shared(model))
 DEGREES = Sent("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
@@ -29,7 +29,7 @@ class Learn2pFedNet(Algorithm):
 
     scope: Literal["all", "head"] = "all"
     """What collaborates: every parameter, or the head over a body that stays local (paper)."""
-    grain: Literal["layer", "tensor", "parameter"] = "layer"
+    grain: degrees.Grain = "layer"
     """What has a degree of its own."""
     consensus: Literal["admm", "primal", "average"] = "admm"
     """How w is found: by ADMM, v going on from where it was; without the dual, v starting at w + z (for clients that
@@ -52,8 +52,8 @@ class Learn2pFedNet(Algorithm):
     title: ClassVar[str] = "Learn2pFed-Net"
     private: ClassVar[str] = "own model, dual, degrees"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0, "outer_lr": 0.01}
-        | {"serve": "own"},
+        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0}
+        | {"outer_lr": 0.01, "serve": "own"},
         "primal": {"consensus": "primal"},
         "average": {"consensus": "average"},
     }
@@ -64,81 +64,55 @@ class Learn2pFedNet(Algorithm):
         part = model.params if self.scope == "all" else model.head
         return {k: v for k, v in part.items() if k in model.trainable}
 
-    def group(self, name: str) -> str:
-        """What a parameter shares its degree with."""
-        return name.rpartition(".")[0] if self.grain == "layer" else name
-
-    def degrees(self, model: Model) -> Params:
-        """First log lam of every group, such that lam / (lam + rho) is the first share."""
-        first = torch.tensor(log(self.rho * self.share / (1 - self.share)), dtype=model.dtype)
-        part = self.shared(model)
-        if self.grain == "parameter":
-            return {k: first.expand(v.shape).clone() for k, v in part.items()}
-        return {self.group(k): first for k in part}
-
     def server_init(self, model: Model) -> Tree:
-        return {"w": self.shared(model), "degrees": self.degrees(model) if self.pull else {}}
+        w = self.shared(model)
+        return {"w": w, "degrees": degrees.first(w, self.grain, self.share, self.rho) if self.pull else {}}
 
     def client_init(self, me: Me) -> Tree:
         zero = tree_map(torch.zeros_like, self.shared(me.model))
-        degrees = self.degrees(me.model)
-        moments = tree_map(torch.zeros_like, degrees)
-        return {"v": me.model.params, "z": zero, "a": zero, "degrees": degrees, "first": moments, "second": moments}
+        moments = tree_map(torch.zeros_like, first := degrees.first(zero, self.grain, self.share, self.rho))
+        return {"v": me.model.params, "z": zero, "a": zero, "degrees": first, "first": moments, "second": moments}
 
     def join(self, me: Me, server: Tree) -> Tree:
         s = self.client_init(me)
         s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the others' mean
         return self.fitted(me, s, server["w"], {})
 
-    def shrunk(self, deviation: Params, degrees: Params) -> Params:
-        """z = (1 - s) (v - w - a)."""
-        return {k: (1 - torch.sigmoid(degrees[self.group(k)] - log(self.rho))) * x for k, x in deviation.items()}
-
     @on_client(sends=(SHARED, DEGREES, COUNT))
     def local(self, me: Me, w: Params, mean: Params) -> tuple[Tree, Tree]:
         s = self.fitted(me, me.state, w, mean)
-        v, z, a = s["v"], s["z"], s["a"]
-        part = {k: v[k] if self.consensus == "average" else v[k] - z[k] - a[k] for k in w}
+        part = {k: s["v"][k] - (0 if self.consensus == "average" else s["z"][k] + s["a"][k]) for k in w}
         return s, (part, s["degrees"] if self.pull else {}, me.n)
 
     def fitted(self, me: Me, s: Tree, w: Params, mean: Params) -> Tree:
         """The state after the three steps at a client, with a step of the degrees before the last."""
-        degrees = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
-        v, z, a = s["v"], s["z"], s["a"]
-        if self.consensus == "average":
-            v = me.sgd(v | w, epochs=self.epochs)
-        else:
-            if self.consensus == "admm":
-                a = {k: a[k] + z[k] - v[k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
-            center = {k: w[k] + z[k] + a[k] for k in w}
-            v = me.sgd(
-                v if self.consensus == "admm" else v | center, epochs=self.epochs, prox=(center, self.rho)
-            )  # (14)
+        logs = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
+        v, z, a, moments = s["v"], s["z"], s["a"], (s["first"], s["second"])
+        if self.consensus == "admm":
+            a = {k: a[k] + z[k] - v[k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
+        center = {k: w[k] + z[k] + a[k] for k in w}
+        start = {"admm": v, "primal": v | center, "average": v | w}[self.consensus]
+        v = me.sgd(start, epochs=self.epochs, prox=None if self.consensus == "average" else (center, self.rho))  # (14)
         deviation = {k: v[k] - w[k] - a[k] for k in w}
 
-        def outer(degrees: Params) -> torch.Tensor:
-            z = self.shrunk(deviation, degrees)
+        def outer(logs: Params) -> torch.Tensor:
+            z = degrees.shrunk(deviation, logs, self.grain, self.rho)
             return me.loss(v | {k: w[k] + z[k] for k in w}, "val" if self.outer == "holdout" else "train")
 
-        gradient = torch.func.grad(outer)(degrees)
-        first = {k: 0.5 * m + 0.5 * gradient[k] for k, m in s["first"].items()}
-        second = {k: 0.9 * u + 0.1 * gradient[k].square() for k, u in s["second"].items()}
-        degrees = {k: x - self.outer_lr * first[k] / (second[k].sqrt() + 1e-12) for k, x in degrees.items()}
-        z = self.shrunk(deviation, degrees)  # (11)
-        return {"v": v, "z": z, "a": a, "degrees": degrees, "first": first, "second": second}
+        logs, first, second = degrees.adam(logs, torch.func.grad(outer)(logs), moments, self.outer_lr)
+        z = degrees.shrunk(deviation, logs, self.grain, self.rho)  # (11)
+        return {"v": v, "z": z, "a": a, "degrees": logs, "first": first, "second": second}
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        parts, degrees, n = fed.map(self.local, server["w"], server["degrees"])
-        return {"w": fed.mean(parts, n), "degrees": fed.mean(degrees)}  # (12)
+        parts, logs, n = fed.map(self.local, server["w"], server["degrees"])
+        return {"w": fed.mean(parts, n), "degrees": fed.mean(logs)}  # (12)
 
     def personal(self, me: Me, server: Tree) -> Params:
-        if self.serve == "own":
-            return me.state["v"]
-        return me.state["v"] | {k: w + me.state["z"][k] for k, w in server["w"].items()}
+        shrunk = {k: w + me.state["z"][k] for k, w in server["w"].items()}
+        return me.state["v"] | (shrunk if self.serve == "shrunk" else {})
 
     def shares(self, me: Me, server: Tree) -> Params:
-        s = {k: torch.sigmoid(me.state["degrees"][self.group(k)] - log(self.rho)) for k in server["w"]}
-        return {k: s[k].expand(w.shape) for k, w in server["w"].items()}
+        return degrees.shares(me.state["degrees"], server["w"], self.grain, self.rho)
 
     def effective_degrees(self, me: Me, server: Tree) -> Params:
-        return {k: me.state["degrees"][self.group(k)].exp().expand(w.shape) for k, w in server["w"].items()}
+        return tree_map(torch.exp, degrees.each(me.state["degrees"], server["w"], self.grain))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,6 +12,44 @@ from fedtailor.core.trees import Params, Tree
 
 Positive = Literal["exp", "relu"]
 SCALARS = ("p", "rho", "eta", "gamma", "theta")
+
+
+@dataclass(frozen=True)
+class Learnables:
+    """Which numbers are learned, and how: options of an algorithm that has `cells`."""
+
+    positive: Positive = "exp"
+    """How learned numbers are kept positive."""
+    learned: tuple[str, ...] = ("lam", *SCALARS)
+    """What is learned."""
+    lam: float = 1.0
+    """First degree."""
+    rho: float = 1.0
+    """First rho, eta and gamma."""
+    theta: float = 1.0
+    """First step of the dual: 1 as in ADMM, whose dual is scaled, or rho as in the paper."""
+    cells: int = 10
+    """Exchanges with the server per round: cells, or steps of eb."""
+    per_cell: bool = False
+    """Learn other numbers for every cell."""
+    outer_lr: float = 0.05
+    """Step size of learning."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """How learned numbers take their step; sgd has its gradient clipped at norm 1 (paper)."""
+
+    def first_numbers(self, like: Tensor) -> Tree:
+        """Where learning starts, for parameters such as these."""
+        scalars = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
+        return start(torch.full_like(like, self.lam), scalars, self.positive, self.cells if self.per_cell else 0)
+
+    def numbers(self, state: Tree, w: Tensor, cell: Tensor | int) -> Params:
+        """The learned numbers of a cell."""
+        raw = state["learned"]["raw"]
+        return read(raw[cell] if self.per_cell else raw, w.shape, self.positive)
+
+    def step(self, learned: Tree, gradient: Tensor) -> Tree:
+        """After one step along the gradient of the outer loss."""
+        return (adam if self.optimizer == "adam" else descend)(learned, gradient, self.outer_lr, self.learned)
 
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:

@@ -5,7 +5,7 @@ A mask is True where an entry is the client's own. What packs and unpacks takes 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ def unflat(vector: Tensor, like: Params) -> Params:
     names = sorted(like)
     parts = vector.split([like[k].numel() for k in names])
     return {k: part.reshape(like[k].shape) for k, part in zip(names, parts, strict=True)}
+
+
+def check(rate: float, limit: float, interval: int) -> None:
+    """Refuse what masks cannot grow by."""
+    if not (0 <= rate <= 1 and 0 <= limit <= 1 and interval > 0):
+        raise ConfigError("algorithm: FedSelect needs rate and alpha between 0 and 1, and interval above 0")
 
 
 def under(params: Params, parts: Collection[str]) -> Params:
@@ -66,11 +72,28 @@ def grown(
     return unflat(wider(flat(mask), flat(score), flat(may)), mask)
 
 
+def scores(
+    now: Params, before: Params, mask: Params, choice: str, normalise: bool, uniform: Callable[[int], Tensor]
+) -> Params:
+    """What entries are ranked by: "most" or "least" change, or "random"; changes in units of their tensor's mean."""
+    if choice == "random":
+        return unflat(uniform(len(flat(now))), now)
+    change = {k: (v - before[k]).abs() for k, v in now.items()}
+    change = normalised(change, mask) if normalise else change
+    return {k: v if choice == "most" else -v for k, v in change.items()}
+
+
 def normalised(change: Params, mask: Params) -> Params:
     """Changes in units of the mean change of the entries of their tensor that are still shared."""
     shared = {k: ~m for k, m in mask.items()}
     total = {k: (v * shared[k]).sum() for k, v in change.items()}
     return {k: v * shared[k].sum() / total[k].clamp(min=torch.finfo(v.dtype).tiny) for k, v in change.items()}
+
+
+def known(told: Params, names: list[str], entries: Tensor) -> Tensor:
+    """The bits of the masks that clients told last; of those who told none, nothing is own."""
+    nothing = to_bits(torch.zeros_like(entries))
+    return torch.stack([told.get(name, nothing) for name in names])
 
 
 def told(mask: Params, old: Params) -> Ragged:

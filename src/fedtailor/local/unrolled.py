@@ -20,7 +20,7 @@ from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.local import learnables, ridge
 
 if TYPE_CHECKING:
-    from fedtailor.algorithms.learn2pfed import Learn2pFed
+    from fedtailor.algorithms.unrolled_admm import UnrolledADMM
 
 
 SMALL = 1_000_000  # numbers
@@ -55,7 +55,7 @@ class Bars(NamedTuple):
     a: Tensor
 
 
-def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
+def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree) -> AtOnce | None:
     """The outer epoch of `algorithm`; None if no client has data for the outer loss."""
     data = state["held"] if algorithm.outer == "holdout" else state["d"]
     learned, w = state["learned"], server["w"]
@@ -89,7 +89,7 @@ def at_once(algorithm: Learn2pFed, state: Tree, server: Tree) -> AtOnce | None:
 
 
 @on_client(sends=(NUMBER, NUMBER, NUMBER))
-def diagnose(self: Learn2pFed, me: Me, w: Tensor, before: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
+def diagnose(self: UnrolledADMM, me: Me, w: Tensor, before: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
     """This client's part of the augmented Lagrangian with the penalty rho |.|^2, and its squared residuals."""
     s = me.state
     x = self.numbers(s, w, cell)
@@ -100,8 +100,15 @@ def diagnose(self: Learn2pFed, me: Me, w: Tensor, before: Tensor, cell: Tensor) 
     return s, (value, off.square().sum(), (x["rho"] * (w - before)).square().sum())
 
 
+def told(cells: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, list[Tensor]]:
+    """Sums over clients of what `diagnose` found in each cell, by their names in reports."""
+    lagrangian, primal, dual = map(list, zip(*cells, strict=True))
+    residuals = {"primal_residual": [p.sqrt() for p in primal], "dual_residual": [d.sqrt() for d in dual]}
+    return {"augmented_lagrangian": lagrangian} | residuals
+
+
 @on_client(sends=NUMBER)
-def slope(self: Learn2pFed, me: Me) -> tuple[Tree, Tree]:
+def slope(self: UnrolledADMM, me: Me) -> tuple[Tree, Tree]:
     """Squared norm of the gradient of the outer loss by this client's numbers."""
     return me.state, me.grad["learned"]["raw"].square().sum()
 
@@ -131,7 +138,7 @@ def _exchanged(blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[
 class _Block:
     """Some clients on their way through the cells and back."""
 
-    def __init__(self, algorithm: Learn2pFed, state: Tree, shape: torch.Size) -> None:
+    def __init__(self, algorithm: UnrolledADMM, state: Tree, shape: torch.Size) -> None:
         self.state, self.positive, self.raw = state, algorithm.positive, state["learned"]["raw"]
         self.data = state["held"] if algorithm.outer == "holdout" else state["d"]
         self.v, self.z, self.a = state["v"], state["z"], state["a"]
