@@ -22,6 +22,10 @@ class RunError(UserError):
     """A run folder cannot be read, resumed or written."""
 
 
+class EquilibriumError(UserError):
+    """A fixed point cannot be found: no iterations to find it with, or its values are not finite."""
+
+
 class ClientError(Exception):
     """A client's function raised. The text names algorithm, client, function and round."""
 

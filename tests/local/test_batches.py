@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedtailor.local.batches import single, stacked, whole
+from fedtailor.local.batches import PerSample, single, stacked, whole
 
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 sizes = st.integers(1, 11)
@@ -77,3 +77,24 @@ def test_whole_is_every_row_in_order(ns: list[int], batch_size: int) -> None:
         for client in range(len(ns)):
             found[client] += batch.rows[client][weight[client].bool()].tolist()
     assert found == [list(range(start, start + n)) for start, n in zip(starts, ns, strict=True)]
+
+
+@given(counts, sizes, st.integers(1, 3))
+def test_what_is_kept_per_sample_is_the_same_alone_and_stacked(ns: list[int], batch_size: int, epochs: int) -> None:
+    starts = [0, *np.cumsum(ns)[:-1].tolist()]
+    orders = [orders_of(n, epochs) for n in ns]
+    together = stacked(starts, orders, batch_size, torch.float64)
+    alone = [single(start, order, batch_size) for start, order in zip(starts, orders, strict=True)]
+    kept = PerSample(torch.cat([b.rows.flatten() for b in together]), (2,), torch.float64)
+    own = [PerSample(torch.cat([b.rows for b in batches]), (2,), torch.float64) for batches in alone]
+    for step, batch in enumerate(together):
+        before = kept.read(batch)
+        after = 2 * before + batch.rows[..., None] + step
+        kept.write(batch, after)
+        assert before.data_ptr() != after.data_ptr()
+        for client, batches in enumerate(alone):
+            if step < len(batches):
+                mine = own[client].read(batches[step])
+                assert torch.equal(mine, before[client, : len(mine)])
+                own[client].write(batches[step], 2 * mine + batches[step].rows[:, None] + step)
+    assert torch.equal(kept.values, torch.cat([each.values for each in own]))

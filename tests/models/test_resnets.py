@@ -33,6 +33,9 @@ def by_hand(width: int, blocks: tuple[int, ...], stem: int, channels: int, outpu
     [
         ("resnet18", "imagenet", 1000, 11_689_512),  # torchvision's
         ("resnet18", "cifar", 10, 11_173_962),
+        ("resnet34", "imagenet", 1000, 21_797_672),  # torchvision's
+        ("resnet34", "cifar", 10, 21_282_122),
+        ("resnet20", "cifar", 10, 272_474),
         ("resnet14", "cifar", 10, 175_258),
         ("resnet8", "cifar", 10, 78_042),
     ],
@@ -42,8 +45,8 @@ def test_known_sizes(name: str, stem: str, outputs: int, count: int, norm: str) 
     assert sum(v.numel() for v in model.params.values()) == count
     assert set(model.head) == {"fc.weight", "fc.bias"}
     assert bool(model.private_buffers) == model.batch_statistics == (norm == "batch")
-    blocks = {"resnet8": (1,) * 3, "resnet14": (2,) * 3, "resnet18": (2,) * 4}[name]
-    assert by_hand(64 if name == "resnet18" else 16, blocks, 7 if stem == "imagenet" else 3, 3, outputs) == count
+    blocks = {"8": (1,) * 3, "14": (2,) * 3, "18": (2,) * 4, "20": (3,) * 3, "34": (3, 4, 6, 3)}[name[6:]]
+    assert by_hand(64 if len(blocks) == 4 else 16, blocks, 7 if stem == "imagenet" else 3, 3, outputs) == count
 
 
 def test_names_are_those_of_torchvision() -> None:
@@ -153,8 +156,8 @@ def test_mistakes(options: dict[str, object], words: str) -> None:
 def test_one_class_with_a_depth() -> None:
     model = build("fedtailor.models.resnets:ResNet", IMAGE, 10, seed=0, options={"depth": 14, "width": 16})
     assert_equal(model.params, build("resnet14", IMAGE, 10, seed=0).params, tolerance=0)
-    with pytest.raises(ConfigError, match=r"model\.depth = 20: must be one of 8, 14, 18"):
-        build("fedtailor.models.resnets:ResNet", IMAGE, 10, seed=0, options={"depth": 20})
+    with pytest.raises(ConfigError, match=r"model\.depth = 21: must be one of 8, 14, 18, 20, 34"):
+        build("fedtailor.models.resnets:ResNet", IMAGE, 10, seed=0, options={"depth": 21})
 
 
 def test_samples_that_are_no_images() -> None:

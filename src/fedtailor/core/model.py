@@ -15,6 +15,7 @@ BufferPolicy = Literal["private", "mean"]
 
 
 PRIOR = "label_prior"
+WARM_START = "warm_start"  # a buffer of this name holds where the solve of each sample of a batch begins, then its end
 
 
 def add_label_prior(module: nn.Module, classes: int) -> None:
@@ -55,7 +56,9 @@ class Model:
                 )
         self.module = module
         self.trainable: Params = {k: v.detach().clone() for k, v in module.named_parameters()}
-        all_buffers = {k: v.detach().clone() for k, v in module.named_buffers() if v.is_floating_point()}
+        buffers_of = {k: v for k, v in module.named_buffers() if v.is_floating_point()}
+        self.warm_starts = {k: v.shape[1:] for k, v in buffers_of.items() if k.rpartition(".")[2] == WARM_START}
+        all_buffers = {k: v.detach().clone() for k, v in buffers_of.items() if k not in self.warm_starts}
         self.private_buffers: Params = {k: v for k, v in all_buffers.items() if buffers == "private" or k == PRIOR}
         self.params: Params = self.trainable | {k: v for k, v in all_buffers.items() if k not in self.private_buffers}
         self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
@@ -86,7 +89,9 @@ class Model:
         return next(iter(self.params.values())).dtype
 
     def __call__(self, params: Params, x: Tensor, *, training: bool = False) -> Tensor:
-        """Outputs for a batch. In training, BatchNorm writes its statistics into the tensors given."""
+        """Outputs for a batch. Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium
+        where it ends if it was given where to begin (`warm_starts`).
+        """
         if self.module.training is not training:
             self.module.train(training)
         return torch.func.functional_call(self.module, params, (x,))

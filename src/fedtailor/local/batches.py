@@ -22,6 +22,26 @@ class Batch:
     drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
 
 
+class PerSample:
+    """A tensor for each of some rows, 0 to begin with, that lasts from one step to the next."""
+
+    def __init__(self, rows: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.rows = rows.unique()  # in order
+        self.values = torch.zeros(len(self.rows), *shape, dtype=dtype)
+
+    def read(self, batch: Batch) -> Tensor:
+        """Copies of the tensors of a batch."""
+        return self.values[self._places(batch.rows)]
+
+    def write(self, batch: Batch, values: Tensor) -> None:
+        """Replace those of a batch, not of its padding."""
+        real = torch.ones_like(batch.rows, dtype=torch.bool) if batch.weight is None else batch.weight.bool()
+        self.values[self._places(batch.rows[real])] = values[real]
+
+    def _places(self, rows: Tensor) -> Tensor:
+        return torch.searchsorted(self.rows, rows.contiguous())
+
+
 def cut(order: np.ndarray, batch_size: int, least: int = 1) -> list[np.ndarray]:
     """One pass in batches; the last may be short, and joins the one before it when shorter than `least`."""
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]

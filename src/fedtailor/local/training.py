@@ -17,7 +17,7 @@ from torch import Tensor
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, leaves, rebuild
 from fedtailor.local.augment import augment
-from fedtailor.local.batches import Batch
+from fedtailor.local.batches import Batch, PerSample
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,14 @@ class Training:
         params: Params = {k: v.clone() for k, v in t["params"].items()}
         buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
         memory: dict[str, list[Tensor]] = {k: [] for k in params}
+        batches = self.draw(self.is_stacked)
+        starts = self._starts(batches)
         with torch.set_grad_enabled(differentiable):
-            for number, batch in enumerate(self.draw(self.is_stacked), start=1):
+            for number, batch in enumerate(batches, start=1):
                 before = buffers
                 if batch.active is not None:
                     buffers = {k: v.clone() for k, v in buffers.items()}
-                gradient = self._gradient(params, buffers, t, batch, differentiable)
+                gradient = self._gradient(params, buffers, t, batch, starts, differentiable)
                 if t["center"] is not None:
                     mu = t["mu"]
                     pulled = {k: gradient[k] + _wide(mu, c) * (params[k] - c) for k, c in t["center"].items()}
@@ -87,11 +89,29 @@ class Training:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return leaves((params, buffers))
 
-    def _gradient(self, params: Params, buffers: Params, t: Tree, batch: Batch, differentiable: bool) -> Params:
+    def _starts(self, batches: Sequence[Batch]) -> dict[str, PerSample]:
+        """Where the solves of an equilibrium ended, by sample: when it comes again, they begin there."""
+        # another input, as of an augmented image, has another fixed point
+        if not self.model.warm_starts or self.own_loss is not None or self.solver.augment or not batches:
+            return {}
+        rows = torch.cat([b.rows.flatten() for b in batches])
+        if len(rows.unique()) == len(rows):  # none comes again
+            return {}
+        return {k: PerSample(rows, shape, self.model.dtype) for k, shape in self.model.warm_starts.items()}
+
+    def _gradient(
+        self,
+        params: Params,
+        buffers: Params,
+        t: Tree,
+        batch: Batch,
+        starts: dict[str, PerSample],
+        differentiable: bool,
+    ) -> Params:
         def loss(
-            params: Params, buffers: Params, frozen: Params, x: Tensor, y: Tensor, weight: Tensor | None
+            params: Params, buffers: Params, frozen: Params, start: Params, x: Tensor, y: Tensor, weight: Tensor | None
         ) -> Tensor:
-            tensors = params | buffers | frozen
+            tensors = params | buffers | frozen | start
             if self.own_loss is None:
                 losses = self.loss(self.model(tensors, x, training=True), y)
             else:
@@ -103,15 +123,18 @@ class Training:
         data = self.x[batch.rows], self.y[batch.rows]
         if batch.drawn is not None:
             data = augment(data[0], batch.drawn[..., :2], batch.drawn[..., 2]), data[1]
+        start = {k: kept.read(batch) for k, kept in starts.items()}
         with torch.enable_grad():
             params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
             # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
             frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
             if self.is_stacked:
-                per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, None if batch.weight is None else 0))
-                total = per_client(params, buffers, frozen, *data, batch.weight).sum()
+                per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, None if batch.weight is None else 0))
+                total = per_client(params, buffers, frozen, start, *data, batch.weight).sum()
             else:
-                total = loss(params, buffers, frozen, *data, batch.weight)
+                total = loss(params, buffers, frozen, start, *data, batch.weight)
+            for k, values in start.items():
+                starts[k].write(batch, values)
             gradients = torch.autograd.grad(
                 total, list(params.values()), create_graph=differentiable, materialize_grads=True
             )

@@ -12,8 +12,10 @@ from torch import nn
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
 from fedtailor.models.networks import FMNISTCNN, LSTM, MLP, LeNet5, Linear
-from fedtailor.models.resnets import resnet8, resnet14, resnet18
+from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
+from fedtailor.models.transformers import Transformer
 from fedtailor.plugins import imported
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -25,6 +27,14 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet8": resnet8,
     "resnet14": resnet14,
     "resnet18": resnet18,
+    "resnet20": resnet20,
+    "resnet34": resnet34,
+    "transformer": Transformer,
+    "deq-mlp": DEQMLP,
+    "deq-resnet-xs": deq_resnet_xs,
+    "deq-resnet-s": deq_resnet_s,
+    "deq-resnet-m": deq_resnet_m,
+    "deq-transformer": DEQTransformer,
 }
 
 

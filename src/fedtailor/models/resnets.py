@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from fedtailor.errors import ConfigError, nearest
 
-BLOCKS = {8: (1, 1, 1), 14: (2, 2, 2), 18: (2, 2, 2, 2)}  # per stage; each stage has twice the channels of the last
+# per stage; each stage has twice the channels of the last
+BLOCKS = {8: (1, 1, 1), 14: (2, 2, 2), 18: (2, 2, 2, 2), 20: (3, 3, 3), 34: (3, 4, 6, 3)}
 STEMS = ("cifar", "imagenet")
 
 
@@ -34,6 +35,20 @@ def resnet18(
 ) -> nn.Module:
     """ResNet-18, 11 173 962 parameters with ten classes; stem "imagenet" makes it torchvision's."""
     return ResNet(shape, outputs, 18, width, stem, norm)
+
+
+def resnet20(
+    shape: tuple[int, ...], outputs: int, width: int = 16, stem: str = "cifar", norm: str = "batch"
+) -> nn.Module:
+    """ResNet-20 for small images, 272 474 parameters with ten classes; the head is the last layer."""
+    return ResNet(shape, outputs, 20, width, stem, norm)
+
+
+def resnet34(
+    shape: tuple[int, ...], outputs: int, width: int = 64, stem: str = "cifar", norm: str = "batch"
+) -> nn.Module:
+    """ResNet-34, 21 282 122 parameters with ten classes; stem "imagenet" makes it torchvision's."""
+    return ResNet(shape, outputs, 34, width, stem, norm)
 
 
 class ResNet(nn.Module):
