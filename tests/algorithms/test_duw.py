@@ -160,12 +160,13 @@ def test_a_rule_goes_on_in_another_federation() -> None:
     learner = DUWFedAvg(horizon=3, outer_iterations=4, outer_lr=0.1, weights="rule")
     fed, server = prepared(learner)
     rule = tuple(fed.reported["theta"])  # type: ignore[arg-type]
-    assert rule == tuple(server["theta"].tolist()) and max(map(abs, rule)) > 0.1
+    assert rule == tuple(server["theta"].tolist())
+    assert max(map(abs, rule)) > 0.1
     sizes = {"eve": (5, 0, 0), "fay": (30, 0, 0), "gus": (12, 0, 0), "hal": (7, 0, 0), "ida": (9, 0, 0)}
     data = make_data("regression", sizes=sizes)
     weights = {}
     for given in ((), rule):
-        user = replace(learner, outer_iterations=0, rule=given)
+        user = replace(learner, outer_iterations=0, theta=given)
         other = federate(user, data, make_model("mlp", data), "loop", FULL_BATCH)
         other.run_round(1, range(5), user.server_init(other.engine.setting.model))
         weights[given] = torch.tensor(other.reported["weights"], dtype=F64)
@@ -173,8 +174,20 @@ def test_a_rule_goes_on_in_another_federation() -> None:
     torch.testing.assert_close(weights[()], n / n.sum())  # without a rule, those of FedAvg
     assert float((weights[rule] - weights[()]).abs().max()) > 0.01
     assert float(weights[rule].sum()) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"algorithm\.rule: 10 numbers"):
-        replace(learner, rule=(1.0,)).check(make_model("mlp", data), "regression")
+    with pytest.raises(ConfigError, match=r"algorithm\.theta: 1 numbers, where 10 of a rule"):
+        prepared(replace(learner, theta=(1.0,)))
+
+
+def test_a_learned_table_drives_other_runs() -> None:
+    learner = DUWFedAvg(horizon=3, outer_iterations=4, outer_lr=0.1)
+    fed, server = prepared(learner)
+    given = tuple(fed.reported["theta"])  # type: ignore[arg-type]
+    other, _ = prepared(replace(learner, outer_iterations=0, theta=given))
+    for federation, state in ((fed, server), (other, learner.server_init(other.engine.setting.model))):
+        federation.run_round(1, range(4), state)
+    assert other.reported["weights"] == fed.reported["weights"]
+    with pytest.raises(ConfigError, match=r"algorithm\.theta: 2 numbers, where 3 rounds x 4 clients"):
+        prepared(replace(learner, theta=(1.0, 2.0)))
 
 
 @pytest.mark.parametrize("weights", ["table", "rule"])

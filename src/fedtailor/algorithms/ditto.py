@@ -47,3 +47,6 @@ class Ditto(Algorithm):
 
     def personal(self, me: Me, w: Params) -> Params:
         return me.state
+
+    def adapt(self, me: Me, w: Params, epochs: int) -> Params:
+        return me.sgd(w, epochs=epochs, prox=(w, self.lam))

@@ -40,8 +40,8 @@ class DUW(Algorithm, ABC):
     """Local gradients taken as constants, in closed form (paper); or through the local steps, for L at the end."""
     weights: Literal["table", "rule"] = "table"
     """A weight for each client and round (paper), or a rule of what the server sees, which carries over to others."""
-    rule: tuple[float, ...] = ()
-    """The theta of a rule that another run has learned, to begin with; outer_iterations = 0 uses it as it is."""
+    theta: tuple[float, ...] = ()
+    """What another run has learned (its last report of theta), to begin with; outer_iterations = 0 uses it as it is."""
 
     stale: ClassVar[bool] = True
     by_client: ClassVar[tuple[str, ...]] = ("learned", "theta", "answers")
@@ -53,7 +53,7 @@ class DUW(Algorithm, ABC):
         return self.outer_iterations
 
     def check(self, model: Model, task: str) -> None:
-        unfolding.check(self.gradient, self.outer, self.weights, self.rule)
+        unfolding.check(self.gradient, self.outer)
 
     def server_init(self, model: Model) -> Tree:
         return {"w": model.params, "start": model.params}
@@ -64,7 +64,7 @@ class DUW(Algorithm, ABC):
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         if "learned" not in server:
-            server = server | unfolding.start(fed.samples(range(fed.clients)), self.horizon, self.weights, self.rule)
+            server = server | unfolding.start(fed.samples(range(fed.clients)), self.horizon, self.weights, self.theta)
         if fed.round <= 0:
             return self.outer_iteration(fed, server)
         t = min(fed.round, self.horizon) - 1

@@ -31,6 +31,7 @@ class EmpiricalBayes(Algorithm):
 
     title: ClassVar[str] = "EmpiricalBayes"
     private: ClassVar[str] = "model"
+    fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{laird1982random,
   title={Random-Effects Models for Longitudinal Data},
   author={Laird, Nan M. and Ware, James H.},

@@ -22,6 +22,7 @@ class FedAvgFT(Algorithm):
 
     title: ClassVar[str] = "FedAvg+FT"
     private: ClassVar[str] = "the fine-tuned model"
+    fits: ClassVar[bool] = True
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{yu2020salvaging,
   title={Salvaging Federated Learning by Local Adaptation},

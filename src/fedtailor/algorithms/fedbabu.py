@@ -22,6 +22,7 @@ class FedBABU(Algorithm):
 
     title: ClassVar[str] = "FedBABU"
     private: ClassVar[str] = "the fine-tuned model"
+    fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{oh2022fedbabu,
   title={{FedBABU}: Toward Enhanced Representation for Federated Image Classification},
   author={Oh, Jaehoon and Kim, Sangmook and Yun, Se-Young},

@@ -24,6 +24,7 @@ class FedProxFT(Algorithm):
 
     title: ClassVar[str] = "FedProx+FT"
     private: ClassVar[str] = "the fine-tuned model"
+    fits: ClassVar[bool] = True
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = FedProx.citation
 

@@ -38,6 +38,7 @@ class JointLS(Algorithm):
 
     title: ClassVar[str] = "JointLS"
     private: ClassVar[str] = "personal coefficients"
+    fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@book{golub2013matrix,
   title={Matrix Computations}, edition={4},
   author={Golub, Gene H. and Van Loan, Charles F.},

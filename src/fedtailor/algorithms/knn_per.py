@@ -38,6 +38,7 @@ class KNNPer(Algorithm):
 
     title: ClassVar[str] = "kNN-Per"
     private: ClassVar[str] = "features of samples, their share"
+    fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{marfoq2022personalized,
   title={Personalized Federated Learning through Local Memorization},
   author={Marfoq, Othmane and Neglia, Giovanni and Kameni, Laetitia and Vidal, Richard},

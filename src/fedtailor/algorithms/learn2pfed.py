@@ -29,6 +29,7 @@ class Learn2pFed(UnrolledADMM):
 
     title: ClassVar[str] = "Learn2pFed"
     private: ClassVar[str] = "model, degrees, steps"
+    fits: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"outer": "train", "pull": 0.0, "positive": "relu", "lam": 5e-4, "rho": 0.01, "theta": 0.01}
         | {"optimizer": "sgd", "outer_lr": 0.01, "serve": "unrolled"}

@@ -51,6 +51,7 @@ class Learn2pFedNet(Algorithm):
 
     title: ClassVar[str] = "Learn2pFed-Net"
     private: ClassVar[str] = "own model, dual, degrees"
+    fits: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0}
         | {"outer_lr": 0.01, "serve": "own"},

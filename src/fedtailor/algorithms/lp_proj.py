@@ -81,6 +81,9 @@ class LpProj(Algorithm):
     def personal(self, me: Me, u: Tensor) -> Params:
         return me.state
 
+    def adapt(self, me: Me, u: Tensor, epochs: int) -> Params:
+        return self.local(me, u)[0]
+
     def projection(self, model: Model) -> Params:
         """P, cut into the columns of each parameter: the same wherever the seed is the same."""
         sizes = {k: model.trainable[k].numel() for k in sorted(model.trainable)}

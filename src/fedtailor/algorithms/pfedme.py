@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from fedtailor.algorithms.ditto import Ditto
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
@@ -66,3 +67,5 @@ class PFedMe(Algorithm):
 
     def personal(self, me: Me, w: Params) -> Params:
         return me.state
+
+    adapt = Ditto.adapt

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,6 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 
 from fedtailor.errors import ConfigError, RunError, nearest
+
+if TYPE_CHECKING:
+    from fedtailor.runs.onboard import Newcomer
 
 
 def print_listing(console: Console, what: str) -> None:
@@ -87,7 +90,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.runs.compare import GRID, TABLE, local_reference
     from fedtailor.runs.store import RunFolder
-    from fedtailor.runs.tables import size
+    from fedtailor.runs.tables import number, size
 
     if (path / GRID).exists():
         if not (path / TABLE).exists():
@@ -109,6 +112,9 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
         return
     local = local_reference(folder)
     console.print(_results_table(results, local))
+    if "unseen" in results:
+        gap = number(results["metric"], results["unseen"]["gap"][results["metric"]])
+        print(f"gap        {gap}: mean of the clients that trained minus that of the unseen ones, last round")
     if local is None and config.algorithm.name != "local":
         print("hurt       unknown: no Local run on this task beside it")
     traffic = results["traffic"]
@@ -128,12 +134,14 @@ def _results_table(results: dict[str, Any], local: dict[str, Any] | None) -> Tab
     from fedtailor.runs.tables import number
 
     metric, higher = results["metric"], results["higher_is_better"]
-    unit = " %" if metric == "accuracy" else ""
-    table = _table(f"test {metric}{unit}", "", "round", "mean", "client std", "worst tenth", "hurt")
-    for kind, title in (("last", "last round"), ("selected", "selected on validation")):
+    table = _table(f"test {metric}{_unit(metric)}", "", "round", "mean", "client std", "worst tenth", "hurt")
+    titles = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
+    for kind, title in titles.items():
+        if kind not in results:
+            continue
         found = results[kind]["test"][metric]
         hurt = math.nan
-        if local is not None:
+        if local is not None and kind != "unseen":
             mine, theirs = results[kind]["clients"][metric], local[kind]["clients"][metric]
             hurt = share_hurt(mine, theirs, higher_is_better=higher)
         table.add_row(
@@ -147,6 +155,21 @@ def _results_table(results: dict[str, Any], local: dict[str, Any] | None) -> Tab
     return table
 
 
+def print_newcomer(name: str, newcomer: Newcomer) -> None:
+    """Its samples, its metrics, and where its model is."""
+    from fedtailor.runs.tables import number
+
+    samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
+    print(f"newcomer   {name}: {samples} samples")
+    for split, metrics in newcomer.metrics.items():
+        print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{_unit(k)}" for k, v in metrics.items()))
+    print(f"model      {newcomer.path}")
+
+
+def _unit(metric: str) -> str:
+    return " %" if metric == "accuracy" else ""
+
+
 def _clients_table(made_by: dict[str, Any], results: dict[str, Any]) -> Table:
     from fedtailor.runs.tables import number
 
@@ -155,6 +178,23 @@ def _clients_table(made_by: dict[str, Any], results: dict[str, Any]) -> Table:
     for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True)):
         table.add_row(escape(client), str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics))
     return table
+
+
+def print_weights(console: Console, path: Path) -> bool:
+    """Weights in the average, rounds by clients; says whether the algorithm tells any."""
+    from fedtailor.runs.explain import WEIGHTS, weights
+
+    found = weights(path)
+    if not found:
+        return False
+    clients = list(dict.fromkeys(client for row in found.values() for client in row))
+    shown = [r for i, r in enumerate(found) if i in (0, len(found) - 1) or i % -(-len(found) // 20) == 0]
+    table = _table("weight of each client in the average", "round", *clients)
+    for round in shown:
+        table.add_row(str(round), *(f"{found[round][c]:.3f}" if c in found[round] else "-" for c in clients))
+    console.print(table)
+    print(f"every round: {path / WEIGHTS}")
+    return True
 
 
 def print_shares(console: Console, path: Path, data_root: Path | None) -> None:

@@ -94,14 +94,16 @@ def compare(
 ) -> None:
     """Train several algorithms on the same task; print one table.
 
-    Every algorithm runs with every seed. The same command goes on where it was interrupted:
-    finished runs are not repeated.
+    Every algorithm runs with every seed. With a section [search] in CONFIG their settings are first
+    searched on validation data. The same command goes on where it was interrupted: finished runs
+    are not repeated. The table is also written as Markdown, LaTeX, CSV and JSON.
     """
-    from fedtailor.runs.compare import TABLE, rows, run_grid
+    from fedtailor.runs.compare import rows, run_grid
     from fedtailor.runs.config import CompareConfig, parse, read_toml, with_settings
     from fedtailor.runs.progress import grid_shown
+    from fedtailor.runs.search import notes
     from fedtailor.runs.store import new_path, write_atomically
-    from fedtailor.runs.tables import markdown, terminal
+    from fedtailor.runs.tables import files, terminal
 
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
@@ -110,11 +112,12 @@ def compare(
     again += [] if data_root is None else ["--data-root", str(data_root)]
     with _resumable(again, path), grid_shown(console) as told:
         grid = run_grid(checked, path, data_root, told)
-    table = rows(grid)
-    write_atomically(path / TABLE, markdown(table).encode())
+    table, found = rows(grid), notes(path) if checked.search is not None else []
+    for file, text in files(table, found).items():
+        write_atomically(path / file, text.encode())
     title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
     console.print(terminal(table, title))
-    print(f"runs and table: {path}")
+    print("\n".join([*found, f"runs and table: {path}"]))
 
 
 @app.command()
@@ -135,6 +138,7 @@ def reproduce(
     """
     from fedtailor.runs import reproduce as published
     from fedtailor.runs.progress import grid_shown
+    from fedtailor.runs.search import notes
     from fedtailor.runs.store import write_atomically
 
     if table == "list":
@@ -145,11 +149,13 @@ def reproduce(
     wanted = published.load(configs, table)
     path = out or Path("runs") / f"{table.replace('/', '-')}-{scale}"
     names = published.rows_named(wanted, rows)
-    cells = published.grid(wanted, path, "cpu" if scale == "cpu" else "paper", seeds or wanted.seeds, names)
+    of: published.Scale = "cpu" if scale == "cpu" else "paper"
+    which = (wanted, path, of, seeds or wanted.seeds, names)
     again = ["reproduce", table, "--scale", scale, "--seeds", str(seeds), "--rows", rows, "--out", str(path)]
     with _resumable(again, path), grid_shown(console) as told:
-        figures = published.run(wanted, cells, data_root, told)
-    text = published.markdown(wanted, figures)
+        found = published.searched(*which, data_root, told)
+        figures = published.run(wanted, published.grid(*which, found), data_root, told)
+    text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
     write_atomically(path / "table.md", text.encode())
     if json_file is not None:
         write_atomically(json_file, json.dumps([f.model_dump() for f in figures], indent=1).encode())
@@ -181,11 +187,31 @@ def show(
 def explain(run: Run, data_root: DataRoot = None) -> None:
     """Tell to what degree each client's parameters are shared.
 
-    0 is the client's own, 1 the common one; printed by feature or layer, saved for every parameter.
+    0 is the client's own, 1 the common one; printed by feature or layer, saved for every parameter. For
+    an algorithm that learns the weights of the average: the weight of each client in each round.
     """
-    from fedtailor.cli.listing import print_shares
+    from fedtailor.cli.listing import print_shares, print_weights
 
-    print_shares(console, run, data_root)
+    if not print_weights(console, run):
+        print_shares(console, run, data_root)
+
+
+@app.command()
+def onboard(
+    run: Run,
+    data: Annotated[Path, typer.Option("--data", help="The newcomer's file; or a TOML file with a [data] table.")],
+    name: Annotated[str, typer.Option("--name", help="What to call it.")],
+    epochs: Annotated[int, typer.Option("--epochs", min=0, help="Epochs in which it trains what is its own.")] = 3,
+    data_root: DataRoot = None,
+) -> None:
+    """Give a newcomer a personal model from a finished run.
+
+    The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
+    """
+    from fedtailor.cli.listing import print_newcomer
+    from fedtailor.runs.onboard import onboard as join
+
+    print_newcomer(name, join(run, data, name, epochs, data_root))
 
 
 @app.command()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, items
 from fedtailor.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Algorithm:
     citation: ClassVar[str] = ""  # BibTeX
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
     by_client: ClassVar[tuple[str, ...]] = ()  # keys of the server's state whose last dimension is the clients
+    fits: ClassVar[bool] = False  # `join` or `personal` fit a newcomer to its data
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
 
     @property
@@ -98,6 +99,19 @@ class Algorithm:
     def personal(self, me: Me, server: Tree, /) -> Params:
         """With what this client predicts."""
         raise NotImplementedError
+
+    def adapt(self, me: Me, server: Tree, epochs: int, /) -> Params:
+        """With what a newcomer predicts, after it has joined: its own part is trained, or all if nothing is its own.
+
+        The part that the server knows stays as it is. Where `join` or `personal` fit a client to its data already,
+        `fits` says so, and nothing is trained.
+        """
+        start = self.personal(me, server)
+        if self.fits:
+            return start
+        common = {path.rpartition("/")[2] for path, _ in items(server)}
+        own = {k: v for k, v in start.items() if k not in common} or start
+        return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in start.items() if k not in own})
 
     def shares(self, me: Me, server: Tree, /) -> Params:
         """How much of each parameter is common: 0 is this client's own, 1 the common one."""

@@ -174,6 +174,19 @@ def personal(
         return _run(setting, members, key, round, state, buffers, None, (server,), (False,), client, is_stacked)[0]
 
 
+def onboard(setting: Setting, member: int, server: Tree, epochs: int) -> Params:
+    """The complete tensors with which a client predicts that comes to a federation already trained."""
+    state, buffers = initial(setting, [member], server, is_stacked=False)
+
+    def client(me: Me, args: tuple[Tree, ...]) -> Tree:
+        params = setting.algorithm.adapt(me, args[0], epochs)
+        return {k: v for k, v in me.buffers.items() if k not in params} | params
+
+    key = (setting.seed, "onboard")
+    with torch.no_grad():
+        return _run(setting, [member], key, 0, state, buffers, None, (server,), (False,), client, False)[0]
+
+
 def shares(setting: Setting, member: int, state: Tree, buffers: Params, server: Tree) -> tuple[Params, Params]:
     """How much of each parameter of a client is common (0 is its own, 1 the common one), and its effective degrees."""
 

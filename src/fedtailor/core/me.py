@@ -33,6 +33,7 @@ class Setting:
     solver: Solver
     seed: int
     environment: Environment = field(default_factory=Environment)
+    unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:

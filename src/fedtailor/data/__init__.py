@@ -21,6 +21,7 @@ from fedtailor.data.configs import (
     PacsConfig,
     PolynomialConfig,
     QmnistConfig,
+    ShakespeareConfig,
     SourceConfig,
     StanfordDogsConfig,
 )
@@ -55,6 +56,9 @@ SOURCES: dict[str, SourceInfo] = {
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
     "electricity": SourceInfo(
         "hourly electricity loads of 203 meters (ECL): forecasting", ElectricityConfig, "electricity"
+    ),
+    "shakespeare": SourceInfo(
+        "Shakespeare's plays by role, next-character prediction: natural clients", ShakespeareConfig, "shakespeare"
     ),
     "duw-mnist": SourceInfo("MNIST as the DUW paper's clients hold it", DuwMnistConfig, "duw"),
     "stanford-dogs": SourceInfo(

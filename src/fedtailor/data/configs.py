@@ -212,6 +212,17 @@ class ElectricityConfig(SourceConfig):
     val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
 
 
+class ShakespeareConfig(SplitConfig):
+    """Shakespeare's plays: every role is a client and foretells the next character of its lines."""
+
+    source: Literal["shakespeare"] = Field(default="shakespeare", description="Name of the source.")
+    clients: int = Field(default=100, ge=1, description="Number of roles, picked by the seed.")
+    min_characters: int = Field(
+        default=2000, gt=80, description="Only roles that say at least this many characters are picked."
+    )
+    stride: int = Field(default=8, ge=1, description="Characters from one window of 80 to the next.")
+
+
 class DuwMnistConfig(SourceConfig):
     """MNIST as the clients of the DUW paper hold it; the test is class-balanced."""
 
@@ -264,6 +275,7 @@ DataConfig = Annotated[
     | HeartDiseaseConfig
     | PolynomialConfig
     | ElectricityConfig
+    | ShakespeareConfig
     | DuwMnistConfig
     | StanfordDogsConfig
     | FolderConfig,

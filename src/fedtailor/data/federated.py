@@ -16,7 +16,7 @@ TaskKind = Literal["classification", "regression"]
 class Rows:
     """Samples of all clients, client after client: those of client i are `starts[i]:starts[i + 1]`."""
 
-    x: Tensor  # [rows, ...] floating point
+    x: Tensor  # [rows, ...] floating point, or int64 (text)
     y: Tensor  # [rows] int64 (classification) or [rows, outputs] floating point (regression)
     starts: Tensor  # [clients + 1] int64
 
@@ -36,10 +36,15 @@ class Rows:
         a, b = int(self.starts[client]), int(self.starts[client + 1])
         return self.x[a:b], self.y[a:b]
 
+    def only(self, clients: Sequence[int]) -> Rows:
+        """The rows of some clients."""
+        x, y = (torch.cat(parts) for parts in zip(*(self.of(c) for c in clients), strict=True))
+        return Rows(x, y, torch.tensor([0, *self.bounds(clients)[1]]).cumsum(0))
+
     def to(self, dtype: torch.dtype) -> Rows:
         """The same rows with floating-point numbers of another width."""
-        y = self.y.to(dtype) if self.y.is_floating_point() else self.y
-        return Rows(self.x.to(dtype), y, self.starts)
+        x, y = (v.to(dtype) if v.is_floating_point() else v for v in (self.x, self.y))
+        return Rows(x, y, self.starts)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,11 @@ class FederatedData:
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
         return tuple(self.train.x.shape[1:])
+
+    def only(self, clients: Sequence[int]) -> FederatedData:
+        """The data of some clients."""
+        rows = {split: getattr(self, split).only(clients) for split in ("train", "val", "test")}
+        return replace(self, clients=tuple(self.clients[c] for c in clients), **rows)
 
     def to(self, dtype: torch.dtype) -> FederatedData:
         """The same data with floating-point numbers of another width."""

@@ -21,10 +21,29 @@ MAX_CATEGORIES = 50
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
+    return _prepared(_read_folder(config.path.expanduser(), config.ignore), config, seed)
+
+
+def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
+    """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
+    if client_name(path) is None:
+        raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
     tables = _read_folder(config.path.expanduser(), config.ignore)
+    if name in tables:
+        raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
+    return _prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
+
+
+def _prepared(
+    tables: dict[str, Table], config: FolderConfig, seed: int, newcomers: dict[str, Table] | None = None
+) -> FederatedData:
     columns = _common_columns(tables, config)
     target, targets, reason = _read_target(tables, config)
     kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}
+    newcomers = newcomers or {}
+    _fit_in(newcomers, config.target, kinds)
+    targets += [_target_of(table, config.target, target) for table in newcomers.values()]
+    tables = tables | newcomers
     if config.missing == "error":
         _no_missing(tables, columns)
     sites = [
@@ -44,7 +63,39 @@ def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> Federa
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
     )
     name = config.path.resolve().name or "folder"
-    return assemble(name, sites, columns, target, config, config.standardise, seed=seed, notes=notes)
+    return assemble(
+        name, sites, columns, target, config, config.standardise, seed=seed, notes=notes, newcomers=len(newcomers)
+    )
+
+
+def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool]) -> None:
+    """Newcomers must have the columns of the others, and numbers where these have numbers."""
+    for name, table in newcomers.items():
+        for column in (target, *kinds):
+            if column not in table.columns:
+                raise DataError(
+                    f'{table.path}: no column "{column}", which every client of the run has; '
+                    f"{nearest(column, table.columns)}"
+                )
+        for column, is_categorical in kinds.items():
+            if not is_categorical:
+                _report_text({name: table}, column, "remove the row")
+        _complete_target({name: table}, target)
+
+
+def _target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
+    """A newcomer's target, as the others have it."""
+    if target.task == "regression":
+        _report_text({"": table}, column, "remove the row")
+        return _numbers(table.columns[column])
+    position = {label: i for i, label in enumerate(target.classes)}
+    labels = [str(label) for label in table.columns[column].labels()]
+    if unknown := [label for label in labels if label not in position]:
+        raise DataError(
+            f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '
+            f"known: {', '.join(target.classes)}"
+        )
+    return np.array([position[label] for label in labels], dtype=np.int64)
 
 
 def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
@@ -155,15 +206,19 @@ def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
                 )
 
 
-def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
-    """Task, targets of each client, and why the task was chosen."""
+def _complete_target(tables: dict[str, Table], target: str) -> None:
     for table in tables.values():
-        gaps = table.columns[config.target].text.null_count()
+        gaps = table.columns[target].text.null_count()
         if gaps:
             raise DataError(
-                f'{table.path}: target column "{config.target}" has no value in {gaps} of {table.rows} rows; '
+                f'{table.path}: target column "{target}" has no value in {gaps} of {table.rows} rows; '
                 "remove or complete those rows"
             )
+
+
+def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
+    """Task, targets of each client, and why the task was chosen."""
+    _complete_target(tables, config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
     note = f'target "{config.target}": {task} ({reason})'

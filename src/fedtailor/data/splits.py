@@ -37,6 +37,13 @@ def split(samples: int, labels: NDArray[np.int64] | None, config: SplitConfig, *
     return Split(np.sort(train[: config.max_train]), np.sort(val), np.sort(test))
 
 
+def split_in_time(samples: int, config: SplitConfig) -> Split:
+    """Cut samples that are in the order of time: training before validation before test."""
+    n_test, n_val = _counts(samples, config.test, config.val)
+    train, val, test = np.split(np.arange(samples), [samples - n_test - n_val, samples - n_test])
+    return Split(train[: config.max_train], val, test)
+
+
 def split_note(config: SplitConfig) -> str:
     """How clients were split, for people."""
     most = "" if config.max_samples is None else f" of at most {config.max_samples} samples"

@@ -52,23 +52,28 @@ def assemble(
     *,
     seed: int,
     notes: tuple[str, ...] = (),
+    newcomers: int = 0,
 ) -> FederatedData:
-    """Split every site, then build the same feature columns for all, in the order of `columns`."""
+    """Split every site, then build the same feature columns for all, in the order of `columns`.
+
+    The last `newcomers` of the sites are encoded as the others are: scales and categories do not depend on them.
+    """
     labelled = target.task == "classification"
+    settled = len(sites) - newcomers
     cuts = [split(len(site.y), site.y if labelled else None, config, seed=seed, client=site.name) for site in sites]
     made: list[str] = []
     features: list[str] = []
     blocks: list[list[Floats]] = [[] for _ in sites]
     for column in columns:
         if column in sites[0].numeric:
-            values, filled = _impute(column, sites, cuts)
+            values, filled = _impute(column, sites, cuts, settled)
             if filled:
                 made.append(f'column "{column}": {filled} missing values filled with training medians')
-            encoded = [v[:, None] for v in _standardise(values, cuts, standardise)]
+            encoded = [v[:, None] for v in _standardise(values, cuts, standardise, settled)]
             features.append(column)
         else:
-            categories = _categories(column, sites)
-            encoded = [_one_hot(site.categorical[column], categories) for site in sites]
+            categories = _categories(column, sites[:settled])
+            encoded = [_one_hot(column, site, categories) for site in sites]
             features += [f"{column}={category}" for category in categories]
         for block, matrix in zip(blocks, encoded, strict=True):
             block.append(matrix)
@@ -77,7 +82,7 @@ def assemble(
     targets = [site.y for site in sites]
     if not labelled:
         if target.standardise:
-            mean, sd = _moments([t[cut.train] for t, cut in zip(targets, cuts, strict=True)])
+            mean, sd = _moments([t[cut.train] for t, cut in zip(targets, cuts, strict=True)][:settled])
             targets = [(t - mean) / sd for t in targets]
             made.append(f"target standardised: (y - {mean:.6g}) / {sd:.6g}")
         targets = [t[:, None] for t in targets]
@@ -95,7 +100,7 @@ def assemble(
     )
 
 
-def _impute(column: str, sites: Sequence[Site], cuts: Sequence[Split]) -> tuple[list[Floats], int]:
+def _impute(column: str, sites: Sequence[Site], cuts: Sequence[Split], settled: int) -> tuple[list[Floats], int]:
     """Fill with the site's training median, or the median of all training rows where a site has no value."""
     values = [site.numeric[column] for site in sites]
     gaps = [np.isnan(v) for v in values]
@@ -103,7 +108,7 @@ def _impute(column: str, sites: Sequence[Site], cuts: Sequence[Split]) -> tuple[
     if filled == 0:
         return values, 0
     known = [v[cut.train][~np.isnan(v[cut.train])] for v, cut in zip(values, cuts, strict=True)]
-    pooled = np.concatenate(known)
+    pooled = np.concatenate(known[:settled])
     if len(pooled) == 0:
         raise DataError(
             f'{sites[0].file}: column "{column}" has no value in the training rows of any client; '
@@ -113,11 +118,13 @@ def _impute(column: str, sites: Sequence[Site], cuts: Sequence[Split]) -> tuple[
     return [np.where(gap, median, v) for gap, median, v in zip(gaps, medians, values, strict=True)], filled
 
 
-def _standardise(values: list[Floats], cuts: Sequence[Split], how: Literal["client", "pooled", "none"]) -> list[Floats]:
+def _standardise(
+    values: list[Floats], cuts: Sequence[Split], how: Literal["client", "pooled", "none"], settled: int
+) -> list[Floats]:
     if how == "none":
         return values
     train = [v[cut.train] for v, cut in zip(values, cuts, strict=True)]
-    scales = [_moments([t]) for t in train] if how == "client" else [_moments(train)] * len(train)
+    scales = [_moments([t]) for t in train] if how == "client" else [_moments(train[:settled])] * len(train)
     return [(v - mean) / sd for v, (mean, sd) in zip(values, scales, strict=True)]
 
 
@@ -146,10 +153,16 @@ def sort_values(values: Iterable[str]) -> list[str]:
         return distinct
 
 
-def _one_hot(values: Sequence[str | None], categories: Sequence[str]) -> Floats:
+def _one_hot(column: str, site: Site, categories: Sequence[str]) -> Floats:
     position = {category: i for i, category in enumerate(categories)}
+    values = [MISSING if v is None else v for v in site.categorical[column]]
+    if unknown := [v for v in values if v not in position]:
+        raise DataError(
+            f'{site.file}: column "{column}" has the value "{unknown[0]}", which no client of the run has; '
+            f"known: {', '.join(categories)}"
+        )
     matrix = np.zeros((len(values), len(categories)))
-    matrix[np.arange(len(values)), [position[MISSING if v is None else v] for v in values]] = 1.0
+    matrix[np.arange(len(values)), [position[v] for v in values]] = 1.0
     return matrix
 
 

@@ -58,9 +58,14 @@ def variance(steps: list[Average]) -> dict[str, Tensor]:
     return {"variance_of_weights": torch.stack([step.share.detach() for step in steps]).var(0, correction=0).mean()}
 
 
-def start(n: Tensor, horizon: int, weights: str, rule: tuple[float, ...]) -> Tree:
-    """theta = sqrt(n / N), the weights of FedAvg; a rule starts there as well, unless one is given."""
-    theta = (n / n.sum()).sqrt().repeat(horizon, 1) if weights == "table" else n.new_tensor(rule or [0.0] * FEATURES)
+def start(n: Tensor, horizon: int, weights: str, given: tuple[float, ...]) -> Tree:
+    """theta = sqrt(n / N), the weights of FedAvg; a rule starts there as well, unless theta is given."""
+    theta = (n / n.sum()).sqrt().repeat(horizon, 1) if weights == "table" else n.new_zeros(FEATURES)
+    if given:
+        if len(given) != theta.numel():
+            wanted = f"{horizon} rounds x {len(n)} clients" if weights == "table" else f"{FEATURES} of a rule"
+            raise ConfigError(f"algorithm.theta: {len(given)} numbers, where {wanted} are wanted")
+        theta = n.new_tensor(given).reshape(theta.shape)
     lowest = torch.tensor(torch.inf, dtype=theta.dtype)
     return {"learned": learnable(theta), "theta": theta, "lowest": lowest, "answers": torch.zeros_like(n)}
 
@@ -88,12 +93,10 @@ def _at(placed: Placed, rows: Sequence[int]) -> Tensor:
     return torch.tensor([list(rows).index(c) for c in placed.clients])
 
 
-def check(gradient: str, outer: str, weights: str, rule: tuple[float, ...]) -> None:
-    """Refuse what has no derivative and rules that are none."""
+def check(gradient: str, outer: str) -> None:
+    """Refuse what has no derivative."""
     if gradient == "exact" and outer == "path":
         raise ConfigError('algorithm.outer = "path" has a first-order gradient only; use "final" or "holdout"')
-    if rule and (weights != "rule" or len(rule) != FEATURES):
-        raise ConfigError(f'algorithm.rule: {FEATURES} numbers, with weights = "rule"; found {len(rule)}')
 
 
 def check_solver(outer: str, solver: Solver) -> None:

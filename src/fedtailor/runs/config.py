@@ -6,11 +6,11 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Limits
@@ -139,6 +139,15 @@ class EvaluationSection(Section):
     test_curve: bool = Field(
         default=False, description="Also record test metrics at each of them; never used to select."
     )
+    unseen: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the clients that take no part in training; they join at the end and are measured.",
+    )
+    unseen_epochs: int | None = Field(
+        default=None, ge=0, description="Epochs in which they train what is their own; 3 if not given."
+    )
 
 
 class CheckpointSection(Section):
@@ -187,10 +196,39 @@ class CompareSection(Section):
     workers: int = Field(default=0, ge=0, description="Runs at the same time; 0 is one per core.")
 
 
+def _dotted(tables: Any) -> Any:
+    """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
+    if not isinstance(tables, dict):
+        return tables
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = _dotted(value)
+        out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
+    return out
+
+
+Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(_dotted)]  # key -> its values
+
+
+class SearchSection(Section):
+    """Hyper-parameters, searched on validation data before anything is compared."""
+
+    trials: int = Field(default=6, ge=1, description="Settings tried for each algorithm, the same number for all.")
+    seed: int = Field(default=1000, ge=0, description="Seed of the search runs, none of those that are compared.")
+    rounds: int = Field(default=0, ge=0, description="Rounds of a search run; 0 is as many as are compared.")
+    space: Space = Field(
+        default_factory=dict, description='Values to try, by key, for all algorithms: "local.lr" = [0.01, 0.1].'
+    )
+    algorithms: dict[str, Space] = Field(
+        default_factory=dict, description="The same for options of one algorithm, by its name or label."
+    )
+
+
 class CompareConfig(RunConfig):
     """What all runs have in common, and the grid."""
 
     compare: CompareSection = Field(default_factory=CompareSection)
+    search: SearchSection | None = Field(default=None, description="How settings are found, if they are searched.")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -205,7 +243,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def with_settings(tables: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """The tables with `a.b=value` settings from the command line put in; values are TOML, or else text."""
-    out = json.loads(json.dumps(tables, default=str))
+    out = _copy(tables)
     for setting in settings:
         path, equals, text = setting.partition("=")
         if not equals or not path.strip():
@@ -214,14 +252,29 @@ def with_settings(tables: dict[str, Any], settings: Sequence[str]) -> dict[str, 
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             value = text
-        *parents, last = path.strip().split(".")
-        table = out
-        for key in parents:
-            table = table.setdefault(key, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f'--set {setting}: "{key}" is not a table')
-        table[last] = value
+        _put(out, path.strip(), value, f"--set {setting}")
     return out
+
+
+def with_values(tables: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with the value of each key such as "local.lr" put in."""
+    out = _copy(tables)
+    for path, value in values.items():
+        _put(out, path, value, path)
+    return out
+
+
+def _copy(tables: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(tables, default=str))
+
+
+def _put(table: dict[str, Any], path: str, value: Any, origin: str) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f'{origin}: "{key}" is not a table')
+    table[last] = value
 
 
 def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str = "config") -> Any:
@@ -249,8 +302,8 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
             continue
         path.append(part)
         field = model.model_fields.get(part)
-        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))  # it may be optional
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), model)
     key = ".".join(path)
     if first["type"] == "extra_forbidden":
         return f'unknown key "{key}"; {nearest(path[-1], model.model_fields)}'

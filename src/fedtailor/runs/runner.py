@@ -19,11 +19,14 @@ from fedtailor import algorithms, data, engines, models
 from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.federation import Engine, Federation, Traffic
 from fedtailor.core.me import Setting
+from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError
 from fedtailor.metrics.summary import summarise
 from fedtailor.runs.config import RunConfig
+from fedtailor.runs.newcomers import EPOCHS, hold_out, onboarded
 from fedtailor.runs.store import RESULTS, RunFolder, write_json
 
 ABANDONED_IN_A_ROW = 10
@@ -50,6 +53,9 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
     algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
     dtype = getattr(torch, config.model.dtype)
     federated = data.load(config.data, seed=config.seed, root=data_root).to(dtype)
+    unseen = None
+    if config.evaluation.unseen is not None:
+        federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
     model = models.build(
         config.model.name,
         federated.shape,
@@ -63,6 +69,7 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
     )
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
+    _reads(model, config.model.name, federated)
     algorithm.check(model, federated.task)
     algorithm.check_solver(config.local.solver)
     if config.local.augment is not None and len(federated.shape) != 3:
@@ -81,7 +88,17 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
             f'environment.missing = "stale": {algorithm.title or config.algorithm.name} has no mean that could '
             f"count those who did not answer; able to: {', '.join(able)}"
         )
-    return Setting(algorithm, model, federated, config.local.solver, config.seed, environment)
+    return Setting(algorithm, model, federated, config.local.solver, config.seed, environment, unseen)
+
+
+def _reads(model: Model, name: str, federated: FederatedData) -> None:
+    """Text is numbers of characters: most models cannot read it, which is better said before the first round."""
+    if not federated.train.x.is_floating_point():
+        try:
+            with torch.no_grad():
+                model(model.params | model.private_buffers, federated.train.x[:2])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ConfigError(f"model.name: {name} does not read {federated.name}, which is text: {error}") from None
 
 
 def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | None) -> dict[str, Any]:
@@ -120,14 +137,21 @@ def resume(path: Path, data_root: Path | None = None, listener: Listener | None 
     config, made_by = folder.config, folder.about
     if folder.results is not None:
         return folder
+    setting = setting_again(folder, data_root)
+    return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener)
+
+
+def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
+    """The setting that a run was started with; other data is a `RunError`."""
+    made_by = folder.about
     if data_root is None and made_by["data_root"] is not None:
         data_root = Path(made_by["data_root"])
     torch.set_num_threads(made_by["threads"])  # sums over several threads round differently
-    setting = setting_of(config, data_root)
+    setting = setting_of(folder.config, data_root)
     sizes = setting.data.train.sizes.tolist()
     if list(setting.data.clients) != made_by["clients"] or sizes != made_by["train_samples"]:
-        raise RunError(f"{path}: the data is no longer what the run was started with")
-    return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener)
+        raise RunError(f"{folder.path}: the data is no longer what the run was started with")
+    return setting
 
 
 def _started(name: engines.EngineName, setting: Setting, config: RunConfig) -> Engine:
@@ -257,9 +281,10 @@ class _Run:
             models: dict[int, Params] = {}
             test = measure(self.engine, round, tree["server"], ["test"], models)["test"]
             folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
-            summary = {k: asdict(summarise(v, higher_is_better=HIGHER_IS_BETTER[k])) for k, v in test.items()}
-            results[kind] = {"round": round, "test": summary, "clients": test}
+            results[kind] = {"round": round, "test": _summaries(test), "clients": test}
         self.engine.set_states(last[1]["clients"])
+        if self.engine.setting.unseen is not None:
+            results["unseen"] = self._onboard(folder, self.engine.setting.unseen, results["last"]["test"])
         lines = folder.metrics()
         results |= {
             "traffic": asdict(self.fed.traffic),
@@ -269,6 +294,20 @@ class _Run:
             "abandoned": sum("abandoned" in line for line in lines),
         }
         write_json(folder.path / RESULTS, results)
+
+    def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
+        """Clients that took no part join now; what they reach, and by how much those who trained are better off."""
+        wanted = self.config.evaluation.unseen_epochs
+        found = list(onboarded(self.engine.setting, newcomers, self.server, EPOCHS if wanted is None else wanted))
+        folder.save_personal("unseen", dict(zip(newcomers.clients, (model for model, _ in found), strict=True)))
+        test = {k: [float(metrics["test"][k]) for _, metrics in found] for k in seen}
+        summary = _summaries(test)
+        gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
+        return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
+
+
+def _summaries(metrics: dict[str, list[float]]) -> dict[str, Any]:
+    return {k: asdict(summarise(v, higher_is_better=HIGHER_IS_BETTER[k])) for k, v in metrics.items()}
 
 
 def measure(

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,6 +202,34 @@ class RunFolder:
         if client not in index:
             raise RunError(f'{self.path}: no client "{client}"; {nearest(client, index)}')
         return read_tree(folder, index[client])
+
+    def new_newcomer(self, name: str) -> Path:
+        """Where a newcomer of this name would be kept; refused if it cannot be the name of a folder, or is there."""
+        path = self.path / "newcomers" / name
+        if not name or name.startswith(".") or _file_name(name) != name:
+            raise RunError(f'--name "{name}": use letters, digits, "-", "_" and "." (not first), at most 80')
+        if path.exists():
+            raise RunError(f"{path}: exists already; remove it or choose another --name")
+        return path
+
+    def save_newcomer(self, name: str, model: Tree, about: dict[str, Any]) -> Path:
+        """A newcomer's personal model with its index, and what is known of it: a folder that appears whole."""
+        path = self.new_newcomer(name)
+        part = path.with_name(f".{name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            write_json(part / "index.json", {name: write_tree(part / f"{name}.safetensors", model)})
+            write_json(part / "newcomer.json", about)
+            os.rename(part, path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        return path
+
+    def newcomer(self, name: str) -> Tree:
+        """The personal model of a newcomer."""
+        folder = self.path / "newcomers" / name
+        return read_tree(folder, read_json(folder / "index.json")[name])
 
     def fingerprint(self) -> str:
         """sha256 over all tensors of the run: server, private states, personal models."""
