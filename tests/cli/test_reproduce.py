@@ -10,6 +10,7 @@ from fedtailor.runs import reproduce
 from fedtailor.runs.explain import explain
 from fedtailor.runs.store import RESULTS, RunFolder, read_json
 from tests.cli.conftest import Call
+from tests.runs.small import one_after_the_other
 
 TABLE = """
 title = "A table"
@@ -123,3 +124,58 @@ def test_columns_may_read_different_figures_off_the_same_run(call: Call, configs
     found = {f["column"]: f for f in json.loads(Path("f.json").read_text())}
     assert found["kB"]["mean"] == pytest.approx(traffic["up"] / 1000 / (4 * 2))
     assert (found["kB"]["unit"], found["error"]["unit"]) == ("kB", "")
+
+
+def test_command_says_which_settings_were_found(
+    call: Call, configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_after_the_other(monkeypatch)
+    (configs / "paper" / "searched.toml").write_text("""
+title = "A table"
+metric = "accuracy"
+columns = [{ name = "one" }]
+rows = [{ name = "ours", set = { "algorithm.name" = "local" } }]
+common = { rounds = 2, data = { source = "digits", clients = 4, max_samples = 60, val = 0.3 } }
+search = { space = { "local.lr" = [1e-6, 0.2] } }
+""")
+    code, out, _ = call("reproduce", "paper/searched", "--configs", configs, "--out", "out", "--seeds", "1")
+    assert code == 0
+    assert out.startswith("search/ours_one_local.lr_1e-06-seed1000  2/2 rounds\n")
+    assert "\n- ours one: local.lr 0.2 (tried 2 of 6)\n" in out
+    assert RunFolder(tmp_path / "out" / "ours_one-seed0").config.local.lr == 0.2
+    assert "Settings were found by search on validation data: 6 trials each" in Path("out/table.md").read_text()
+
+
+LEARNED = """
+title = "Learned once"
+metric = "accuracy"
+seeds = 2
+columns = [{ name = "digits" }]
+
+[common]
+rounds = 2
+data = { source = "digits", clients = 3, max_samples = 60 }
+model = { name = "mlp", hidden = [4] }
+
+[[rows]]
+name = "DUW"
+set = { "algorithm.name" = "duw-fedavg", "algorithm.outer_iterations" = 2, "algorithm.horizon" = 2 }
+learned_once = true
+"""
+
+
+def test_what_is_learned_once_drives_every_seed(configs: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_after_the_other(monkeypatch)
+    (configs / "paper" / "once.toml").write_text(LEARNED)
+    out = configs.parent / "runs"
+    assert call("reproduce", "paper/once", "--configs", str(configs), "--out", str(out)).code == 0
+    report = RunFolder(out / "learned" / "duw_digits-seed1000").metrics()[1]["report"]
+    for seed in (0, 1):
+        run = RunFolder(out / f"duw_digits-seed{seed}")
+        assert list(run.config.algorithm.options["theta"]) == report["theta"]
+        assert [line["round"] for line in run.metrics()] == [1, 2]  # nothing is learned again
+    told = call("explain", str(out / "duw_digits-seed0"))
+    assert "weight of each client" in told.out
+    rows = (out / "duw_digits-seed0" / "weights.csv").read_text().splitlines()
+    assert rows[0] == "round,client,weight"
+    assert len(rows) == 1 + 2 * 3

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fedtailor.runs import runner
+import pytest
+
+from fedtailor.runs import grid, runner
 from fedtailor.runs.config import RunConfig, parse, with_settings
 from fedtailor.runs.store import RunFolder
 
@@ -34,6 +38,15 @@ def stop_after(rounds: int) -> runner.Listener:
             raise KeyboardInterrupt
 
     return listen
+
+
+def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a grid share a thread of this process: the tests of tests/e2e use processes."""
+
+    def pool(workers: int, context: Any, initializer: Callable[..., None], initargs: Any) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, initializer=initializer, initargs=initargs)
+
+    monkeypatch.setattr(grid, "ProcessPoolExecutor", pool)
 
 
 def records(folder: RunFolder) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import shutil
 import statistics
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.runs import grid as side_by_side
 from fedtailor.runs import runner
 from fedtailor.runs.compare import Row, cells, local_reference, rows, run_grid
 from fedtailor.runs.config import CompareConfig, parse, with_settings
+from fedtailor.runs.grid import Cell
 from fedtailor.runs.store import RESULTS, RunFolder, read_json, write_json
-from fedtailor.runs.tables import markdown, number, size, spread, terminal
+from fedtailor.runs.tables import escaped, files, markdown, number, size, spread, terminal
 from tests.runs.small import DIGITS, config, records
+
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 GRID = DIGITS | {"rounds": 2, "compare": {"algorithms": ["local", "fedavg"], "seeds": [0, 1], "workers": 1}}
 
@@ -30,17 +32,7 @@ def grid_config(*settings: str) -> CompareConfig:
     return made
 
 
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells run in a thread: the tests of tests/e2e use processes."""
-
-    def pool(workers: int, context: Any, initializer: Callable[..., None], initargs: Any) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(workers, initializer=initializer, initargs=initargs)
-
-    monkeypatch.setattr(side_by_side, "ProcessPoolExecutor", pool)
-
-
-def run(made: CompareConfig, folder: Path) -> tuple[list[side_by_side.Cell], list[tuple[str, int, int]]]:
+def run(made: CompareConfig, folder: Path) -> tuple[list[Cell], list[tuple[str, int, int]]]:
     told: list[tuple[str, int, int]] = []
     grid = run_grid(made, folder, None, lambda *step: told.append(step))
     return grid, told
@@ -172,7 +164,8 @@ def test_rows_by_hand(tmp_path: Path) -> None:
     for cell, content in zip(grid, written, strict=True):
         write_json(cell.folder / RESULTS, content)
     local, fedavg = rows(grid)
-    assert (local.label, fedavg.label, fedavg.metric, fedavg.seeds) == ("Local", "FedAvg", "accuracy", 2)
+    assert (local.label, fedavg.label, fedavg.metric) == ("Local", "FedAvg", "accuracy")
+    assert fedavg.means == pytest.approx({0: 0.55, 1: 0.8})
     assert local.hurt == 0
     assert fedavg.hurt == pytest.approx(0.25)  # half of the clients with seed 0, none with seed 1; equal is not hurt
     assert fedavg.last == pytest.approx((0.675, statistics.stdev([0.55, 0.8])))
@@ -193,11 +186,74 @@ def test_rows_by_hand(tmp_path: Path) -> None:
     assert rows(cells(grid_config(), tmp_path / "nothing")) == []
 
 
+def test_table_in_every_format() -> None:
+    local = Row("Local", "accuracy", (0.6, 0.07), (0.6, math.nan), 0.1, 0.55, 0.0, 0, 0, 4, 1.5, {0: 0.55, 1: 0.65})
+    mine = replace(local, label='My_FT, "a & b"', hurt=math.nan, last=(math.nan, math.nan), means={0: math.nan})
+    made = files([local, mine], ["", "Found by search: 100 % of it", "", "- Local: nothing to search"])
+    assert sorted(made) == ["table.csv", "table.json", "table.md", "table.tex"]
+    assert made["table.md"] == markdown([local, mine]) + (
+        "\nFound by search: 100 % of it\n\n- Local: nothing to search\n"
+    )
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    first, second = json.loads(made["table.json"], parse_constant=refuse)
+    assert first == {
+        "algorithm": "Local",
+        "metric": "accuracy",
+        "seeds": 2,
+        "mean": 0.6,
+        "spread": 0.07,
+        "selected_mean": 0.6,
+        "selected_spread": None,
+        "client_std": 0.1,
+        "worst_tenth": 0.55,
+        "hurt": 0.0,
+        "up_bytes": 0,
+        "down_bytes": 0,
+        "trips": 4,
+        "seconds": 1.5,
+        "means": {"0": 0.55, "1": 0.65},
+    }
+    assert (second["mean"], second["hurt"], second["means"]) == (None, None, {"0": None})
+
+    read = list(csv.DictReader(made["table.csv"].splitlines()))
+    assert [list(row) for row in read] == [[k for k in first if k != "means"]] * 2
+    assert [row["algorithm"] for row in read] == ["Local", 'My_FT, "a & b"']
+    assert (read[0]["mean"], read[0]["selected_spread"], read[1]["hurt"]) == ("0.6", "", "")
+
+    assert made["table.tex"].splitlines() == [
+        "% Found by search: 100 % of it",
+        "% - Local: nothing to search",
+        r"\begin{tabular}{lrrrrrrrrr}",
+        r"\toprule",
+        r"algorithm & test accuracy \% & selected & client std & worst tenth & hurt & up & down & trips & seconds \\",
+        r"\midrule",
+        r"Local & 60.00 $\pm$ 7.00 & 60.00 & 10.00 & 55.00 & 0 \% & 0 B & 0 B & 4 & 1.5 \\",
+        r'My\_FT, "a \& b" & - & 60.00 & 10.00 & 55.00 & - & 0 B & 0 B & 4 & 1.5 \\',
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    assert escaped("#1 {$x^2$} ~\\") == r"\#1 \{\$x\textasciicircum{}2\$\} \textasciitilde{}\textbackslash{}"
+
+
 def test_terminal_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     row = Row(
-        "Ditto, lam 0.5", "accuracy", (0.98765, 0.0123), (0.9876, 0.0123), 0.1, 0.5, 0.25, 2e9, 2e9, 100, 1234.5, 3
+        "Ditto, lam 0.5",
+        "accuracy",
+        (0.98765, 0.0123),
+        (0.9876, 0.0123),
+        0.1,
+        0.5,
+        0.25,
+        2e9,
+        2e9,
+        100,
+        1234.5,
+        {0: 0.9},
     )
     long = replace(row, label="Learn2pFed-Net, preset paper, scope head, grain parameter")
     Console(width=80).print(terminal([long, row], "digits"))

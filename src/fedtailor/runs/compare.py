@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,30 +13,24 @@ from typing import Any
 from fedtailor import algorithms
 from fedtailor.errors import ConfigError, RunError, UserError
 from fedtailor.metrics.summary import share_hurt
-from fedtailor.runs.config import CompareConfig, parse
+from fedtailor.runs import search
+from fedtailor.runs.config import CompareConfig, parse, with_values
 from fedtailor.runs.grid import Cell, Told, folder_name, run_cells
 from fedtailor.runs.store import RESULTS, RunFolder, read_json, write_json
 
 GRID, TABLE = "compare.json", "table.md"
 
 
-def cells(config: CompareConfig, folder: Path) -> list[Cell]:
-    """The grid, algorithm by algorithm; all of them are checked before the first one runs."""
+def cells(config: CompareConfig, folder: Path, found: Mapping[str, search.Settings] | None = None) -> list[Cell]:
+    """The grid, algorithm by algorithm, with what a search found; all are checked before the first one runs."""
     for key, instead in (("algorithm", "compare.algorithms"), ("seed", "compare.seeds")):
         if key in config.model_fields_set:
             raise ConfigError(f'"{key}" has no meaning in a comparison; set {instead}')
-    common = {k: v for k, v in config.plain().items() if k not in ("compare", "algorithm", "seed")}
     out = []
-    for entry in config.compare.algorithms:
-        table = {"name": entry} if isinstance(entry, str) else dict(entry)
-        label = str(table.pop("label", ""))
-        name = str(table.get("name", ""))
-        made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
-        twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
-        options = "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
-        label = label or (made.title or type(made).__name__) + options
+    for label, tables in _entries(config):
+        tables = with_values(tables, (found or {}).get(label, {}))
         for seed in config.compare.seeds:
-            run = parse(common | {"algorithm": table, "seed": seed})
+            run = parse(tables | {"seed": seed})
             out.append(Cell(label, seed, folder / folder_name(label, seed), run))
     if len({*config.compare.seeds}) < len(config.compare.seeds):
         raise ConfigError(f"compare.seeds = {list(config.compare.seeds)}: a seed stands there twice")
@@ -44,17 +39,46 @@ def cells(config: CompareConfig, folder: Path) -> list[Cell]:
     return out
 
 
+def _entries(config: CompareConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Label and configuration, but for the seed, of every algorithm."""
+    common = {k: v for k, v in config.plain().items() if k not in ("compare", "search", "algorithm", "seed")}
+    out = []
+    for entry in config.compare.algorithms:
+        table = {"name": entry} if isinstance(entry, str) else dict(entry)
+        label = str(table.pop("label", ""))
+        name = str(table.get("name", ""))
+        made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
+        twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
+        options = "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
+        out.append((label or (made.title or type(made).__name__) + options, common | {"algorithm": table}))
+    return out
+
+
 def run_grid(config: CompareConfig, folder: Path, data_root: Path | None, told: Told) -> list[Cell]:
-    """Run what is not finished yet of a comparison."""
-    grid = cells(config, folder)
+    """Run what is not finished yet of a comparison, after the search if there is one."""
+    grid, workers = cells(config, folder), config.compare.workers
+    trials = _trials(config, folder)
     _claim(config, folder)
-    run_cells(grid, config.compare.workers, data_root, told)
+    if config.search is not None:
+        grid = cells(config, folder, search.run(config.search, trials, folder, workers, data_root, told))
+    run_cells(grid, workers, data_root, told)
     return grid
 
 
+def _trials(config: CompareConfig, folder: Path) -> search.Trials:
+    """The runs of the search; none if nothing is searched."""
+    if config.search is None:
+        return {}
+    names = [(label, str(tables["algorithm"]["name"]), tables) for label, tables in _entries(config)]
+    search.check_names(config.search, {n for label, name, _ in names for n in (label, name)})
+    subjects = [search.Subject(label, t, search.space_of(config.search, name, label)) for label, name, t in names]
+    return search.plan(config.search, subjects, config.compare.seeds, folder)
+
+
 def _claim(config: CompareConfig, folder: Path) -> None:
-    """A folder belongs to one task; its grid may grow by algorithms and seeds."""
-    fixed = {k: v for k, v in config.plain().items() if k not in ("compare", "algorithm", "seed", "federation")}
+    """A folder belongs to one task; its grid may grow by algorithms and seeds, and its search by trials."""
+    free = ("compare", "search", "algorithm", "seed", "federation")
+    fixed = {k: v for k, v in config.plain().items() if k not in free}
     path = folder / GRID
     if path.exists() and read_json(path) != fixed:
         raise RunError(f"{folder}: holds a comparison on another task; use --fresh for a new folder, or --out")
@@ -77,7 +101,7 @@ class Row:
     down: float
     trips: float
     seconds: float
-    seeds: int
+    means: Mapping[int, float]  # by seed: mean over clients in the last round
 
 
 def rows(grid: list[Cell]) -> list[Row]:
@@ -99,21 +123,21 @@ def rows(grid: list[Cell]) -> list[Row]:
             for s, r in found.items()
             if s in local
         ]
-        tests = [r["last"]["test"][metric] for r in found.values()]
+        tests = {seed: r["last"]["test"][metric] for seed, r in found.items()}
         out.append(
             Row(
                 label,
                 metric,
-                _mean_spread([t["mean"] for t in tests]),
+                _mean_spread([t["mean"] for t in tests.values()]),
                 _mean_spread([r["selected"]["test"][metric]["mean"] for r in found.values()]),
-                mean(t["std"] for t in tests),
-                mean(t["worst_tenth"] for t in tests),
+                mean(t["std"] for t in tests.values()),
+                mean(t["worst_tenth"] for t in tests.values()),
                 mean(hurt) if hurt else math.nan,
                 mean(r["traffic"]["up"] for r in found.values()),
                 mean(r["traffic"]["down"] for r in found.values()),
                 mean(r["traffic"]["trips"] for r in found.values()),
                 mean(r["seconds"] for r in found.values()),
-                len(found),
+                {seed: t["mean"] for seed, t in tests.items()},
             )
         )
     return out

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+from itertools import combinations
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -14,9 +18,9 @@ from fedtailor.core.trees import Params, tree_map
 from fedtailor.errors import RunError
 from fedtailor.local.masks import overlap
 from fedtailor.runs.runner import setting_of
-from fedtailor.runs.store import RunFolder, write_json, write_tree
+from fedtailor.runs.store import RunFolder, write_atomically, write_json, write_tree
 
-SHARES = "shares.safetensors"
+SHARES, WEIGHTS = "shares.safetensors", "weights.csv"
 
 
 Table = dict[str, dict[str, float]]  # client -> part -> number
@@ -29,6 +33,21 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
     geometric mean of the degrees). Saved in the run's folder too, for every parameter; and, where parameters are either
     own or common, how much the own ones of every two clients overlap in each layer.
     """
+    setting, found = _shares(path, data_root)
+    each = list(found.values())
+    stack = [{k: torch.stack([one[kind][k] for one in each]) for k in each[0][kind]} for kind in (0, 1)]
+    entry = write_tree(path / SHARES, {"shares": stack[0], "degrees": stack[1], "overlap": overlaps(stack[0])})
+    table = {c: parts(setting, own) for c, (own, _) in found.items()}
+    degrees = {}
+    if each[0][1]:
+        logs = {c: parts(setting, {k: v.log() for k, v in own.items()}) for c, (_, own) in found.items()}
+        degrees = {c: {k: math.exp(v) if v < 700 else math.inf for k, v in row.items()} for c, row in logs.items()}
+    write_json(path / "shares.json", {"tensors": entry, "clients": table, "degrees": degrees})
+    return list(next(iter(table.values()))), table, degrees
+
+
+def _shares(path: Path, data_root: Path | None) -> tuple[Setting, dict[str, tuple[Params, Params]]]:
+    """Of every client the share and the effective degree of each parameter."""
     folder = RunFolder.open(path)
     saved = folder.load_checkpoint()
     if saved is None:
@@ -41,16 +60,36 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
     for i, client in enumerate(setting.data.clients):
         own = tree_map(lambda v, i=i: v[i], state["clients"])
         found[client] = shares(setting, i, own["state"], own["buffers"], state["server"])
-    each = list(found.values())
-    stack = [{k: torch.stack([one[kind][k] for one in each]) for k in each[0][kind]} for kind in (0, 1)]
-    entry = write_tree(path / SHARES, {"shares": stack[0], "degrees": stack[1], "overlap": overlaps(stack[0])})
-    table = {c: parts(setting, own) for c, (own, _) in found.items()}
-    degrees = {}
-    if each[0][1]:
-        logs = {c: parts(setting, {k: v.log() for k, v in own.items()}) for c, (_, own) in found.items()}
-        degrees = {c: {k: math.exp(v) if v < 700 else math.inf for k, v in row.items()} for c, row in logs.items()}
-    write_json(path / "shares.json", {"tensors": entry, "clients": table, "degrees": degrees})
-    return list(next(iter(table.values()))), table, degrees
+    return setting, found
+
+
+def weights(path: Path) -> dict[int, dict[str, float]]:
+    """Round -> client -> its weight in the average, where the algorithm tells; saved in the run's folder too."""
+    folder = RunFolder.open(path)
+    names = folder.about["clients"]
+    found = {
+        line["round"]: {names[c]: w for c, w in zip(line["cohort"], line["report"]["weights"], strict=True)}
+        for line in folder.metrics()
+        if "weights" in line.get("report", {})
+    }
+    if found:
+        file = io.StringIO()
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["round", "client", "weight"])
+        rows.writerows([round, client, w] for round, row in found.items() for client, w in row.items())
+        write_atomically(path / WEIGHTS, file.getvalue().encode())
+    return found
+
+
+def overlap_by_classes(path: Path, data_root: Path | None = None) -> dict[str, float]:
+    """Mean overlap of the masks of two clients: of pairs with a class in "common", and of pairs with "none"."""
+    setting, found = _shares(path, data_root)
+    pairs = overlap(torch.stack([torch.cat([v.flatten() == 0 for v in own.values()]) for own, _ in found.values()]))
+    classes = [set(setting.data.train.of(i)[1].tolist()) for i in range(len(setting.data.clients))]
+    groups: dict[str, list[float]] = {"common": [], "none": []}
+    for i, j in combinations(range(len(classes)), 2):
+        groups["common" if classes[i] & classes[j] else "none"].append(float(pairs[i, j]))
+    return {name: mean(values) if values else math.nan for name, values in groups.items()}
 
 
 def overlaps(shares: Params) -> Params:

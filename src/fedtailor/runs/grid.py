@@ -33,10 +33,24 @@ def folder_name(label: str, seed: int) -> str:
 
 
 Told = Callable[[str, int, int], None]  # cell, round, rounds
+Failed = dict[str, BaseException]  # by the name of a cell's folder
 
 
 def run_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told) -> None:
     """Run what is not finished yet, `workers` at a time. A cell that fails is named after the others are done."""
+    refuse_failed(try_cells(grid, workers, data_root, told), len(grid))
+
+
+def refuse_failed(failed: Failed, runs: int) -> None:
+    """Name the first of the runs that failed, if there are any."""
+    for name, error in failed.items():
+        raise RunError(f"{len(failed)} of {runs} runs failed; the first: {name}: {str(error) or type(error).__name__}")
+
+
+def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told) -> Failed:
+    """Run what is not finished yet, `workers` at a time, and say which failed."""
+    if not grid:
+        return {}
     _refuse_others(grid)
     todo = [cell for cell in grid if not (cell.folder / RESULTS).exists()]
     for cell in grid:
@@ -45,7 +59,7 @@ def run_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
     workers = min(workers or os.cpu_count() or 1, len(grid))
     context = multiprocessing.get_context("spawn")
     events: Any = context.SimpleQueue()
-    failures: list[str] = []
+    failed: Failed = {}
     pool = ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(events, workers > 1))
     try:
         futures: dict[Future[None], Cell] = {pool.submit(_run_cell, cell, data_root): cell for cell in todo}
@@ -54,11 +68,7 @@ def run_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
             finished = {f for f in waiting if f.done()}
             while not events.empty():
                 told(*events.get())
-            failures += [
-                f"{futures[f].folder.name}: {str(error) or type(error).__name__}"
-                for f in finished
-                if (error := f.exception())
-            ]
+            failed |= {futures[f].folder.name: error for f in finished if (error := f.exception())}
             waiting -= finished
             if waiting:
                 _pause(waiting)
@@ -70,8 +80,7 @@ def run_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
     pool.shutdown()
     while not events.empty():
         told(*events.get())
-    if failures:
-        raise RunError(f"{len(failures)} of {len(grid)} runs failed; the first: {failures[0]}")
+    return failed
 
 
 def _pause(waiting: set[Future[None]]) -> None:

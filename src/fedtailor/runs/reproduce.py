@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedtailor.algorithms import algorithms
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
+from fedtailor.runs import search
+from fedtailor.runs.config import RunConfig, SearchSection, Space, parse, read_toml, with_values
+from fedtailor.runs.explain import overlap_by_classes
 from fedtailor.runs.grid import Cell, Told, folder_name, run_cells
 from fedtailor.runs.store import RESULTS, RunFolder, read_json
 
 Scale = Literal["cpu", "paper"]
+
+
+LEARNING_SEED = 1000
 
 
 class Part(BaseModel):
@@ -25,6 +33,8 @@ class Part(BaseModel):
     name: str
     set: dict[str, Any] = Field(default_factory=dict)
     by_column: tuple[dict[str, Any], ...] = ()  # further settings of a row, one table per column
+    search: Space = Field(default_factory=dict)  # of a row: values to try beside those that all rows try
+    learned_once: bool = False  # a row whose theta is learned in one run before, for all seeds
     paper: tuple[str, ...] = ()  # published figures of a row, one per column
     metric: str = ""  # of a column, where it is another than the table's
     unit: str = ""
@@ -42,6 +52,7 @@ class Published(BaseModel):
     first_seed: int = Field(default=0, ge=0)
     common: dict[str, Any] = Field(default_factory=dict)
     scale: dict[str, dict[str, Any]] = Field(default_factory=dict)  # settings of a scale, key by key
+    search: SearchSection | None = None  # for each cell of the table; what it finds goes before what is set
     columns: tuple[Part, ...] = Field(min_length=1)
     rows: tuple[Part, ...] = Field(min_length=1)
 
@@ -69,10 +80,13 @@ def load(configs: Path, name: str) -> Published:
     if not path.is_file() or name not in available(configs):
         raise ConfigError(f'no published table "{name}"; {nearest(name, available(configs))}')
     try:
-        return Published.model_validate(read_toml(path))
+        table = Published.model_validate(read_toml(path))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if table.search is None and (lone := [part.name for part in table.rows if part.search]):
+        raise ConfigError(f'{path}: row "{lone[0]}" has values to search; add a [search] section with trials')
+    return table
 
 
 def rows_named(table: Published, text: str) -> list[str]:
@@ -88,26 +102,84 @@ def rows_named(table: Published, text: str) -> list[str]:
 Cells = dict[tuple[str, str], list[Cell]]  # (row, column) -> a run per seed
 
 
-def grid(table: Published, folder: Path, scale: Scale, seeds: int, rows: list[str]) -> Cells:
-    """The runs of every cell of the table; only of some rows if these are named."""
+def grid(
+    table: Published,
+    folder: Path,
+    scale: Scale,
+    seeds: int,
+    rows: list[str],
+    found: Mapping[str, search.Settings] | None = None,
+) -> Cells:
+    """The runs of every cell of the table, with what a search found; only of some rows if these are named."""
+    out: Cells = {}
+    same: dict[str, Path] = {}  # columns may read different figures off the same run
+    for (row, column), subject in _subjects(table, scale, rows).items():
+        tables = with_values(subject.tables, (found or {}).get(subject.label, {}))
+        for seed in _seeds(table, seeds):
+            config: RunConfig = parse(tables | {"seed": seed}, origin=row)
+            label = f"{row} {column}"
+            path = same.setdefault(config.model_dump_json(), folder / folder_name(label, seed))
+            out.setdefault((row, column), []).append(Cell(label, seed, path, config))
+    return out
+
+
+def _seeds(table: Published, seeds: int) -> range:
+    return range(table.first_seed, table.first_seed + seeds)
+
+
+def _subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
+    """What is run, and searched, for every cell of the table; the same for cells that differ in name only."""
     unknown = [r for r in rows if r not in {part.name for part in table.rows}]
     if unknown:
         raise ConfigError(f'--rows: no row "{unknown[0]}"; {nearest(unknown[0], [p.name for p in table.rows])}')
-    out: Cells = {}
-    same: dict[str, Path] = {}  # columns may read different figures off the same run
+    out = {}
+    first: dict[str, search.Subject] = {}
     for row in table.rows:
         if rows and row.name not in rows:
             continue
         for i, column in enumerate(table.columns):
             further = row.by_column[i] if row.by_column else {}
-            changes = table.scale.get(scale, {}) | column.set | row.set | further
-            for seed in range(table.first_seed, table.first_seed + seeds):
-                settings = [f"{key}={_toml(value)}" for key, value in changes.items()]
-                config: RunConfig = parse(with_settings(table.common, [*settings, f"seed={seed}"]), origin=row.name)
-                label = f"{row.name} {column.name}"
-                path = same.setdefault(config.model_dump_json(), folder / folder_name(label, seed))
-                out.setdefault((row.name, column.name), []).append(Cell(label, seed, path, config))
+            tables = with_values(table.common, table.scale.get(scale, {}) | column.set | row.set | further)
+            name = parse(tables, origin=row.name).algorithm.name
+            space = {} if table.search is None else search.space_of(table.search, name, row.name) | row.search
+            subject = search.Subject(f"{row.name} {column.name}", tables, space)
+            out[row.name, column.name] = first.setdefault(json.dumps([tables, space]), subject)
     return out
+
+
+def searched(
+    table: Published,
+    folder: Path,
+    scale: Scale,
+    seeds: int,
+    rows: list[str],
+    data_root: Path | None,
+    told: Told,
+) -> dict[str, search.Settings]:
+    """The settings found for the cells of the table, by search or in a run that learns for all seeds."""
+    if table.search is None:
+        return _learned(table, folder, scale, rows, data_root, told)
+    search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
+    subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
+    trials = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
+    return search.run(table.search, trials, folder, 0, data_root, told)
+
+
+def _learned(
+    table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, told: Told
+) -> dict[str, search.Settings]:
+    """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
+    once = {part.name for part in table.rows if part.learned_once}
+    grid = {}
+    for (row, _), subject in _subjects(table, scale, rows).items():
+        if row in once:
+            config: RunConfig = parse(with_values(subject.tables, {"seed": LEARNING_SEED, "rounds": 1}), origin=row)
+            path = folder / "learned" / folder_name(subject.label, LEARNING_SEED)
+            grid[subject.label] = Cell(subject.label, LEARNING_SEED, path, config)
+    run_cells(list(grid.values()), 0, data_root, lambda name, round, rounds: told(f"learned/{name}", round, rounds))
+    reports = {label: [m.get("report", {}) for m in RunFolder(cell.folder).metrics()] for label, cell in grid.items()}
+    thetas = {label: [r["theta"] for r in each if "theta" in r] for label, each in reports.items()}
+    return {k: {"algorithm.theta": v[-1], "algorithm.outer_iterations": 0} for k, v in thetas.items()}
 
 
 def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> list[Figure]:
@@ -135,27 +207,32 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
 
 
 def measured(cell: Cell, metric: str) -> float:
-    """A figure of a finished run: a test metric of the last round, kB "up" or "down" per client and round, or the last
-    number that the algorithm reported under a name ("report.NAME")."""
+    """A figure of a finished run: a test metric of the last round, that of "unseen" clients, kB "up" or "down" per
+    client and round, the last number that the algorithm reported under a name ("report.NAME"), or how much the masks
+    of two clients with a class in common, or with none, overlap ("overlap.common", "overlap.none")."""
     results = read_json(cell.folder / RESULTS)
     if metric.startswith("report."):
         name = metric.removeprefix("report.")
         return float([m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})][-1])
+    if metric.startswith("overlap."):
+        return overlap_by_classes(cell.folder)[metric.removeprefix("overlap.")]
     if metric in ("up", "down"):
         clients = results["last"]["test"][results["metric"]]["clients"]
         asked = cell.config.federation.clients_per_round or clients
         return float(results["traffic"][metric]) / 1000 / (asked * cell.config.rounds)
+    if metric == "unseen":
+        return float(results["unseen"]["test"][results["metric"]]["mean"])
     return float(results["last"]["test"][metric]["mean"])
 
 
-def markdown(table: Published, figures: list[Figure]) -> str:
-    """Ours and, in brackets, the paper's."""
+def markdown(table: Published, figures: list[Figure], notes: Sequence[str] = ()) -> str:
+    """Ours and, in brackets, the paper's; below them what there is to say."""
     columns = [c.name for c in table.columns]
     lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
     for row in dict.fromkeys(f.row for f in figures):
         found = {f.column: f for f in figures if f.row == row}
         lines.append("| " + " | ".join([row, *(text(found[c]) for c in columns)]) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *notes]) + "\n"
 
 
 def text(figure: Figure) -> str:
@@ -166,9 +243,3 @@ def text(figure: Figure) -> str:
     if figure.std is not None and not math.isnan(figure.std):
         ours += " ± " + shown.format(scale * figure.std)
     return ours + (f" ({figure.paper})" if figure.paper else "")
-
-
-def _toml(value: Any) -> str:
-    import tomli_w
-
-    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip()

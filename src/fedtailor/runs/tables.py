@@ -1,14 +1,18 @@
-"""Tables of results, for a terminal and as Markdown."""
+"""Tables of results: for a terminal, for people as Markdown and LaTeX, for programs as CSV and JSON."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from fedtailor.runs.compare import Row
+from fedtailor.runs.compare import TABLE, Row
 
 COLUMNS = ("algorithm", "test {}", "selected", "client std", "worst tenth", "hurt", "up", "down", "trips", "seconds")
 ESSENTIAL = ("algorithm", "test {}", "selected", "worst tenth", "hurt", "up", "seconds")  # fit 80 columns
@@ -52,11 +56,71 @@ def terminal(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The table as Markdown."""
+def files(rows: Sequence[Row], notes: Sequence[str] = ()) -> dict[str, str]:
+    """The table in every format, by the name of its file."""
+    return {
+        TABLE: markdown(rows, notes),
+        "table.tex": latex(rows, notes),
+        "table.csv": comma_separated(rows),
+        "table.json": strict_json(rows),
+    }
+
+
+def markdown(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """The table as Markdown, and below it what there is to say of it."""
     lines = ["| " + " | ".join(header(rows)) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     lines += ["| " + " | ".join(cells_of(row)) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *notes]) + "\n"
+
+
+def latex(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
+    """The table for a paper that uses the package booktabs."""
+    head, *body = (" & ".join(map(escaped, cells)) + r" \\" for cells in (header(rows), *map(cells_of, rows)))
+    lines = [f"% {note}" for note in notes if note]
+    lines += [r"\begin{tabular}{l" + "r" * (len(COLUMNS) - 1) + "}", r"\toprule", head, r"\midrule"]
+    return "\n".join([*lines, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX prints it."""
+    special = {c: f"\\{c}" for c in "&%$#_{}"}
+    special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    return "".join(special.get(c, c) for c in text)
+
+
+def record(row: Row) -> dict[str, Any]:
+    """The figures of a row as numbers; None where there is none."""
+    figures = {
+        "mean": row.last[0],
+        "spread": row.last[1],
+        "selected_mean": row.selected[0],
+        "selected_spread": row.selected[1],
+        "client_std": row.client_std,
+        "worst_tenth": row.worst_tenth,
+        "hurt": row.hurt,
+        "up_bytes": row.up,
+        "down_bytes": row.down,
+        "trips": row.trips,
+        "seconds": row.seconds,
+    }
+    finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    return {"algorithm": row.label, "metric": row.metric, "seeds": len(row.means)} | finite
+
+
+def comma_separated(rows: Sequence[Row]) -> str:
+    """Numbers as CSV; nothing where there is none."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(record(rows[0])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(record(row) for row in rows)
+    return text.getvalue()
+
+
+def strict_json(rows: Sequence[Row]) -> str:
+    """Numbers as JSON, with the mean over clients of every seed; null where there is none."""
+    means = [{str(seed): m if math.isfinite(m) else None for seed, m in row.means.items()} for row in rows]
+    out = [record(row) | {"means": by_seed} for row, by_seed in zip(rows, means, strict=True)]
+    return json.dumps(out, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def number(metric: str, value: float) -> str:
