@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fedtailor.algorithms import algorithms
 from tests.docs.pages import ROOT, run_page
 
 
@@ -15,9 +16,54 @@ def test_learn2pfed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "share of the common model" in out
 
 
-@pytest.mark.parametrize(
-    "page", ["cfl", "duw", "fedbabu", "fedpac", "fedselect", "knn-per", "lg-fedavg", "lp-proj", "pfedme"]
-)
+PAGES = [
+    "cfl",
+    "ditto",
+    "dr-fedavg",
+    "duw",
+    "empiricalbayes",
+    "fedadp",
+    "fedavg",
+    "fedavg-ft",
+    "fedbabu",
+    "fedeq",
+    "fedfa",
+    "fednova",
+    "fedpac",
+    "fedper",
+    "fedprox",
+    "fedrep",
+    "fedselect",
+    "jointls",
+    "knn-per",
+    "lg-fedavg",
+    "local",
+    "lp-proj",
+    "pfedme",
+]  # learn2pfed has a test of its own
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_page(page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / f"docs/algorithms/{page}.md", monkeypatch)
     assert "last round" in capsys.readouterr().out
+
+
+def test_every_page_is_run() -> None:
+    assert {p.stem for p in (ROOT / "docs/algorithms").glob("*.md")} == {"learn2pfed", *PAGES}
+
+
+def test_every_algorithm_is_named() -> None:
+    """As the title of a page, or by its name in a configuration, in backticks."""
+    pages = [p.read_text(encoding="utf-8") for p in (ROOT / "docs/algorithms").glob("*.md")]
+    titles = {page.partition("\n")[0].removeprefix("# ").lower() for page in pages}
+    ours = {name for name, kind in algorithms().items() if kind.__module__.startswith("fedtailor.")}
+    missing = {name for name in ours - titles if not any(f"`{name}`" in page for page in pages)}
+    assert not missing, f"without a page: {', '.join(sorted(missing))}"
+
+
+def test_every_page_ends_with_figures() -> None:
+    for page in (ROOT / "docs/algorithms").glob("*.md"):
+        last = page.read_text(encoding="utf-8").rpartition("\n## ")[2]
+        assert last.startswith("Our figures\n\n<!-- figures -->\n"), page.name
+        assert last.endswith("<!-- /figures -->\n"), page.name
