@@ -33,6 +33,8 @@ lint: $(READY) ## ruff and mypy over src, tests and benchmarks
 bench: $(READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python benchmarks/local_step.py
 	$(BIN)/python benchmarks/learn2pfed_epoch.py
+	$(BIN)/python benchmarks/duw_cost.py
+	$(BIN)/python benchmarks/equilibrium.py
 
 evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py

@@ -5,18 +5,20 @@ FEDTAILOR_DATA=... python benchmarks/evidence.py [PAGE ...]
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fedtailor.runs.config import CompareConfig, parse, read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-PAGES = {  # page -> comparisons (TOML files) and published tables (names) that it shows
+PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (names), what scripts print
     "foundation": (
         "configs/foundation/fashion-mnist.toml",
         "configs/foundation/heart-disease.toml",
@@ -26,12 +28,30 @@ PAGES = {  # page -> comparisons (TOML files) and published tables (names) that 
         f"learn2pfed/{name}"
         for name in ("table1", "table1-sorted", "table2", "table3", "table4", "table4-100", "table5", "table6")
     ),
+    "duw": (
+        "duw/figure3",
+        "benchmarks/duw_claims.py",
+        "benchmarks/duw_rule.py",
+        "duw/table3",
+        "duw/figure2",
+        "benchmarks/duw_cost.py",
+    ),
+    "fedselect": tuple(
+        f"fedselect/{name}" for name in ("table1", "table1-others", "table2", "table3", "figure3", "figure4")
+    ),
+    "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
+SEVERAL = {  # pages of more than one algorithm
+    "duw": ("DUW-FedAvg", "DUW-FedNova"),
+    "fedavg-ft": ("FedAvg+FT", "FedProx+FT"),
+    "learn2pfed": ("Learn2pFed-Net",),
+}
+FIGURES = ("<!-- figures -->", "<!-- /figures -->")  # in an algorithm's page, around what is written by this script
 
 
 def main() -> None:
     for name in sys.argv[1:] or PAGES:
-        parts = [comparison(part) if part.endswith(".toml") else table(part) for part in PAGES[name]]
+        parts = [shown(part) for part in PAGES[name]]
         intro = (RESULTS / f"{name}.intro.md").read_text(encoding="utf-8")
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
@@ -42,6 +62,53 @@ def main() -> None:
         )
         (RESULTS / f"{name}.md").write_text("\n".join([intro, made, *parts]), encoding="utf-8")
         print(f"wrote docs/results/{name}.md")
+    if "baselines" in (sys.argv[1:] or PAGES):
+        write_figures()
+
+
+def shown(part: str) -> str:
+    """One part of a page."""
+    kinds = {".toml": comparison, ".py": script}
+    return kinds.get(Path(part).suffix, table)(part)
+
+
+def script(path: str) -> str:
+    """What a script prints."""
+    told = subprocess.run([sys.executable, path], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    title = (ROOT / path).read_text(encoding="utf-8").partition("\n")[0].strip('"')
+    body = told if told.startswith("|") or "\n|" in told else f"```\n{told}```\n"
+    return f"## {title}\n\n`python {path}`\n\n{body}"
+
+
+def write_figures() -> None:
+    """Every algorithm's page gets its rows of the comparison of all algorithms."""
+    tables = {}
+    for config in PAGES["baselines"]:
+        checked: CompareConfig = parse(read_toml(ROOT / config), CompareConfig, config)
+        rows = json.loads((ROOT / "runs" / checked.compare.name / "table.json").read_text(encoding="utf-8"))
+        tables[checked.data.source] = {row["algorithm"]: row for row in rows}
+    for page in sorted((ROOT / "docs" / "algorithms").glob("*.md")):
+        before, begin, rest = page.read_text(encoding="utf-8").partition(FIGURES[0])
+        titles = SEVERAL.get(page.stem, ()) or tuple(t for t in next(iter(tables.values())) if t.lower() == page.stem)
+        lines = [
+            f"| {title} | {source} | " + " | ".join(_percent(rows[t]) for t in (title, "Local", "FedAvg")) + " |"
+            for title in titles
+            for source, rows in tables.items()
+            if title in rows
+        ]
+        head = [
+            "Test accuracy in %, 20 clients, Dirichlet 0.1, three seeds, as [all algorithms](../results/baselines.md):",
+            "",
+            "| algorithm | data | its own | Local | FedAvg |",
+            "|---|---|---:|---:|---:|",
+        ]
+        block = "\n".join([*head, *lines] if lines else ["See the [results](../index.md#results)."])
+        after = rest.partition(FIGURES[1])[2]
+        page.write_text(f"{before}{begin}\n{block}\n{FIGURES[1]}{after}", encoding="utf-8")
+
+
+def _percent(row: dict[str, Any]) -> str:
+    return f"{100 * row['mean']:.2f} ± {100 * row['spread']:.2f}"
 
 
 def comparison(config: str) -> str:

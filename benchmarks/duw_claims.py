@@ -1,0 +1,87 @@
+"""What Figure 3 of the DUW paper claims, asserted from the saved curves and tables of weights. Prints what was found.
+
+fedtailor reproduce duw/figure3
+python benchmarks/duw_claims.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import mean
+
+from fedtailor.runs.explain import weights
+from fedtailor.runs.grid import folder_name
+from fedtailor.runs.store import RunFolder
+
+COLUMNS = ("I: sizes", "II: labels", "III: speed", "IV: failures")
+SEEDS = range(3)
+
+
+def folder(runs: Path, row: str, column: str, seed: int) -> Path:
+    return runs / folder_name(f"{row} {column}", seed)
+
+
+def curve(path: Path) -> list[float]:
+    """Test accuracy of each round, in percent."""
+    lines = [line for line in RunFolder(path).metrics() if "test" in line]
+    return [100 * mean(line["test"]["accuracy"]) for line in lines]
+
+
+def mean_weights(path: Path, rounds: slice = slice(None)) -> list[float]:
+    """Of each client, over rounds, from the saved table."""
+    table = list(weights(path).values())[rounds]
+    return [mean(row[client] for row in table) for client in table[0]]
+
+
+def main() -> None:
+    runs = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/duw-figure3-cpu")
+    claims: list[tuple[str, bool, str]] = []
+
+    def claim(text: str, found: list[tuple[bool, str]]) -> None:
+        claims.append((text, all(holds for holds, _ in found), "; ".join(seen for _, seen in found)))
+
+    def ends(row: str, column: str) -> list[float]:
+        return [curve(folder(runs, row, column, s))[-1] for s in SEEDS]
+
+    ours, plain, dr = (ends(row, "II: labels") for row in ("DUW-FedAvg", "FedAvg", "DR-FedAvg"))
+    claim("II: DUW-FedAvg at least 75 %", [(x >= 75, f"{x:.2f}") for x in ours])
+    claim("II: FedAvg below 60 %", [(x < 60, f"{x:.2f}") for x in plain])
+    claim("II: DR-FedAvg below 60 %", [(x < 60, f"{x:.2f}") for x in dr])
+    for column in ("III: speed", "IV: failures"):
+        gains = []
+        for s in SEEDS:
+            curves = (curve(folder(runs, row, column, s)) for row in ("DUW-FedAvg", "FedAvg"))
+            gains.append([a - b for a, b in zip(*curves, strict=True)])
+        name = column.partition(":")[0]
+        least = [(min(g[1:]) >= 0, f"{min(g[1:]):+.2f}") for g in gains]
+        claim(f"{name}: DUW-FedAvg at least FedAvg in every round from the second on (least gain)", least)
+        claim(f"{name}: above it on average (mean gain)", [(mean(g) > 0, f"{mean(g):+.2f}") for g in gains])
+    gaps = [abs(a - b) for a, b in zip(ends("DUW-FedAvg", "I: sizes"), ends("FedAvg", "I: sizes"), strict=True)]
+    claim("I: DUW-FedAvg and FedAvg within a point at the end", [(x <= 1, f"{x:.2f}") for x in gaps])
+
+    def shown(w: list[float]) -> str:
+        return " ".join(f"{x:.2f}" for x in w)
+
+    of = {c: [mean_weights(folder(runs, "DUW-FedAvg", c, s)) for s in SEEDS] for c in COLUMNS}
+    sizes = 4459 / 8570  # the share of the large client, its weight in FedAvg
+    claim(
+        "I: the large client (last) has the largest weight, above its share of samples, .52",
+        [(max(w) == w[4] and w[4] > sizes, shown(w)) for w in of[COLUMNS[0]]],
+    )
+    claim(
+        "II: both clients with labels of their own (first two) weigh more than any other",
+        [(min(w[:2]) > max(w[2:]), shown(w)) for w in of[COLUMNS[1]]],
+    )
+    claim("III: the fast client (first) weighs most", [(max(w) == w[0], shown(w)) for w in of[COLUMNS[2]]])
+    claim(
+        "IV: the three reliable clients (last) weigh more than the other two",
+        [(min(w[2:]) > max(w[:2]), shown(w)) for w in of[COLUMNS[3]]],
+    )
+    print("| claim, seeds 0 to 2 | holds | found |\n|---|---|---|")
+    for text, holds, seen in claims:
+        print(f"| {text} | {'yes' if holds else 'no'} | {seen} |")
+
+
+if __name__ == "__main__":
+    main()
