@@ -1,4 +1,4 @@
-"""DR-FedAvg: FedAvg that gives more weight to clients with a larger loss. Li et al. (q-FFL), ICLR 2020."""
+"""DR-FedAvg: FedAvg that gives more weight to clients with a larger loss. Zhao, Joshi, ICASSP 2022."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class DRFedAvg(Algorithm):
 
     title: ClassVar[str] = "DR-FedAvg"
     stale: ClassVar[bool] = True
-    citation: ClassVar[str] = """@inproceedings{li2020fair,
-  title={Fair Resource Allocation in Federated Learning},
-  author={Li, Tian and Sanjabi, Maziar and Beirami, Ahmad and Smith, Virginia},
-  booktitle={ICLR}, year={2020}
+    citation: ClassVar[str] = """@inproceedings{zhao2022dynamic,
+  title={A Dynamic Reweighting Strategy for Fair Federated Learning},
+  author={Zhao, Z. and Joshi, G.},
+  booktitle={ICASSP}, year={2022}
 }"""
 
     server_init = FedAvg.server_init
