@@ -1,4 +1,4 @@
-"""The server's half: map, sum, mean, scatter, gather, and the tape that makes a round differentiable."""
+"""The server's half of a federation: map, sum, mean, scatter, gather, tape and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from fedtailor.core.algorithm import client_functions, sent_example, sent_positi
 from fedtailor.core.client import Call
 from fedtailor.core.environment import Environment
 from fedtailor.core.me import Setting
+from fedtailor.core.placed import Placed, in_order, row
 from fedtailor.core.states import changed
+from fedtailor.core.tape import Tape
 from fedtailor.core.trees import (
     Params,
     Tree,
@@ -24,7 +26,6 @@ from fedtailor.core.trees import (
     is_ragged,
     items,
     leaves,
-    rebuild,
     schema,
     schema_difference,
     tree_map,
@@ -53,29 +54,6 @@ class Engine(Protocol):
     def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None: ...
     def get_states(self) -> Tree: ...
     def set_states(self, rows: Tree) -> None: ...
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A value that each client of the cohort has its own version of: a tree with a leading client dimension."""
-
-    clients: tuple[int, ...]
-    tree: Tree
-
-    def __iter__(self) -> Iterator[Placed]:
-        """The parts of a reply that is a tuple."""
-        return (Placed(self.clients, part) for part in self.tree)
-
-    def __getitem__(self, key: str | int) -> Placed:
-        return Placed(self.clients, self.tree[key])
-
-    def of(self, clients: tuple[int, ...]) -> Tree:
-        """The rows of some of the clients."""
-        if clients == self.clients:
-            return self.tree
-        position = {c: i for i, c in enumerate(self.clients)}
-        rows = [position[c] for c in clients]
-        return tree_map(lambda v: v[rows], self.tree)
 
 
 class AtOnce(NamedTuple):
@@ -129,7 +107,7 @@ class Federation:
     looked_at: set[str] = field(default_factory=set)
     reported: dict[str, float | list[float]] = field(default_factory=dict)
     _calls: int = 0
-    _tape: _Tape | None = None
+    _tape: Tape | None = None
     _errors: list[Exception] = field(default_factory=list)
     _reply_sizes: dict[str, int] = field(default_factory=dict)
 
@@ -243,7 +221,7 @@ class Federation:
 
     def tape(self, watched: Tree = None) -> Tree:
         """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
-        self._tape = _Tape(tree_map(lambda v: v.detach().requires_grad_(), watched))
+        self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched))
         return self._tape.watched
 
     def backward(self, loss: Tensor) -> Tree:
@@ -335,7 +313,7 @@ class Federation:
                 + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
                 + f"; {self.faults[-1].client}: {self.faults[-1].reason}"
             )
-        return Placed(self.cohort, _in_order(parts, self.cohort))
+        return Placed(self.cohort, in_order(parts, self.cohort))
 
     def _reply_size(self, function: str) -> int:
         """Length of a reply without its header."""
@@ -357,88 +335,11 @@ class Federation:
             self._errors.append(error)
 
 
-class _Tape:
-    """Server-side autograd in which a call to the clients is one node, and its backward a call again."""
-
-    def __init__(self, watched: Tree) -> None:
-        self.watched = watched
-        # threads through all calls, so that backward reaches them in reverse order even where no message links them
-        self.start = torch.zeros((), requires_grad=True)
-        self.token: Tensor = self.start
-
-    def call(self, fed: Federation, call: Call) -> Placed:
-        node = _Node(fed, call)
-        with torch.enable_grad():
-            self.token, *reply = _Apply.apply(node, self.token, *leaves(call.args))
-        return Placed(fed.cohort, rebuild(node.reply, iter(reply)))
-
-    def backward(self, loss: Tensor) -> Tree:
-        watched = leaves(self.watched)
-        gradients = torch.autograd.grad(loss, [self.start, *watched], allow_unused=True)
-        filled = (torch.zeros_like(w) if g is None else g for w, g in zip(watched, gradients[1:], strict=True))
-        return rebuild(self.watched, filled)
-
-
-@dataclass
-class _Node:
-    fed: Federation
-    call: Call
-    reply: Tree = None
-
-    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor]:
-        fed, call = self.fed, self.call
-        filled = [torch.zeros_like(v) if c is None else c for v, c in zip(leaves(self.reply), cotangents, strict=True)]
-        tree = rebuild(self.reply, iter(filled))
-        down = codec.size(call.reply_header, tree, stacked=True)
-        fed._count(len(fed.cohort), down, up=codec.size(call.reply_header, _row(call.args, call.placed)))
-        totals: list[Tree] = [None] * len(call.args)
-        parts: list[list[tuple[tuple[int, ...], Tree]]] = [[] for _ in call.args]
-        for clients, args in fed.engine.pull_back(call.number, fed.cohort, tree):
-            for i, (arg, own) in enumerate(zip(args, call.placed, strict=True)):
-                if own:
-                    parts[i].append((clients, arg))
-                else:
-                    totals[i] = arg if totals[i] is None else tree_map(torch.add, totals[i], arg)
-        joined = [
-            _in_order(part, fed.cohort) if own else total
-            for part, total, own in zip(parts, totals, call.placed, strict=True)
-        ]
-        return leaves(tuple(joined))
-
-
-class _Apply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, node: _Node, token: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-        ctx.node, ctx.token = node, token
-        node.reply = node.fed._call(node.call).tree
-        return token.clone(), *leaves(node.reply)
-
-    @staticmethod
-    def backward(ctx: Any, token: Tensor, *cotangents: Tensor | None) -> Any:
-        return None, torch.zeros_like(ctx.token), *ctx.node.backward(cotangents)
-
-
-def _row(args: tuple[Tree, ...], placed: tuple[bool, ...], at: int = 0) -> tuple[Tree, ...]:
-    """The message as one client receives it."""
-    return tuple(tree_map(lambda v: v[at], a) if own else a for a, own in zip(args, placed, strict=True))
-
-
 def _size_down(call: Call, clients: int) -> int:
     """Bytes of a call to all clients; only ragged messages differ in length."""
     if is_ragged(call.args):
-        return sum(codec.size(call.header, _row(call.args, call.placed, i)) for i in range(clients))
-    return clients * codec.size(call.header, _row(call.args, call.placed))
-
-
-def _in_order(parts: list[tuple[tuple[int, ...], Tree]], clients: tuple[int, ...]) -> Tree:
-    """Rows of several groups as one stack, in the order of `clients`; rows of others are left out."""
-    have = [c for group, _ in parts for c in group]
-    tree = parts[0][1] if len(parts) == 1 else tree_map(lambda *v: torch.cat(v), *(tree for _, tree in parts))
-    if tuple(have) == clients:
-        return tree
-    position = {c: i for i, c in enumerate(have)}
-    rows = torch.tensor([position[c] for c in clients])
-    return tree_map(lambda v: v[rows], tree)
+        return sum(codec.size(call.header, row(call.args, call.placed, i)) for i in range(clients))
+    return clients * codec.size(call.header, row(call.args, call.placed))
 
 
 def _implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
