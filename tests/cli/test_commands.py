@@ -30,7 +30,20 @@ from fedtailor.runs.store import RunFolder
 from tests.cli.conftest import Call
 from tests.runs.small import config, records, stop_after
 
-COMMANDS = ("run", "resume", "compare", "reproduce", "list", "show", "explain", "onboard", "init", "download")
+COMMANDS = (
+    "run",
+    "resume",
+    "compare",
+    "reproduce",
+    "list",
+    "show",
+    "explain",
+    "report",
+    "watch",
+    "onboard",
+    "init",
+    "download",
+)
 
 
 def test_version(call: Call) -> None:

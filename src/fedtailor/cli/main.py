@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +31,7 @@ console = Console()
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a comparison.")]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
 ]
@@ -194,6 +195,39 @@ def explain(run: Run, data_root: DataRoot = None) -> None:
 
     if not print_weights(console, run):
         print_shares(console, run, data_root)
+
+
+@app.command()
+def report(
+    run: RunOrRuns,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; else report.html in the folder.")] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Write one HTML page on a run or a comparison.
+
+    Curves, clients, what is shared and what was sent. The page asks nothing of the network.
+    """
+    from fedtailor.report.write import write
+
+    print(f"wrote {write(run, out, data_root)}")
+
+
+@app.command()
+def watch(
+    run: RunOrRuns,
+    port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 0,
+    data_root: DataRoot = None,
+) -> None:
+    """Serve the page of a run while it goes on.
+
+    To this machine only; the page renews itself. Ctrl-C ends it, and leaves the run alone.
+    """
+    from fedtailor.report.serve import server
+
+    with server(run, port, data_root) as made:
+        print(f"watching {run} at {made.address} (Ctrl-C ends)", flush=True)
+        with suppress(KeyboardInterrupt):
+            made.serve_forever()
 
 
 @app.command()
