@@ -6,7 +6,8 @@ python benchmarks/duw_claims.py [FOLDER]
 
 from __future__ import annotations
 
-import sys
+from itertools import pairwise
+from math import sqrt
 from pathlib import Path
 from statistics import mean
 
@@ -34,8 +35,14 @@ def mean_weights(path: Path, rounds: slice = slice(None)) -> list[float]:
     return [mean(row[client] for row in table) for client in table[0]]
 
 
+def variance(path: Path) -> float:
+    """Of the learned weights over rounds, (28)."""
+    lines = [line["report"] for line in RunFolder(path).metrics() if "variance_of_weights" in line.get("report", {})]
+    return float(lines[-1]["variance_of_weights"])
+
+
 def main() -> None:
-    runs = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/duw-figure3-cpu")
+    runs = Path("runs/duw-figure3-cpu")
     claims: list[tuple[str, bool, str]] = []
 
     def claim(text: str, found: list[tuple[bool, str]]) -> None:
@@ -78,6 +85,12 @@ def main() -> None:
         "IV: the three reliable clients (last) weigh more than the other two",
         [(min(w[2:]) > max(w[:2]), shown(w)) for w in of[COLUMNS[3]]],
     )
+    products = [
+        mean(variance(folder(Path("runs/duw-figure2-cpu"), "DUW-FedAvg", f"T = {t}", s)) for s in (0, 1)) * sqrt(t)
+        for t in (5, 10, 20, 40)
+    ]
+    falls = [(b < a, f"{b:.2e}") for a, b in pairwise(products)]
+    claim(f"Figure 2: variance x sqrt(T) falls, from {products[0]:.2e} at T = 5 on", falls)
     print("| claim, seeds 0 to 2 | holds | found |\n|---|---|---|")
     for text, holds, seen in claims:
         print(f"| {text} | {'yes' if holds else 'no'} | {seen} |")
