@@ -1,5 +1,7 @@
 """The pages on runs, comparisons and models work as they stand."""
 
+from pathlib import Path
+
 import pytest
 
 from fedtailor.runs.config import SearchSection
@@ -38,6 +40,15 @@ def test_all_keys_of_a_search_are_listed_with_their_defaults() -> None:
     listed = {key.strip(" `"): default.strip(" `") for key, default in rows}
     defaults = SearchSection().model_dump()
     assert listed == {key: str(value) if value != {} else "none" for key, value in defaults.items()}
+
+
+def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one_after_the_other(monkeypatch)
+    run_page(ROOT / "docs/how-to/report.md", monkeypatch)
+    out = capsys.readouterr().out
+    for file in ("runs/small/fedrep-seed0/report.html", "small.html"):
+        assert f"wrote {file}\n" in out
+        assert 'id="charts"' in Path(file).read_text(encoding="utf-8")
 
 
 def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
