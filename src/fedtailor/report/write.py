@@ -1,0 +1,32 @@
+"""`fedtailor report`: the page of a run or of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedtailor.errors import RunError
+from fedtailor.report.content import Page
+from fedtailor.report.reading import is_comparison
+from fedtailor.report.render import html
+from fedtailor.report.run_page import run_page
+from fedtailor.runs.store import write_atomically
+
+FILE = "report.html"
+
+
+def page_of(path: Path, data_root: Path | None = None) -> Page:
+    """The page on whatever lies in this folder."""
+    if is_comparison(path):
+        from fedtailor.report.compare_page import compare_page
+
+        return compare_page(path)
+    return run_page(path, data_root)
+
+
+def write(path: Path, out: Path | None = None, data_root: Path | None = None) -> Path:
+    """Write the page, beside the run's files unless told otherwise."""
+    target = out or path / FILE
+    if target.is_dir():
+        raise RunError(f"{target}: is a folder; --out names the file to write, such as {target / FILE}")
+    write_atomically(target, html(page_of(path, data_root)).encode())
+    return target
