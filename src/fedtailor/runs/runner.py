@@ -259,6 +259,7 @@ class _Run:
     def load(self, folder: RunFolder) -> None:
         """Go back to the last checkpoint, or to the start."""
         saved = folder.load_checkpoint()
+        folder.drop_stale()
         folder.cut_metrics(saved[0]["metrics_length"] if saved else 0)
         if saved is None:
             return

@@ -151,9 +151,12 @@ class RunFolder:
         manifest = self._manifest()
         if manifest is None:
             return None
-        trees = {name: read_tree(self.path / CHECKPOINT, entry) for name, entry in manifest["trees"].items()}
-        self._drop_stale(manifest["trees"])  # a process killed between manifest and clean-up left them
-        return manifest, trees
+        return manifest, {name: read_tree(self.path / CHECKPOINT, entry) for name, entry in manifest["trees"].items()}
+
+    def drop_stale(self) -> None:
+        """Remove what a process left that was killed between manifest and clean-up; only for who holds the lock."""
+        if (manifest := self._manifest()) is not None:
+            self._drop_stale(manifest["trees"])
 
     def _drop_stale(self, entries: dict[str, Any]) -> None:
         keep = {entry["file"] for entry in entries.values()}
