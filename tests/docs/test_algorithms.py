@@ -66,4 +66,4 @@ def test_every_page_ends_with_figures() -> None:
     for page in (ROOT / "docs/algorithms").glob("*.md"):
         last = page.read_text(encoding="utf-8").rpartition("\n## ")[2]
         assert last.startswith("Our figures\n\n<!-- figures -->\n"), page.name
-        assert last.endswith("<!-- /figures -->\n"), page.name
+        assert "<!-- /figures -->\n" in last, page.name
