@@ -1,7 +1,8 @@
-"""What Figure 3 of the DUW paper claims, asserted from the saved curves and tables of weights. Prints what was found.
+"""What Figures 2 and 3 of the DUW paper claim, asserted from the saved curves and tables of weights.
 
+fedtailor reproduce duw/figure2
 fedtailor reproduce duw/figure3
-python benchmarks/duw_claims.py [FOLDER]
+python benchmarks/duw_claims.py
 """
 
 from __future__ import annotations
