@@ -137,7 +137,7 @@ class FMNISTCNN(nn.Module):
 
 
 class CNN(nn.Module):
-    """Two 5x5 convolutions and a dense layer, 582 026 parameters for ten classes of 28x28; the head is the last layer."""
+    """Two 5x5 convolutions and a dense layer, 582 026 parameters for ten classes of 28x28; its head is the last."""
 
     head = ("out",)
 
