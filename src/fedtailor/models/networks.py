@@ -15,6 +15,7 @@ class Linear(nn.Module):
     """One affine map; the head is all of it."""
 
     head = ("out",)
+    dense = ("out",)
 
     def __init__(self, shape: tuple[int, ...], outputs: int, bias: bool = True) -> None:
         super().__init__()
@@ -34,6 +35,7 @@ class MLP(nn.Module):
         widths = (prod(shape), *hidden)
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.out = nn.Linear(widths[-1], outputs)
+        self.dense = (*(f"hidden.{i}" for i in range(len(hidden))), "out")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
