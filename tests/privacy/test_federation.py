@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -222,6 +222,15 @@ def test_numbers_beyond_the_range_are_named() -> None:
     with pytest.raises(RoundAbandoned, match=r"0 clients are left .* 2 needed; di: secure sum: 1.3e\+06 is not within"):
         run(fed, 1)
     assert fed.faults[1].reason == "secure sum: 900000 is not within ±174763, the range of a secure sum"
+
+
+def test_a_client_that_seals_its_replies_answers_nothing_else() -> None:
+    fed = federation("fedavg", is_secure=False)
+    assert isinstance(fed.engine, Wire)
+    inside = fed.engine.sites[0].inside
+    inside.setting = replace(inside.setting, is_sealed=True)
+    run(fed, 1)
+    assert [(f.client, f.reason) for f in fed.faults] == [("ada", "replies leave this client in secure sums only")]
 
 
 def test_a_client_refuses_steps_out_of_order_and_low_thresholds() -> None:

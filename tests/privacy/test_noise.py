@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from dp_accounting import (
@@ -26,14 +25,14 @@ from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.random import stream
-from fedtailor.core.trees import Params, Tree, items, leaves, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.models import build
 from fedtailor.privacy.noise import changed_parts, clipped, noisy, spent
 from fedtailor.privacy.rehearsal import rehearse
 from fedtailor.privacy.sealed import Privacy
 from fedtailor.runs import runner
-from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model, run
+from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model
 from tests.runs.small import config, records, stop_after
 
 NOISE = ("privacy.clip=0.5", "privacy.noise=2.0", "algorithm.name=fedavg")
@@ -186,9 +185,7 @@ def test_epsilon_is_the_accountants_own_figure() -> None:
     fixed = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     poisson = RdpAccountant()
     for sums, rounds in ((1, 30), (3, 10)):
-        fixed.compose(
-            SampledWithoutReplacementDpEvent(100, 5, SelfComposedDpEvent(GaussianDpEvent(2.0), sums)), rounds
-        )
+        fixed.compose(SampledWithoutReplacementDpEvent(100, 5, SelfComposedDpEvent(GaussianDpEvent(2.0), sums)), rounds)
         poisson.compose(PoissonSampledDpEvent(0.05, SelfComposedDpEvent(GaussianDpEvent(4.0), sums)), rounds)
     assert found.epsilon == pytest.approx(fixed.get_epsilon(1e-6), rel=1e-12)
     assert found.epsilon_add_remove == pytest.approx(poisson.get_epsilon(1e-6), rel=1e-12)
@@ -196,9 +193,7 @@ def test_epsilon_is_the_accountants_own_figure() -> None:
 
 
 def test_drawing_clients_never_costs_more_than_asking_all() -> None:
-    drawn, everybody = (
-        spent({1: 20}, clients=4, cohort=c, noise=1.0, delta=1e-5).epsilon for c in (3, 4)
-    )
+    drawn, everybody = (spent({1: 20}, clients=4, cohort=c, noise=1.0, delta=1e-5).epsilon for c in (3, 4))
     assert drawn <= everybody
     assert spent({}, clients=4, cohort=4, noise=1.0, delta=1e-5).epsilon == 0
 
@@ -208,7 +203,7 @@ def test_a_run_tells_what_it_has_spent(tmp_path: Path) -> None:
     made = config(*NOISE, "federation.clients_per_round=2", "federation.engine=loop")
     folder = runner.start(made, tmp_path / "run", listener=lambda p: told.append(p.epsilon))
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-    accountant.compose(GaussianDpEvent(1.0), 5)  # half of the clients are drawn: what is gained by that is not known
+    accountant.compose(SampledWithoutReplacementDpEvent(4, 2, GaussianDpEvent(1.0)), 5)
     assert told[-1] == pytest.approx(accountant.get_epsilon(1e-5))
     assert told == sorted(told)
     assert [line["epsilon"] for line in folder.metrics()] == told

@@ -48,9 +48,7 @@ def protocol(
         if c not in before_masking
     }
     vectors = {c: vector for c, (_, vector) in third.items()}
-    revealed = {
-        c: secure_sum.reveal(masked, vectors) for c, (masked, _) in third.items() if c not in before_revealing
-    }
+    revealed = {c: secure_sum.reveal(masked, vectors) for c, (masked, _) in third.items() if c not in before_revealing}
     return vectors, secure_sum.opened(adverts, second, vectors, revealed, threshold, CONTEXT)
 
 
@@ -131,7 +129,7 @@ def test_a_number_out_of_range_is_named() -> None:
         0.25,
     ]
     for wrong in (2.0**29, -(2.0**29), np.inf, np.nan):
-        with pytest.raises(ValueError, match="is not within ±5.36871e"):
+        with pytest.raises(ValueError, match=r"is not within ±5\.36871e"):
             secure_sum.encoded(np.array([1.0, wrong, 2.0]), 32, 4)
 
 

@@ -35,6 +35,8 @@ class Site:
         header, tree = codec.decode(request)
         if "sum" in header:
             return codec.encode(*self._member().answer(header, tree))
+        if self.inside.setting.is_sealed and header.get("sealed") is None:
+            return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
             call = self._calls.pop(header["call"])
             ((_, args),) = self.inside.pull_back(call.number, [self.client], _stacked(tree))

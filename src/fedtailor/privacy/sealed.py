@@ -185,7 +185,8 @@ def secure_total(
     from fedtailor.privacy.member import Term, as_bytes, context_of, rows_of
 
     term = Term(parts[0].call.number, tuple(p.path for p in parts), None if by is None else (by.call.number, by.path))
-    length = sum(p.example.numel() for p in parts) + (by is not None)
+    sizes = [p.example.numel() for p in parts]
+    length = sum(sizes) + (by is not None)
     asked = _Steps(fed, parts[0].call)
 
     adverts = {
@@ -201,9 +202,7 @@ def secure_total(
     cards = rows_of(adverts[c] for c in everybody)
     dealt = {
         c: dict(zip([o for o in everybody if o != c], as_bytes(v), strict=True))
-        for c, v in asked.step(
-            "deal", ((c, about, cards) for c in everybody), torch.uint8, (len(everybody) - 1, BOX)
-        )
+        for c, v in asked.step("deal", ((c, about, cards) for c in everybody), torch.uint8, (len(everybody) - 1, BOX))
     }
     dealers = sorted(dealt)
     asked.need(dealers, threshold)
@@ -214,8 +213,7 @@ def secure_total(
         return c, header, rows_of(dealt[o][c] for o in others)
 
     vectors = {
-        c: v.numpy().view(np.uint64)
-        for c, v in asked.step("mask", (inbox(c) for c in dealers), torch.int64, (length,))
+        c: v.numpy().view(np.uint64) for c, v in asked.step("mask", (inbox(c) for c in dealers), torch.int64, (length,))
     }
     survivors = sorted(vectors)
     asked.need(survivors, threshold)
@@ -233,7 +231,7 @@ def secure_total(
         raise RoundAbandoned(f"round {fed.round}: a secure sum cannot be opened: {error}") from None
     numbers = torch.from_numpy(secure_sum.decoded(words, fed.privacy.fraction_bits))
     flat = numbers if by is None else numbers[:-1]
-    sums = [v.reshape(p.example.shape) for v, p in zip(flat.split([p.example.numel() for p in parts]), parts)]
+    sums = [v.reshape(p.example.shape) for v, p in zip(flat.split(sizes), parts, strict=True)]
     return sums, float(numbers[-1]), tuple(survivors)
 
 

@@ -34,7 +34,7 @@ ADVERT = 2 * KEY
 
 @dataclass(frozen=True)
 class Keys:
-    """A client's private keys: one to encrypt shares with, one to agree on masks with. Only the latter may be opened."""
+    """A client's private keys: one to encrypt shares with, one to agree on masks with. The latter may be opened."""
 
     encryption: bytes
     masking: bytes

@@ -31,7 +31,7 @@ def combine(shares: Mapping[int, bytes], length: int) -> bytes:
 
 
 def _below_prime(entropy: Entropy) -> int:
-    """A number below PRIME, each as likely as any other: 521 random bits, drawn again in the one case that is too large."""
+    """Any number below PRIME, each as likely: 521 random bits, drawn again in the one case that is too large."""
     while (value := int.from_bytes(entropy(SHARE), "little") & PRIME) == PRIME:
         pass
     return value

@@ -202,7 +202,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
 
     def plain(self) -> dict[str, Any]:
-        """Nothing but what TOML and JSON can hold; keys without a value, and privacy if none is asked for, are left out."""
+        """Nothing but what TOML and JSON can hold; without keys that have no value and privacy not asked for."""
         tables: dict[str, Any] = json.loads(self.model_dump_json(exclude_none=True))
         if self.privacy == PrivacySection():
             del tables["privacy"]  # a comparison made before there was such a section is still the same

@@ -95,7 +95,15 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
         )
     privacy = config.privacy.made()
     setting = Setting(
-        algorithm, model, federated, config.local.solver, config.seed, environment, unseen, clip=privacy.clip
+        algorithm,
+        model,
+        federated,
+        config.local.solver,
+        config.seed,
+        environment,
+        unseen,
+        clip=privacy.clip,
+        is_sealed=privacy.secure_sum,
     )
     if privacy.is_sealed:
         _can_be_private(setting, config, privacy)
