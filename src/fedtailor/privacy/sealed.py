@@ -166,11 +166,12 @@ def _noise_stream(fed: Federation) -> np.random.Generator:
 
 def _closed(fed: Federation, x: Placed) -> list[Leaf]:
     """The leaves of closed replies; what the server made itself was made from what it should not see."""
-    found = leaves(x.tree)
-    for leaf in found:
+    found: list[Leaf] = []
+    for leaf in leaves(x.tree):
         if not isinstance(leaf, Leaf):
             name = title(fed.engine.setting.algorithm)
             raise ConfigError(f"{fed.privacy.option}: {name} chooses a weight for each client; {INSTEAD}")
+        found.append(leaf)
     return found
 
 

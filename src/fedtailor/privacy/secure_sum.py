@@ -133,7 +133,7 @@ def opened(
     if min(len(vectors), len(revealed)) < threshold:
         raise ValueError(f"{len(vectors)} vectors and {len(revealed)} sets of shares, {threshold} needed")
     few = dict(list(revealed.items())[:threshold])
-    total = np.sum(list(vectors.values()), axis=0, dtype=np.uint64)
+    total = added(vectors.values())
     for who in dealers:
         secret = shamir.combine({holder: shares[who] for holder, shares in few.items()}, KEY)
         if who in vectors:
@@ -144,6 +144,15 @@ def opened(
             for other in vectors:  # takes away what `other` put on for a pair whose second half never came
                 seed = _pair_seed(secret, adverts[other], who, other, context)
                 _add_mask(total, seed, is_plus=who < other)
+    return total
+
+
+def added(vectors: Iterable[Words]) -> Words:
+    """The sum modulo 2**64."""
+    first, *others = vectors
+    total = first.copy()
+    for vector in others:
+        total += vector
     return total
 
 
@@ -163,7 +172,7 @@ def encoded(values: NDArray[np.float64], fraction_bits: int, clients: int) -> Wo
 
 def decoded(words: Words, fraction_bits: int) -> NDArray[np.float64]:
     """The numbers of a sum."""
-    return words.view(np.int64) * 2.0**-fraction_bits
+    return words.view(np.int64).astype(np.float64) * 2.0**-fraction_bits
 
 
 def _public(private: bytes) -> bytes:
