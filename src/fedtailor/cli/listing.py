@@ -90,7 +90,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.runs.compare import GRID, TABLE, local_reference
     from fedtailor.runs.store import RunFolder
-    from fedtailor.runs.tables import number, size
+    from fedtailor.runs.tables import number, private_words, size
 
     if (path / GRID).exists():
         if not (path / TABLE).exists():
@@ -121,7 +121,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     print(f"traffic    {size(traffic['up'])} up, {size(traffic['down'])} down, {traffic['trips']} trips")
     print(f"time       {results['seconds']} s")
     if "privacy" in results:
-        print(f"privacy    {_privacy(results['privacy'])}")
+        print(f"privacy    {private_words(results['privacy'])}")
     if results["faults"] or results["abandoned"]:
         print(f"faults     {results['faults']} replies rejected, {results['abandoned']} rounds abandoned:")
         for line in folder.metrics():
@@ -129,18 +129,6 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
                 print(f"           round {fault['round']}, {fault['client']}, {fault['function']}: {fault['reason']}")
     if clients:
         console.print(_clients_table(made_by, results))
-
-
-def _privacy(told: dict[str, Any]) -> str:
-    parts = ["secure sums"] if told["secure_sum"] else []
-    if told["clip"]:
-        parts.append(f"changes clipped to {told['clip']:g}")
-    if told["noise"]:
-        parts.append(
-            f"noise {told['noise']:g}: epsilon {told['epsilon']:.3g} at delta {told['delta']:g} (a client replaced, "
-            f"fixed cohorts); {told['epsilon_add_remove']:.3g} (added or removed, Poisson)"
-        )
-    return "; ".join(parts)
 
 
 def _results_table(results: dict[str, Any], local: dict[str, Any] | None) -> Table:

@@ -252,7 +252,7 @@ class Federation:
         It must give what the calls give, and counts as much traffic. None where clients are on their own or a number
         is out of bounds: then make the calls, which find out whose it is.
         """
-        held = None if self.privacy.is_sealed else self.engine.together(self.cohort)
+        held = None if self.privacy.calls_only else self.engine.together(self.cohort)
         if (
             held is None
             or len(self.cohort) < max(1, self.limits.min_replies)

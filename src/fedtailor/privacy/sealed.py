@@ -40,6 +40,11 @@ class Privacy:
     is_sealed: bool = False  # whether replies are closed to the server's program
 
     @property
+    def calls_only(self) -> bool:
+        """Whether each client must make its own reply, and not all of them at once."""
+        return self.is_sealed or self.clip > 0
+
+    @property
     def option(self) -> str:
         """Which key of the configuration it is that closes replies."""
         return "privacy.noise" if self.noise else "privacy.secure_sum"
