@@ -164,7 +164,7 @@ class PrivacySection(Section):
         default=0.0, ge=0, description="Largest norm of what a client changes in a message; 0 is no limit."
     )
     noise: float = Field(
-        default=0.0, ge=0, description="Standard deviation of the noise on a sum of changes, in units of clip; all clients then count the same."
+        default=0.0, ge=0, description="Standard deviation of noise on sums, in units of clip; all then count the same."
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Epsilon is told for this delta.")
     secret_noise: bool = Field(
