@@ -296,9 +296,10 @@ class Federation:
     def _call(self, call: Call) -> Placed:
         """Send a call, check every reply, keep the good ones in the order of the cohort."""
         setting = self.engine.setting
-        declared = sent_example(setting.algorithm, call.function, setting.model)
-        wanted = schema(declared if call.sealed is None else None)  # a sealed reply stays where it is
-        positive = sent_positive(setting.algorithm, call.function)
+        wanted, positive = schema(None), []  # a sealed reply stays where it is
+        if call.sealed is None:
+            wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
+            positive = sent_positive(setting.algorithm, call.function)
         asked = self.cohort
         parts: list[tuple[tuple[int, ...], Tree]] = []
         self.traffic.down += _size_down(call, len(asked))
@@ -359,18 +360,18 @@ def _size_down(call: Call, clients: int) -> int:
 
 def implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
     """For each client the reason not to believe its reply, or None."""
+    flat = {path: leaf.reshape(clients, -1) for path, leaf in items(stack) if leaf.is_floating_point()}
+    norms = [torch.linalg.vector_norm(v, dim=1).double() for v in flat.values()]
+    norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
     reasons: list[str | None] = [None] * clients
-    squares = torch.zeros(clients, dtype=torch.float64)
-    for path, leaf in items(stack):
-        if not leaf.is_floating_point():
-            continue
-        flat = leaf.reshape(clients, -1)
-        for i in (~torch.isfinite(flat).all(1)).nonzero()[:, 0].tolist():
-            reasons[i] = reasons[i] or f'reply "{path or "number"}" is not finite'
-        if path in positive:
-            for i in (~(flat > 0).all(1)).nonzero()[:, 0].tolist():
-                reasons[i] = reasons[i] or f"count {leaf[i].item():g} is not positive"
-        squares += flat.double().square().sum(1)
-    for i in (squares.sqrt() > max_norm).nonzero()[:, 0].tolist():
-        reasons[i] = reasons[i] or f"reply has norm {squares[i].sqrt().item():.3g}, above the limit {max_norm:.3g}"
+    for i in (~(norm <= max_norm)).nonzero()[:, 0].tolist():  # a norm tells of what is not finite, too
+        wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]
+        large = torch.stack([v[i].double().square().sum() for v in flat.values()]).sum().sqrt().item()
+        if wrong:
+            reasons[i] = f'reply "{wrong[0] or "number"}" is not finite'
+        elif large > max_norm:
+            reasons[i] = f"reply has norm {large:.3g}, above the limit {max_norm:.3g}"
+    for path in positive:
+        for i in (~(flat[path] > 0).all(1)).nonzero()[:, 0].tolist():
+            reasons[i] = reasons[i] or f"count {flat[path][i].item():g} is not positive"
     return reasons

@@ -204,4 +204,6 @@ class InProcess:
 
 
 def _finite(tensors: Sequence[torch.Tensor | None]) -> bool:
-    return all(bool(torch.isfinite(v).all()) for v in tensors if v is not None and v.is_floating_point())
+    floating = [v for v in tensors if v is not None and v.is_floating_point()]
+    # a finite norm, which is cheaper, has finite entries only; that of large ones may overflow
+    return all(bool(torch.linalg.vector_norm(v).isfinite()) or bool(torch.isfinite(v).all()) for v in floating)

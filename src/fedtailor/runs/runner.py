@@ -25,6 +25,7 @@ from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError
+from fedtailor.local import equilibrium
 from fedtailor.metrics.summary import summarise
 from fedtailor.privacy import noise
 from fedtailor.privacy.rehearsal import rehearse
@@ -247,16 +248,17 @@ class _Run:
         begun, faults = time.perf_counter(), len(self.fed.faults)
         cohort = _cohort(self.config, len(self.engine.setting.data.clients), round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
-        try:
-            self.server = self.fed.run_round(round, cohort, self.server)
-            self.abandoned = 0
-        except RoundAbandoned as why:
-            line["abandoned"] = str(why)
-            self.abandoned += 1
+        with equilibrium.watched() as solves:
+            try:
+                self.server = self.fed.run_round(round, cohort, self.server)
+                self.abandoned = 0
+            except RoundAbandoned as why:
+                line["abandoned"] = str(why)
+                self.abandoned += 1
         if any(self.fed.missed):
             line["missed"] = [list(m) for m in self.fed.missed] if round < 1 else list(self.fed.missed[0])
-        if self.fed.reported:
-            line["report"] = self.fed.reported
+        if report := self.fed.reported | equilibrium.told(solves):
+            line["report"] = report
         if self.fed.privacy.noise:
             line["epsilon"] = self._spent().epsilon
         if self.fed.faults[faults:]:
