@@ -35,6 +35,7 @@ bench: $(READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python benchmarks/learn2pfed_epoch.py
 	$(BIN)/python benchmarks/duw_cost.py
 	$(BIN)/python benchmarks/equilibrium.py
+	$(BIN)/python benchmarks/secure_sum.py
 
 evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py
