@@ -1,0 +1,210 @@
+"""What speed is compared with: the same steps without a federation, and the usual way to write one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from benchmarks.speed_tasks import LR
+
+Clients = Sequence[tuple[Tensor, Tensor]]  # images and labels of each
+Round = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One local epoch: of the head (`out`), of the rest, or of all; held near the start; on the own entries only."""
+
+    part: str = "all"
+    prox: float = 0.0
+    mask: bool | None = None  # True: entries of the mask, False: the others
+
+    def trains(self, name: str) -> bool:
+        return self.part == "all" or (self.part == "head") == name.startswith("out")
+
+
+PHASES = {
+    "FedAvg": (Phase(),),
+    "FedRep": (Phase("head"), Phase("body")),
+    "Ditto": (Phase(prox=1.0), Phase()),
+    "FedSelect": (Phase(mask=True), Phase(mask=False)),
+}
+
+
+class Workers:
+    """One process per core with one thread each; a call lets each of them do its share, and waits."""
+
+    def __init__(self, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        cores = min(len(os.sched_getaffinity(0)), len(clients))
+        self.pipes, self.processes = [], []
+        for share in shares(clients, cores):
+            here, there = context.Pipe()
+            self.pipes.append(here)
+            self.processes.append(context.Process(target=_serve, args=(there, make, share, *args), daemon=True))
+            self.processes[-1].start()
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def __call__(self, which: str) -> None:
+        for pipe in self.pipes:
+            pipe.send(which)
+        for pipe in self.pipes:
+            pipe.recv()
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            pipe.send(None)
+            process.join()
+
+
+def shares(clients: Clients, cores: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """The clients in groups of about equally many images, the largest ones dealt first."""
+    out: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(cores)]
+    for client in sorted(clients, key=lambda c: -len(c[0])):
+        min(out, key=lambda share: sum(len(x) for x, _ in share)).append(client)
+    return out
+
+
+def _serve(pipe: Any, make: Callable[..., dict[str, Round]], *args: Any) -> None:
+    torch.set_num_threads(1)
+    rounds = make(*args)
+    pipe.send(None)
+    while which := pipe.recv():
+        rounds[which]()
+        pipe.send(None)
+
+
+def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phase]) -> dict[str, Round]:
+    """The same steps in plain torch: batches by index, in-place updates; two layouts in memory."""
+
+    def made(memory: torch.memory_format) -> Round:
+        net = copy.deepcopy(module).to(memory_format=memory)
+        params = dict(net.named_parameters())
+        start = {k: v.detach().clone() for k, v in params.items()}
+        masks = {k: torch.rand_like(v) < 0.3 for k, v in params.items()}
+        near = [(x.contiguous(memory_format=memory), y) for x, y in clients]
+
+        def epoch(x: Tensor, y: Tensor, phase: Phase) -> None:
+            for name, v in params.items():
+                v.requires_grad_(phase.trains(name))
+            trained = [v for v in params.values() if v.requires_grad]
+            centers = [start[k] for k, v in params.items() if v.requires_grad]
+            kept = [(masks[k] == phase.mask).to(v.dtype) for k, v in params.items()] if phase.mask is not None else []
+            for rows in torch.randperm(len(x)).split(batch):
+                gradients = torch.autograd.grad(F.cross_entropy(net(x[rows]), y[rows]), trained)
+                with torch.no_grad():
+                    if phase.prox:
+                        torch._foreach_add_(gradients, torch._foreach_sub(trained, centers), alpha=phase.prox)
+                    if kept:
+                        torch._foreach_mul_(gradients, kept)
+                    torch._foreach_add_(trained, gradients, alpha=-LR)
+
+        def run() -> None:
+            for x, y in near:
+                with torch.no_grad():
+                    torch._foreach_copy_(list(params.values()), list(start.values()))
+                for phase in phases:
+                    epoch(x, y, phase)
+
+        return run
+
+    return {"contiguous": made(torch.contiguous_format), "channels_last": made(torch.channels_last)}
+
+
+def fused(clients: Clients, batch: int) -> dict[str, Round]:
+    """A network of two dense layers, a few clients at a time, the update fused into a gradient written by hand."""
+    w1, w2 = torch.randn(200, 784) * 0.03, torch.randn(10, 200) * 0.05
+    n = len(clients[0][0])
+
+    @torch.no_grad()
+    def train(x: Tensor, y: Tensor) -> None:
+        k = len(x)
+        u, v = w1.repeat(k, 1, 1), w2.repeat(k, 1, 1)
+        a, b = torch.zeros(k, 1, 200), torch.zeros(k, 1, 10)
+        order = torch.stack([torch.randperm(n) for _ in range(k)])
+        x, y = x[torch.arange(k)[:, None], order], y.gather(1, order)
+        hot = F.one_hot(y, 10).to(x.dtype)
+        for i in range(0, n, batch):
+            xs, ys = x[:, i : i + batch], hot[:, i : i + batch]
+            step = -LR / xs.shape[1]
+            h = torch.baddbmm(a, xs, u.mT).relu_()
+            d = torch.baddbmm(b, h, v.mT).softmax(-1).sub_(ys)  # by the outputs
+            e = torch.bmm(d, v).mul_(h > 0)  # by the hidden units, before v moves
+            v.baddbmm_(d.mT, h, alpha=step)
+            b.add_(d.sum(1, keepdim=True), alpha=step)
+            u.baddbmm_(e.mT, xs, alpha=step)
+            a.add_(e.sum(1, keepdim=True), alpha=step)
+
+    x, y = torch.stack([x.flatten(1) for x, _ in clients]), torch.stack([y for _, y in clients])
+
+    def run(chunk: int) -> None:
+        for xs, ys in zip(x.split(chunk), y.split(chunk), strict=True):
+            train(xs, ys)
+
+    return {f"{k} clients per chunk": lambda k=k: run(k) for k in (5, 10)}
+
+
+def usual(clients: Clients, module: nn.Module, batch: int, algorithm: str) -> Round:
+    """As PFLlib does it: client after client, a DataLoader over a list, deep copies of models, torch.optim."""
+    lists = [list(zip(x, y, strict=True)) for x, y in clients]
+    server = copy.deepcopy(module)
+    models = [copy.deepcopy(module) for _ in clients]
+    personal = [copy.deepcopy(module) for _ in clients]
+    masks = [{k: torch.rand_like(v) < 0.3 for k, v in module.named_parameters()} for _ in clients]
+
+    def epoch(net: nn.Module, client: int, phase: Phase) -> None:
+        for name, v in net.named_parameters():
+            v.requires_grad_(phase.trains(name))
+        optimizer = torch.optim.SGD((v for v in net.parameters() if v.requires_grad), lr=LR)
+        criterion = nn.CrossEntropyLoss()
+        centers = dict(server.named_parameters())
+        trained = {k: v for k, v in net.named_parameters() if v.requires_grad}
+        kept = {k: (m == phase.mask).float() for k, m in masks[client].items()} if phase.mask is not None else {}
+        for x, y in DataLoader(lists[client], batch_size=batch, shuffle=True):
+            optimizer.zero_grad()
+            criterion(net(x), y).backward()
+            for name, v in trained.items():
+                if v.grad is not None and phase.prox:
+                    v.grad.add_(v.data - centers[name].data, alpha=phase.prox)
+                if v.grad is not None and kept:
+                    v.grad.mul_(kept[name])
+            optimizer.step()
+
+    def receive(client: int) -> None:
+        for (name, old), new in zip(models[client].named_parameters(), server.parameters(), strict=True):
+            if algorithm == "FedRep" and name.startswith("out"):
+                continue
+            own = masks[client][name] if algorithm == "FedSelect" else None
+            old.data = new.data.clone() if own is None else torch.where(own, old.data, new.data)
+
+    def grow(client: int) -> None:
+        """The entries that changed most become the client's own."""
+        for (name, v), old in zip(models[client].named_parameters(), server.parameters(), strict=True):
+            change = (v.data - old.data).abs().masked_fill(masks[client][name], -1).flatten()
+            masks[client][name].view(-1)[change.topk(change.numel() // 100).indices] = True
+
+    def run() -> None:
+        for client, net in enumerate(models):
+            receive(client)
+            for phase in PHASES[algorithm]:
+                epoch(personal[client] if phase.prox else net, client, phase)
+            if algorithm == "FedSelect":
+                grow(client)
+        uploaded = [copy.deepcopy(net) for net in models]
+        total = sum(map(len, lists))
+        for v in server.parameters():
+            v.data.zero_()
+        for net, samples in zip(uploaded, map(len, lists), strict=True):
+            for v, new in zip(server.parameters(), net.parameters(), strict=True):
+                v.data += new.data * (samples / total)
+
+    return run
