@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,29 +41,34 @@ PHASES = {
 
 
 class Workers:
-    """One process per core with one thread each; a call lets each of them do its share, and waits."""
+    """One process per core with one thread each: given clients to train, each does its share when called."""
 
-    def __init__(self, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
+    def __init__(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
-        cores = min(len(os.sched_getaffinity(0)), len(clients))
         self.pipes, self.processes = [], []
-        for share in shares(clients, cores):
+        for _ in os.sched_getaffinity(0):
             here, there = context.Pipe()
             self.pipes.append(here)
-            self.processes.append(context.Process(target=_serve, args=(there, make, share, *args), daemon=True))
+            self.processes.append(context.Process(target=_serve, args=(there,), daemon=True))
             self.processes[-1].start()
-        for pipe in self.pipes:
-            pipe.recv()
 
-    def __call__(self, which: str) -> None:
-        for pipe in self.pipes:
-            pipe.send(which)
+    def load(self, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
+        """Share out the clients; `make` returns the ways to train a share."""
+        self._all([("load", make, share, *args) for share in shares(clients, len(self.pipes))])
+
+    def __call__(self, way: str) -> None:
+        self._all([("run", way)] * len(self.pipes))
+
+    def _all(self, requests: Sequence[tuple[Any, ...]]) -> None:
+        for pipe, request in zip(self.pipes, requests, strict=True):
+            pipe.send(request)
         for pipe in self.pipes:
             pipe.recv()
 
     def close(self) -> None:
+        """End the processes."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(None)
+            pipe.send(("end",))
             process.join()
 
 
@@ -74,12 +80,14 @@ def shares(clients: Clients, cores: int) -> list[list[tuple[Tensor, Tensor]]]:
     return out
 
 
-def _serve(pipe: Any, make: Callable[..., dict[str, Round]], *args: Any) -> None:
+def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
-    rounds = make(*args)
-    pipe.send(None)
-    while which := pipe.recv():
-        rounds[which]()
+    ways: dict[str, Round] = {}
+    while (request := pipe.recv())[0] != "end":
+        if request[0] == "load":
+            ways = request[1](*request[2:])
+        else:
+            ways[request[1]]()
         pipe.send(None)
 
 
@@ -87,8 +95,11 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
     """The same steps in plain torch: batches by index, in-place updates; two layouts in memory."""
 
     def made(memory: torch.memory_format) -> Round:
-        net = copy.deepcopy(module).to(memory_format=memory)
+        net = copy.deepcopy(module)
         params = dict(net.named_parameters())
+        for v in params.values():
+            if v.dim() == 4:
+                v.data = v.data.contiguous(memory_format=memory)
         start = {k: v.detach().clone() for k, v in params.items()}
         masks = {k: torch.rand_like(v) < 0.3 for k, v in params.items()}
         near = [(x.contiguous(memory_format=memory), y) for x, y in clients]
@@ -121,41 +132,39 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
 
 
 def fused(clients: Clients, batch: int) -> dict[str, Round]:
-    """A network of two dense layers, a few clients at a time, the update fused into a gradient written by hand."""
+    """Networks of two dense layers, a few clients at a time, with a gradient written by hand."""
     w1, w2 = torch.randn(200, 784) * 0.03, torch.randn(10, 200) * 0.05
-    n = len(clients[0][0])
-
-    @torch.no_grad()
-    def train(x: Tensor, y: Tensor) -> None:
-        k = len(x)
-        u, v = w1.repeat(k, 1, 1), w2.repeat(k, 1, 1)
-        a, b = torch.zeros(k, 1, 200), torch.zeros(k, 1, 10)
-        order = torch.stack([torch.randperm(n) for _ in range(k)])
-        x, y = x[torch.arange(k)[:, None], order], y.gather(1, order)
-        hot = F.one_hot(y, 10).to(x.dtype)
-        for i in range(0, n, batch):
-            xs, ys = x[:, i : i + batch], hot[:, i : i + batch]
-            step = -LR / xs.shape[1]
-            h = torch.baddbmm(a, xs, u.mT).relu_()
-            d = torch.baddbmm(b, h, v.mT).softmax(-1).sub_(ys)  # by the outputs
-            e = torch.bmm(d, v).mul_(h > 0)  # by the hidden units, before v moves
-            v.baddbmm_(d.mT, h, alpha=step)
-            b.add_(d.sum(1, keepdim=True), alpha=step)
-            u.baddbmm_(e.mT, xs, alpha=step)
-            a.add_(e.sum(1, keepdim=True), alpha=step)
-
     x, y = torch.stack([x.flatten(1) for x, _ in clients]), torch.stack([y for _, y in clients])
 
     def run(chunk: int) -> None:
         for xs, ys in zip(x.split(chunk), y.split(chunk), strict=True):
-            train(xs, ys)
+            k, n = ys.shape
+            order = torch.stack([torch.randperm(n) for _ in range(k)])
+            biases = torch.zeros(k, 1, 200), torch.zeros(k, 1, 10)
+            layers = w1.repeat(k, 1, 1), biases[0], w2.repeat(k, 1, 1), biases[1]
+            fused_epoch(xs[torch.arange(k)[:, None], order], ys.gather(1, order), batch, *layers)
 
-    return {f"{k} clients per chunk": lambda k=k: run(k) for k in (5, 10)}
+    return {f"{k} clients per chunk": partial(run, k) for k in (5, 10)}
+
+
+@torch.no_grad()
+def fused_epoch(x: Tensor, y: Tensor, batch: int, u: Tensor, a: Tensor, v: Tensor, b: Tensor) -> None:
+    """One epoch of all clients of a stack, in place: weights u and v with biases a and b move in the backward pass."""
+    targets = F.one_hot(y, v.shape[1]).to(x.dtype)
+    for xs, ys in zip(x.split(batch, 1), targets.split(batch, 1), strict=True):
+        step = -LR / xs.shape[1]
+        h = torch.baddbmm(a, xs, u.mT).relu_()
+        d = torch.baddbmm(b, h, v.mT).softmax(-1).sub_(ys)  # of the outputs
+        e = torch.bmm(d, v).mul_(h > 0)  # of the hidden units, before v moves
+        v.baddbmm_(d.mT, h, alpha=step)
+        b.add_(d.sum(1, keepdim=True), alpha=step)
+        u.baddbmm_(e.mT, xs, alpha=step)
+        a.add_(e.sum(1, keepdim=True), alpha=step)
 
 
 def usual(clients: Clients, module: nn.Module, batch: int, algorithm: str) -> Round:
     """As PFLlib does it: client after client, a DataLoader over a list, deep copies of models, torch.optim."""
-    lists = [list(zip(x, y, strict=True)) for x, y in clients]
+    lists: list[Any] = [list(zip(x, y, strict=True)) for x, y in clients]
     server = copy.deepcopy(module)
     models = [copy.deepcopy(module) for _ in clients]
     personal = [copy.deepcopy(module) for _ in clients]

@@ -23,10 +23,12 @@ class Task:
 
 TASKS = {"A": Task(100, 10, 600, 32), "B": Task(1000, 100, 60, 10)}
 SMALL = {"A": Task(6, 2, 64, 32), "B": Task(40, 20, 20, 10)}
-TITLES = {
-    "A": "CNN 582 026, 10 of 100 clients x 600, batch 32",
-    "B": "MLP 784-200-10, 100 of 1000 clients x 60, batch 10",
-}
+
+
+def title(workload: str, task: Task) -> str:
+    """The task in a few words."""
+    model = {"A": "CNN 582 026", "B": "MLP 784-200-10"}[workload]
+    return f"{workload}: {model}, {task.cohort} of {task.clients} clients x {task.samples}, batch {task.batch}"
 
 
 class ConvNet(nn.Module):
