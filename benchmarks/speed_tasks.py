@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -56,3 +59,14 @@ def noise(images: int) -> tuple[Tensor, Tensor]:
     """Random images and labels: the time of a step does not depend on the values."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(images, *SHAPE, generator=generator), torch.randint(CLASSES, (images,), generator=generator)
+
+
+def asked() -> tuple[str, Task, int]:
+    """Which task another framework shall run, and for how many rounds: "A full 6" in the environment variable TASK."""
+    workload, size, rounds = os.environ["TASK"].split()[:3]
+    return workload, (SMALL if size == "small" else TASKS)[workload], int(rounds)
+
+
+def told(times: Sequence[float]) -> None:
+    """Print the seconds between the ends of rounds, for peers.py."""
+    print("seconds", *(f"{after - before:.4f}" for before, after in pairwise(times)), flush=True)
