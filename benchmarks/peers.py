@@ -14,13 +14,16 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.speed_tasks import SMALL, TASKS, title
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+OURS = "fedtailor"
 PEERS: dict[str, tuple[bool, tuple[str, ...], str]] = {  # title -> needs a namespace, how Python is called, settings
+    OURS: (False, ("-m", "benchmarks.peers_ours"), ""),
     "pfl-research, torchrun x 2": (True, (*TORCHRUN, "-m", "benchmarks.peers_pfl"), ""),
     "pfl-research, one process": (False, ("-m", "benchmarks.peers_pfl"), ""),
     "Flower simulation, 2 workers": (True, ("-m", "benchmarks.peers_flower"), ""),
@@ -35,8 +38,8 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DED
 def measured(python: str, peer: str, task: str, seconds: int) -> tuple[float | None, str]:
     """Median seconds per round, or None and why there is no figure."""
     apart, arguments, settings = PEERS[peer]
-    command = [*(ALONE if apart else ()), python, *arguments]
-    environment = os.environ | QUIET | {"TASK": f"{task} {settings}", "PYTHONPATH": str(ROOT)}
+    command = [*(ALONE if apart else ()), sys.executable if peer == OURS else python, *arguments]
+    environment = os.environ | QUIET | {"TASK": f"{task} {settings}", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     if "torchrun" in peer:
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     try:

@@ -1,5 +1,6 @@
 """FedAvg in FedLab, as its tutorials write it: a serial trainer and a standalone pipeline. See peers.py."""
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import sys

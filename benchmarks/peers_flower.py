@@ -1,5 +1,6 @@
 """FedAvg in Flower's simulation, as its PyTorch quick start writes it. See peers.py: never outside a namespace."""
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import os

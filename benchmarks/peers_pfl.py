@@ -1,5 +1,6 @@
 """FedAvg in pfl-research, as its quick start writes it; alone or under torchrun. See peers.py."""
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import os

@@ -44,9 +44,13 @@ class Workers:
     """One process per core with one thread each: given clients to train, each does its share when called."""
 
     def __init__(self) -> None:
+        self.cores = len(os.sched_getaffinity(0))
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+
+    def _start(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
-        for _ in os.sched_getaffinity(0):
+        for _ in range(self.cores):
             here, there = context.Pipe()
             self.pipes.append(here)
             self.processes.append(context.Process(target=_serve, args=(there,), daemon=True))
@@ -54,7 +58,9 @@ class Workers:
 
     def load(self, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
         """Share out the clients; `make` returns the ways to train a share."""
-        self._all([("load", make, share, *args) for share in shares(clients, len(self.pipes))])
+        if not self.pipes:
+            self._start()
+        self._all([("load", make, share, *args) for share in shares(clients, self.cores)])
 
     def __call__(self, way: str) -> None:
         self._all([("run", way)] * len(self.pipes))
@@ -107,14 +113,15 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
         def epoch(x: Tensor, y: Tensor, phase: Phase) -> None:
             for name, v in params.items():
                 v.requires_grad_(phase.trains(name))
-            trained = [v for v in params.values() if v.requires_grad]
+            trained: list[Tensor] = [v for v in params.values() if v.requires_grad]
             centers = [start[k] for k, v in params.items() if v.requires_grad]
             kept = [(masks[k] == phase.mask).to(v.dtype) for k, v in params.items()] if phase.mask is not None else []
             for rows in torch.randperm(len(x)).split(batch):
                 gradients = torch.autograd.grad(F.cross_entropy(net(x[rows]), y[rows]), trained)
                 with torch.no_grad():
                     if phase.prox:
-                        torch._foreach_add_(gradients, torch._foreach_sub(trained, centers), alpha=phase.prox)
+                        torch._foreach_add_(gradients, trained, alpha=phase.prox)
+                        torch._foreach_add_(gradients, centers, alpha=-phase.prox)
                     if kept:
                         torch._foreach_mul_(gradients, kept)
                     torch._foreach_add_(trained, gradients, alpha=-LR)
