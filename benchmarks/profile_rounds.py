@@ -23,9 +23,10 @@ from fedtailor import algorithms, engines
 PARTS = {  # what is timed -> where it is
     "forward pass and loss": ("fedtailor.local.training:Training._gradient",),
     "backward pass": ("torch.autograd:grad",),
-    "update of parameters": ("fedtailor.local.training:Training.run",),
+    "dense layers: forward and backward": ("fedtailor.local.dense:train",),
+    "update of parameters": ("fedtailor.local.training:Training.run", "fedtailor.local.dense:_descend"),
     "batches: drawing": ("fedtailor.core.me:Me._batches",),
-    "batches: indexing": ("torch:Tensor.__getitem__",),
+    "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),
     "private states": tuple(f"fedtailor.core.states:States.{k}" for k in ("read", "write", "check", "begin")),
     "checks of replies": ("fedtailor.core.federation:_implausible", "fedtailor.core.federation:schema_difference"),
     "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.federation:_size_down"),

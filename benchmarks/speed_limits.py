@@ -105,10 +105,9 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
         params = dict(net.named_parameters())
         for v in params.values():
             if v.dim() == 4:
-                v.data = v.data.contiguous(memory_format=memory)
+                v.data = v.data.to(memory_format=memory)  # `contiguous` would leave those of a single channel
         start = {k: v.detach().clone() for k, v in params.items()}
         masks = {k: torch.rand_like(v) < 0.3 for k, v in params.items()}
-        near = [(x.contiguous(memory_format=memory), y) for x, y in clients]
 
         def epoch(x: Tensor, y: Tensor, phase: Phase) -> None:
             for name, v in params.items():
@@ -117,7 +116,8 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
             centers = [start[k] for k, v in params.items() if v.requires_grad]
             kept = [(masks[k] == phase.mask).to(v.dtype) for k, v in params.items()] if phase.mask is not None else []
             for rows in torch.randperm(len(x)).split(batch):
-                gradients = torch.autograd.grad(F.cross_entropy(net(x[rows]), y[rows]), trained)
+                xs = x.index_select(0, rows).to(memory_format=memory)
+                gradients = torch.autograd.grad(F.cross_entropy(net(xs), y[rows]), trained)
                 with torch.no_grad():
                     if phase.prox:
                         torch._foreach_add_(gradients, trained, alpha=phase.prox)
@@ -127,7 +127,7 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
                     torch._foreach_add_(trained, gradients, alpha=-LR)
 
         def run() -> None:
-            for x, y in near:
+            for x, y in clients:
                 with torch.no_grad():
                     torch._foreach_copy_(list(params.values()), list(start.values()))
                 for phase in phases:
