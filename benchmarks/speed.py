@@ -33,7 +33,7 @@ def beside(name: str, ours: Ours, ways: tuple[str, ...], options: Options, goal:
     found = in_turns({"ours": ours} | {way: partial(options.workers, way) for way in ways}, options.repeats)
     ours.close()
     best = min(ways, key=lambda way: found[way])
-    return Figure(name, found["ours"], found[best], plainly(best, options), goal)
+    return Figure(name, found["ours"], found[best], plainly(best, options), goal, engine=ours.engine_name)
 
 
 def plainly(way: str, options: Options) -> str:
@@ -84,8 +84,9 @@ def workload_c(options: Options) -> Iterator[Figure]:
         ours.close()
         best = min(LAYOUTS, key=lambda way: found[way])
         name = f"C: {method}, {len(parts)} clients, {len(x)} images, batch 10"
-        yield Figure(name, found["ours"], found["usual"], "DataLoader, client after client, 2 threads", 1 / 1.7)
-        yield Figure(name, found["ours"], found[best], plainly(best, options))
+        usual_way, engine = "DataLoader, client after client, 2 threads", ours.engine_name
+        yield Figure(name, found["ours"], found["usual"], usual_way, 1 / 1.7, engine=engine)
+        yield Figure(name, found["ours"], found[best], plainly(best, options), engine=engine)
 
 
 WORKLOADS: dict[str, Callable[[Options], Iterator[Figure]]] = {
@@ -103,7 +104,7 @@ def line(figure: Figure) -> str:
     unit = {"s": "s", "gb": "GB"}[figure.unit]
     return (
         f"{figure.workload:56} {figure.ours:9.4f} {unit:2} {figure.limit:9.4f} {unit:2} {figure.ratio:6.2f} {goal:>6}"
-        f"  {figure.against}"
+        f"  {figure.against}{f'; ours: {figure.engine}' if figure.engine else ''}"
     )
 
 

@@ -39,6 +39,7 @@ class Figure:
     goal: float | None = None
     unit: str = "s"
     clients: int | None = None  # of a series that grows
+    engine: str | None = None  # what ours ran on
 
     @property
     def ratio(self) -> float:
@@ -121,6 +122,12 @@ class Ours:
         clients = len(self.engine.setting.data.clients)
         drawn = stream(0, self.round, "cohort").choice(clients, size=self.cohort, replace=False)
         self.server = self.federation.run_round(self.round, sorted(drawn.tolist()), self.server)
+
+    @property
+    def engine_name(self) -> str:
+        """What "auto" has chosen."""
+        chunk = getattr(self.engine, "chunk", None)
+        return type(self.engine).__name__.lower() if chunk is None else "vmap" if chunk else "loop"
 
     def close(self) -> None:
         """Engines with processes of their own end them."""

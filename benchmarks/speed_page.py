@@ -38,12 +38,13 @@ def machine() -> str:
 
 def speed_table(rows: list[dict[str, Any]]) -> list[str]:
     """Ours beside the limit."""
-    lines = ["| workload | ours | limit | ratio | goal | limit is |", "|---|---:|---:|---:|---:|---|"]
+    lines = ["| workload | ours | limit | ratio | goal | limit is | engine |", "|---|---:|---:|---:|---:|---|---|"]
     for row in rows:
         unit, name = ("s", "s") if "ours_s" in row else ("gb", "GB")
         ours, limit = (f"{row[f'{side}_{unit}']:.3g} {name}" for side in ("ours", "limit"))
         goal = f"{row['goal']:.2f}" if "goal" in row else ""
-        lines.append(f"| {row['workload']} | {ours} | {limit} | {row['ratio']:.2f} | {goal} | {row['against']} |")
+        cells = [row["workload"], ours, limit, f"{row['ratio']:.2f}", goal, row["against"], row.get("engine", "")]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -89,7 +89,11 @@ def test_command_writes_its_figures_and_the_page_shows_them(tmp_path: Path) -> N
 
 def test_page_has_every_figure_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grown = [Figure(f"E: 100 of {n} clients", n / 1000, 0.1, "100", 1.15, clients=n) for n in (100, 1000)]
-    figures = [Figure("A: net", 2.2, 2.0, "plain", 1.08), Figure("E: memory", 3.5, 4.0, "4 GB", 1.0, "gb"), *grown]
+    figures = [
+        Figure("A: net", 2.2, 2.0, "plain", 1.08, engine="pool"),
+        Figure("E: memory", 3.5, 4.0, "4 GB", 1.0, "gb"),
+        *grown,
+    ]
     (tmp_path / "speed.json").write_text(json.dumps([f.row() for f in figures]), encoding="utf-8")
     rows = [
         {"workload": "A", "peer": "FedLab", "seconds": 3.09, "why": ""},
@@ -99,8 +103,8 @@ def test_page_has_every_figure_and_a_plot(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "argv", ["speed_page", "--from", str(tmp_path), "--to", str(tmp_path)])
     speed_page.main()
     page = (tmp_path / "speed.md").read_text(encoding="utf-8")
-    assert "| A: net | 2.2 s | 2 s | 1.10 | 1.08 | plain |" in page
-    assert "| E: memory | 3.5 GB | 4 GB | 0.88 | 1.00 | 4 GB |" in page
+    assert "| A: net | 2.2 s | 2 s | 1.10 | 1.08 | plain | pool |" in page
+    assert "| E: memory | 3.5 GB | 4 GB | 0.88 | 1.00 | 4 GB |  |" in page
     assert "| FedLab | 3.090 |" in page
     assert "| Flower | not permitted |" in page
     picture = ElementTree.fromstring((tmp_path / "speed-growth.svg").read_text(encoding="utf-8"))
