@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, leaves, schema, schema_difference, tree_map
+from fedtailor.core.trees import Schema, Tree, leaves, schema, schema_difference, tree_map
 
 
 class States:
@@ -78,8 +78,7 @@ class States:
 
     def check(self, stack: Tree) -> None:
         """Refuse states of other keys, shapes or types than the first ones."""
-        if wrong := schema_difference(schema(stack, stacked=True), schema(self.rows, stacked=True)):
-            raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
+        refuse_other(schema(stack, stacked=True), schema(self.rows, stacked=True))
 
     def _at(self, clients: Sequence[int]) -> Tensor:
         return torch.tensor([self._row[c] for c in clients], dtype=torch.int64)
@@ -88,6 +87,12 @@ class States:
         for row, new in zip(leaves(self.rows), leaves(stack) if old is None else changed(stack, old), strict=True):
             if new is not None:
                 row[at] = new.detach()
+
+
+def refuse_other(found: Schema, first: Schema) -> None:
+    """Private states keep the schema of the first one."""
+    if wrong := schema_difference(found, first):
+        raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
 
 
 def changed(new: Tree, old: Tree) -> list[Tensor | None]:
