@@ -31,7 +31,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "pool": {"name": "pool", "workers": 2},
     "wire": {"name": "wire"},
 }
-OTHERS = ("vmap", "vmap2", "pool", "wire")
+OTHERS = ("vmap", "vmap2", "wire")  # in this process; that the pool equals loop bit by bit has tests of its own
+IN_PROCESS = ("loop", *OTHERS)
 SOLVER = Solver(lr=0.1, batch_size=4)
 FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
