@@ -10,11 +10,12 @@ from torch import Tensor
 from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Setting
-from fedtailor.core.trees import tree_map
+from fedtailor.core.trees import items, tree_map
 from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import Pool
 from fedtailor.local.training import Solver
-from tests.helpers import EVEN_SIZES, SOLVER, everything, make_data, make_model, suits, usual, variants
+from tests.contract.test_tape import MODELS, Taped
+from tests.helpers import EVEN_SIZES, SOLVER, everything, make_data, make_model, states, suits, usual, variants
 
 VARIANTS = variants()
 CASES: dict[str, dict[str, Any]] = {
@@ -79,3 +80,17 @@ def test_several_models(algorithm: str, case: str) -> None:
     pool.close()
     assert_same_bits(found, reference(algorithm, case)[0])
     assert traffic == reference(algorithm, case)[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tape(model: str) -> None:
+    data = make_data(**MODELS[model])
+    name, _, policy = model.partition("-")
+    made = Setting(Taped(), make_model(name, data, "mean" if policy else "private"), data, SOLVER, 3)
+    outcomes = []
+    for engine in (loop(made), Pool(made, 2)):
+        engine.start()
+        fed = Federation(engine)
+        server = fed.run_round(0, range(4), made.algorithm.server_init(made.model))
+        outcomes.append(dict(items({"server": server, "states": states(fed)})))
+    assert_same_bits(outcomes[1], outcomes[0])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,14 @@ class _Process:
         """That it is no more will be seen when its answer is read."""
         with suppress(OSError):
             self.connection.send_bytes(request)
+
+    def receive(self) -> tuple[dict[str, Any], list[bytes]] | None:
+        """An answer, and the bytes that belong to it; None if the worker is no more."""
+        try:
+            answer = json.loads(self.connection.recv_bytes())
+            return answer, [self.connection.recv_bytes() for _ in range(answer.get("apart", 0))]
+        except (EOFError, OSError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,7 @@ class Pool:
         self._clients = range(len(setting.data.clients))
         self._costs = (setting.data.train.sizes + 1).tolist()
         self._processes: list[_Process] = []
+        self._busy: dict[Connection, tuple[_Process, list[Task], bytes]] = {}
         self._worker: Worker | None = None
         self._where = Rows(len(self._clients))
         self._tape = 0  # workers drop the graphs of another one
@@ -154,6 +164,7 @@ class Pool:
 
     def close(self) -> None:
         """End the workers; they start again when they are needed."""
+        self._busy = {}
         _end(self._processes, os.getpid())
 
     def get_states(self) -> Tree:
@@ -168,6 +179,7 @@ class Pool:
             self._open(tree_map(lambda v: v[0].clone(), rows))
         kept = self._inside.kept
         refuse_other(schema(rows, stacked=True), schema(kept.tree))
+        self._settle()
         self.begin_round()
         self._where = Rows(len(self._clients))
         for place, leaf in zip(kept.all_places(self._inside.rows.bytes, len(self._clients)), leaves(rows), strict=True):
@@ -289,8 +301,11 @@ class Pool:
         for c in taped.tasks:
             mine = lying([p[position[c]] for p in places], answers[c].found["args"])
             args = rebuild(layout.tree, iter(mine))
-            yield (c,), tuple(
-                tree_map(lambda v: v[None], arg) if own else arg for arg, own in zip(args, call.placed, strict=True)
+            yield (
+                (c,),
+                tuple(
+                    tree_map(lambda v: v[None], arg) if own else arg for arg, own in zip(args, call.placed, strict=True)
+                ),
             )
 
     def evaluate(
@@ -352,6 +367,7 @@ class Pool:
         self._worker = Worker(self.setting, Memory(4 * len(self._clients) * kept.size), Memory(), kept)
 
     def _put(self, tree: Tree) -> _Message:
+        self._settle()
         layout = Layout.of(tree)
         region = self._inside.regions.take(layout.size)
         return _Message(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
@@ -360,7 +376,7 @@ class Pool:
         self,
         request: Mapping[str, Any],
         tasks: Sequence[Task],
-        owners: Mapping[int, _Process] | None = None,
+        owners: Mapping[int, _Process] = MappingProxyType({}),
         prepare: Callable[[Task], Task] = lambda task: task,
     ) -> Iterator[tuple[Task, _Answer]]:
         """Each task with its answer, in the order in which they are done.
@@ -373,10 +389,13 @@ class Pool:
         own: dict[_Process, list[Task]] = {process: [] for process in self._processes}
         queue = _Queue(self._costs)
         for task in sorted(tasks, key=lambda task: self._costs[task.client]):
-            mine = own.get((owners or {}).get(task.client))  # type: ignore[arg-type]
-            queue.add(task) if mine is None else mine.append(task)
+            owner = owners.get(task.client)
+            if owner in own:
+                own[owner].append(task)
+            else:
+                queue.add(task)
         ended: Counter[int] = Counter()
-        busy: dict[Connection, tuple[_Process, list[Task], bytes]] = {}
+        self._busy = busy = {}
         done: list[tuple[Task, _Answer]] = []
         try:
             while True:
@@ -389,12 +408,16 @@ class Pool:
                         busy[process.connection] = process, portion, sent
                         process.send(sent)
                 yield from done
+                if busy is not self._busy:
+                    raise RuntimeError("the pool has been given other work before this was done")
                 if not busy:
                     return
                 done = []
-                for connection in wait(list(busy)):
-                    process, portion, sent = busy.pop(connection)  # type: ignore[index]
-                    answers = self._answers(process, sent)
+                for connection in [c for c in wait(list(busy)) if isinstance(c, Connection)]:
+                    process, portion, sent = busy[connection]
+                    received = process.receive()
+                    del busy[connection]
+                    answers = None if received is None else self._answers(process, sent, *received)
                     if answers is not None:
                         done += zip(portion, answers, strict=True)
                         continue
@@ -407,18 +430,19 @@ class Pool:
                         else:
                             done.append((task, _Answer(None, None, None)))
                 self._complete()
-        finally:  # left before its end: nobody waits for these answers, and their memory may be given to others
-            left = [process for process, _, _ in busy.values()]
-            self._processes[:] = [process for process in self._processes if process not in left]
-            _end(left, os.getpid())
+        finally:
+            if busy is self._busy:
+                self._settle()
 
-    def _answers(self, process: _Process, sent: bytes) -> list[_Answer] | None:
-        """What a worker found; None if it is no more."""
-        try:
-            answer = json.loads(process.connection.recv_bytes())
-            apart = [process.connection.recv_bytes() for _ in range(answer.get("apart", 0))]
-        except (EOFError, OSError):
-            return None
+    def _settle(self) -> None:
+        """Work that was left before its end: nobody waits for it, and its memory may be given to others."""
+        left = [process for process, _, _ in self._busy.values()]
+        self._busy = {}
+        self._processes[:] = [process for process in self._processes if process not in left]
+        _end(left, os.getpid())
+
+    def _answers(self, process: _Process, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]) -> list[_Answer]:
+        """What a worker found."""
         if "failed" in answer:  # the same here fails in the same way, but with the error itself
             with _one_thread():
                 found, apart = self._inside.handle(json.loads(sent))

@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import weakref
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,14 +42,14 @@ class Memory:
         """So many bytes, for as long as there is the region or a tensor in it."""
         gone = {self._returned.pop() for _ in range(len(self._returned))}
         self._taken = [span for span in self._taken if span[0] not in gone]
-        size, begin, index = _whole(max(size, 1)), 0, 0
-        for index, (a, b) in enumerate([*self._taken, (len(self._map), 0)]):
-            if a - begin >= size:
+        size, begin = _whole(max(size, 1)), 0
+        for first, last in [*self._taken, (len(self._map), 0)]:
+            if first - begin >= size:
                 break
-            begin = b
+            begin = last
         else:
             raise MemoryError(f"{size} bytes of shared memory are more than the machine has")
-        self._taken.insert(index, (begin, begin + size))
+        insort(self._taken, (begin, begin + size))
         view = memoryview(self._map)[begin : begin + size]
         weakref.finalize(view, self._returned.append, begin).atexit = False
         return Region(begin, torch.frombuffer(view, dtype=torch.uint8))
@@ -150,7 +151,7 @@ def put_all(places: Sequence[Tensor], tree: Tree) -> list[Strides]:
 
 
 def _put(place: Tensor, value: Tensor) -> Strides:
-    """The numbers are kept in the order in which they lie: what is computed from them may depend on it in a last bit."""
+    """The numbers are kept in the order in which they lie: what is computed from them may depend on it."""
     strides = None if value.is_contiguous() or not _is_dense(value) else list(value.stride())
     _lies(place, strides).copy_(value)
     return strides

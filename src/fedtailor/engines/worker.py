@@ -144,7 +144,7 @@ class Worker:
     def _evaluate(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
         server, splits = self.message(request["message"]), request["splits"]
         layout = None if request["model"] is None else Layout.from_json(request["model"])
-        answers = []
+        answers: list[Any] = []
         for task in tasks:
             held = self._held(task.source)
             mine = held["state"], held["buffers"], server

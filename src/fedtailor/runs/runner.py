@@ -128,14 +128,14 @@ def start(
     setting = setting_of(config, data_root)
     name = engines.choose(setting) if config.federation.engine == "auto" else config.federation.engine
     torch.set_num_threads(config.federation.threads or (1 if name == "pool" else engines.threads(setting)))
-    run = _Run(config, _started(name, setting, config, cores))  # what does not fit together is said before there is a folder
+    run = _Run(
+        config, _started(name, setting, config, cores)
+    )  # what does not fit together is said before there is a folder
     folder = RunFolder.create(path, config, about(setting, config, name, data_root))
     return _train(folder, run, listener)
 
 
-def resume(
-    path: Path, data_root: Path | None = None, listener: Listener | None = None, cores: int = 0
-) -> RunFolder:
+def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None, cores: int = 0) -> RunFolder:
     """Go on with a run from its last checkpoint; a finished one is left as it is."""
     folder = RunFolder.open(path)
     config, made_by = folder.config, folder.about
