@@ -350,12 +350,14 @@ def _implausible(stack: Tree, clients: int, positive: list[str], max_norm: float
         if not leaf.is_floating_point():
             continue
         flat = leaf.reshape(clients, -1)
-        for i in (~torch.isfinite(flat).all(1)).nonzero()[:, 0].tolist():
-            reasons[i] = reasons[i] or f'reply "{path or "number"}" is not finite'
+        norms = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        for i in (~torch.isfinite(norms)).nonzero()[:, 0].tolist():  # or only too large to be squared
+            if not torch.isfinite(flat[i]).all():
+                reasons[i] = reasons[i] or f'reply "{path or "number"}" is not finite'
         if path in positive:
             for i in (~(flat > 0).all(1)).nonzero()[:, 0].tolist():
                 reasons[i] = reasons[i] or f"count {leaf[i].item():g} is not positive"
-        squares += flat.double().square().sum(1)
+        squares += norms.square()
     for i in (squares.sqrt() > max_norm).nonzero()[:, 0].tolist():
         reasons[i] = reasons[i] or f"reply has norm {squares[i].sqrt().item():.3g}, above the limit {max_norm:.3g}"
     return reasons
