@@ -10,13 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from fedtailor import __version__
-from fedtailor.errors import ClientError, ConfigError, UserError
+from fedtailor.errors import ClientError, ConfigError, RankLost, UserError
+
+if TYPE_CHECKING:
+    from fedtailor.core.ranks import Ranks
 
 app = typer.Typer(
     name="fedtailor",
@@ -65,10 +68,12 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
         raise ConfigError(f"{config}: describes a comparison; run it with fedtailor compare {config}")
     checked = parse(tables, RunConfig, str(config))
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
-    path = out or new_path(Path("runs"), name)
-    with _resumable(["resume", str(path)], path), shown(console, checked.algorithm.name) as listener:
-        folder = runner.start(checked, path, data_root, listener)
-    _tell(folder.path)
+    with _ranks(checked.federation.timeout) as ranks:
+        path = Path(ranks.told(str(out or new_path(Path("runs"), name)))[0])
+        with _resumable(["resume", str(path)], path, ranks), shown(console, checked.algorithm.name) as listener:
+            runner.start(checked, path, data_root, listener if ranks.rank == 0 else None, ranks)
+        if ranks.rank == 0:
+            _tell(path)
 
 
 @app.command()
@@ -79,10 +84,13 @@ def resume(run: Run, data_root: DataRoot = None) -> None:
     """
     from fedtailor.runs import runner
     from fedtailor.runs.progress import shown
+    from fedtailor.runs.store import RunFolder
 
-    with _resumable(["resume", str(run)], run), shown(console, run.resolve().name) as listener:
-        folder = runner.resume(run, data_root, listener)
-    _tell(folder.path)
+    with _ranks(RunFolder.open(run).config.federation.timeout) as ranks:
+        with _resumable(["resume", str(run)], run, ranks), shown(console, run.resolve().name) as listener:
+            runner.resume(run, data_root, listener if ranks.rank == 0 else None, ranks)
+        if ranks.rank == 0:
+            _tell(run)
 
 
 @app.command()
@@ -106,6 +114,7 @@ def compare(
     from fedtailor.runs.store import new_path, write_atomically
     from fedtailor.runs.tables import files, terminal
 
+    _refuse_torchrun("compare")
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
@@ -145,6 +154,7 @@ def reproduce(
     if table == "list":
         print("\n".join(published.available(configs)))
         return
+    _refuse_torchrun("reproduce")
     if scale not in ("cpu", "paper"):
         raise ConfigError(f'--scale: "{scale}" is neither cpu nor paper')
     wanted = published.load(configs, table)
@@ -282,16 +292,47 @@ def _tell(run: Path, clients: bool = False) -> None:
     print_run(console, run, clients)
 
 
+def _refuse_torchrun(command: str) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            f"fedtailor {command}: not with torchrun; it runs side by side what compare.workers says. "
+            "torchrun is for fedtailor run and fedtailor resume"
+        )
+
+
 @contextmanager
-def _resumable(command: list[str], path: Path) -> Iterator[None]:
+def _ranks(timeout: float) -> Iterator[Ranks]:
+    """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
+    if "RANK" not in os.environ:
+        from fedtailor.core.ranks import ALONE
+
+        yield ALONE
+        return
+    from fedtailor.engines.torchrun import join
+
+    yield join(timeout)
+
+
+@contextmanager
+def _resumable(command: list[str], path: Path, ranks: Ranks | None = None) -> Iterator[None]:
     """However a run is stopped, say how to go on."""
-    hint = f"go on with: {shlex.join(['fedtailor', *command])}"
+    started_by = []
+    if ranks is not None and ranks.count > 1:
+        started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
+    hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *command])}"
     try:
         yield
     except KeyboardInterrupt:
         begun = command[0] == "compare" or (path / "config.toml").exists()
-        print(f"interrupted; {hint}" if begun else "interrupted before the run began", file=sys.stderr)
+        if ranks is None or ranks.is_speaker():
+            print(f"interrupted; {hint}" if begun else "interrupted before the run began", file=sys.stderr)
         raise typer.Exit(130) from None
+    except RankLost as lost:
+        if ranks is None or ranks.is_speaker():
+            said = f"the last checkpoint is intact; {hint} (with any number of ranks)"
+            begun = (path / "config.toml").exists()
+            print(f"error: a rank was lost ({lost}); {said if begun else 'the run had not begun'}", file=sys.stderr)
+        raise typer.Exit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
@@ -312,7 +353,8 @@ def main() -> None:
     try:
         app(prog_name="fedtailor")
     except UserError as error:
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the ranks of torchrun, one per machine says it
+            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
