@@ -220,7 +220,8 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
 
 def _packed(rows: list[Tensor]) -> Tensor:
     """The bytes of tensors, one after the other."""
-    parts = [v.detach().contiguous().reshape(-1).view(torch.uint8) for v in rows]
+    # a copy, because expanded tensors have strides that cannot be seen as bytes
+    parts = [v.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for v in rows]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
 
 

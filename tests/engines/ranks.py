@@ -1,0 +1,248 @@
+"""What every rank of tests/engines/test_torchrun.py does: the same federations on all ranks and, for comparison, alone.
+
+Run by torchrun: python -m torch.distributed.run ... -m tests.engines.ranks ENGINE PART...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedtailor import engines
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.environment import Environment
+from fedtailor.core.federation import Federation, Limits, Placed
+from fedtailor.core.me import Me, Setting
+from fedtailor.core.model import Model
+from fedtailor.core.ranks import ALONE, Ranks
+from fedtailor.core.trees import Params, Tree, items, tree_map
+from fedtailor.engines.torchrun import Group, Sharded, join
+from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
+from fedtailor.runs import runner
+from tests.contract.test_tape import SOLVERS, Passing, Taped
+from tests.core.test_federation import ANYWHERE, ONE_BY_ONE, Faulty, Loses
+from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, make_data, make_model, usual, variants
+
+ALL = (0, 1, 2, 3)
+COHORTS = (ALL, (3, 0, 2), (0, 2), (1,), ALL)  # with two ranks, one of them may have nobody
+
+
+class Watched:
+    """The ranks, with a check that the server came to the same numbers on all of them, to the last bit."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def from_first(self, tree: Tree) -> Tree:
+        digest = hashlib.sha256()
+        for path, v in items(tree):
+            digest.update(path.encode() + v.contiguous().numpy().tobytes())
+        assert len(set(self._group.told(digest.hexdigest()))) == 1, "the server differs between ranks"
+        return self._group.from_first(tree)
+
+
+@dataclass(frozen=True)
+class Mixed(Algorithm):
+    """Every way from clients to server and back, on a tape."""
+
+    def server_init(self, model: Model) -> Tree:
+        return {"w": model.params, "lr": torch.tensor([0.1, 0.2, 0.15, 0.05], dtype=F64)}
+
+    def client_init(self, me: Me) -> Tree:
+        return {"log_mu": -1 + 0.1 * me.n}
+
+    @on_client(sends=(MODEL, COUNT, NUMBER))
+    def train(self, me: Me, w: Params, lr: Tensor) -> tuple[Tree, Tree]:
+        own = me.sgd(w, prox=(w, me.state["log_mu"].exp()), lr=lr)
+        return me.state, (own, me.n, me.loss(own, "train"))
+
+    @on_client(sends=NUMBER)
+    def judge(self, me: Me, w: Params, mine: Params, number: Tensor) -> tuple[Tree, Tree]:
+        return me.state, me.loss(w, "val") + number * me.loss(mine, "train") * me.state["log_mu"]
+
+    @on_client(sends=Sent("gradient", lambda algorithm, model: {"log_mu": torch.zeros((), dtype=F64)}))
+    def reveal(self, me: Me) -> tuple[Tree, Tree]:
+        return me.state, me.grad
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        watched = fed.tape(server)
+        lr = watched["lr"][list(fed.cohort)]
+        models, n, loss = fed.map(self.train, watched["w"], fed.scatter(lr))
+        with torch.no_grad():
+            fed.report(seen=fed.gather(loss, "losses").sum())  # looked at before it is needed with its graph
+        rows = fed.gather(loss, "losses")
+        weight = Placed(models.clients, torch.softmax(-rows, 0) * n.tree)
+        w = fed.mean(models, weight)  # weights of the server, that depend on single replies
+        plain, weighted = fed.mean(models), fed.mean(loss, n)
+        near = fed.scatter({k: w[k] + 0.1 * v for k, v in models.tree.items()})  # a row of each goes back to it
+        told = fed.map(self.judge, plain, near, loss)
+        outer = fed.sum(told) * weighted + rows.square().sum() + sum(v.sum() for v in w.values()) * fed.sum(weight)
+        gradient = fed.backward(outer)
+        return {"loss": outer, "gradient": gradient, "private": fed.gather(fed.map(self.reveal), "gradients")}
+
+
+def federate(algorithm: Algorithm, ranks: Ranks, engine: str, limits: Limits | None = None, **case: Any) -> Federation:
+    """A federation on `ranks`, or in this process."""
+    model, solver = case.pop("model", "mlp"), case.pop("solver", SOLVER)
+    environment = case.pop("environment", None) or Environment()
+    data = make_data(**case)
+    setting = Setting(algorithm, make_model(model, data), data, solver, 3, environment)
+    name: engines.EngineName = "vmap" if engine == "vmap" else "loop"
+    made = engines.make(name, setting, 64) if ranks is ALONE else Sharded(setting, engine, 64, ranks)
+    made.start()
+    return Federation(made, limits or Limits(), ranks)
+
+
+def outcome(fed: Federation, cohorts: Sequence[tuple[int, ...]], is_server: bool = True) -> dict[str, Any]:
+    """All that rounds with these cohorts come to."""
+    setting, reports, messages = fed.engine.setting, [], []
+    first = server = setting.algorithm.server_init(setting.model)
+    for round, cohort in enumerate(cohorts):
+        try:
+            server = fed.run_round(round, cohort, server if is_server else first)
+        except (RoundAbandoned, ClientError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+        reports.append({k: torch.tensor(v) for k, v in fed.reported.items()})
+    clients = range(len(setting.data.clients))
+    numbers: dict[str, Any] = {
+        "server": server,
+        "reports": reports,
+        "states": fed.ranks.at_first(fed.engine.get_states(), clients),
+    }
+    if type(setting.algorithm).personal is not Algorithm.personal:
+        models: dict[int, Params] = {}
+        metrics = runner.measure(fed.engine, 9, server, ["train", "val", "test"], models)
+        rows = tree_map(lambda *each: torch.stack(each), *(models[c] for c in sorted(models))) if models else None
+        numbers["metrics"] = {k: _columns(v) for k, v in metrics.items()}
+        numbers["models"] = fed.ranks.at_first(rows, clients)
+    words = {"traffic": asdict(fed.traffic), "faults": fed.faults, "seen": sorted(fed.looked_at), "said": messages}
+    return {"numbers": numbers, "words": words}
+
+
+def _columns(metrics: dict[str, list[float]]) -> dict[str, Tensor]:
+    return {k: torch.tensor(v, dtype=F64) for k, v in metrics.items()}
+
+
+Case = tuple[str, Callable[[Ranks], dict[str, Any]]]
+
+
+def all_algorithms(engine: str) -> Iterator[Case]:
+    """Every registered algorithm with each preset."""
+    for name, algorithm in variants().items():
+        yield name, lambda ranks, a=algorithm: outcome(federate(a, ranks, engine, **usual(a)), COHORTS)
+
+
+def tapes(engine: str) -> Iterator[Case]:
+    """Derivatives by the server's values and by private states, through every operation."""
+    for cohort in COHORTS[:4]:
+        yield f"mixed {cohort}", lambda r, c=cohort: outcome(federate(Mixed(), r, engine), [c], False)
+        linear = {"model": "linear", "solver": SOLVERS["momentum"], "task": "regression"}
+        if cohort == ALL:
+            yield "taped", lambda r: outcome(federate(Taped(), r, engine, **linear), [ALL, ALL], False)
+            normed = {"model": "normed", "sizes": EVEN_SIZES}
+            yield "taped, BatchNorm", lambda r: outcome(federate(Taped(), r, engine, **normed), [ALL], False)
+            losing = Taped(loses=True)
+            yield "taped, one lost", lambda r: outcome(federate(losing, r, engine, **linear), [ALL, ALL], False)
+        yield f"passing {cohort}", lambda r, c=cohort: passing(federate(Passing(), r, engine, model="linear"), c)
+
+
+def passing(fed: Federation, cohort: tuple[int, ...]) -> dict[str, Any]:
+    """One round of an algorithm whose server is a number."""
+    server = fed.run_round(0, cohort, torch.tensor(1.5, dtype=F64))
+    return {"numbers": server, "words": asdict(fed.traffic)}
+
+
+def faults(engine: str) -> Iterator[Case]:
+    """Clients that fail on one rank are left out, and known, on all."""
+    for fault in [*ANYWHERE, *(ONE_BY_ONE if engine == "loop" else ())]:
+        for below in (8, 100):  # bo and cy, everybody
+            bad, strict = Faulty(fault, below=below), Limits(min_replies=2)
+            yield f"{fault} below {below}", lambda r, b=bad, s=strict: outcome(
+                federate(b, r, engine, s, model="linear"), [ALL, (1, 2), ALL]
+            )
+    for way in ("message", "mean"):
+        yield f"loses, {way}", lambda r, w=way: outcome(federate(Loses(w), r, engine, model="linear"), [ALL])
+    unsure = Environment(answer=(0.5, 0.6, 0.7, 0.5), missing="stale", seed=2)
+    for name in ("fedavg", "fednova", "duw-fedavg"):
+        algorithm = variants()[name]
+        yield f"{name}, stale", lambda r, a=algorithm: outcome(
+            federate(a, r, engine, environment=unsure), [ALL, ALL, (2, 1), (0, 3), ALL]
+        )
+
+
+def few(engine: str) -> Iterator[Case]:
+    """Fewer clients than ranks."""
+    for name in ("fedrep", "fedselect", "cfl"):
+        algorithm = variants()[name]
+        yield f"{name}, one client", lambda r, a=algorithm: outcome(federate(a, r, engine, names=("ada",)), [(0,)] * 2)
+
+
+PARTS: dict[str, Callable[[str], Iterator[Case]]] = {
+    "algorithms": all_algorithms,
+    "tapes": tapes,
+    "faults": faults,
+    "few": few,
+}
+
+
+def words_arrive(ranks: Ranks) -> None:
+    """Long and short texts, and the mistake of one rank as that of all."""
+    for length in (0, 200, 5000):
+        said = {"rank": ranks.rank, "text": "ä" * (length * ranks.rank)}
+        assert ranks.told(said) == [{"rank": r, "text": "ä" * (length * r)} for r in range(ranks.count)]
+
+    def mistaken() -> None:
+        if ranks.rank == 1:
+            raise ConfigError("no such thing")
+
+    try:
+        ranks.agreed(mistaken)
+    except (ConfigError, RunError) as error:
+        assert str(error) == ("no such thing" if ranks.rank == 1 else "rank 1: no such thing")
+    else:
+        raise AssertionError("a mistake was not told")
+    assert ranks.agreed(lambda: ranks.rank) == ranks.rank
+
+
+def main(engine: str, parts: Sequence[str]) -> int:
+    """How many cases differ; a part that is a folder of a run is resumed."""
+    ranks = join(120)
+    assert isinstance(ranks, Group)
+    words_arrive(ranks)
+    wrong = done = 0
+    for part in parts:
+        if part not in PARTS:
+            runner.resume(Path(part), ranks=ranks)
+            continue
+        for name, made in PARTS[part](engine):
+            found = made(Watched(ranks))  # type: ignore[arg-type]
+            done += 1
+            if ranks.rank:
+                continue
+            try:
+                wanted = made(ALONE)
+                assert found["words"] == wanted["words"], f"{found['words']}\n{wanted['words']}"
+                assert_equal(found["numbers"], wanted["numbers"])
+            except Exception:
+                wrong += 1
+                print(f"{part}: {name}\n{traceback.format_exc(limit=-1)}", flush=True)
+    if ranks.rank == 0:
+        print(f"{done} cases on {ranks.count} ranks, {wrong} wrong", flush=True)
+    dist.destroy_process_group()
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(sys.argv[1], sys.argv[2:])))
