@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -293,7 +294,9 @@ def _tell(run: Path, clients: bool = False) -> None:
 
 
 def _refuse_torchrun(command: str) -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    from fedtailor.core.ranks import under_torchrun
+
+    if under_torchrun():
         raise ConfigError(
             f"fedtailor {command}: not with torchrun; it runs side by side what compare.workers says. "
             "torchrun is for fedtailor run and fedtailor resume"
@@ -303,14 +306,16 @@ def _refuse_torchrun(command: str) -> None:
 @contextmanager
 def _ranks(timeout: float) -> Iterator[Ranks]:
     """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
-    if "RANK" not in os.environ:
-        from fedtailor.core.ranks import ALONE
+    from fedtailor.core.ranks import ALONE, under_torchrun
 
+    if not under_torchrun():
         yield ALONE
         return
-    from fedtailor.engines.torchrun import join
+    from fedtailor.engines.torchrun import join, leave
 
-    yield join(timeout)
+    ranks = join(timeout)
+    yield ranks
+    leave(ranks)
 
 
 @contextmanager
@@ -319,30 +324,31 @@ def _resumable(command: list[str], path: Path, ranks: Ranks | None = None) -> It
     started_by = []
     if ranks is not None and ranks.count > 1:
         started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
+
+    def say(text: str) -> None:
+        if ranks is None or ranks.is_speaker():
+            print(text, file=sys.stderr)
+
     hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *command])}"
     try:
         yield
     except KeyboardInterrupt:
         begun = command[0] == "compare" or (path / "config.toml").exists()
-        if ranks is None or ranks.is_speaker():
-            print(f"interrupted; {hint}" if begun else "interrupted before the run began", file=sys.stderr)
+        say(f"interrupted; {hint}" if begun else "interrupted before the run began")
         raise typer.Exit(130) from None
     except RankLost as lost:
-        if ranks is None or ranks.is_speaker():
-            said = f"the last checkpoint is intact; {hint} (with any number of ranks)"
-            begun = (path / "config.toml").exists()
-            print(f"error: a rank was lost ({lost}); {said if begun else 'the run had not begun'}", file=sys.stderr)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks now; this one ends by itself
+        begun = (path / "config.toml").exists()
+        go_on = f"the last checkpoint is intact; {hint} (with any number of ranks)"
+        say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
         raise typer.Exit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(
-            f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}",
-            file=sys.stderr,
-        )
+        say(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
         raise typer.Exit(1) from None
     except ClientError as error:
-        print(f"error: {error}\nthe last checkpoint is intact; {hint}", file=sys.stderr)
+        say(f"error: {error}\nthe last checkpoint is intact; {hint}")
         raise typer.Exit(1) from None
 
 

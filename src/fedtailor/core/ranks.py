@@ -13,12 +13,19 @@ too, complete. Rows of clients are on the rank of the client, and so are theirs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from fedtailor.core.trees import Tree
 
 T = TypeVar("T")
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of several that torchrun, or something like it, has started."""
+    there = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    return there and os.environ["WORLD_SIZE"] != "1"
 
 
 class Ranks(Protocol):

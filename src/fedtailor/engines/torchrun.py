@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch import Tensor
 from fedtailor.core.client import METRICS, Call
 from fedtailor.core.me import Setting
 from fedtailor.core.placed import in_order
-from fedtailor.core.ranks import ALONE, Ranks
+from fedtailor.core.ranks import ALONE, Ranks, under_torchrun
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.engines.inprocess import InProcess, Reply
 from fedtailor.errors import ConfigError, RankLost, RunError, UserError
@@ -27,7 +28,7 @@ INLINE = 256  # bytes that are told in one message; longer texts need a second o
 
 def join(timeout: float) -> Ranks:
     """The ranks that torchrun started, of which this process is one; without torchrun, this process alone."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
+    if not under_torchrun():
         return ALONE
     signal.signal(signal.SIGTERM, _ended)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -37,8 +38,14 @@ def join(timeout: float) -> Ranks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     except (RuntimeError, ValueError) as error:
         at = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-        raise RunError(f"{at}: the ranks did not come together: {_first_line(error)}") from None
+        raise RunError(f"{at}: the ranks did not come together: {_why(error)}") from None
     return Group(store)
+
+
+def leave(ranks: Ranks) -> None:
+    """Nothing more is to be sent."""
+    if ranks.count > 1:
+        dist.destroy_process_group()
 
 
 def _ended(signum: int, frame: Any) -> None:
@@ -101,12 +108,13 @@ class Group:
         except (UserError, OSError) as error:
             mistake = error
         told = self.told(None if mistake is None else str(mistake))
+        first = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
+        if first is None:
+            return made
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all with the first; let the reason be said
         if mistake is not None:
             raise mistake
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise RunError(text if rank == 0 else f"rank {rank}: {text}")
-        return made
+        raise RunError(first[1] if first[0] == 0 else f"rank {first[0]}: {first[1]}")
 
     def is_speaker(self) -> bool:
         try:
@@ -197,7 +205,7 @@ def _checked(collective: Callable[..., Any], *args: Any, **options: Any) -> None
     try:
         collective(*args, **options)
     except RuntimeError as error:  # gloo: the connection was closed, or nothing came in time
-        raise RankLost(_first_line(error)) from None
+        raise RankLost(_why(error)) from None
 
 
 def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = True) -> list[Tensor]:
@@ -304,5 +312,6 @@ class Sharded:
         self.inside.set_states(rows)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
+def _why(error: Exception) -> str:
+    """The first sentence, without the place in gloo's sources where it was said."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", str(error).splitlines()[0]).split(". ")[0][:200]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -204,15 +205,19 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
                 done, total = round + before, config.rounds + before
                 listener(Progress(done, total, run.metric, value, clients, faults, _news(line)))
             if run.abandoned >= ABANDONED_IN_A_ROW:
-                raise RunError(
-                    f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
-                )
+                last = line["abandoned"]
+                why = f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {last}"
+                ranks.agreed(partial(_refuse, why))
             due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
             if ranks.told(due)[0] or round == config.rounds:  # clocks differ: the first rank's counts
                 run.save(folder, length)
                 saved_at = time.perf_counter()
         run.finish(folder)
     return folder
+
+
+def _refuse(why: str) -> None:
+    raise RunError(why)
 
 
 class _Run:
