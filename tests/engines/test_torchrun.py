@@ -24,7 +24,7 @@ from tests.helpers import assert_equal
 ROOT = Path(__file__).parents[2]
 TASK: dict[str, Any] = {
     "rounds": 5,
-    "data": {"source": "digits", "clients": 5, "max_samples": 40},
+    "data": {"source": "polynomial", "clients": 5, "samples": 80},
     "model": {"name": "mlp", "hidden": [8], "dtype": "float64"},
     "algorithm": {"name": "tests.engines.mortal:Mortal"},
     "local": {"batch_size": 8},
@@ -83,7 +83,9 @@ def test_a_lost_rank_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert done.returncode == 1
     told = [line for line in done.stderr.splitlines() if "rank was lost" in line]
     assert len(told) == 1
-    assert told[0].endswith(f"go on with: torchrun --nproc-per-node 2 -m fedtailor resume {lost} (with any number of ranks)")
+    assert told[0].endswith(
+        f"go on with: torchrun --nproc-per-node 2 -m fedtailor resume {lost} (with any number of ranks)"
+    )
     folder = RunFolder(lost)
     assert folder.results is None
     assert len(folder.metrics()) == 2
