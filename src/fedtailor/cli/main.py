@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,8 +71,9 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
     with _ranks(checked.federation.timeout) as ranks:
         path = Path(ranks.told(str(out or new_path(Path("runs"), name)))[0])
-        with _resumable(["resume", str(path)], path, ranks), shown(console, checked.algorithm.name) as listener:
-            runner.start(checked, path, data_root, listener if ranks.rank == 0 else None, ranks)
+        bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
+        with _resumable(["resume", str(path)], path, ranks), bar as listener:
+            runner.start(checked, path, data_root, listener, ranks)
         if ranks.rank == 0:
             _tell(path)
 
@@ -88,8 +89,9 @@ def resume(run: Run, data_root: DataRoot = None) -> None:
     from fedtailor.runs.store import RunFolder
 
     with _ranks(RunFolder.open(run).config.federation.timeout) as ranks:
-        with _resumable(["resume", str(run)], run, ranks), shown(console, run.resolve().name) as listener:
-            runner.resume(run, data_root, listener if ranks.rank == 0 else None, ranks)
+        bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
+        with _resumable(["resume", str(run)], run, ranks), bar as listener:
+            runner.resume(run, data_root, listener, ranks)
         if ranks.rank == 0:
             _tell(run)
 
@@ -318,37 +320,43 @@ def _ranks(timeout: float) -> Iterator[Ranks]:
     leave(ranks)
 
 
+def _say(text: str) -> None:
+    """Why the command ends; of the ranks of torchrun the first says it."""
+    if "RANK" in os.environ:
+        from fedtailor.core.ranks import under_torchrun
+        from fedtailor.engines.torchrun import has_last_word
+
+        if under_torchrun() and not has_last_word():
+            return
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _resumable(command: list[str], path: Path, ranks: Ranks | None = None) -> Iterator[None]:
     """However a run is stopped, say how to go on."""
     started_by = []
     if ranks is not None and ranks.count > 1:
         started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
-
-    def say(text: str) -> None:
-        if ranks is None or ranks.is_speaker():
-            print(text, file=sys.stderr)
-
     hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *command])}"
     try:
         yield
     except KeyboardInterrupt:
         begun = command[0] == "compare" or (path / "config.toml").exists()
-        say(f"interrupted; {hint}" if begun else "interrupted before the run began")
+        _say(f"interrupted; {hint}" if begun else "interrupted before the run began")
         raise typer.Exit(130) from None
     except RankLost as lost:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks now; this one ends by itself
         begun = (path / "config.toml").exists()
         go_on = f"the last checkpoint is intact; {hint} (with any number of ranks)"
-        say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
+        _say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
         raise typer.Exit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        say(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
+        _say(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
         raise typer.Exit(1) from None
     except ClientError as error:
-        say(f"error: {error}\nthe last checkpoint is intact; {hint}")
+        _say(f"error: {error}\nthe last checkpoint is intact; {hint}")
         raise typer.Exit(1) from None
 
 
@@ -359,13 +367,15 @@ def main() -> None:
     try:
         app(prog_name="fedtailor")
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # of the ranks of torchrun, one per machine says it
-            print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
+        _say(f"error: {' '.join(str(error).splitlines())}")
         sys.exit(2)
+    except RankLost as lost:
+        _say(f"error: a rank was lost before the run began or after its end ({lost})")
+        sys.exit(1)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        _say(f"error: {error.filename}: {error.strerror}")
         sys.exit(2)
 
 

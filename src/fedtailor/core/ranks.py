@@ -61,9 +61,6 @@ class Ranks(Protocol):
     def agreed(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank; what the user has to put right on one is an error on all of them."""
 
-    def is_speaker(self) -> bool:
-        """Whether this rank, and no other, says why the run ends. The only one that needs no other rank."""
-
 
 class Alone:
     """One process: all clients are here, and nothing has to be sent."""
@@ -97,9 +94,6 @@ class Alone:
 
     def agreed(self, work: Callable[[], T]) -> T:
         return work()
-
-    def is_speaker(self) -> bool:
-        return True
 
 
 ALONE = Alone()

@@ -31,15 +31,26 @@ def join(timeout: float) -> Ranks:
     if not under_torchrun():
         return ALONE
     signal.signal(signal.SIGTERM, _ended)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit = timedelta(seconds=timeout)
+    gpus = torch.cuda.is_available() and dist.is_nccl_available()
+    if gpus:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     try:
-        store, rank, count = next(dist.rendezvous("env://", timeout=limit))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         at = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
         raise RunError(f"{at}: the ranks did not come together: {_why(error)}") from None
-    return Group(store)
+    return Group()
+
+
+def has_last_word() -> bool:
+    """Whether this is the first rank that wants to say why the run ends: one line is enough."""
+    where, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        port, limit = int(os.environ["MASTER_PORT"]), timedelta(seconds=5)
+        store = dist.TCPStore(where, port, is_master=False, timeout=limit, wait_for_workers=False)
+        return int(store.add(f"fedtailor/last word/{attempt}", 1)) == 1
+    except (RuntimeError, ValueError, KeyError):  # nobody can be asked: better twice than not at all
+        return True
 
 
 def leave(ranks: Ranks) -> None:
@@ -55,8 +66,7 @@ def _ended(signum: int, frame: Any) -> None:
 class Group:
     """The ranks of torch.distributed's process group. A client is on the rank of its number, counted round."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
 
     def mine(self, clients: Sequence[int]) -> tuple[int, ...]:
@@ -115,12 +125,6 @@ class Group:
         if mistake is not None:
             raise mistake
         raise RunError(first[1] if first[0] == 0 else f"rank {first[0]}: {first[1]}")
-
-    def is_speaker(self) -> bool:
-        try:
-            return int(self._store.add("fedtailor/last word", 1)) == 1
-        except (RuntimeError, ValueError):  # the store is lost too
-            return True
 
     def all_rows(self, own: list[Tensor], clients: Sequence[int]) -> list[Tensor]:
         """The rows of `clients` on every rank, from those of each."""
