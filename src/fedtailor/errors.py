@@ -34,6 +34,10 @@ class RoundAbandoned(Exception):
     """Too few clients answered; the state is as it was before the round."""
 
 
+class RankLost(BaseException):
+    """Another process of the run is gone. Not an `Exception`, so that nobody takes it for the error of a client."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint to end an error with: the known name closest to `name`, or all of them."""
     known = sorted(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -94,6 +95,16 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code in (None, 0), command
+    elif words[0] == "torchrun":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            where = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *where, *words[1:]],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     else:
         python = words[0] == "python"
         where = ROOT if any(w.startswith(("tests", "benchmarks")) for w in words) else Path.cwd()

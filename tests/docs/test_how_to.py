@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.runs.config import SearchSection
+from fedtailor.runs.config import FederationSection, SearchSection
+from fedtailor.runs.store import RunFolder
 from tests.docs.pages import ROOT, run_page
 from tests.runs.small import one_after_the_other
 
@@ -49,6 +50,14 @@ def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     for file in ("runs/small/fedrep-seed0/report.html", "small.html"):
         assert f"wrote {file}\n" in out
         assert 'id="charts"' in Path(file).read_text(encoding="utf-8")
+
+
+def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs/how-to/several-machines.md"
+    run_page(page, monkeypatch)
+    assert RunFolder(Path("runs/two")).results is not None
+    text = page.read_text(encoding="utf-8")
+    assert f"`federation.timeout` seconds ({FederationSection().timeout:g})" in text
 
 
 def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:

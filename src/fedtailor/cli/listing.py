@@ -105,7 +105,8 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     for note in made_by["notes"]:
         print(f"           {note}")
     print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}".rstrip())
-    print(f"model      {config.model.name}, {made_by['parameters']} parameters; engine {made_by['engine']}")
+    ranks = f" on {made_by['ranks']} ranks" if made_by.get("ranks", 1) > 1 else ""
+    print(f"model      {config.model.name}, {made_by['parameters']} parameters; engine {made_by['engine']}{ranks}")
     if results is None:
         rounds = len(folder.metrics())
         print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {path}")

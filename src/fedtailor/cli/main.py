@@ -6,17 +6,21 @@ import errno
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from fedtailor import __version__
-from fedtailor.errors import ClientError, ConfigError, UserError
+from fedtailor.errors import ClientError, ConfigError, RankLost, UserError
+
+if TYPE_CHECKING:
+    from fedtailor.core.ranks import Ranks
 
 app = typer.Typer(
     name="fedtailor",
@@ -65,10 +69,13 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
         raise ConfigError(f"{config}: describes a comparison; run it with fedtailor compare {config}")
     checked = parse(tables, RunConfig, str(config))
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
-    path = out or new_path(Path("runs"), name)
-    with _resumable(["resume", str(path)], path), shown(console, checked.algorithm.name) as listener:
-        folder = runner.start(checked, path, data_root, listener)
-    _tell(folder.path)
+    with _ranks(checked.federation.timeout) as ranks:
+        path = Path(ranks.told(str(out or new_path(Path("runs"), name)))[0])
+        bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
+        with _resumable(["resume", str(path)], path, ranks), bar as listener:
+            runner.start(checked, path, data_root, listener, ranks)
+        if ranks.rank == 0:
+            _tell(path)
 
 
 @app.command()
@@ -79,10 +86,14 @@ def resume(run: Run, data_root: DataRoot = None) -> None:
     """
     from fedtailor.runs import runner
     from fedtailor.runs.progress import shown
+    from fedtailor.runs.store import RunFolder
 
-    with _resumable(["resume", str(run)], run), shown(console, run.resolve().name) as listener:
-        folder = runner.resume(run, data_root, listener)
-    _tell(folder.path)
+    with _ranks(RunFolder.open(run).config.federation.timeout) as ranks:
+        bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
+        with _resumable(["resume", str(run)], run, ranks), bar as listener:
+            runner.resume(run, data_root, listener, ranks)
+        if ranks.rank == 0:
+            _tell(run)
 
 
 @app.command()
@@ -106,6 +117,7 @@ def compare(
     from fedtailor.runs.store import new_path, write_atomically
     from fedtailor.runs.tables import files, terminal
 
+    _refuse_torchrun("compare")
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
@@ -145,6 +157,7 @@ def reproduce(
     if table == "list":
         print("\n".join(published.available(configs)))
         return
+    _refuse_torchrun("reproduce")
     if scale not in ("cpu", "paper"):
         raise ConfigError(f'--scale: "{scale}" is neither cpu nor paper')
     wanted = published.load(configs, table)
@@ -282,26 +295,68 @@ def _tell(run: Path, clients: bool = False) -> None:
     print_run(console, run, clients)
 
 
+def _refuse_torchrun(command: str) -> None:
+    from fedtailor.core.ranks import under_torchrun
+
+    if under_torchrun():
+        raise ConfigError(
+            f"fedtailor {command}: not with torchrun; it runs side by side what compare.workers says. "
+            "torchrun is for fedtailor run and fedtailor resume"
+        )
+
+
 @contextmanager
-def _resumable(command: list[str], path: Path) -> Iterator[None]:
+def _ranks(timeout: float) -> Iterator[Ranks]:
+    """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
+    from fedtailor.core.ranks import ALONE, under_torchrun
+
+    if not under_torchrun():
+        yield ALONE
+        return
+    from fedtailor.engines.torchrun import join, leave
+
+    ranks = join(timeout)
+    yield ranks
+    leave(ranks)
+
+
+def _say(text: str) -> None:
+    """Why the command ends; of the ranks of torchrun the first says it."""
+    if "RANK" in os.environ:
+        from fedtailor.core.ranks import under_torchrun
+        from fedtailor.engines.torchrun import has_last_word
+
+        if under_torchrun() and not has_last_word():
+            return
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _resumable(command: list[str], path: Path, ranks: Ranks | None = None) -> Iterator[None]:
     """However a run is stopped, say how to go on."""
-    hint = f"go on with: {shlex.join(['fedtailor', *command])}"
+    started_by = []
+    if ranks is not None and ranks.count > 1:
+        started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
+    hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *command])}"
     try:
         yield
     except KeyboardInterrupt:
         begun = command[0] == "compare" or (path / "config.toml").exists()
-        print(f"interrupted; {hint}" if begun else "interrupted before the run began", file=sys.stderr)
+        _say(f"interrupted; {hint}" if begun else "interrupted before the run began")
         raise typer.Exit(130) from None
+    except RankLost as lost:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks now; this one ends by itself
+        begun = (path / "config.toml").exists()
+        go_on = f"the last checkpoint is intact; {hint} (with any number of ranks)"
+        _say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
+        raise typer.Exit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        print(
-            f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}",
-            file=sys.stderr,
-        )
+        _say(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
         raise typer.Exit(1) from None
     except ClientError as error:
-        print(f"error: {error}\nthe last checkpoint is intact; {hint}", file=sys.stderr)
+        _say(f"error: {error}\nthe last checkpoint is intact; {hint}")
         raise typer.Exit(1) from None
 
 
@@ -312,12 +367,15 @@ def main() -> None:
     try:
         app(prog_name="fedtailor")
     except UserError as error:
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
+        _say(f"error: {' '.join(str(error).splitlines())}")
         sys.exit(2)
+    except RankLost as lost:
+        _say(f"error: a rank was lost before the run began or after its end ({lost})")
+        sys.exit(1)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        _say(f"error: {error.filename}: {error.strerror}")
         sys.exit(2)
 
 

@@ -16,7 +16,8 @@ from fedtailor.core.algorithm import client_functions, sent_example, sent_positi
 from fedtailor.core.client import Call
 from fedtailor.core.environment import Environment
 from fedtailor.core.me import Setting
-from fedtailor.core.placed import Placed, in_order, row
+from fedtailor.core.placed import Placed, in_order, outline, row
+from fedtailor.core.ranks import ALONE, Ranks
 from fedtailor.core.states import changed
 from fedtailor.core.tape import Tape
 from fedtailor.core.trees import (
@@ -101,6 +102,7 @@ class Federation:
 
     engine: Engine
     limits: Limits = field(default_factory=Limits)
+    ranks: Ranks = ALONE
     traffic: Traffic = field(default_factory=Traffic)
     faults: list[Fault] = field(default_factory=list)
     round: int = 0
@@ -129,7 +131,7 @@ class Federation:
     def _next(self, fn: Callable[..., Any], message: tuple[Tree | Placed, ...], *, taped: bool) -> Call:
         if client_functions(self.engine.setting.algorithm).get(fn.__name__) is not getattr(fn, "__func__", None):
             raise TypeError(f"fed.map: {fn.__name__} is not a method of this algorithm marked with @on_client")
-        args = tuple(m.of(self.cohort) if isinstance(m, Placed) else m for m in message)
+        args = tuple(m.here(self.cohort, self.ranks) if isinstance(m, Placed) else m for m in message)
         placed = tuple(isinstance(m, Placed) for m in message)
         setting = self.engine.setting
         if taped and is_ragged((args, sent_example(setting.algorithm, fn.__name__, setting.model))):
@@ -146,7 +148,9 @@ class Federation:
 
     def sum(self, x: Placed) -> Tree:
         """The sum over the cohort; all that the server needs to see of it."""
-        return sealed.total(self, x) if self.privacy.is_sealed else tree_map(lambda v: v.sum(0), x.tree)
+        if self.privacy.is_sealed:
+            return sealed.total(self, x)
+        return self.ranks.total(tree_map(lambda v: v.sum(0), x.here(x.clients, self.ranks)))
 
     def mean(self, x: Placed, weight: Placed | None = None, stale: Tree = None) -> Tree:
         """The mean over the cohort, weighted by one number per client.
@@ -164,12 +168,13 @@ class Federation:
         if self.privacy.is_sealed:
             return sealed.mean(self, x, weight)
         if weight is None:
-            return tree_map(lambda v: v.mean(0), x.tree)
+            return tree_map(lambda v: v / len(x.clients), self.sum(x))
         known = set(weight.clients)
         both = tuple(c for c in x.clients if c in known)  # a client may be lost between two calls
-        w = weight.of(both)
-        w = w / w.sum()
-        return tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.of(both))
+        w = weight.here(both, self.ranks)
+        w = w / self.ranks.spread(self.ranks.total(w.sum()))
+        parts = tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.here(both, self.ranks))
+        return self.ranks.total(parts)
 
     def samples(self, clients: Sequence[int]) -> Tensor:
         """Training samples of clients, as they told when they came."""
@@ -288,7 +293,8 @@ class Federation:
         self.engine.begin_round()
         try:
             with torch.enable_grad():  # a tape must record whatever the caller's mode
-                return detach(self.engine.setting.algorithm.round(self, server))
+                after = detach(self.engine.setting.algorithm.round(self, server))
+                return self.ranks.from_first(after)  # machines of different kinds must not drift apart
         except BaseException:
             self.engine.undo()
             raise
@@ -296,29 +302,33 @@ class Federation:
     def _call(self, call: Call) -> Placed:
         """Send a call, check every reply, keep the good ones in the order of the cohort."""
         setting = self.engine.setting
-        wanted, positive = schema(None), []  # a sealed reply stays where it is
+        example: Tree = None  # a sealed reply stays where it is
+        positive: list[str] = []
         if call.sealed is None:
-            wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
+            example = sent_example(setting.algorithm, call.function, setting.model)
             positive = sent_positive(setting.algorithm, call.function)
+        wanted = schema(example)
         asked = self.cohort
         parts: list[tuple[tuple[int, ...], Tree]] = []
-        self.traffic.down += _size_down(call, len(asked))
+        rejected: list[tuple[int, str]] = []
+        errors: dict[int, Exception] = {}
+        down, up = _size_down(call, len(self.ranks.mine(asked))), 0
         for reply in self.engine.call(call, asked):
             if reply.error is not None:
-                self._reject(reply.clients[0], call, str(reply.error), reply.error)
+                errors[reply.clients[0]] = reply.error
+                rejected.append((reply.clients[0], str(reply.error)))
                 continue
-            self.traffic.up += codec.total_size(call.reply_header, reply.tree, len(reply.clients))
+            up += codec.total_size(call.reply_header, reply.tree, len(reply.clients))
             wrong = schema_difference(schema(reply.tree, stacked=True), wanted)
             reasons = [wrong and f"reply {wrong}"] * len(reply.clients)
             if not wrong:
                 reasons = implausible(reply.tree, len(reply.clients), positive, self.limits.max_norm)
-            for client, reason in zip(reply.clients, reasons, strict=True):
-                if reason:
-                    self._reject(client, call, reason)
+            rejected += [(c, reason) for c, reason in zip(reply.clients, reasons, strict=True) if reason]
             good = [i for i, reason in enumerate(reasons) if not reason]
             if good:
                 tree = reply.tree if len(good) == len(reasons) else tree_map(lambda v, g=good: v[g], reply.tree)
                 parts.append((tuple(reply.clients[i] for i in good), tree))
+        self._settle(call, down, up, rejected, errors)
         if len(self.cohort) < max(1, self.limits.min_replies) or (call.taped and self.cohort != asked):
             if self._errors and len(self._errors) == len(asked):
                 raise ClientError(f"every client failed; the first: {self._errors[0]}") from self._errors[0]
@@ -328,8 +338,26 @@ class Federation:
                 + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
                 + f"; {self.faults[-1].client}: {self.faults[-1].reason}"
             )
-        rows = in_order(parts, self.cohort)
-        return Placed(self.cohort, sealed.seal(self, call, rows) if self.privacy.is_sealed else rows)
+        rows = in_order(parts, self.ranks.mine(self.cohort), example)
+        return Placed(self.cohort, sealed.seal(self, call, rows) if self.privacy.is_sealed else rows, self.ranks)
+
+    def _settle(
+        self, call: Call, down: int, up: int, rejected: list[tuple[int, str]], errors: dict[int, Exception]
+    ) -> None:
+        """Count the bytes of a call and leave out the clients rejected in it, on whichever rank they are."""
+        told = self.ranks.told([down, up, rejected, list(errors)])
+        self.traffic.down += sum(t[0] for t in told)
+        self.traffic.up += sum(t[1] for t in told)
+        raised = {c for t in told for c in t[3]}
+        if self.ranks.count > 1:
+            position = {c: i for i, c in enumerate(self.cohort)}
+            rejected = sorted((pair for t in told for pair in t[2]), key=lambda pair: position[pair[0]])
+        for client, reason in rejected:
+            self.cohort = tuple(c for c in self.cohort if c != client)
+            self.engine.undo([client])
+            self.faults.append(Fault(self.engine.setting.data.clients[client], call.round, call.function, reason))
+            if client in raised:
+                self._errors.append(errors.get(client) or ClientError(reason))
 
     def _reply_size(self, function: str) -> int:
         """Length of a reply without its header."""
@@ -343,19 +371,12 @@ class Federation:
         self.traffic.down += trips * clients * down
         self.traffic.up += trips * clients * up
 
-    def _reject(self, client: int, call: Call, reason: str, error: Exception | None = None) -> None:
-        self.cohort = tuple(c for c in self.cohort if c != client)
-        self.engine.undo([client])
-        self.faults.append(Fault(self.engine.setting.data.clients[client], call.round, call.function, reason))
-        if error is not None:
-            self._errors.append(error)
-
 
 def _size_down(call: Call, clients: int) -> int:
-    """Bytes of a call to all clients; only ragged messages differ in length."""
+    """Bytes of a call to `clients`; only ragged messages differ in length."""
     if is_ragged(call.args):
         return sum(codec.size(call.header, row(call.args, call.placed, i)) for i in range(clients))
-    return clients * codec.size(call.header, row(call.args, call.placed))
+    return clients * codec.size(call.header, outline(call.args, call.placed))
 
 
 def implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedtailor.core import codec
 from fedtailor.core.client import Call
-from fedtailor.core.placed import Placed, in_order, row
+from fedtailor.core.placed import Placed, in_order, outline
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Tape:
         node = _Node(fed, call)
         with torch.enable_grad():
             self.token, *reply = _Apply.apply(node, self.token, *leaves(call.args))
-        return Placed(fed.cohort, rebuild(node.reply, iter(reply)))
+        return Placed(fed.cohort, rebuild(node.reply, iter(reply)), fed.ranks)
 
     def backward(self, loss: Tensor) -> Tree:
         watched = leaves(self.watched)
@@ -51,7 +51,9 @@ class _Node:
         filled = [torch.zeros_like(v) if c is None else c for v, c in zip(leaves(self.reply), cotangents, strict=True)]
         tree = rebuild(self.reply, iter(filled))
         down = codec.size(call.reply_header, tree, stacked=True)
-        fed._count(len(fed.cohort), down, up=codec.size(call.reply_header, row(call.args, call.placed)))
+        message = outline(call.args, call.placed)
+        fed._count(len(fed.cohort), down, up=codec.size(call.reply_header, message))
+        here = fed.ranks.mine(fed.cohort)
         totals: list[Tree] = [None] * len(call.args)
         parts: list[list[tuple[tuple[int, ...], Tree]]] = [[] for _ in call.args]
         for clients, args in fed.engine.pull_back(call.number, fed.cohort, tree):
@@ -60,9 +62,13 @@ class _Node:
                     parts[i].append((clients, arg))
                 else:
                     totals[i] = arg if totals[i] is None else tree_map(torch.add, totals[i], arg)
+        for i, (arg, own) in enumerate(zip(call.args, call.placed, strict=True)):
+            if not own and totals[i] is None:  # no client of the cohort is on this rank
+                totals[i] = tree_map(torch.zeros_like, arg)
+        totals = fed.ranks.total(totals)  # the same message went to the clients of all ranks
         joined = [
-            in_order(part, fed.cohort) if own else total
-            for part, total, own in zip(parts, totals, call.placed, strict=True)
+            in_order(part, here, example) if own else total
+            for part, total, own, example in zip(parts, totals, call.placed, message, strict=True)
         ]
         return leaves(tuple(joined))
 
@@ -71,7 +77,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, node: _Node, token: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
         ctx.node, ctx.token = node, token
-        node.reply = node.fed._call(node.call).tree
+        node.reply = node.fed._call(node.call).rows
         return token.clone(), *leaves(node.reply)
 
     @staticmethod

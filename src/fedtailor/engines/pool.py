@@ -27,7 +27,7 @@ from torch import Tensor
 from fedtailor.core import codec
 from fedtailor.core.client import Call, initial
 from fedtailor.core.me import Setting
-from fedtailor.core.placed import row
+from fedtailor.core.placed import outline
 from fedtailor.core.states import refuse_other
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, schema, tree_map
 from fedtailor.engines.inprocess import Reply
@@ -273,7 +273,7 @@ class Pool:
         inside, where, taped = self._inside, self._where, self._taped.pop(number)
         call, position = taped.call, {c: i for i, c in enumerate(clients)}
         down = self._put(cotangent)
-        layout = Layout.of(row(call.args, call.placed), len(clients))
+        layout = Layout.of(outline(call.args, call.placed), len(clients))
         region = inside.regions.take(layout.size)
         tasks = [
             task._replace(target=where.fresh(), cotangent=self._cotangents.get(c), back=position[c])

@@ -277,7 +277,7 @@ class _Steps:
                 reason = f"secure sum: {header.get('error', 'a reply of the wrong form')}"
             self.trouble = f"; {fed.engine.setting.data.clients[client]}: {reason}"
             if not is_last:
-                fed._reject(client, self.call, reason)
+                fed._settle(self.call, 0, 0, [(client, reason)], {})
 
     def need(self, clients: Iterable[int], threshold: int) -> None:
         """Go on only with enough clients that the sum can be opened and is more than one reply."""

@@ -96,6 +96,7 @@ class FederationSection(Section):
     clients_per_round: int = Field(default=0, ge=0, description="Clients drawn for each round; 0 is all of them.")
     min_replies: int = Field(default=1, ge=1, description="With fewer usable replies a round is abandoned.")
     max_norm: float = Field(default=1e8, gt=0, description="A reply of larger norm is rejected.")
+    timeout: float = Field(default=600.0, gt=0, description="Seconds that the ranks of torchrun wait for each other.")
 
     @property
     def limits(self) -> Limits:

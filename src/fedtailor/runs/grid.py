@@ -134,8 +134,8 @@ def _run_cell(cell: Cell, data_root: Path | None) -> None:
 
     try:
         if (cell.folder / CONFIG).exists():
-            runner.resume(cell.folder, data_root, listen, _cores)
+            runner.resume(cell.folder, data_root, listen, cores=_cores)
         else:
-            runner.start(cell.config, cell.folder, data_root, listen, _cores)
+            runner.start(cell.config, cell.folder, data_root, listen, cores=_cores)
     except UserError as error:
         raise RunError(str(error)) from None

@@ -8,8 +8,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from fedtailor.core.federation import Engine, Federation, Traffic
 from fedtailor.core.me import Setting
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
+from fedtailor.core.ranks import ALONE, Ranks
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError
@@ -142,7 +145,7 @@ def _reads(model: Model, name: str, federated: FederatedData) -> None:
             raise ConfigError(f"model.name: {name} does not read {federated.name}, which is text: {error}") from None
 
 
-def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | None) -> dict[str, Any]:
+def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | None, ranks: int = 1) -> dict[str, Any]:
     """What made a run, for people who find its folder."""
     names = ("fedtailor", "torch", "numpy", "safetensors")
     return {
@@ -151,6 +154,7 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "threads": torch.get_num_threads(),
         "engine": engine,
+        "ranks": ranks,
         "task_id": config.task_id,
         "data_root": None if data_root is None else str(data_root.resolve()),
         "data": setting.data.name,
@@ -163,28 +167,51 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
 
 
 def start(
-    config: RunConfig, path: Path, data_root: Path | None = None, listener: Listener | None = None, cores: int = 0
+    config: RunConfig,
+    path: Path,
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    ranks: Ranks = ALONE,
+    cores: int = 0,
 ) -> RunFolder:
-    """A new run in a new folder, to its end, on so many cores; 0 is all."""
-    setting = setting_of(config, data_root)
-    name = config.federation.engine
-    if name == "auto":
-        name = "wire" if config.privacy.secure_sum else engines.choose(setting)
-    torch.set_num_threads(config.federation.threads or (1 if name == "pool" else engines.threads(setting)))
-    engine = _started(name, setting, config, cores)
-    run = _Run(config, engine)  # what does not fit together is said before there is a folder
-    folder = RunFolder.create(path, config, about(setting, config, name, data_root))
-    return _train(folder, run, listener)
+    """A new run in a new folder, to its end, on so many cores; 0 is all.
+
+    Every one of `ranks` calls this; the first writes the folder.
+    """
+
+    def made() -> tuple[_Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
+        setting = setting_of(config, data_root)
+        name = config.federation.engine
+        if name == "auto":
+            name = "wire" if config.privacy.secure_sum else engines.choose(setting)
+        torch.set_num_threads(config.federation.threads or (1 if name == "pool" else engines.threads(setting)))
+        run = _Run(config, _started(name, setting, config, ranks, cores), ranks)
+        return run, about(setting, config, name, data_root, ranks.count)
+
+    run, made_by = ranks.agreed(made)
+    ranks.agreed(lambda: RunFolder.create(path, config, made_by) if ranks.rank == 0 else None)
+    return _train(RunFolder(path), run, listener)
 
 
-def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None, cores: int = 0) -> RunFolder:
-    """Go on with a run from its last checkpoint; a finished one is left as it is."""
-    folder = RunFolder.open(path)
-    config, made_by = folder.config, folder.about
-    if folder.results is not None:
-        return folder
-    setting = setting_again(folder, data_root)
-    return _train(folder, _Run(config, _started(made_by["engine"], setting, config, cores)), listener)
+def resume(
+    path: Path,
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    ranks: Ranks = ALONE,
+    cores: int = 0,
+) -> RunFolder:
+    """Go on with a run from its last checkpoint; a finished one is left as it is. Every one of `ranks` calls this."""
+
+    def made() -> _Run | None:
+        folder = RunFolder.open(path)
+        config, made_by = folder.config, folder.about
+        if folder.results is not None:
+            return None
+        setting = setting_again(folder, data_root)
+        return _Run(config, _started(made_by["engine"], setting, config, ranks, cores), ranks)
+
+    run = ranks.agreed(made)
+    return RunFolder(path) if run is None else _train(RunFolder(path), run, listener)
 
 
 def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
@@ -200,45 +227,59 @@ def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
     return setting
 
 
-def _started(name: engines.EngineName, setting: Setting, config: RunConfig, cores: int) -> Engine:
-    wanted = config.federation.workers or engines.cores()
-    engine = engines.make(name, setting, config.federation.chunk, min(wanted, cores or wanted))
+def _started(name: engines.EngineName, setting: Setting, config: RunConfig, ranks: Ranks, cores: int) -> Engine:
+    engine: Engine
+    if ranks.count > 1:
+        from fedtailor.engines.torchrun import Sharded
+
+        engine = Sharded(setting, name, config.federation.chunk, ranks)
+    else:
+        wanted = config.federation.workers or engines.cores()
+        engine = engines.make(name, setting, config.federation.chunk, min(wanted, cores or wanted))
     engine.start()
     return engine
 
 
 def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder:
     """The rounds that are still to do, and the end."""
-    config, saved_at = run.config, -math.inf
-    with folder.locked():
-        run.load(folder)
+    config, ranks, saved_at, length = run.config, run.ranks, -math.inf, 0
+    is_first = ranks.rank == 0
+    with ExitStack() as held:
+        ranks.agreed(lambda: held.enter_context(folder.locked()) if is_first else None)
+        ranks.agreed(lambda: run.load(folder))
         for round in range(run.round + 1, config.rounds + 1):
             line, value = run.step(round)
-            length = folder.append_metrics(line)
+            if is_first:
+                length = folder.append_metrics(line)
             if listener is not None:
                 clients, faults = len(run.fed.cohort), len(run.fed.faults)
                 before = run.engine.setting.algorithm.preparation
                 done, total = round + before, config.rounds + before
                 listener(Progress(done, total, run.metric, value, clients, faults, _news(line), line.get("epsilon")))
             if run.abandoned >= ABANDONED_IN_A_ROW:
-                raise RunError(
-                    f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
-                )
+                last = line["abandoned"]
+                why = f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {last}"
+                ranks.agreed(partial(_refuse, why))
             due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
-            if due or round == config.rounds:
+            if ranks.told(due)[0] or round == config.rounds:  # clocks differ: the first rank's counts
                 run.save(folder, length)
                 saved_at = time.perf_counter()
         run.finish(folder)
     return folder
 
 
+def _refuse(why: str) -> None:
+    raise RunError(why)
+
+
 class _Run:
     """What changes from round to round."""
 
-    def __init__(self, config: RunConfig, engine: Engine) -> None:
+    def __init__(self, config: RunConfig, engine: Engine, ranks: Ranks) -> None:
         self.config = config
+        self.ranks = ranks
         self.engine = engine
-        self.fed = Federation(engine, config.federation.limits, privacy=config.privacy.made())
+        self.fed = Federation(engine, config.federation.limits, ranks, privacy=config.privacy.made())
         self.server = engine.setting.algorithm.server_init(engine.setting.model)
         self.metric = METRICS[engine.setting.data.task][0]
         self.round = -engine.setting.algorithm.preparation  # the last one done
@@ -298,7 +339,16 @@ class _Run:
         return value
 
     def _snapshot(self) -> Tree:
+        """Server and clients as they are now; of the clients, those of this rank."""
         return tree_map(torch.clone, {"server": self.server, "clients": self.engine.get_states()})
+
+    def _whole(self, tree: Tree) -> Tree:
+        """A snapshot with the clients of all ranks, on the first."""
+        return tree | {"clients": self.ranks.at_first(tree["clients"], self._everybody)}
+
+    @property
+    def _everybody(self) -> range:
+        return range(len(self.engine.setting.data.clients))
 
     def save(self, folder: RunFolder, metrics_length: int) -> None:
         """Write a checkpoint."""
@@ -313,19 +363,22 @@ class _Run:
             "best_round": self.best_round,
             "best_value": self.best_value,
         }
-        trees = {"state": (self.round, {"server": self.server, "clients": self.engine.get_states()})}
+        now = {"server": self.server, "clients": self.engine.get_states()}
+        trees = {"state": (self.round, self._whole(now))}
         if self.best is not None:
-            trees["best"] = (self.best_round, self.best)
-        folder.save_checkpoint(status, trees)
+            trees["best"] = (self.best_round, self._whole(self.best))
+        if self.ranks.rank == 0:
+            folder.save_checkpoint(status, trees)
 
     def load(self, folder: RunFolder) -> None:
         """Go back to the last checkpoint, or to the start."""
         saved = folder.load_checkpoint()
-        folder.drop_stale()
-        folder.cut_metrics(saved[0]["metrics_length"] if saved else 0)
+        if self.ranks.rank == 0:
+            folder.drop_stale()
+            folder.cut_metrics(saved[0]["metrics_length"] if saved else 0)
         if saved is None:
             return
-        status, trees = saved
+        status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
         self.server = trees["state"]["server"]
         self.engine.set_states(trees["state"]["clients"])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
@@ -333,6 +386,10 @@ class _Run:
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.looked_at = set(status["looked_at"])
         self.fed.noisy_sums = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
+
+    def _part(self, tree: Tree) -> Tree:
+        """Of a whole snapshot, server and this rank's clients."""
+        return tree | {"clients": self.ranks.own(tree["clients"], self._everybody)}
 
     def finish(self, folder: RunFolder) -> None:
         """Test both the last round and the one selected on validation data; save the personal models of both."""
@@ -344,9 +401,14 @@ class _Run:
             self.engine.set_states(tree["clients"])
             models: dict[int, Params] = {}
             test = measure(self.engine, round, tree["server"], ["test"], models)["test"]
-            folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
+            if self.ranks.count > 1:
+                models = self._from_all(models)
+            if self.ranks.rank == 0:
+                folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
             results[kind] = {"round": round, "test": _summaries(test), "clients": test}
         self.engine.set_states(last[1]["clients"])
+        if self.ranks.rank:
+            return
         if self.engine.setting.unseen is not None:
             results["unseen"] = self._onboard(folder, self.engine.setting.unseen, results["last"]["test"])
         lines = folder.metrics()
@@ -368,6 +430,12 @@ class _Run:
         if told.noise:
             found |= {"delta": told.delta, "noisy_sums": sum(self.fed.noisy_sums.values()), **asdict(self._spent())}
         return found
+
+    def _from_all(self, models: dict[int, Params]) -> dict[int, Params]:
+        """Models of the clients of all ranks, on the first."""
+        stack = tree_map(lambda *rows: torch.stack(rows), *(models[c] for c in sorted(models))) if models else None
+        rows = self.ranks.at_first(stack, self._everybody)
+        return {} if rows is None else {c: {k: v[c] for k, v in rows.items()} for c in self._everybody}
 
     def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
         """Clients that took no part join now; what they reach, and by how much those who trained are better off."""
@@ -396,7 +464,7 @@ def measure(
                 column = out[split].setdefault(name, [math.nan] * clients)
                 for client, value in zip(group, values.tolist(), strict=True):
                     column[client] = value
-        if models is not None:
+        if models is not None and stack:  # those of other ranks are there
             models |= {client: {k: v[row] for k, v in stack.items()} for row, client in enumerate(group)}
     return out
 
