@@ -32,7 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("vmap", "vmap2", "wire")
 POOL: dict[str, Any] = {"name": "pool", "workers": 2}  # that it is loop bit for bit, tests/contract/test_pool.py shows
-EVERYWHERE = (*ENGINES, "pool")
+EVERYWHERE = ("pool", *ENGINES)
 SOLVER = Solver(lr=0.1, batch_size=4)
 FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
