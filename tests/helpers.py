@@ -28,11 +28,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "loop": {"name": "loop"},
     "vmap": {"name": "vmap"},
     "vmap2": {"name": "vmap", "chunk": 2},
-    "pool": {"name": "pool", "workers": 2},
     "wire": {"name": "wire"},
 }
-OTHERS = ("vmap", "vmap2", "wire")  # in this process; that the pool equals loop bit by bit has tests of its own
-IN_PROCESS = ("loop", *OTHERS)
+OTHERS = ("vmap", "vmap2", "wire")
+POOL: dict[str, Any] = {"name": "pool", "workers": 2}  # that it is loop bit for bit, tests/contract/test_pool.py shows
+EVERYWHERE = ("pool", *ENGINES)
 SOLVER = Solver(lr=0.1, batch_size=4)
 FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
@@ -133,7 +133,7 @@ def federate(
 ) -> Federation:
     """A federation whose clients have their first state."""
     setting = Setting(algorithm, model, data, solver, 3, environment or Environment())
-    made = engines.make(setting=setting, **ENGINES[engine])
+    made = engines.make(setting=setting, **(POOL if engine == "pool" else ENGINES[engine]))
     made.start()
     return Federation(made, limits or Limits())
 

@@ -15,7 +15,7 @@ from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import RoundAbandoned
 from fedtailor.local.training import Solver
-from tests.helpers import ENGINES, EVEN_SIZES, F64, OTHERS, assert_equal, federate, make_data, make_model, states
+from tests.helpers import EVEN_SIZES, EVERYWHERE, F64, OTHERS, assert_equal, federate, make_data, make_model, states
 
 SOLVERS = {
     "sgd": Solver(lr=0.1, batch_size=0),
@@ -130,7 +130,7 @@ def central(data: FederatedData, solver: Solver, server: Tree, mine: list[Tree])
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_equals_central_autograd(engine: str, solver: str) -> None:
     fed = federation(engine, SOLVERS[solver])
     setting = fed.engine.setting
@@ -236,7 +236,7 @@ class Passing(Algorithm):
 
 
 @pytest.mark.parametrize("cohort", [(0, 1, 2, 3), (3, 0, 2)])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_replies_that_return_to_their_clients(engine: str, cohort: tuple[int, ...]) -> None:
     data = make_data()
     fed = federate(Passing(), data, make_model("linear", data), engine)
@@ -246,7 +246,7 @@ def test_replies_that_return_to_their_clients(engine: str, cohort: tuple[int, ..
     assert_equal(out["a"], 1.5 * 16 * (0.1 * n) ** 3 * (n + 2))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_the_backward_pass_is_traffic(engine: str) -> None:
     fed = federation(engine, SOLVERS["sgd"])
     one_round(fed)
@@ -256,7 +256,7 @@ def test_the_backward_pass_is_traffic(engine: str) -> None:
     assert (fed.traffic.up, fed.traffic.down) == (wire.engine.up, wire.engine.down)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_looks_and_integers(engine: str) -> None:
     fed = federation(engine, SOLVERS["sgd"])
     one_round(fed)
@@ -264,7 +264,7 @@ def test_looks_and_integers(engine: str) -> None:
     assert [int(s["state"]["calls"]) for s in states(fed).values()] == [CELLS] * 4
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_lost_client_ends_a_taped_round(engine: str) -> None:
     fed = federation(engine, SOLVERS["sgd"], loses=True)
     before = states(fed)

@@ -12,7 +12,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from tests.helpers import ENGINES, F64, assert_equal, evaluate, federate, make_data, make_model
+from tests.helpers import EVERYWHERE, F64, assert_equal, evaluate, federate, make_data, make_model
 
 MANY = {"ada": (3, 2, 300), "bo": (1, 0, 0), "cy": (2, 513, 256), "di": (5, 1, 1)}
 
@@ -29,7 +29,7 @@ class Own(Algorithm):
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_evaluation_by_hand(engine: str, task: Any) -> None:
     data = make_data(task, sizes=MANY)
     model = make_model("mlp", data)
@@ -52,7 +52,7 @@ def test_evaluation_by_hand(engine: str, task: Any) -> None:
     assert len(metrics["ada"]) == 6
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_split_that_nobody_has(engine: str) -> None:
     data = make_data(sizes={"ada": (3, 0, 2), "cy": (2, 0, 1)})
     fed = federate(Own(), data, make_model("mlp", data), engine)
@@ -72,7 +72,7 @@ class Opposite(Algorithm):
         return -model(personal, x)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_an_algorithm_predicts_in_its_own_way(engine: str) -> None:
     data = make_data()
     model = make_model("mlp", data)
@@ -103,7 +103,7 @@ class Twice(Algorithm):
         return [fed.map(self.local).tree["out.weight"] for _ in range(2)]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_batches_differ_from_round_to_round_and_call_to_call(engine: str) -> None:
     data = make_data()
     fed = federate(Twice(), data, make_model("mlp", data), engine)

@@ -10,7 +10,7 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Federation
 from fedtailor.errors import ConfigError
 from fedtailor.runs.config import EnvironmentSection
-from tests.helpers import ENGINES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
+from tests.helpers import EVERYWHERE, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
 
 CLIENTS = (0, 1, 2, 3)
 SAMPLES = (9, 1, 6, 13)
@@ -52,7 +52,7 @@ def test_who_leaves_does_not_come_back() -> None:
     assert len(found[0]) >= 3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_clients_make_as_many_passes_as_said(engine: str) -> None:
     data = make_data("regression")
     model = make_model("mlp", data)

@@ -15,7 +15,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ClientError, RoundAbandoned
-from tests.helpers import ENGINES, F64, SIZES, assert_equal, federate, make_data, make_model, states
+from tests.helpers import EVERYWHERE, F64, SIZES, assert_equal, federate, make_data, make_model, states
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ ONE_BY_ONE = {
     "state shape": r'TypeError: private state "state/v" has shape \[1\], not \[2\]; client_init fixes',
     "no pair": r"TypeError: bad must return \(private state, reply\)",
 }
-FAULTS = [(f, e) for f in ANYWHERE for e in ENGINES] + [(f, e) for f in ONE_BY_ONE for e in ("loop", "pool", "wire")]
+FAULTS = [(f, e) for f in ANYWHERE for e in EVERYWHERE] + [(f, e) for f in ONE_BY_ONE for e in ("loop", "pool", "wire")]
 
 
 def federation(engine: str, algorithm: Algorithm, limits: Limits | None = None) -> Federation:
@@ -124,7 +124,7 @@ def moved(fed: Federation, by: float) -> Params:
     return {k: v + by for k, v in fed.engine.setting.model.params.items()}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_nobody_fails(engine: str) -> None:
     fed = federation(engine, Faulty())
     assert_equal(one_round(fed), moved(fed, (81 + 1 + 36 + 169) / 29))
@@ -146,7 +146,7 @@ def test_the_client_at_fault_is_left_out(fault: str, engine: str) -> None:
     assert after == {"ada": [20, 20], "bo": [1, 1], "cy": [17, 17], "di": [24, 24]}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_fault_is_over_with_its_round(engine: str) -> None:
     fed = federation(engine, Faulty("nan"))
     one_round(fed)
@@ -157,7 +157,7 @@ def test_a_fault_is_over_with_its_round(engine: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["nan", "raise", "state"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_too_few_replies(engine: str, fault: str) -> None:
     fed = federation(engine, Faulty(fault, below=8), Limits(min_replies=3))
     before = states(fed)
@@ -167,7 +167,7 @@ def test_too_few_replies(engine: str, fault: str) -> None:
     assert sorted(f.client for f in fed.faults) == ["bo", "cy"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_no_usable_reply_at_all(engine: str) -> None:
     fed = federation(engine, Faulty("nan", below=100))
     before = states(fed)
@@ -176,7 +176,7 @@ def test_no_usable_reply_at_all(engine: str) -> None:
     assert_equal(states(fed), before, tolerance=0)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_everybody_raises(engine: str) -> None:
     fed = federation(engine, Faulty("raise", below=100))
     before = states(fed)
@@ -196,10 +196,10 @@ def test_everybody_changes_the_structure_of_the_state(engine: str, fault: str) -
 
 @pytest.mark.parametrize("fault", ANYWHERE)
 def test_traffic_with_faults_is_the_same_everywhere(fault: str) -> None:
-    feds = [federation(engine, Faulty(fault)) for engine in ENGINES]
+    feds = [federation(engine, Faulty(fault)) for engine in EVERYWHERE]
     for fed in feds:
         one_round(fed)
-    assert [fed.traffic for fed in feds] == [feds[0].traffic] * len(ENGINES)
+    assert [fed.traffic for fed in feds] == [feds[0].traffic] * len(EVERYWHERE)
     wire = feds[-1].engine
     assert isinstance(wire, Wire)
     assert (feds[0].traffic.up, feds[0].traffic.down) == (wire.up, wire.down)
@@ -229,13 +229,13 @@ class Loses(Algorithm):
         return fed.map(self.third, x).tree if self.way == "message" else fed.mean(x, n)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_replies_from_before_a_loss_as_messages(engine: str) -> None:
     fed = federation(engine, Loses("message"))
     assert one_round(fed).tolist() == [9, 6, 13]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_replies_from_before_a_loss_in_a_mean(engine: str) -> None:
     fed = federation(engine, Loses("mean"))
     assert float(one_round(fed)) == pytest.approx(2 * (81 + 36 + 169) / 28, rel=1e-14)
@@ -257,7 +257,7 @@ class Renamed(Algorithm):
         return server
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_state_with_other_keys(engine: str) -> None:
     fed = federation(engine, Renamed())
     with pytest.raises(
@@ -303,7 +303,7 @@ class Sums(Algorithm):
 
 
 @pytest.mark.parametrize("cohort", [(0, 1, 2, 3), (3, 1, 0, 2)])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_sum_mean_scatter_gather(engine: str, cohort: tuple[int, ...]) -> None:
     fed = federation(engine, Sums())
     assert fed.looked_at == set()
@@ -333,7 +333,7 @@ def test_rows_of_some_clients() -> None:
     assert x[1].of((4, 7, 9)) is x[1].tree
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_round_of_the_server_that_raises_is_undone(engine: str) -> None:
     @dataclass(frozen=True)
     class Broken(Algorithm):

@@ -7,7 +7,7 @@ from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.model import PRIOR, BufferPolicy, Model
 from fedtailor.data.federated import FederatedData
 from fedtailor.models import build
-from tests.helpers import ENGINES, F64, assert_equal, everything, federate, make_data, models, run
+from tests.helpers import EVERYWHERE, F64, assert_equal, everything, federate, make_data, models, run
 
 
 def with_prior(data: FederatedData, buffers: BufferPolicy = "private") -> Model:
@@ -16,7 +16,7 @@ def with_prior(data: FederatedData, buffers: BufferPolicy = "private") -> Model:
 
 
 @pytest.mark.parametrize("buffers", ["private", "mean"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_engines_agree_and_the_prior_is_never_sent(engine: str, buffers: BufferPolicy) -> None:
     data = make_data()
     fed = federate(FedAvg(), data, with_prior(data, buffers), engine)

@@ -15,7 +15,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.trees import Ragged, Tree, is_ragged, items, schema, tree_map
 from fedtailor.engines.wire import Wire
-from tests.helpers import ENGINES, F64, federate, make_data, make_model
+from tests.helpers import EVERYWHERE, F64, federate, make_data, make_model
 
 PLACES = 20
 
@@ -90,7 +90,7 @@ class Uneven(Algorithm):
         return fed.gather(numbers, "numbers")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_on_every_engine(engine: str) -> None:
     data = make_data()
     fed = federate(Uneven(), data, make_model("linear", data), engine)
@@ -104,7 +104,7 @@ def test_on_every_engine(engine: str) -> None:
     assert (fed.traffic.up, fed.traffic.down) == (reference.engine.up, reference.engine.down)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_tape_refuses_them(engine: str) -> None:
     data = make_data()
     fed = federate(Uneven(taped=True), data, make_model("linear", data), engine)

@@ -170,8 +170,8 @@ class Pool:
     def get_states(self) -> Tree:
         """Everything private, stacked in the order of clients; a copy."""
         kept = self._inside.kept
-        stacks = kept.all_places(self._inside.rows.bytes, self._where.used)
-        return rebuild(kept.tree, (stack[self._where.now] for stack in stacks))
+        stacks, now = kept.all_places(self._inside.rows.bytes, self._where.used), torch.tensor(self._where.now)
+        return rebuild(kept.tree, (stack[now] for stack in stacks))
 
     def set_states(self, rows: Tree) -> None:
         """Put saved states back."""
@@ -304,13 +304,8 @@ class Pool:
         places = layout.places(region.bytes)
         for c in taped.tasks:
             mine = lying([p[position[c]] for p in places], answers[c].found["args"])
-            args = rebuild(layout.tree, iter(mine))
-            yield (
-                (c,),
-                tuple(
-                    tree_map(lambda v: v[None], arg) if own else arg for arg, own in zip(args, call.placed, strict=True)
-                ),
-            )
+            args = zip(rebuild(layout.tree, iter(mine)), call.placed, strict=True)
+            yield (c,), tuple(tree_map(lambda v: v[None], arg) if own else arg for arg, own in args)
 
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
