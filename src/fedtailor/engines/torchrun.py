@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -302,6 +302,10 @@ class Sharded:
     def together(self, clients: Sequence[int]) -> Tree | None:
         """Clients are on several ranks."""
         return None
+
+    def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        """Never asked for: ranks are of one simulation, which hides nothing from itself."""
+        raise NotImplementedError
 
     def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
         """Never asked for."""

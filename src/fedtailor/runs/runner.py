@@ -181,6 +181,8 @@ def start(
 
     def made() -> tuple[_Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         setting = setting_of(config, data_root)
+        if ranks.count > 1 and config.privacy.made() != Privacy():
+            raise ConfigError("privacy: not with torchrun, whose ranks share what they know; run in one process")
         name = config.federation.engine
         if name == "auto":
             name = "wire" if config.privacy.secure_sum else engines.choose(setting)
