@@ -22,6 +22,9 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.local.training import Solver
 
 
+NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
+
+
 class Section(BaseModel):
     """Unknown keys are errors, values never change."""
 
@@ -157,6 +160,13 @@ class CheckpointSection(Section):
     seconds: float = Field(default=2.0, ge=0, description="Least seconds between checkpoints.")
 
 
+class TrackingSection(Section):
+    """Trackers that are told about every round; pip install 'fedtailor[trackers]' brings them."""
+
+    tensorboard: bool = Field(default=False, description="Write TensorBoard's event files into the run's folder.")
+    mlflow: Path | None = Field(default=None, description="Folder of MLflow's file store to write a run into.")
+
+
 class RunConfig(Section):
     """One run: one algorithm, one model, one data set, one seed."""
 
@@ -170,6 +180,7 @@ class RunConfig(Section):
     environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
 
     def plain(self) -> dict[str, Any]:
         """Nothing but what TOML and JSON can hold; keys without a value are left out."""
@@ -178,7 +189,7 @@ class RunConfig(Section):
     @property
     def task_id(self) -> str:
         """Equal for runs that differ in algorithm and engine only: these may be compared client by client."""
-        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", "checkpoint")}
+        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", *NO_MATTER)}
         rest["clients_per_round"] = self.federation.clients_per_round
         return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -196,18 +207,18 @@ class CompareSection(Section):
     workers: int = Field(default=0, ge=0, description="Runs at the same time; 0 is one per core.")
 
 
-def _dotted(tables: Any) -> Any:
+def dotted(tables: Any) -> Any:
     """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
     if not isinstance(tables, dict):
         return tables
     out: dict[str, Any] = {}
     for key, value in tables.items():
-        inner = _dotted(value)
+        inner = dotted(value)
         out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
     return out
 
 
-Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(_dotted)]  # key -> its values
+Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
 
 
 class SearchSection(Section):
@@ -281,10 +292,11 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     """A checked configuration; the first thing wrong is a `ConfigError` that names its key."""
     tables = dict(tables)
     if isinstance(data := tables.get("data"), dict):
-        data = {"source": "digits"} | data
-        if "path" in data:  # a run must be resumable from any folder
-            data["path"] = str(Path(str(data["path"])).expanduser().resolve())
-        tables["data"] = data
+        tables["data"] = {"source": "digits"} | data
+    for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
+        table = tables.get(section)
+        if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
+            tables[section] = table | {key: str(Path(str(path)).expanduser().resolve())}
     try:
         return kind.model_validate(tables)
     except ValidationError as error:

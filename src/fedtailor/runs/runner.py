@@ -25,6 +25,7 @@ from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError
 from fedtailor.metrics.summary import summarise
+from fedtailor.runs import tracking
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.newcomers import EPOCHS, hold_out, onboarded
 from fedtailor.runs.store import RESULTS, RunFolder, write_json
@@ -123,6 +124,7 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
 
 def start(config: RunConfig, path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
     """A new run in a new folder, to its end."""
+    tracking.check(config.tracking)
     setting = setting_of(config, data_root)
     torch.set_num_threads(config.federation.threads or engines.threads(setting))
     name = engines.choose(setting) if config.federation.engine == "auto" else config.federation.engine
@@ -137,6 +139,7 @@ def resume(path: Path, data_root: Path | None = None, listener: Listener | None 
     config, made_by = folder.config, folder.about
     if folder.results is not None:
         return folder
+    tracking.check(config.tracking)
     setting = setting_again(folder, data_root)
     return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener)
 
@@ -163,11 +166,14 @@ def _started(name: engines.EngineName, setting: Setting, config: RunConfig) -> E
 def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder:
     """The rounds that are still to do, and the end."""
     config, saved_at = run.config, -math.inf
-    with folder.locked():
+    with folder.locked(), tracking.followed(folder, config) as tell:
         run.load(folder)
+        for line in folder.metrics():  # a tracker may have lost the last of them
+            tell(line)
         for round in range(run.round + 1, config.rounds + 1):
             line, value = run.step(round)
             length = folder.append_metrics(line)
+            tell(line)
             if listener is not None:
                 clients, faults = len(run.fed.cohort), len(run.fed.faults)
                 before = run.engine.setting.algorithm.preparation
