@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,21 @@ Points = dict[str, list[tuple[int, float]]]
 
 def in_tensorboard(folder: RunFolder) -> Points:
     """Everything in the event files, as it lies there: a point that was written twice is there twice."""
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-    from tensorboard.util.tensor_util import make_ndarray
-
+    loader: Any = import_module("tensorboard.backend.event_processing.event_file_loader")
+    tensors: Any = import_module("tensorboard.util.tensor_util")
     found: Points = {}
     for file in sorted((folder.path / tracking.TENSORBOARD).iterdir()):
-        for event in EventFileLoader(str(file)).Load():
+        for event in loader.EventFileLoader(str(file)).Load():
             for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, float(make_ndarray(value.tensor))))
+                found.setdefault(value.tag, []).append((event.step, float(tensors.make_ndarray(value.tensor))))
     return found
 
 
 def in_mlflow(folder: RunFolder) -> tuple[Any, Points]:
-    from mlflow import MlflowClient
-
     store = folder.config.tracking.mlflow
     assert store is not None
-    client = MlflowClient(tracking_uri=store.as_uri())
+    mlflow: Any = import_module("mlflow")
+    client = mlflow.MlflowClient(tracking_uri=store.as_uri())
     run = client.get_run(read_json(folder.path / tracking.MLFLOW)["run"])
     points = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
     return run, {key: [(point.step, point.value) for point in history] for key, history in points.items()}
@@ -149,7 +148,8 @@ def test_reports_and_lists_have_names_and_what_is_no_number_is_left_out(tmp_path
     told: list[dict[str, float]] = []
 
     class Tracker:
-        last: dict[str, int] = {}
+        def __init__(self) -> None:
+            self.last: dict[str, int] = {}
 
         def write(self, step: int, values: dict[str, float]) -> None:
             told.append(values)
@@ -164,6 +164,6 @@ def test_tracking_does_not_make_it_another_task() -> None:
     assert "tracking" in NO_MATTER
     assert config("tracking.mlflow=x").task_id == config().task_id
     assert parse({"tracking": {"mlflow": "x"}}).tracking.mlflow == Path("x").resolve()
-    with pytest.raises(ConfigError, match="tracking.mlflow = True"):
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow = True"):
         parse({"tracking": {"mlflow": True}})
     assert "[tracking]" in template(RunConfig)

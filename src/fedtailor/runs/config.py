@@ -21,7 +21,6 @@ from fedtailor.engines import EngineName
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.local.training import Solver
 
-
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
 
 

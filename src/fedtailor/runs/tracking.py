@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,7 @@ class _TensorBoard:
 
         path = folder.path / TENSORBOARD
         self.last = _steps_in(path) if path.exists() else {}
-        self.writer: Any = SummaryWriter(str(path), flush_secs=10)  # type: ignore[no-untyped-call]
+        self.writer: Any = SummaryWriter(str(path), flush_secs=10)
 
     def write(self, step: int, values: Values) -> None:
         for name, value in values.items():
