@@ -173,7 +173,11 @@ def _kind(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_kind(k) for k in inner if k is not type(None))
     if origin in (tuple, list):
-        return f"list of {_kind(inner[0])}".replace("number", "numbers").replace("text", "texts").replace("table", "tables")
+        return (
+            f"list of {_kind(inner[0])}".replace("number", "numbers")
+            .replace("text", "texts")
+            .replace("table", "tables")
+        )
     return "table" if origin is dict else str(annotation)
 
 
@@ -190,7 +194,9 @@ def commands() -> str:
     parts = []
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         arguments = " ".join(_usage(p) for p in command.params if p.param_type_name == "argument")
-        parts.append(f"## fedtailor {name}\n\n```text\nfedtailor {name} {arguments} [OPTIONS]\n```\n".replace("  ", " "))
+        parts.append(
+            f"## fedtailor {name}\n\n```text\nfedtailor {name} {arguments} [OPTIONS]\n```\n".replace("  ", " ")
+        )
         parts.append(f"{inspect.cleandoc(command.help or '')}\n")
         rows = ["| argument or option | default | meaning |", "|---|---|---|"]
         for param in command.params:
