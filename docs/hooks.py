@@ -1,4 +1,4 @@
-"""What the site has beyond the pages as they lie here: tables made from the code, and the pages of the project's root."""
+"""What the site has beyond the pages here: tables made from the code, and the pages of the project's root."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from urllib.parse import unquote, urlsplit
@@ -226,10 +227,11 @@ def algorithm_options() -> str:
         sent = ", ".join(sent_names(kind)) or "nothing"
         parts.append(f"## {name}\n\n{module.splitlines()[0]}\n\n- **private**: {kind.private}\n- **sent**: {sent}\n")
         sentences = field_sentences(kind)
-        rows = ["| option | default | meaning |", "|---|---|---|"]
-        for field in dataclasses.fields(kind):
-            rows.append(f"| `{field.name}` | `{_toml(field.default)}` | {_cell(sentences.get(field.name, ''))} |")
-        parts += ["\n".join(rows) if len(rows) > 2 else "No options.", ""]
+        rows = [
+            f"| `{field.name}` | `{_toml(field.default)}` | {_cell(sentences.get(field.name, ''))} |"
+            for field in dataclasses.fields(kind)
+        ]
+        parts += ["\n".join(["| option | default | meaning |", "|---|---|---|", *rows]) if rows else "No options.", ""]
         for preset, values in kind.presets.items():
             listed = ", ".join(f"`{k}` = `{_toml(v)}`" for k, v in values.items())
             parts.append(f"Preset `{preset}`: {listed}.\n")
@@ -237,18 +239,15 @@ def algorithm_options() -> str:
 
 
 def field_sentences(kind: type) -> dict[str, str]:
-    """The text below each field of a class."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    """The text below each field of a dataclass, its bases included."""
     found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        ):
-            found[field.target.id] = inspect.cleandoc(str(text.value.value))
+    for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, text in pairwise(body.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
+                    found[name] = inspect.cleandoc(sentence)
     return found
 
 
