@@ -203,7 +203,8 @@ def commands() -> str:
         for param in command.params:
             if param.name == "help":
                 continue
-            label = ", ".join(param.opts) if param.param_type_name == "option" else _usage(param)
+            is_option = param.param_type_name == "option"
+            label = f"{', '.join(param.opts)} {param.metavar or ''}".strip() if is_option else _usage(param)
             default = "" if param.default in (None, False, [], ()) or callable(param.default) else f"`{param.default}`"
             rows.append(f"| `{label}` | {'required' if param.required else default} | {_cell(param.help or '')} |")
         parts += ["\n".join(rows), ""]

@@ -1,4 +1,4 @@
-"""The site: every page is on it, what is made from the code is complete, and the check of links finds what it should."""
+"""The site: every page is on it, what is made from the code is complete, and the check of links finds mistakes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from docs import hooks
 from fedtailor.algorithms import algorithms
 from fedtailor.cli.main import app
+from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import SOURCES
 from fedtailor.runs.config import CompareConfig, SearchSection
 from tests.docs.pages import ROOT
@@ -66,11 +67,18 @@ def test_every_command_and_option_is_listed() -> None:
 
 
 def test_every_option_of_an_algorithm_has_its_sentence() -> None:
+    page = f"\n{hooks.algorithm_options()}"
     for name, kind in algorithms().items():
         if kind.__module__.startswith("fedtailor."):
             fields = {field.name for field in dataclasses.fields(kind)}
             assert fields - set(hooks.field_sentences(kind)) == set(), name
-            assert f"\n## {name}\n" in f"\n{hooks.algorithm_options()}"
+            assert f"\n## {name}\n" in page
+
+
+def test_every_class_variable_of_an_algorithm_is_listed() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    variables = [name for name, kind in Algorithm.__annotations__.items() if kind.startswith("ClassVar")]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == variables
 
 
 def test_links_that_lead_nowhere_and_other_hosts_are_found(tmp_path: Path) -> None:
