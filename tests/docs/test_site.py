@@ -19,7 +19,7 @@ from fedtailor.cli.main import app
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import SOURCES
 from fedtailor.runs.config import CompareConfig, SearchSection
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, run_page
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -109,3 +109,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name in ("Algorithm", "on_client", "Sent", "Me", "Federation", "Model", "Solver", "start"):
         assert f">{name}<" in page.replace("</span>", "<"), name
     assert not list((tmp_path / "site").rglob("*intro*"))
+
+
+@pytest.mark.parametrize("page", ["commands", "configuration", "algorithms"])
+def test_commands_of_the_reference_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / f"docs/reference/{page}.md", monkeypatch)
