@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SITE_READY := $(VENV)/.site-ready
+PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench evidence docs clean
+.PHONY: help setup demo test lint bench bench-peers evidence docs clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(READY) ## Create .venv with the pinned versions
 
@@ -32,10 +33,22 @@ lint: $(READY) ## ruff and mypy over src, tests and benchmarks
 	$(BIN)/mypy
 
 bench: $(READY) ## Speed, as a ratio to plain torch in the same run
-	$(BIN)/python benchmarks/local_step.py
+	$(BIN)/python -m benchmarks.speed --json runs/bench/speed.json
 	$(BIN)/python benchmarks/learn2pfed_epoch.py
 	$(BIN)/python benchmarks/duw_cost.py
 	$(BIN)/python benchmarks/equilibrium.py
+	$(BIN)/python benchmarks/secure_sum.py
+
+# torch in both requests, so that nothing replaces the build that is at hand.
+$(PEERS)/.ready:
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check setuptools numpy torch==2.13.0
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 \
+		'flwr[simulation]==1.41.*' 'pfl[pytorch]==0.6.*' 'fedlab==1.3.*'
+	@touch $@
+
+bench-peers: $(READY) $(PEERS)/.ready ## The same tasks in Flower, pfl-research and FedLab, in an environment of their own
+	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python --json runs/bench/peers.json
 
 evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py
@@ -49,4 +62,4 @@ $(SITE_READY): $(READY)
 	@touch $(SITE_READY)
 
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -9,7 +9,7 @@ import pytest
 from fedtailor.algorithms import algorithms
 from fedtailor.runs import runner
 from fedtailor.runs.config import parse
-from tests.docs.pages import ROOT, run_page
+from tests.docs.pages import ROOT, blocks, run_page
 
 
 def test_federation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +24,15 @@ def test_federation(monkeypatch: pytest.MonkeyPatch) -> None:
         4,
         8,
     ]
+
+
+def test_secure_aggregation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs/explanation/secure-aggregation.md"
+    run_page(page, monkeypatch)
+    out = capsys.readouterr().out
+    printed = next(b.text for b in blocks(page) if b.language == "text")
+    assert printed in out
+    assert "privacy    secure sums; changes clipped to 1; noise 4: epsilon" in out
 
 
 def test_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedtailor.errors import ConfigError, EquilibriumError
-from fedtailor.local.equilibrium import Equilibrium, Report, fixed_point, rows_in_l1_ball, watched
+from fedtailor.local.equilibrium import Equilibrium, Report, fixed_point, rows_in_l1_ball, told, watched
 from tests.helpers import F64
 
 WIDTH, INPUTS, BATCH = 6, 3, 5
@@ -354,3 +354,14 @@ def test_torchdeq_agrees(gradient: str, theirs: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, other, rtol=0, atol=1e-9)
     found, wanted = (torch.autograd.grad(z.square().sum(), tensors) for z in (ours, other))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-8)
+
+
+def test_told_counts_samples_that_did_not_converge() -> None:
+    fine = Report(torch.tensor([1e-4, 2e-4]), torch.tensor([3, 5]), torch.tensor([True, True]))
+    open_ = Report(torch.tensor([[0.5]]), torch.tensor([[30]]), torch.tensor([[False]]))
+    assert told([]) == {}
+    assert told([fine, open_]) == {
+        "solver_open": 1.0,
+        "solver_iterations": pytest.approx(38 / 3),
+        "solver_residual": 0.5,
+    }

@@ -16,6 +16,7 @@ from tests.helpers import F64, assert_equal
     [
         ("lenet5", (3, 32, 32), 10, 62_006, {"fc3.weight", "fc3.bias"}),
         ("fmnist-cnn", (1, 28, 28), 10, 10_290, {"fc.weight", "fc.bias"}),
+        ("cnn", (1, 28, 28), 10, 582_026, {"out.weight", "out.bias"}),
         ("mlp", (1, 28, 28), 10, 784 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10, {"out.weight", "out.bias"}),
         ("linear", (13,), 2, 28, {"out.weight", "out.bias"}),
         ("lstm", (24,), 1, 48 * (1 + 12 + 1) + 48 * (12 + 12 + 1) + 13, {"out.weight", "out.bias"}),

@@ -90,7 +90,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.runs.compare import GRID, TABLE, local_reference
     from fedtailor.runs.store import RunFolder
-    from fedtailor.runs.tables import number, size
+    from fedtailor.runs.tables import number, private_words, size
 
     if (path / GRID).exists():
         if not (path / TABLE).exists():
@@ -120,6 +120,8 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     traffic = results["traffic"]
     print(f"traffic    {size(traffic['up'])} up, {size(traffic['down'])} down, {traffic['trips']} trips")
     print(f"time       {results['seconds']} s")
+    if "privacy" in results:
+        print(f"privacy    {private_words(results['privacy'])}")
     if results["faults"] or results["abandoned"]:
         print(f"faults     {results['faults']} replies rejected, {results['abandoned']} rounds abandoned:")
         for line in folder.metrics():

@@ -18,6 +18,7 @@ from fedtailor.core.me import Me, Setting
 from fedtailor.core.model import PRIOR, label_prior
 from fedtailor.core.trees import Params, Tree, as_tensors, detach, items, leaves, rebuild, tree_map
 from fedtailor.local.batches import whole
+from fedtailor.privacy.noise import clipped
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Call:
     args: tuple[Tree, ...]
     placed: tuple[bool, ...]  # per argument: one row per client, or the same for all
     taped: bool = False
+    sealed: float | None = None  # the reply stays at the client, to be summed there; its largest norm
 
     def key(self, seed: int) -> tuple[str | int, ...]:
         """Begins the name of every random stream that the call uses."""
@@ -38,13 +40,14 @@ class Call:
     @property
     def header(self) -> dict[str, Any]:
         """What a request says beside its message."""
-        return {
+        header = {
             "function": self.function,
             "round": self.round,
             "call": self.number,
             "placed": list(self.placed),
             "taped": self.taped,
         }
+        return header if self.sealed is None else header | {"sealed": self.sealed}
 
     @property
     def reply_header(self) -> dict[str, Any]:
@@ -81,6 +84,8 @@ def invoke(
         out = fn(me, *args)
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"{call.function} must return (private state, reply)")
+        if setting.clip:
+            return out[0], clipped(out[1], args, call.placed, setting.clip)
         return out
 
     args, kept = call.args, state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +32,8 @@ from fedtailor.core.trees import (
 )
 from fedtailor.errors import ClientError, RoundAbandoned
 from fedtailor.local.training import Solver
+from fedtailor.privacy import sealed
+from fedtailor.privacy.sealed import Privacy
 
 
 class Engine(Protocol):
@@ -42,6 +44,7 @@ class Engine(Protocol):
     def start(self) -> None: ...
     def begin_round(self) -> None: ...
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Any]: ...
+    def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]: ...
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
     ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]: ...
@@ -106,6 +109,9 @@ class Federation:
     missed: list[tuple[int, ...]] = field(default_factory=list)  # of each exchange of the round
     looked_at: set[str] = field(default_factory=set)
     reported: dict[str, float | list[float]] = field(default_factory=dict)
+    privacy: Privacy = field(default_factory=Privacy)
+    noisy_sums: dict[int, int] = field(default_factory=dict)  # by round
+    secure_sums: int = 0  # of the round
     _calls: int = 0
     _tape: Tape | None = None
     _errors: list[Exception] = field(default_factory=list)
@@ -130,7 +136,8 @@ class Federation:
             raise TypeError(f"fed.map: {fn.__name__} has a ragged message or reply; those cannot be taped")
         self._calls += 1
         self.traffic.trips += 1
-        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped)
+        largest = self.limits.max_norm if self.privacy.secure_sum else None
+        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, largest)
 
     def report(self, **values: Tensor | list[Tensor]) -> None:
         """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
@@ -139,19 +146,23 @@ class Federation:
 
     def sum(self, x: Placed) -> Tree:
         """The sum over the cohort; all that the server needs to see of it."""
-        return tree_map(lambda v: v.sum(0), x.tree)
+        return sealed.total(self, x) if self.privacy.is_sealed else tree_map(lambda v: v.sum(0), x.tree)
 
     def mean(self, x: Placed, weight: Placed | None = None, stale: Tree = None) -> Tree:
         """The mean over the cohort, weighted by one number per client.
 
         `stale` counts for those who were asked and did not answer, by their samples, if the environment has it so.
         """
-        missing = tuple(c for c in self.asked if c not in set(self.cohort)) if stale is not None else ()
-        if missing and self.engine.setting.environment.missing == "stale":
+        if stale is not None and self.engine.setting.environment.missing == "stale":
             mean = self.mean(x, weight)
-            absent, present = self.samples(missing), self.samples(x.clients)
+            missing = tuple(c for c in self.asked if c not in set(self.cohort))
+            if not missing:
+                return mean
+            absent, present = self.samples(missing), self.samples([c for c in x.clients if c not in set(missing)])
             there = present.sum() / (present.sum() + absent.sum())
             return tree_map(lambda old, new: torch.lerp(old, new, there.to(new.dtype)), stale, mean)
+        if self.privacy.is_sealed:
+            return sealed.mean(self, x, weight)
         if weight is None:
             return tree_map(lambda v: v.mean(0), x.tree)
         known = set(weight.clients)
@@ -216,11 +227,13 @@ class Federation:
 
     def gather(self, x: Placed, what: str) -> Tree:
         """Look at single replies. `what` names them, for the report of what the server saw."""
+        sealed.refuse_look(self, what)
         self.looked_at.add(what)
         return x.tree
 
     def tape(self, watched: Tree = None) -> Tree:
         """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
+        sealed.refuse_tape(self)
         self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched))
         return self._tape.watched
 
@@ -239,7 +252,7 @@ class Federation:
         It must give what the calls give, and counts as much traffic. None where clients are on their own or a number
         is out of bounds: then make the calls, which find out whose it is.
         """
-        held = self.engine.together(self.cohort)
+        held = None if self.privacy.calls_only else self.engine.together(self.cohort)
         if (
             held is None
             or len(self.cohort) < max(1, self.limits.min_replies)
@@ -271,7 +284,7 @@ class Federation:
             self.cohort = self._arriving(0, self.cohort)
             if not self.cohort:
                 return server  # nobody answered: everything is as before
-        self._calls, self._tape, self._errors, self.reported = 0, None, [], {}
+        self._calls, self._tape, self._errors, self.reported, self.secure_sums = 0, None, [], {}, 0
         self.engine.begin_round()
         try:
             with torch.enable_grad():  # a tape must record whatever the caller's mode
@@ -283,8 +296,10 @@ class Federation:
     def _call(self, call: Call) -> Placed:
         """Send a call, check every reply, keep the good ones in the order of the cohort."""
         setting = self.engine.setting
-        wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
-        positive = sent_positive(setting.algorithm, call.function)
+        wanted, positive = schema(None), []  # a sealed reply stays where it is
+        if call.sealed is None:
+            wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
+            positive = sent_positive(setting.algorithm, call.function)
         asked = self.cohort
         parts: list[tuple[tuple[int, ...], Tree]] = []
         self.traffic.down += _size_down(call, len(asked))
@@ -296,7 +311,7 @@ class Federation:
             wrong = schema_difference(schema(reply.tree, stacked=True), wanted)
             reasons = [wrong and f"reply {wrong}"] * len(reply.clients)
             if not wrong:
-                reasons = _implausible(reply.tree, len(reply.clients), positive, self.limits.max_norm)
+                reasons = implausible(reply.tree, len(reply.clients), positive, self.limits.max_norm)
             for client, reason in zip(reply.clients, reasons, strict=True):
                 if reason:
                     self._reject(client, call, reason)
@@ -313,7 +328,8 @@ class Federation:
                 + ("a taped round needs all" if call.taped else f"{self.limits.min_replies} needed")
                 + f"; {self.faults[-1].client}: {self.faults[-1].reason}"
             )
-        return Placed(self.cohort, in_order(parts, self.cohort))
+        rows = in_order(parts, self.cohort)
+        return Placed(self.cohort, sealed.seal(self, call, rows) if self.privacy.is_sealed else rows)
 
     def _reply_size(self, function: str) -> int:
         """Length of a reply without its header."""
@@ -342,20 +358,20 @@ def _size_down(call: Call, clients: int) -> int:
     return clients * codec.size(call.header, row(call.args, call.placed))
 
 
-def _implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
+def implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
     """For each client the reason not to believe its reply, or None."""
+    flat = {path: leaf.reshape(clients, -1) for path, leaf in items(stack) if leaf.is_floating_point()}
+    norms = [torch.linalg.vector_norm(v, dim=1).double() for v in flat.values()]
+    norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
     reasons: list[str | None] = [None] * clients
-    squares = torch.zeros(clients, dtype=torch.float64)
-    for path, leaf in items(stack):
-        if not leaf.is_floating_point():
-            continue
-        flat = leaf.reshape(clients, -1)
-        for i in (~torch.isfinite(flat).all(1)).nonzero()[:, 0].tolist():
-            reasons[i] = reasons[i] or f'reply "{path or "number"}" is not finite'
-        if path in positive:
-            for i in (~(flat > 0).all(1)).nonzero()[:, 0].tolist():
-                reasons[i] = reasons[i] or f"count {leaf[i].item():g} is not positive"
-        squares += flat.double().square().sum(1)
-    for i in (squares.sqrt() > max_norm).nonzero()[:, 0].tolist():
-        reasons[i] = reasons[i] or f"reply has norm {squares[i].sqrt().item():.3g}, above the limit {max_norm:.3g}"
+    for i in (~(norm <= max_norm)).nonzero()[:, 0].tolist():  # a norm tells of what is not finite, too
+        wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]
+        large = torch.stack([v[i].double().square().sum() for v in flat.values()]).sum().sqrt().item()
+        if wrong:
+            reasons[i] = f'reply "{wrong[0] or "number"}" is not finite'
+        elif large > max_norm:
+            reasons[i] = f"reply has norm {large:.3g}, above the limit {max_norm:.3g}"
+    for path in positive:
+        for i in (~(flat[path] > 0).all(1)).nonzero()[:, 0].tolist():
+            reasons[i] = reasons[i] or f"count {flat[path][i].item():g} is not positive"
     return reasons

@@ -34,6 +34,8 @@ class Setting:
     seed: int
     environment: Environment = field(default_factory=Environment)
     unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
+    clip: float = 0.0  # largest norm of a reply's change against the message; 0 is no limit
+    is_sealed: bool = False  # replies leave a client as terms of secure sums only
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -62,6 +62,9 @@ class Model:
         self.private_buffers: Params = {k: v for k, v in all_buffers.items() if buffers == "private" or k == PRIOR}
         self.params: Params = self.trainable | {k: v for k, v in all_buffers.items() if k not in self.private_buffers}
         self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+        # convolutions are faster with the channels last; a solver works on the values in their order
+        kinds = {type(m) for m in module.modules()}
+        self.likes_channels_last = nn.Conv2d in kinds and not self.warm_starts
         self._head = frozenset(self._names_under(head))
 
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtailor.core.disk import Disk
 from fedtailor.core.trees import Tree, leaves, schema, schema_difference, tree_map
 
 
 class States:
-    """Rows are read as copies and written in place; `undo` brings back what a client had at `begin`."""
+    """Rows are read as copies and written in place; `undo` brings back what a client had at `begin`.
 
-    def __init__(self, clients: Sequence[int]) -> None:
+    Rows that are more than the budget of `disk` lie there, and in memory only while they are used.
+    """
+
+    def __init__(self, clients: Sequence[int], disk: Disk | None = None) -> None:
         self.clients = tuple(clients)
+        self._disk, self._on_disk = disk, False
         self.rows: Tree = None  # as a client's state, with a leading dimension of all clients
         self._row = {c: i for i, c in enumerate(self.clients)}
         self._log: list[tuple[Tensor, Tree]] = []
@@ -24,18 +29,38 @@ class States:
     def create(self, clients: Sequence[int], stack: Tree) -> None:
         """First states of some clients; those of the first call fix keys, shapes and types."""
         if self.rows is None:
-            self.rows = tree_map(lambda v: torch.zeros((len(self.clients), *v.shape[1:]), dtype=v.dtype), stack)
+            self.rows = self._made(stack)
         self.check(stack)
-        self._write(self._at(clients), tree_map(torch.clone, stack))
+        if self._disk is not None and self._on_disk and tuple(clients) == self.clients:
+            for row, new in zip(leaves(self.rows), leaves(stack), strict=True):
+                self._disk.fill(row, new)
+        else:
+            self._write(self._at(clients), tree_map(torch.clone, stack))
+
+    def _made(self, stack: Tree) -> Tree:
+        """Room for all clients, shaped as the states of some."""
+        shapes = tree_map(lambda v: torch.empty((len(self.clients), *v.shape[1:]), dtype=v.dtype, device="meta"), stack)
+        size = sum(v.nbytes for v in leaves(shapes))
+        disk = self._disk if self._disk is not None and size > self._disk.budget else None
+        self._on_disk = disk is not None
+        return tree_map(
+            lambda v: torch.zeros(v.shape, dtype=v.dtype) if disk is None else disk.zeros(v.shape, v.dtype), shapes
+        )
 
     def read(self, clients: Sequence[int]) -> Tree:
         """Copies of the rows of `clients`."""
         at = self._at(clients)
-        return tree_map(lambda v: v[at], self.rows)
+        rows = tree_map(lambda v: v[at], self.rows)
+        self._touch(rows)
+        return rows
+
+    def _touch(self, rows: Tree) -> None:
+        if self._disk is not None and self._on_disk:
+            self._disk.touch(sum(v.nbytes for v in leaves(rows)))
 
     def all_rows(self, clients: Sequence[int]) -> Tree | None:
         """The rows themselves, if `clients` are all; they may be read only, and handed on to `take_over`."""
-        return self.rows if tuple(clients) == self.clients else None
+        return self.rows if tuple(clients) == self.clients and not self._on_disk else None
 
     def take_over(self, stack: Tree) -> None:
         """New states of all clients, made from `all_rows`: the tensors become the rows, nothing is copied."""
@@ -88,6 +113,7 @@ class States:
         for row, new in zip(leaves(self.rows), leaves(stack) if old is None else changed(stack, old), strict=True):
             if new is not None:
                 row[at] = new.detach()
+        self._touch(stack)
 
 
 def changed(new: Tree, old: Tree) -> list[Tensor | None]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fedtailor.core import codec
+from fedtailor.core.algorithm import sent_example, sent_positive
 from fedtailor.core.client import Call
+from fedtailor.core.federation import implausible
 from fedtailor.core.me import Setting
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess, Reply
 from fedtailor.errors import ClientError, RoundAbandoned
+
+if TYPE_CHECKING:
+    from fedtailor.privacy.member import Member
 
 
 class Site:
@@ -22,23 +28,48 @@ class Site:
         self.client = client
         self.inside = InProcess(setting, [client], recompute=True)
         self._calls: dict[int, Call] = {}
+        self.sums: Member | None = None  # of this round
 
     def handle(self, request: bytes) -> bytes:
         """Run a call, or pull a cotangent back through one that was taped."""
         header, tree = codec.decode(request)
+        if "sum" in header:
+            return codec.encode(*self._member().answer(header, tree))
+        if self.inside.setting.is_sealed and header.get("sealed") is None:
+            return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
             call = self._calls.pop(header["call"])
             ((_, args),) = self.inside.pull_back(call.number, [self.client], _stacked(tree))
             return codec.encode(call.reply_header, _unplaced(args, call.placed))
         placed = tuple(header["placed"])
         args = tuple(_stacked(a) if own else a for a, own in zip(tree, placed, strict=True))
-        call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"])
+        sealed = header.get("sealed")
+        call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"], sealed)
         if call.taped:
             self._calls[call.number] = call
         (reply,) = self.inside.call(call, [self.client])
         if reply.error is not None:
             return codec.encode({"error": str(reply.error)}, None)
-        return codec.encode(call.reply_header, _first(reply.tree))
+        if sealed is None:
+            return codec.encode(call.reply_header, _first(reply.tree))
+        if wrong := self._unusable(call, reply.tree):
+            return codec.encode({"error": wrong}, None)
+        self._member().keep(call.number, _first(reply.tree))
+        return codec.encode(call.reply_header, None)
+
+    def _member(self) -> Member:
+        from fedtailor.privacy.member import Member  # needs a package that other runs do without
+
+        self.sums = self.sums or Member(self.client)
+        return self.sums
+
+    def _unusable(self, call: Call, reply: Tree) -> str | None:
+        """Why not to let a reply into a secure sum; nobody else can find out."""
+        setting = self.inside.setting
+        wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
+        if wrong := schema_difference(schema(reply, stacked=True), wanted):
+            return f"reply {wrong}"
+        return implausible(reply, 1, sent_positive(setting.algorithm, call.function), call.sealed or 0.0)[0]
 
 
 class Wire:
@@ -91,6 +122,18 @@ class Wire:
             self.up += length
             yield (client,), tuple(_stacked(a) if own else a for a, own in zip(args, call.placed, strict=True))
 
+    def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        """Send each client its request; who cannot be reached has an error in place of a reply."""
+        for client, request in requests:
+            self.down += len(request)
+            try:
+                reply = self.sites[client].handle(request)
+            except OSError as gone:
+                yield client, gone
+            else:
+                self.up += len(reply)
+                yield client, reply
+
     def _exchange(self, client: int, request: bytes) -> tuple[dict[str, object], Tree, int]:
         self.down += len(request)
         reply = self.sites[client].handle(request)
@@ -106,6 +149,7 @@ class Wire:
         for site in self.sites:
             site.inside.begin_round()
             site._calls.clear()
+            site.sums = None
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Bring back the private states before this round, of all or of some clients."""

@@ -9,7 +9,7 @@ Anderson acceleration: Walker, Ni, SIAM J. Numer. Anal. 2011. Jacobian-free grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -90,6 +90,18 @@ def watched() -> Iterator[list[Report]]:
         yield reports
     finally:
         _watchers.reset(token)
+
+
+def told(reports: Sequence[Report]) -> dict[str, float]:
+    """Solves in numbers for people: how many samples did not converge, iterations of a sample, the largest residual."""
+    if not reports:
+        return {}
+    residual, iterations, converged = (torch.cat([v.flatten() for v in part]) for part in zip(*reports, strict=True))
+    return {
+        "solver_open": float((~converged).sum()),
+        "solver_iterations": float(iterations.double().mean()),
+        "solver_residual": float(residual.max()),
+    }
 
 
 def fixed_point(g: Map, start: Tensor, tensors: tuple[Tensor, ...], how: Equilibrium) -> tuple[Tensor, Report]:

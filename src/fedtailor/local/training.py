@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
+from fedtailor.local import dense
 from fedtailor.local.augment import augment
 from fedtailor.local.batches import Batch, PerSample
 
@@ -61,6 +62,11 @@ class Training:
     def run(self, tensors: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
         """All steps; returns the leaves of (params, buffers)."""
         t = rebuild(self.structure, iter(tensors))
+        if not differentiable and (layers := self._dense_layers(t)):
+            return leaves((self._trained_dense(layers, t), t["buffers"]))
+        alone = not (differentiable or self.is_stacked)
+        if alone and self.model.likes_channels_last:
+            t = t | {part: {k: _channels_last(v) for k, v in t[part].items()} for part in ("params", "frozen")}
         params: Params = {k: v.clone() for k, v in t["params"].items()}
         buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
         memory: dict[str, list[Tensor]] = {k: [] for k in params}
@@ -78,6 +84,10 @@ class Training:
                     gradient = gradient | pulled
                 if self.solver.clip:
                     gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
+                if alone and gradient and t["mask"] is None:
+                    steps = [self._direction(params[k], g, memory[k], number) for k, g in gradient.items()]
+                    torch._foreach_add_([params[k] for k in gradient], steps, alpha=-float(t["lr"]))
+                    continue
                 for k, g in gradient.items():
                     step = -_wide(t["lr"], g) * self._direction(params[k], g, memory[k], number)
                     if t["mask"] is not None:
@@ -87,7 +97,20 @@ class Training:
                     params[k] = params[k] + step if differentiable else params[k].detach().add_(step)
                 if batch.active is not None:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
-        return leaves((params, buffers))
+        return [v.contiguous() for v in leaves((params, buffers))]
+
+    def _dense_layers(self, t: Tree) -> tuple[dense.Layer, ...]:
+        """The layers, if these steps can do without autograd."""
+        special = self.own_loss is not None or self.solver.augment or not self.solver.is_plain or t["buffers"]
+        return () if special or self.loss not in dense.GRADIENTS or not t["params"] else dense.layers_of(self.model)
+
+    def _trained_dense(self, layers: Sequence[dense.Layer], t: Tree) -> Params:
+        batches, gradient = self.draw(self.is_stacked), dense.GRADIENTS[self.loss]
+        if self.is_stacked:
+            return dense.train(layers, gradient, t, self.x, self.y, batches)
+        alone = [replace(batch, rows=batch.rows[None]) for batch in batches]
+        trained = dense.train(layers, gradient, tree_map(lambda v: v[None], t), self.x, self.y, alone)
+        return {k: v[0] for k, v in trained.items()}
 
     def _starts(self, batches: Sequence[Batch]) -> dict[str, PerSample]:
         """Where the solves of an equilibrium ended, by sample: when it comes again, they begin there."""
@@ -120,9 +143,11 @@ class Training:
 
         if not params:
             return {}
-        data = self.x[batch.rows], self.y[batch.rows]
+        x, y = _rows(self.x, batch.rows), _rows(self.y, batch.rows)
         if batch.drawn is not None:
-            data = augment(data[0], batch.drawn[..., :2], batch.drawn[..., 2]), data[1]
+            x = augment(x, batch.drawn[..., :2], batch.drawn[..., 2])
+        if self.model.likes_channels_last and not (differentiable or self.is_stacked):
+            x = _channels_last(x)
         start = {k: kept.read(batch) for k, kept in starts.items()}
         with torch.enable_grad():
             params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
@@ -130,9 +155,9 @@ class Training:
             frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
             if self.is_stacked:
                 per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, None if batch.weight is None else 0))
-                total = per_client(params, buffers, frozen, start, *data, batch.weight).sum()
+                total = per_client(params, buffers, frozen, start, x, y, batch.weight).sum()
             else:
-                total = loss(params, buffers, frozen, start, *data, batch.weight)
+                total = loss(params, buffers, frozen, start, x, y, batch.weight)
             for k, values in start.items():
                 starts[k].write(batch, values)
             gradients = torch.autograd.grad(
@@ -198,6 +223,15 @@ class _Train(torch.autograd.Function):
         ]
         out = _Train.apply(replace(training, is_stacked=True), *stack)
         return out, tuple(0 for _ in out)
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    return values.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *values.shape[1:])  # faster than values[rows]
+
+
+def _channels_last(value: Tensor) -> Tensor:
+    # not `contiguous`, which leaves the strides of a single channel as they are, and these decide on the kernel
+    return value.to(memory_format=torch.channels_last) if value.dim() == 4 else value
 
 
 def _wide(value: Tensor, like: Tensor) -> Tensor:

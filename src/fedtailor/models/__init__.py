@@ -13,7 +13,7 @@ from fedtailor.core.model import BufferPolicy, Model, add_label_prior
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
-from fedtailor.models.networks import FMNISTCNN, LSTM, MLP, LeNet5, Linear
+from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
 from fedtailor.models.transformers import Transformer
 from fedtailor.plugins import imported
@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lstm": LSTM,
     "lenet5": LeNet5,
     "fmnist-cnn": FMNISTCNN,
+    "cnn": CNN,
     "resnet8": resnet8,
     "resnet14": resnet14,
     "resnet18": resnet18,

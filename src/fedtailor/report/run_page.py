@@ -17,7 +17,7 @@ from fedtailor.report.reading import Recorded, beside, gains, known, recorded
 from fedtailor.report.words import count, duration, signed, value
 from fedtailor.runs.explain import explain, weights
 from fedtailor.runs.store import CONFIG, RESULTS, read_json, read_tree
-from fedtailor.runs.tables import number, size
+from fedtailor.runs.tables import number, private_words, size
 
 WORST = 10  # clients in the table
 MOST_FAULTS = 20
@@ -337,6 +337,7 @@ def left_the_client(run: Recorded) -> Section:
             "Single replies the server looked at",
             ", ".join(gathered) or ("none" if run.results else "known at the end"),
         ),
+        *([cells("Hidden", private_words(hidden))] if (hidden := (run.results or {}).get("privacy")) else []),
         cells("Replies rejected", str(sum(len(line.get("faults", [])) for line in run.lines))),
         cells("Rounds abandoned", str(sum("abandoned" in line for line in run.lines))),
     ]

@@ -20,6 +20,7 @@ from fedtailor.data.configs import DigitsConfig
 from fedtailor.engines import EngineName
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.local.training import Solver
+from fedtailor.privacy.sealed import Privacy
 
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
 
@@ -152,6 +153,34 @@ class EvaluationSection(Section):
     )
 
 
+class PrivacySection(Section):
+    """What is hidden of single clients. Secure sums and noise need algorithms that only sum replies."""
+
+    secure_sum: bool = Field(
+        default=False, description="The server sees sums of replies only, by masks; needs the wire engine."
+    )
+    fraction_bits: int = Field(
+        default=32, ge=8, le=52, description="Numbers in a secure sum are multiples of 2 to the minus this."
+    )
+    clip: float = Field(
+        default=0.0, ge=0, description="Largest norm of what a client changes in a message; 0 is no limit."
+    )
+    noise: float = Field(
+        default=0.0, ge=0, description="Standard deviation of noise on sums, in units of clip; all then count the same."
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="Epsilon is told for this delta.")
+    secret_noise: bool = Field(
+        default=False, description="Noise that the seed does not tell; then a run cannot be repeated exactly."
+    )
+
+    def made(self) -> Privacy:
+        """Refuses what does not fit together."""
+        if self.noise and not self.clip:
+            raise ConfigError("privacy.noise: without privacy.clip nothing limits what one client changes")
+        is_sealed = self.secure_sum or self.noise > 0
+        return Privacy(self.secure_sum, self.fraction_bits, self.clip, self.noise, self.secret_noise, is_sealed)
+
+
 class CheckpointSection(Section):
     """How often the run can be resumed from."""
 
@@ -178,17 +207,21 @@ class RunConfig(Section):
     federation: FederationSection = Field(default_factory=FederationSection)
     environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    privacy: PrivacySection = Field(default_factory=PrivacySection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
 
     def plain(self) -> dict[str, Any]:
-        """Nothing but what TOML and JSON can hold; keys without a value are left out."""
-        return json.loads(self.model_dump_json(exclude_none=True))
+        """Nothing but what TOML and JSON can hold; without keys that have no value and privacy not asked for."""
+        tables: dict[str, Any] = json.loads(self.model_dump_json(exclude_none=True))
+        if self.privacy == PrivacySection():
+            del tables["privacy"]  # a comparison made before there was such a section is still the same
+        return tables
 
     @property
     def task_id(self) -> str:
-        """Equal for runs that differ in algorithm and engine only: these may be compared client by client."""
-        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", *NO_MATTER)}
+        """Equal for runs that differ in algorithm, engine and privacy only: these may be compared client by client."""
+        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", "privacy", *NO_MATTER)}
         rest["clients_per_round"] = self.federation.clients_per_round
         return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -96,7 +96,8 @@ def _refuse_others(grid: list[Cell]) -> None:
     """A folder that holds a run with other settings is not taken for this one."""
     for cell in grid:
         there = RunFolder(cell.folder).config if (cell.folder / CONFIG).exists() else cell.config
-        if (there.task_id, there.algorithm) != (cell.config.task_id, cell.config.algorithm):
+        wanted = cell.config
+        if (there.task_id, there.algorithm, there.privacy) != (wanted.task_id, wanted.algorithm, wanted.privacy):
             raise RunError(
                 f"{cell.folder}: was run with other settings than {cell.label} has now; "
                 'use --fresh for a new folder, --out, or another "label"'

@@ -50,7 +50,8 @@ def bars(console: Console) -> Bars:
 def _note(p: Progress) -> str:
     value = "" if math.isnan(p.value) else f"val {p.metric} {p.value:.4f}  "
     faults = f"  {p.faults} rejected" if p.faults else ""
-    return f"{value}{p.clients} clients{faults}"
+    spent = "" if p.epsilon is None else f"  epsilon {p.epsilon:.3g}"
+    return f"{value}{p.clients} clients{spent}{faults}"
 
 
 class _Lines:

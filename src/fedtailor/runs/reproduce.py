@@ -9,10 +9,13 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedtailor import models
 from fedtailor.algorithms import algorithms
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.metrics.memory import training_step
 from fedtailor.runs import search
 from fedtailor.runs.config import RunConfig, SearchSection, Space, parse, read_toml, with_values
 from fedtailor.runs.explain import overlap_by_classes
@@ -208,12 +211,18 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
 
 def measured(cell: Cell, metric: str) -> float:
     """A figure of a finished run: a test metric of the last round, that of "unseen" clients, kB "up" or "down" per
-    client and round, the last number that the algorithm reported under a name ("report.NAME"), or how much the masks
-    of two clients with a class in common, or with none, overlap ("overlap.common", "overlap.none")."""
+    client and round, "seconds" per round, the "memory" of a training step (MB), the last or the largest number that
+    was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients with a class in
+    common, or with none, overlap ("overlap.common", "overlap.none")."""
     results = read_json(cell.folder / RESULTS)
-    if metric.startswith("report."):
-        name = metric.removeprefix("report.")
-        return float([m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})][-1])
+    kind, _, name = metric.partition(".")
+    if kind in ("report", "largest"):
+        told = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
+        return float(told[-1] if kind == "report" else max(told))
+    if metric == "seconds":
+        return float(results["seconds"]) / cell.config.rounds
+    if metric == "memory":
+        return _step_memory(cell)
     if metric.startswith("overlap."):
         return overlap_by_classes(cell.folder)[metric.removeprefix("overlap.")]
     if metric in ("up", "down"):
@@ -223,6 +232,15 @@ def measured(cell: Cell, metric: str) -> float:
     if metric == "unseen":
         return float(results["unseen"]["test"][results["metric"]]["mean"])
     return float(results["last"]["test"][metric]["mean"])
+
+
+def _step_memory(cell: Cell) -> float:
+    """Of the run's model and batch size, on noise shaped as its samples."""
+    about, chosen = RunFolder(cell.folder).about, cell.config.model
+    shape = tuple(about["shape"])
+    model = models.build(chosen.name, shape, about["outputs"], seed=0, head=chosen.head, options=chosen.options)
+    generator = torch.Generator().manual_seed(0)
+    return training_step(model, torch.randn(cell.config.local.batch_size, *shape, generator=generator))
 
 
 def markdown(table: Published, figures: list[Figure], notes: Sequence[str] = ()) -> str:

@@ -6,6 +6,7 @@ import math
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -24,7 +25,11 @@ from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError
+from fedtailor.local import equilibrium
 from fedtailor.metrics.summary import summarise
+from fedtailor.privacy import noise
+from fedtailor.privacy.rehearsal import rehearse
+from fedtailor.privacy.sealed import Privacy
 from fedtailor.runs import tracking
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.newcomers import EPOCHS, hold_out, onboarded
@@ -44,6 +49,7 @@ class Progress:
     clients: int
     faults: int
     news: tuple[str, ...] = ()  # replies rejected in this round, or why it was abandoned
+    epsilon: float | None = None  # spent so far, where there is noise
 
 
 Listener = Callable[[Progress], None]
@@ -89,7 +95,42 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
             f'environment.missing = "stale": {algorithm.title or config.algorithm.name} has no mean that could '
             f"count those who did not answer; able to: {', '.join(able)}"
         )
-    return Setting(algorithm, model, federated, config.local.solver, config.seed, environment, unseen)
+    privacy = config.privacy.made()
+    setting = Setting(
+        algorithm,
+        model,
+        federated,
+        config.local.solver,
+        config.seed,
+        environment,
+        unseen,
+        clip=privacy.clip,
+        is_sealed=privacy.secure_sum,
+    )
+    if privacy.is_sealed:
+        _can_be_private(setting, config, privacy)
+    return setting
+
+
+def _can_be_private(setting: Setting, config: RunConfig, privacy: Privacy) -> None:
+    """Refuse before the first round what could not be kept."""
+    if privacy.noise:
+        noise.require()
+        if config.environment.missing == "stale":
+            raise ConfigError('privacy.noise: not with environment.missing = "stale", which counts by sample counts')
+    if privacy.secure_sum:
+        try:
+            import cryptography  # noqa: F401
+        except ImportError:
+            raise ConfigError(f"privacy.secure_sum: the package cryptography is missing; {noise.INSTALL}") from None
+        if config.federation.engine not in ("auto", "wire"):
+            raise ConfigError(
+                f'privacy.secure_sum: not with federation.engine = "{config.federation.engine}", where server and '
+                'clients share their memory; use "wire"'
+            )
+        if (config.federation.clients_per_round or len(setting.data.clients)) < 2:
+            raise ConfigError("privacy.secure_sum: a sum over one client is its reply; at least 2 are needed")
+    rehearse(setting, privacy)
 
 
 def _reads(model: Model, name: str, federated: FederatedData) -> None:
@@ -127,7 +168,9 @@ def start(config: RunConfig, path: Path, data_root: Path | None = None, listener
     tracking.check(config.tracking)
     setting = setting_of(config, data_root)
     torch.set_num_threads(config.federation.threads or engines.threads(setting))
-    name = engines.choose(setting) if config.federation.engine == "auto" else config.federation.engine
+    name = config.federation.engine
+    if name == "auto":
+        name = "wire" if config.privacy.secure_sum else engines.choose(setting)
     run = _Run(config, _started(name, setting, config))  # what does not fit together is said before there is a folder
     folder = RunFolder.create(path, config, about(setting, config, name, data_root))
     return _train(folder, run, listener)
@@ -178,7 +221,7 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
                 clients, faults = len(run.fed.cohort), len(run.fed.faults)
                 before = run.engine.setting.algorithm.preparation
                 done, total = round + before, config.rounds + before
-                listener(Progress(done, total, run.metric, value, clients, faults, _news(line)))
+                listener(Progress(done, total, run.metric, value, clients, faults, _news(line), line.get("epsilon")))
             if run.abandoned >= ABANDONED_IN_A_ROW:
                 raise RunError(
                     f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
@@ -197,7 +240,7 @@ class _Run:
     def __init__(self, config: RunConfig, engine: Engine) -> None:
         self.config = config
         self.engine = engine
-        self.fed = Federation(engine, config.federation.limits)
+        self.fed = Federation(engine, config.federation.limits, privacy=config.privacy.made())
         self.server = engine.setting.algorithm.server_init(engine.setting.model)
         self.metric = METRICS[engine.setting.data.task][0]
         self.round = -engine.setting.algorithm.preparation  # the last one done
@@ -211,16 +254,19 @@ class _Run:
         begun, faults = time.perf_counter(), len(self.fed.faults)
         cohort = _cohort(self.config, len(self.engine.setting.data.clients), round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
-        try:
-            self.server = self.fed.run_round(round, cohort, self.server)
-            self.abandoned = 0
-        except RoundAbandoned as why:
-            line["abandoned"] = str(why)
-            self.abandoned += 1
+        with equilibrium.watched() as solves:
+            try:
+                self.server = self.fed.run_round(round, cohort, self.server)
+                self.abandoned = 0
+            except RoundAbandoned as why:
+                line["abandoned"] = str(why)
+                self.abandoned += 1
         if any(self.fed.missed):
             line["missed"] = [list(m) for m in self.fed.missed] if round < 1 else list(self.fed.missed[0])
-        if self.fed.reported:
-            line["report"] = self.fed.reported
+        if report := self.fed.reported | equilibrium.told(solves):
+            line["report"] = report
+        if self.fed.privacy.noise:
+            line["epsilon"] = self._spent().epsilon
         if self.fed.faults[faults:]:
             line["faults"] = [asdict(f) for f in self.fed.faults[faults:]]
         value = math.nan
@@ -232,6 +278,17 @@ class _Run:
         seconds = time.perf_counter() - begun
         self.seconds += seconds
         return line | asdict(self.fed.traffic) | {"seconds": round_to(seconds)}, value
+
+    def _spent(self) -> noise.Spent:
+        """What the noisy sums up to here have cost."""
+        clients, wanted = len(self.engine.setting.data.clients), self.config.federation.clients_per_round
+        return noise.spent(
+            Counter(self.fed.noisy_sums.values()),
+            clients=clients,
+            cohort=wanted or clients,
+            noise=self.config.privacy.noise,
+            delta=self.config.privacy.delta,
+        )
 
     def _select(self, round: int, values: list[float]) -> float:
         """Keep the round if it is the best one on validation data so far."""
@@ -254,6 +311,7 @@ class _Run:
             "metrics_length": metrics_length,
             "traffic": asdict(self.fed.traffic),
             "looked_at": sorted(self.fed.looked_at),
+            "noisy_sums": {str(round): sums for round, sums in self.fed.noisy_sums.items()},
             "best_round": self.best_round,
             "best_value": self.best_value,
         }
@@ -276,6 +334,7 @@ class _Run:
         self.best_round, self.best_value, self.best = status["best_round"], status["best_value"], trees.get("best")
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.looked_at = set(status["looked_at"])
+        self.fed.noisy_sums = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
 
     def finish(self, folder: RunFolder) -> None:
         """Test both the last round and the one selected on validation data; save the personal models of both."""
@@ -300,7 +359,17 @@ class _Run:
             "faults": sum(len(line.get("faults", [])) for line in lines),
             "abandoned": sum("abandoned" in line for line in lines),
         }
+        if self.fed.privacy.is_sealed or self.fed.privacy.clip:
+            results["privacy"] = self._privacy()
         write_json(folder.path / RESULTS, results)
+
+    def _privacy(self) -> dict[str, Any]:
+        """What was hidden, and what is known of it in numbers."""
+        told = self.config.privacy
+        found: dict[str, Any] = {"secure_sum": told.secure_sum, "clip": told.clip, "noise": told.noise}
+        if told.noise:
+            found |= {"delta": told.delta, "noisy_sums": sum(self.fed.noisy_sums.values()), **asdict(self._spent())}
+        return found
 
     def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
         """Clients that took no part join now; what they reach, and by how much those who trained are better off."""

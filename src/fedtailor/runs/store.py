@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import safetensors.numpy
 import tomli_w
-from safetensors.torch import load as tensors_from
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
@@ -23,22 +24,37 @@ from fedtailor.runs.config import RunConfig, parse, read_toml
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
 CHECKPOINT = "checkpoint"
+DTYPES = {  # as safetensors names them
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+SLICE = 2**24  # numbers that are written at once
+
+Touch = Callable[[int], None]  # told how many bytes were read
 
 
-def write_atomically(path: Path, content: bytes) -> str:
-    """Write a whole file or none of it; returns its sha256."""
+def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) -> str:
+    """Write a whole file or none of it, at once or piece by piece; returns its sha256."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
+    digest = hashlib.sha256()
     try:
         with part.open("wb") as file:
-            file.write(content)
+            for piece in (content,) if isinstance(content, bytes) else content:
+                file.write(piece)
+                digest.update(piece)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    return hashlib.sha256(content).hexdigest()
+    return digest.hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -65,22 +81,39 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_tree(path: Path, tree: Tree) -> dict[str, Any]:
+def write_tree(path: Path, tree: Tree, touch: Touch | None = None) -> dict[str, Any]:
     """Tensors of a tree in safetensors; returns what `read_tree` needs."""
-    content = safetensors.numpy.save({k: v.detach().contiguous().numpy() for k, v in items(tree)})
-    return {"file": path.name, "sha256": write_atomically(path, content), "tree": structure(tree)}
+    digest = write_atomically(path, _pieces(dict(items(tree)), touch or (lambda size: None)))
+    return {"file": path.name, "sha256": digest, "tree": structure(tree)}
+
+
+def _pieces(tensors: dict[str, Tensor], touch: Touch) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file one slice after the other: the library makes all of them at once."""
+    header, end = {}, 0
+    for name, value in tensors.items():
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as the format has it, so that the numbers are aligned
+    yield len(text).to_bytes(8, "little") + text
+    for value in tensors.values():
+        flat = value.detach().reshape(-1)
+        for i in range(0, len(flat), SLICE):
+            yield flat[i : i + SLICE].contiguous().numpy().data
+            touch(flat[i : i + SLICE].nbytes)
 
 
 def read_tree(folder: Path, entry: dict[str, Any]) -> Tree:
     """The tree of `write_tree`; missing or changed files are a `RunError`."""
     path = folder / Path(entry["file"]).name
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+    if digest != entry["sha256"]:
         raise RunError(f"{path}: changed since it was written (checksum differs)")
-    return build(entry["tree"], tensors_from(content))
+    return build(entry["tree"], load_file(path))
 
 
 class RunFolder:
@@ -134,7 +167,9 @@ class RunFolder:
                 raise RunError(f"{self.path}: another process is working on this run") from None
             yield
 
-    def save_checkpoint(self, status: dict[str, Any], trees: dict[str, tuple[int, Tree]]) -> None:
+    def save_checkpoint(
+        self, status: dict[str, Any], trees: dict[str, tuple[int, Tree]], touch: Touch | None = None
+    ) -> None:
         """Save trees, each with the round it is of, and then the manifest: the moment at which they count."""
         folder = self.path / CHECKPOINT
         old = self._manifest() or {"trees": {}}
@@ -142,7 +177,7 @@ class RunFolder:
         for name, (round, tree) in trees.items():
             file = f"{name}-{round:06d}.safetensors"
             known = old["trees"].get(name)
-            entries[name] = known if known and known["file"] == file else write_tree(folder / file, tree)
+            entries[name] = known if known and known["file"] == file else write_tree(folder / file, tree, touch)
         write_json(folder / "manifest.json", status | {"trees": entries})
         self._drop_stale(entries)
 
@@ -239,7 +274,7 @@ class RunFolder:
         digest = hashlib.sha256()
         made = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
         for path in sorted(made):
-            for name, value in sorted(tensors_from(path.read_bytes()).items()):
+            for name, value in sorted(load_file(path).items()):
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()

@@ -142,3 +142,16 @@ def size(bytes: float) -> str:
             return f"{bytes:.0f} {unit}" if unit == "B" else f"{bytes:.1f} {unit}"
         bytes /= 1000
     return f"{bytes:.2f} GB"
+
+
+def private_words(told: dict[str, Any]) -> str:
+    """What a run hid of single clients."""
+    parts = ["secure sums"] if told["secure_sum"] else []
+    if told["clip"]:
+        parts.append(f"changes clipped to {told['clip']:g}")
+    if told["noise"]:
+        parts.append(
+            f"noise {told['noise']:g}: epsilon {told['epsilon']:.3g} at delta {told['delta']:g} (a client replaced, "
+            f"fixed cohorts); {told['epsilon_add_remove']:.3g} (added or removed, Poisson)"
+        )
+    return "; ".join(parts)

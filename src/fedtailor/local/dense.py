@@ -1,0 +1,108 @@
+"""Local training of stacks of dense layers, without autograd: the update is part of the backward pass.
+
+For clients side by side one batched product per layer and direction does the work of a step, and the product that would
+be the gradient of a weight is added to the weight at once. For plain SGD, with proximal terms, masks and frozen
+layers; equal to the general path of `training` to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.model import Model, classification_loss, regression_loss
+from fedtailor.core.trees import Params, Tree
+from fedtailor.local.batches import Batch
+
+Gradient = Callable[[Tensor, Tensor], Tensor]  # of a sample's loss by its output
+
+
+def _of_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    gradient = output.softmax(-1)
+    return gradient.scatter_add_(-1, target[..., None], gradient.new_full((*target.shape, 1), -1.0))
+
+
+def _of_squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).mul_(2 / output.shape[-1])
+
+
+GRADIENTS: dict[Callable[[Tensor, Tensor], Tensor], Gradient] = {
+    classification_loss: _of_cross_entropy,
+    regression_loss: _of_squares,
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The names of the tensors of an affine map; between two of them there is a ReLU."""
+
+    weight: str
+    bias: str | None
+
+
+def layers_of(model: Model) -> tuple[Layer, ...]:
+    """The layers of a model that says it is a stack of dense ones (`dense`, in their order), else none."""
+    names: Sequence[str] = getattr(model.module, "dense", ())
+    found = tuple(Layer(f"{n}.weight", f"{n}.bias" if f"{n}.bias" in model.params else None) for n in names)
+    known = {k for layer in found for k in (layer.weight, layer.bias) if k}
+    return found if known == model.params.keys() and not model.private_buffers else ()
+
+
+def train(
+    layers: Sequence[Layer],
+    gradient: Gradient,
+    tensors: Tree,
+    x: Tensor,
+    y: Tensor,
+    batches: Sequence[Batch],
+) -> Params:
+    """All steps for clients side by side; `tensors` as in `Training`, each with a leading client dimension."""
+    trained: Params = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors["params"].items()}
+    values = tensors["frozen"] | trained
+    weights = [values[layer.weight] for layer in layers]
+    biases = [None if layer.bias is None else values[layer.bias][:, None] for layer in layers]
+    lowest = next(i for i, layer in enumerate(layers) if layer.weight in trained or layer.bias in trained)
+    lr, mu, center, mask = (tensors[k] for k in ("lr", "mu", "center", "mask"))
+    for batch in batches:
+        clients, size = batch.rows.shape
+        rows = batch.rows.reshape(-1)
+        scale = (
+            lr[:, None, None] / size
+            if batch.weight is None
+            else (lr[:, None] * batch.weight / batch.weight.sum(1, keepdim=True).clamp(min=1))[..., None]
+        )
+        inputs = [x.index_select(0, rows).reshape(clients, size, -1)]
+        for i, weight in enumerate(weights):
+            bias, product = biases[i], weight.mT
+            out = torch.bmm(inputs[i], product) if bias is None else torch.baddbmm(bias, inputs[i], product)
+            inputs.append(out.relu_() if i + 1 < len(weights) else out)
+        d = gradient(inputs[-1], y.index_select(0, rows).reshape(clients, size, *y.shape[1:])).mul_(scale)
+        pull = None if mu is None else lr * mu if batch.active is None else lr * mu * batch.active
+        for i in range(len(layers) - 1, lowest - 1, -1):
+            below = torch.bmm(d, weights[i]) if i > lowest else d
+            if below is not d:
+                below = torch.ops.aten.threshold_backward(below, inputs[i], 0)
+            for name in (layers[i].weight, layers[i].bias):
+                if name is None or name not in trained:
+                    continue
+                value, own = trained[name], None if mask is None else mask[name]
+                if pull is not None and name in center:
+                    amount = pull.reshape(-1, *[1] * (value.dim() - 1))
+                    value.lerp_(center[name], amount if own is None else amount * own)
+                _descend(value, d, inputs[i], own)
+            d = below
+    return trained
+
+
+def _descend(value: Tensor, d: Tensor, inputs: Tensor, mask: Tensor | None) -> None:
+    """Subtract the gradient of a weight or a bias, which `d` (scaled by the step size) and the layer's inputs make."""
+    if value.dim() == 2:
+        step = d.sum(1)
+        value.sub_(step if mask is None else step * mask)
+    elif mask is None:
+        value.baddbmm_(d.mT, inputs, alpha=-1)
+    else:
+        value.sub_(torch.bmm(d.mT, inputs).mul_(mask))

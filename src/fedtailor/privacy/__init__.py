@@ -1,0 +1,1 @@
+"""What the server, and those who see the result, do not learn about a single client."""

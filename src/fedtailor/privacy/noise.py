@@ -1,0 +1,141 @@
+"""Client-level differential privacy: clipped changes, Gaussian noise on their sum, and what that adds up to.
+
+McMahan et al., ICLR 2018. Two federations are neighbours if the data of one client is replaced by any other
+(replace-one); cohorts have a fixed size and are drawn without replacement. One client's change has norm `clip` at most,
+so a sum moves by 2 clip at most when its data is replaced: noise of standard deviation z clip has, for the accountant,
+the multiplier z / 2.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
+from fedtailor.errors import ConfigError
+
+INSTALL = "install it with: pip install 'fedtailor[privacy]'"
+
+
+def changed_parts(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> dict[int, int]:
+    """Which part of a reply is a new version of which argument: equal keys, shapes and types, each argument once.
+
+    Only arguments that are the same for all clients count. A part is the whole reply if that is not a tuple.
+    """
+    found: dict[int, int] = {}
+    for i, part in enumerate(reply if isinstance(reply, tuple) else (reply,)):
+        tensors = leaves(part)
+        if not any(isinstance(v, Tensor) and v.dim() for v in tensors) or not all(
+            isinstance(v, Tensor) and v.is_floating_point() for v in tensors
+        ):
+            continue
+        for j, (arg, own) in enumerate(zip(args, placed, strict=True)):
+            if not own and j not in found.values() and schema(arg) == schema(part):
+                found[i] = j
+                break
+    return found
+
+
+def clipped(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...], clip: float) -> Tree:
+    """The reply with its change against the message scaled down, all parts together, to a norm of at most `clip`."""
+    which = changed_parts(reply, args, placed)
+    if not which:
+        return reply
+    parts = list(reply) if isinstance(reply, tuple) else [reply]
+    moves = {i: tree_map(torch.sub, parts[i], args[j]) for i, j in which.items()}
+    norm = torch.stack([v.double().square().sum() for move in moves.values() for v in leaves(move)]).sum().sqrt()
+    scale = (clip / norm).clamp(max=1.0)  # a change of 0 gives infinity, and so 1
+    for i, j in which.items():
+        parts[i] = tree_map(lambda old, move: old + scale.to(move.dtype) * move, args[j], moves[i])
+    return tuple(parts) if isinstance(reply, tuple) else parts[0]
+
+
+def noisy(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
+    """The tree with independent Gaussian noise on every number."""
+    made = (v + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(v.dtype) for v in leaves(tree))
+    return rebuild(tree, made)
+
+
+def require() -> None:
+    """Raise a `ConfigError` when the accountant is not installed."""
+    try:
+        import dp_accounting  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError:
+        raise ConfigError(f"privacy.noise: the package dp-accounting is missing; {INSTALL}") from None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the noisy sums of a run have cost, at a given delta."""
+
+    epsilon: float  # one client's data replaced; fixed cohorts drawn without replacement, as they are here
+    epsilon_add_remove: float  # one client more or less; as if each client were drawn by itself (Poisson)
+
+
+def spent(sums: Mapping[int, int], *, clients: int, cohort: int, noise: float, delta: float) -> Spent:
+    """The cost of rounds in which noisy sums were made; `sums` has: sums in a round -> number of such rounds."""
+    if not any(sums.values()):
+        return Spent(0.0, 0.0)
+    # the bound for a drawn cohort is loose where most clients are drawn; what holds without drawing holds as well
+    fixed = min(_epsilon(sums, "fixed", clients, size, noise, delta) for size in {cohort, clients})
+    return Spent(fixed, _epsilon(sums, "poisson", clients, cohort, noise, delta))
+
+
+Draw = Literal["fixed", "poisson"]
+
+
+def _epsilon(sums: Mapping[int, int], draw: Draw, clients: int, cohort: int, noise: float, delta: float) -> float:
+    from dp_accounting.rdp import compute_epsilon  # type: ignore[import-untyped]
+
+    curves = [(rounds, _curve(draw, in_round, clients, cohort, noise)) for in_round, rounds in sums.items()]
+    orders = curves[0][1][0]
+    return float(compute_epsilon(orders, sum(rounds * curve for rounds, (_, curve) in curves), delta)[0])
+
+
+@lru_cache(maxsize=64)
+def _curve(
+    draw: Draw, in_round: int, clients: int, cohort: int, noise: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Orders, and the Renyi divergence at each, of one round with so many sums over the same cohort."""
+    from dp_accounting import (
+        DpEvent,
+        GaussianDpEvent,
+        PoissonSampledDpEvent,
+        SampledWithoutReplacementDpEvent,
+        SelfComposedDpEvent,
+    )
+    from dp_accounting.privacy_accountant import NeighboringRelation  # type: ignore[import-untyped]
+    from dp_accounting.rdp import RdpAccountant
+
+    if draw == "fixed":
+        relation = NeighboringRelation.REPLACE_ONE
+        event: DpEvent = SelfComposedDpEvent(GaussianDpEvent(noise / 2), in_round)
+        event = SampledWithoutReplacementDpEvent(clients, cohort, event)
+    else:
+        relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+        event = PoissonSampledDpEvent(cohort / clients, SelfComposedDpEvent(GaussianDpEvent(noise), in_round))
+    accountant = RdpAccountant(neighboring_relation=relation)
+    with _quiet():
+        accountant.compose(event)
+    return accountant.orders, accountant.rdp
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The accountant warns of orders that it leaves out, which only makes its figure larger."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,67 @@
+"""The update fused into the backward pass against autograd, for clients side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedtailor.core.model import LOSSES
+from fedtailor.core.trees import Params, Tree, leaves
+from fedtailor.local import dense
+from fedtailor.local.batches import stacked
+from fedtailor.local.training import Solver, Training
+from fedtailor.models import build
+from tests.helpers import F64, assert_equal, make_data
+
+CLIENTS = 3
+BODY = ("hidden.0.weight", "hidden.0.bias", "hidden.1.weight", "hidden.1.bias")
+
+
+def drawn(like: Params, seed: int) -> Params:
+    generator = torch.Generator().manual_seed(seed)
+    return {k: torch.randn(CLIENTS, *v.shape, generator=generator, dtype=F64) for k, v in like.items()}
+
+
+def trained(task: Any, options: dict[str, Any], frozen: tuple[str, ...], prox: bool, mask: bool, by_hand: bool) -> Tree:
+    data = make_data(task)
+    model = build("mlp", data.shape, data.outputs, seed=0, options=options, dtype=F64)
+    if not by_hand:
+        model.module.dense = ()  # type: ignore[assignment]
+    assert bool(dense.layers_of(model)) == by_hand
+    values = drawn(model.params, 1)
+    params = {k: v for k, v in values.items() if k not in frozen}
+    tensors = {
+        "params": params,
+        "buffers": {},
+        "frozen": {k: values[k] for k in frozen},
+        "center": {k: v for k, v in drawn(model.params, 2).items() if k in params and "0" in k} if prox else None,
+        "mu": torch.tensor([0.5, 0.0, 2.0], dtype=F64) if prox else None,
+        "mask": {k: (v > 0).to(F64) for k, v in drawn(model.params, 3).items() if k in params} if mask else None,
+        "lr": torch.tensor([0.1, 0.05, 0.2], dtype=F64),
+        "anchor": torch.ones(CLIENTS, dtype=F64),
+    }
+    starts, sizes = data.train.bounds([0, 1, 3])  # 9, 1 and 13 samples: padded batches, and clients that stop early
+    orders = [[torch.randperm(n, generator=torch.Generator().manual_seed(n)).numpy()] * 2 for n in sizes]
+    x, y = data.train.x, data.train.y
+    training = Training(model, LOSSES[task], Solver(), x, y, lambda _: stacked(starts, orders, 4, F64), tensors, True)
+    before = {k: v.clone() for k, v in values.items()}
+    out = training.run(leaves(tensors), differentiable=False)
+    assert_equal(values, before, 0)  # what came in stays as it was
+    return dict(zip(params, out, strict=True))
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("frozen", [(), BODY, ("out.weight", "out.bias"), ("hidden.0.bias", "hidden.1.weight")])
+@pytest.mark.parametrize(("prox", "mask"), [(False, False), (True, False), (False, True), (True, True)])
+def test_by_hand_is_by_autograd(task: str, frozen: tuple[str, ...], prox: bool, mask: bool) -> None:
+    options = {"hidden": [5, 4]}
+    wanted = trained(task, options, frozen, prox, mask, by_hand=False)
+    assert_equal(trained(task, options, frozen, prox, mask, by_hand=True), wanted, 1e-12)
+
+
+def test_a_label_prior_needs_the_general_path() -> None:
+    assert dense.layers_of(build("mlp", (4,), 3, seed=0)) != ()
+    assert dense.layers_of(build("mlp", (4,), 3, seed=0, prior=True)) == ()
+    assert dense.layers_of(build("lenet5", (1, 28, 28), 3, seed=0)) == ()

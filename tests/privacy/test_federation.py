@@ -1,0 +1,253 @@
+"""Federations whose server sees sums only: equal results, nothing single in its memory, clients that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedtailor.core import codec
+from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.trees import Tree, items
+from fedtailor.engines.wire import Site, Wire
+from fedtailor.errors import ConfigError, RoundAbandoned
+from fedtailor.privacy.member import Member, Term
+from fedtailor.privacy.rehearsal import rehearse
+from fedtailor.privacy.sealed import Privacy
+from tests.helpers import assert_equal, everything, federate, make_data, make_model, run, states, usual, variants
+
+VARIANTS = variants()
+LOOKS = {
+    "cfl": 'CFL looks at single replies ("cluster of each client")',
+    "duw-fedavg": 'DUW-FedAvg looks at single replies ("model")',
+    "duw-fednova": 'DUW-FedNova looks at single replies ("sample count")',
+    "fedadp": 'FedAdp looks at single replies ("models")',
+    "fedfa": 'FedFa looks at single replies ("training accuracies")',
+    "fedpac": 'FedPAC looks at single replies ("class means of each client")',
+    "fedselect": 'FedSelect looks at single replies ("mask of each client")',
+    "fedselect:paper": 'FedSelect looks at single replies ("mask of each client")',
+    "fedselect:released": 'FedSelect looks at single replies ("mask of each client")',
+    "learn2pfed:paper": "Learn2pFed differentiates through its rounds (a tape)",
+}
+SUMS = [name for name in VARIANTS if name not in LOOKS]
+RATIOS = ("empiricalbayes", "learn2pfed")  # divide a sum by a sum where both go to 0: half of the 46 bits are left
+PLAIN = ("fedavg", "fedprox", "fedper", "fedrep", "fedbabu", "ditto", "lg-fedavg")
+
+
+def federation(algorithm: str | Algorithm, *, is_secure: bool = True, fraction_bits: int = 32) -> Federation:
+    made = VARIANTS[algorithm] if isinstance(algorithm, str) else algorithm
+    case = usual(made)
+    data = make_data(case.get("task", "classification"))
+    fed = federate(made, data, make_model(case.get("model", "mlp"), data), "wire")
+    fed.privacy = Privacy(secure_sum=is_secure, fraction_bits=fraction_bits, is_sealed=is_secure)
+    return fed
+
+
+@pytest.mark.parametrize("algorithm", PLAIN)
+def test_results_are_those_of_plain_sums(algorithm: str) -> None:
+    secure, plain = federation(algorithm), federation(algorithm, is_secure=False)
+    found, wanted = everything(secure, run(secure)), everything(plain, run(plain))
+    # a weighted sum is off by 4 halves of 2**-32 at most, its mean by that over 29 samples; training carries it on
+    assert_equal(found, wanted, 1e-9)
+    assert secure.looked_at == set()
+
+
+@pytest.mark.parametrize("algorithm", SUMS)
+def test_every_algorithm_that_only_sums_can_do_without_replies(algorithm: str) -> None:
+    secure, plain = federation(algorithm, fraction_bits=46), federation(algorithm, is_secure=False)
+    rounds, tolerance = (1, 2.0**-23) if algorithm in RATIOS else (2, 1e-9)
+    assert_equal(everything(secure, run(secure, rounds)), everything(plain, run(plain, rounds)), tolerance)
+    assert isinstance(secure.engine, Wire)
+    assert (secure.traffic.up, secure.traffic.down) == (secure.engine.up, secure.engine.down)
+    rehearse(secure.engine.setting, secure.privacy)
+
+
+@pytest.mark.parametrize("algorithm", LOOKS)
+def test_the_others_are_refused_before_and_in_the_first_round(algorithm: str) -> None:
+    fed = federation(algorithm)
+    for attempt in (lambda: rehearse(fed.engine.setting, fed.privacy), lambda: run(fed)):
+        with pytest.raises(ConfigError) as refused:
+            attempt()
+        assert f"privacy.secure_sum: {LOOKS[algorithm]}; choose one that only sums" in str(refused.value)
+
+
+def test_the_server_never_holds_a_single_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    crossed: list[bytes] = []
+    kept: list[dict[str, Tensor]] = []
+    record(monkeypatch, crossed, kept)
+    fed = federation("fedavg")
+    server = fed.engine.setting.model.params
+    known = np.concatenate([v.numpy().ravel() for v in server.values()])
+    fed.run_round(0, range(4), server)
+    memory = b"".join(crossed)
+    assert len(kept) == 4
+    for reply in kept:
+        n = reply["1"].item()
+        for path, leaf in items(reply):
+            values = leaf.numpy().ravel()
+            assert values.tobytes() not in memory or path == "1"
+            for value in values[~np.isin(values, known)] if leaf.dim() else []:
+                assert value.tobytes() not in memory
+                for weighted in (value, value * n):  # as it enters the sum
+                    encoded = np.int64(np.rint(weighted * 2**32)).tobytes()
+                    assert encoded not in memory
+    replies = [codec.decode(message)[1] for message in crossed[1::2]]
+    assert [v for v in replies if v is not None and v.is_floating_point()] == []
+
+
+def test_masked_replies_are_other_numbers_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Tensor]] = []
+    ends = []
+    for _ in range(2):
+        crossed: list[bytes] = []
+        with monkeypatch.context() as patch:
+            record(patch, crossed, [])
+            ends.append(run(federation("fedrep"), 1))
+        trees = (codec.decode(message)[1] for message in crossed[1::2])
+        seen.append([v for v in trees if v is not None and v.dtype == torch.int64])
+    assert_equal(ends[0], ends[1], 0.0)
+    assert [len(vectors) for vectors in seen] == [4, 4]
+    for one, other in zip(*seen, strict=True):
+        assert not torch.isin(one, other).any()
+        assert one.double().abs().mean() > 2**60  # plain ones are below 2**32 * 13 samples * weights of about 1
+
+
+def record(patch: pytest.MonkeyPatch, crossed: list[bytes], kept: list[dict[str, Tensor]]) -> None:
+    """All bytes that the server sends and gets, in turn, and the replies that stay."""
+    handle, keep = Site.handle, Member.keep
+
+    def recording(self: Site, request: bytes) -> bytes:
+        reply = handle(self, request)
+        crossed.extend((request, reply))
+        return reply
+
+    def keeping(self: Member, call: int, reply: Tree) -> None:
+        kept.append(dict(items(reply)))
+        keep(self, call, reply)
+
+    patch.setattr(Site, "handle", recording)
+    patch.setattr(Member, "keep", keeping)
+
+
+def lose(patch: pytest.MonkeyPatch, is_lost: Callable[[int, dict[str, Any]], bool]) -> None:
+    """Clients that cannot be reached for some messages."""
+    handle = Site.handle
+
+    def failing(self: Site, request: bytes) -> bytes:
+        if is_lost(self.client, codec.decode(request)[0]):
+            raise ConnectionResetError("gone")
+        return handle(self, request)
+
+    patch.setattr(Site, "handle", failing)
+
+
+@pytest.mark.parametrize("step", ["keys", "deal", "mask"])
+def test_the_sum_of_the_others_is_exact_when_one_is_lost(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = federation("ditto", is_secure=False)
+    end = run(wanted, 1, cohort=[0, 1, 3])
+    secure = federation("ditto")
+    lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == step)
+    assert_equal(run(secure, 1), end, 1e-9)
+    assert secure.cohort == (0, 1, 3)
+    assert [(f.client, f.reason) for f in secure.faults] == [("cy", "cannot be reached: gone")]
+    assert_equal(states(secure), states(wanted), 0.0)  # cy's is as before the round
+
+
+def test_who_is_lost_after_its_vector_arrived_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = federation("ditto", is_secure=False)
+    wanted = everything(plain, run(plain, 1))
+    secure = federation("ditto")
+    lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == "reveal")
+    assert_equal(everything(secure, run(secure, 1)), wanted, 1e-9)
+    assert secure.cohort == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("step", ["keys", "deal", "mask", "reveal"])
+def test_below_the_threshold_the_round_is_abandoned(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    secure = federation("ditto")
+    before = states(secure)
+    lost = (0, 1, 2) if step == "keys" else (1, 2)  # the threshold is over those who have sent keys
+    lose(monkeypatch, lambda client, header: client in lost and header.get("step") == step)
+    with pytest.raises(RoundAbandoned, match=r"[12] clients are left of a secure sum over local, [23] needed; cy: "):
+        run(secure, 1)
+    assert_equal(states(secure), before, 0.0)
+
+
+def test_two_sums_of_the_same_replies_are_over_the_same_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    secure = federation("fednova")  # sums twice before it takes the mean of the models
+    lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == "mask" and header["sum"] == 3)
+    with pytest.raises(RoundAbandoned, match="replies to call 0 were summed over other clients before"):
+        run(secure, 1)
+
+
+@dataclass(frozen=True)
+class Telling(Algorithm):
+    """Sends a multiple of the sample count, and no number at the smallest client."""
+
+    factor: float = 1.0
+    title: ClassVar[str] = "Telling"
+
+    def server_init(self, model: Any) -> Tree:
+        return torch.zeros((), dtype=torch.float64)
+
+    @on_client(sends=NUMBER)
+    def tell(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
+        return {}, torch.where(me.n > 1, me.n * self.factor, torch.nan)
+
+    def round(self, fed: Federation, w: Tensor) -> Tensor:
+        return fed.sum(fed.map(self.tell, w))
+
+
+def test_a_reply_that_is_no_number_is_found_by_the_client_itself() -> None:
+    fed = federation(Telling())
+    assert float(run(fed, 1)) == 9 + 6 + 13
+    assert [(f.client, f.reason) for f in fed.faults] == [("bo", 'reply "number" is not finite')]
+
+
+def test_a_reply_above_the_norm_is_found_by_the_client_itself() -> None:
+    fed = federation(Telling(1e7))
+    assert float(run(fed, 1)) == 9e7 + 6e7
+    assert fed.faults[-1].reason == "reply has norm 1.3e+08, above the limit 1e+08"
+
+
+def test_numbers_beyond_the_range_are_named() -> None:
+    fed = federation(Telling(1e5), fraction_bits=44)
+    with pytest.raises(RoundAbandoned, match=r"0 clients are left .* 2 needed; di: secure sum: 1.3e\+06 is not within"):
+        run(fed, 1)
+    assert fed.faults[1].reason == "secure sum: 900000 is not within ±174763, the range of a secure sum"
+
+
+def test_a_client_that_seals_its_replies_answers_nothing_else() -> None:
+    fed = federation("fedavg", is_secure=False)
+    assert isinstance(fed.engine, Wire)
+    inside = fed.engine.sites[0].inside
+    inside.setting = replace(inside.setting, is_sealed=True)
+    run(fed, 1)
+    assert [(f.client, f.reason) for f in fed.faults] == [("ada", "replies leave this client in secure sums only")]
+
+
+def test_a_client_refuses_steps_out_of_order_and_low_thresholds() -> None:
+    member = Member(0)
+    member.keep(0, {"w": torch.ones(3, dtype=torch.float64)})
+    term = Term(0, ("w",)).header
+
+    def ask(step: str, **more: Any) -> str:
+        tree = more.pop("tree", None)
+        return str(member.answer({"round": 1, "sum": 1, "step": step} | more, tree)[0].get("error"))
+
+    assert ask("keys", term=Term(0, ("v",)).header) == 'no reply "v" of call 0 is kept here'
+    assert ask("mask", dealers=[], fraction_bits=32) == "sum 1 is not at this step"
+    assert ask("keys", term=term) == "None"
+    assert ask("keys", term=term) == "sum 1 was begun before"
+    assert "2 of 4 clients: at least 3" in ask(
+        "deal", clients=[0, 1, 2, 3], threshold=2, tree=torch.arange(256, dtype=torch.uint8).reshape(4, 64)
+    )
+    assert ask("deal", clients=[0, 1], threshold=2, tree=torch.zeros(2, 64)) == "sum 1 is not at this step"
+    assert "'open'" in ask("open")

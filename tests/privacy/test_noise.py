@@ -1,0 +1,261 @@
+"""Clipping by hand, noise of the stated size, and the accountant's own figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dp_accounting import (  # type: ignore[import-untyped]
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+from dp_accounting.privacy_accountant import NeighboringRelation  # type: ignore[import-untyped]
+from dp_accounting.rdp import RdpAccountant  # type: ignore[import-untyped]
+
+from fedtailor import algorithms
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.federation import Federation
+from fedtailor.core.me import Me
+from fedtailor.core.random import stream
+from fedtailor.core.trees import Params, Tree, leaves, tree_map
+from fedtailor.errors import ConfigError
+from fedtailor.models import build
+from fedtailor.privacy.noise import changed_parts, clipped, noisy, spent
+from fedtailor.privacy.rehearsal import rehearse
+from fedtailor.privacy.sealed import Privacy
+from fedtailor.runs import runner
+from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model
+from tests.runs.small import config, records, stop_after
+
+NOISE = ("privacy.clip=0.5", "privacy.noise=2.0", "algorithm.name=fedavg")
+
+
+def vector(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=F64)
+
+
+def test_clipping_by_hand() -> None:
+    message = {"a": vector(1, 1), "b": vector(1)}
+    reply = ({"a": vector(3, 1), "b": vector(0)}, vector(7).squeeze())  # the change is (2, 0), (-1): norm sqrt(5)
+    found, count = clipped(reply, (message,), (False,), 1.0)
+    s = 1 / math.sqrt(5)
+    assert_equal(found, {"a": vector(1 + 2 * s, 1), "b": vector(1 - s)}, 1e-15)
+    assert count == 7
+    assert_equal(clipped(reply, (message,), (False,), 2.3), reply, 1e-15)
+    assert_equal(clipped(message, (message,), (False,), 1.0), message, 0.0)  # no change at all
+
+
+def test_parts_are_clipped_together_and_by_their_own_message() -> None:
+    u, v = {"a": vector(0, 0)}, {"b": vector(5)}
+    found = clipped(({"b": vector(9)}, {"a": vector(3, 0)}), (u, v), (False, False), 1.0)  # changes 4 and (3, 0)
+    assert_equal(found, ({"b": vector(5.8)}, {"a": vector(0.6, 0)}), 1e-12)
+
+
+def test_what_counts_as_a_new_version_of_a_message() -> None:
+    w, n = {"a": vector(1, 2)}, vector(1).squeeze()
+    assert changed_parts((w, n), (w,), (False,)) == {0: 0}
+    assert changed_parts(w, (n, w), (False, False)) == {0: 1}
+    assert changed_parts((w, w), (w,), (False,)) == {0: 0}  # an argument counts once
+    assert changed_parts((w, n), (w,), (True,)) == {}  # each client was sent another one
+    assert changed_parts(n, (n,), (False,)) == {}  # a number is not a model
+    assert changed_parts({"a": vector(1)}, (w,), (False,)) == {}
+    assert changed_parts({"b": vector(1, 2)}, (w,), (False,)) == {}
+
+
+@dataclass(frozen=True)
+class Watched(Algorithm):
+    """FedAvg whose server looks at the models."""
+
+    def server_init(self, model: Any) -> Tree:
+        return model.params
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+        return {}, (me.sgd(w, epochs=3), me.n)
+
+    def round(self, fed: Federation, w: Params) -> Tree:
+        models, _ = fed.map(self.local, w)
+        return fed.gather(models, "models")
+
+
+def changes(engine: str, clip: float) -> torch.Tensor:
+    """What each client changed, as rows."""
+    data = make_data()
+    fed = federate(Watched(), data, make_model("mlp", data), engine)
+    with_clip(fed, clip)
+    start = fed.engine.setting.model.params
+    models = fed.run_round(1, range(4), start)
+    return torch.cat([(models[k] - start[k]).flatten(1) for k in sorted(start)], 1)
+
+
+def with_clip(fed: Federation, clip: float) -> None:
+    """As a run is set up that has `privacy.clip`."""
+    setting = replace(fed.engine.setting, clip=clip)
+    for inside in [site.inside for site in getattr(fed.engine, "sites", [])] or [fed.engine]:
+        inside.setting = setting
+    fed.engine.setting = setting
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_client_changes_more_than_clip(engine: str) -> None:
+    free, held = changes(engine, 0.0), changes(engine, 0.1)
+    norms = free.norm(dim=1)
+    assert (norms > 0.1).any()
+    assert_equal(held, free * (0.1 / norms).clamp(max=1)[:, None], 1e-12)
+
+
+def test_noise_has_the_stated_size() -> None:
+    drawn = noisy({"a": torch.zeros(100_000, dtype=F64), "b": torch.zeros(3, 3)}, 0.7, stream("noise"))
+    assert abs(drawn["a"].std().item() / 0.7 - 1) < 4 / math.sqrt(2 * 100_000)
+    assert abs(drawn["a"].mean().item()) < 4 * 0.7 / math.sqrt(100_000)
+    assert drawn["b"].dtype == torch.float32
+    assert len(set(drawn["b"].flatten().tolist())) == 9
+
+
+def noised(engine: str, noise: float, *, secure: bool = False, round: int = 1, secret: bool = False) -> Params:
+    data = make_data()
+    model = build("mlp", data.shape, data.outputs, seed=1, options={"hidden": (1000,)}, dtype=F64)
+    fed = federate(algorithms.make("fedavg", {}), data, model, engine)
+    with_clip(fed, 0.5)
+    fed.privacy = Privacy(secure, 40, 0.5, noise, secret, is_sealed=secure or noise > 0)
+    if not noise:  # the mean without noise is weighted; here all must count the same
+        fed.privacy = replace(fed.privacy, is_sealed=True, noise=1e-300)
+    found: Params = fed.run_round(round, range(4), model.params)
+    assert fed.noisy_sums == {round: 1}
+    return found
+
+
+def test_noise_on_a_mean_is_z_times_clip_over_clients() -> None:
+    difference = torch.cat([v.flatten() for v in leaves(tree_map(torch.sub, noised("loop", 3.0), noised("loop", 0.0)))])
+    assert len(difference) == 8003
+    assert abs(difference.std().item() / (3.0 * 0.5 / 4) - 1) < 4 / math.sqrt(2 * 8003)
+
+
+def test_noise_is_the_same_on_all_engines_and_with_secure_sums() -> None:
+    wanted = noised("loop", 3.0)
+    for engine in ("vmap", "wire"):
+        assert_equal(noised(engine, 3.0), wanted, 1e-12)
+    assert_equal(noised("wire", 3.0, secure=True), wanted, 1e-11)
+    assert (noised("loop", 3.0, round=2)["out.bias"] != wanted["out.bias"]).all()
+
+
+def test_secret_noise_does_not_follow_from_the_seed() -> None:
+    one, other = (noised("loop", 3.0, secret=True) for _ in range(2))
+    assert not any((one[k] == other[k]).any() for k in one)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "what"), [("fednova", "sample count"), ("jointls", "normal equations of the common features")]
+)
+def test_sums_of_other_things_than_changes_are_refused(algorithm: str, what: str) -> None:
+    data = make_data("regression")
+    fed = federate(algorithms.make(algorithm, {}), data, make_model("linear", data))
+    with pytest.raises(ConfigError, match=f'sums "{what}", which is not a new version of what clients were sent'):
+        rehearse(fed.engine.setting, Privacy(clip=1.0, noise=1.0, is_sealed=True))
+
+
+def _cdf(x: float) -> float:
+    """Of the normal distribution."""
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+def exact_epsilon(multiplier: float, delta: float) -> float:
+    """Of one Gaussian mechanism with this noise per sensitivity: Balle and Wang, ICML 2018, Theorem 5."""
+
+    def excess(epsilon: float) -> float:
+        a, b = 1 / (2 * multiplier), epsilon * multiplier
+        return _cdf(a - b) - math.exp(epsilon) * _cdf(-a - b) - delta
+
+    low, high = 0.0, 500.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
+
+
+def test_epsilon_is_above_the_exact_one_and_not_by_much() -> None:
+    found = spent({1: 20, 2: 5}, clients=8, cohort=8, noise=12.0, delta=1e-5)  # 30 sums, nobody is drawn
+    replaced = exact_epsilon(12.0 / 2 / math.sqrt(30), 1e-5)  # the sum moves by twice the clip
+    removed = exact_epsilon(12.0 / math.sqrt(30), 1e-5)
+    assert replaced < found.epsilon < 1.15 * replaced
+    assert removed < found.epsilon_add_remove < 1.15 * removed
+
+
+def test_epsilon_is_the_accountants_own_figure() -> None:
+    found = spent({1: 30, 3: 10}, clients=100, cohort=5, noise=4.0, delta=1e-6)
+    fixed = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    poisson = RdpAccountant()
+    for sums, rounds in ((1, 30), (3, 10)):
+        fixed.compose(SampledWithoutReplacementDpEvent(100, 5, SelfComposedDpEvent(GaussianDpEvent(2.0), sums)), rounds)
+        poisson.compose(PoissonSampledDpEvent(0.05, SelfComposedDpEvent(GaussianDpEvent(4.0), sums)), rounds)
+    assert found.epsilon == pytest.approx(fixed.get_epsilon(1e-6), rel=1e-12)
+    assert found.epsilon_add_remove == pytest.approx(poisson.get_epsilon(1e-6), rel=1e-12)
+    assert found.epsilon > found.epsilon_add_remove
+
+
+def test_drawing_clients_never_costs_more_than_asking_all() -> None:
+    drawn, everybody = (spent({1: 20}, clients=4, cohort=c, noise=1.0, delta=1e-5).epsilon for c in (3, 4))
+    assert drawn <= everybody
+    assert spent({}, clients=4, cohort=4, noise=1.0, delta=1e-5).epsilon == 0
+
+
+def test_a_run_tells_what_it_has_spent(tmp_path: Path) -> None:
+    told: list[Any] = []
+    made = config(*NOISE, "federation.clients_per_round=2", "federation.engine=loop")
+    folder = runner.start(made, tmp_path / "run", listener=lambda p: told.append(p.epsilon))
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    accountant.compose(SampledWithoutReplacementDpEvent(4, 2, GaussianDpEvent(1.0)), 5)
+    assert told[-1] == pytest.approx(accountant.get_epsilon(1e-5))
+    assert told == sorted(told)
+    assert [line["epsilon"] for line in folder.metrics()] == told
+    assert folder.results is not None
+    assert folder.results["privacy"]["epsilon"] == told[-1]
+    assert folder.results["privacy"]["noisy_sums"] == 5
+
+
+@pytest.mark.parametrize("settings", [NOISE, ("privacy.secure_sum=true", "algorithm.name=fedrep")])
+def test_an_interrupted_run_ends_as_if_it_were_not(settings: tuple[str, ...], tmp_path: Path) -> None:
+    whole = runner.start(config(*settings), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(config(*settings), tmp_path / "parts", listener=stop_after(2))
+    assert records(runner.resume(tmp_path / "parts")) == records(whole)
+
+
+def test_a_run_with_secure_sums_takes_the_wire(tmp_path: Path) -> None:
+    folder = runner.start(config("privacy.secure_sum=true", "algorithm.name=ditto"), tmp_path / "secure")
+    plain = runner.start(config("algorithm.name=ditto", "federation.engine=wire"), tmp_path / "plain")
+    assert folder.about["engine"] == "wire"
+    assert folder.results is not None
+    assert plain.results is not None
+    assert folder.results["privacy"] == {"secure_sum": True, "clip": 0.0, "noise": 0.0}
+    assert folder.results["traffic"]["trips"] == 5 * plain.results["traffic"]["trips"]
+    assert folder.results["last"]["test"]["loss"]["mean"] == pytest.approx(
+        plain.results["last"]["test"]["loss"]["mean"], abs=1e-5
+    )
+    assert folder.about["task_id"] == plain.about["task_id"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (("privacy.noise=1",), "privacy.noise: without privacy.clip nothing limits"),
+        (("privacy.secure_sum=true", "federation.engine=vmap"), 'not with federation.engine = "vmap"'),
+        (("privacy.secure_sum=true", "algorithm.name=cfl"), "CFL looks at single replies"),
+        (("privacy.secure_sum=true", "federation.clients_per_round=1"), "a sum over one client is its reply"),
+        ((*NOISE, "environment.missing=stale"), 'not with environment.missing = "stale"'),
+        ((*NOISE, "algorithm.name=fednova"), 'FedNova sums "sample count"'),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_there_is_a_folder(
+    settings: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        runner.start(config(*settings), tmp_path / "run")
+    assert told in str(refused.value)
+    assert not (tmp_path / "run").exists()
