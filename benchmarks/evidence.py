@@ -37,7 +37,11 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "benchmarks/duw_cost.py",
     ),
     "fedselect": tuple(f"fedselect/{name}" for name in ("table1", "table1-others", "table2", "table3", "figure4")),
-    "baselines": ("configs/baselines/fashion-mnist.toml",),
+    "fedeq": tuple(
+        f"fedeq/{name}"
+        for name in ("table1", "table1-shakespeare", "table2", "figure2", "figure3", "figure4", "figure5", "figure6")
+    ),
+    "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
 SEVERAL = {  # pages of more than one algorithm
     "duw": ("DUW-FedAvg", "DUW-FedNova"),

@@ -24,13 +24,15 @@ from fedtailor.models import build
 F64 = torch.float64
 SIZES = {"ada": (9, 3, 4), "bo": (1, 0, 0), "cy": (6, 2, 5), "di": (13, 4, 1)}  # train, val, test
 EVEN_SIZES = {"ada": (8, 3, 4), "bo": (8, 0, 0), "cy": (6, 2, 5), "di": (10, 4, 1)}  # no batch of 4 leaves one sample
-ENGINES: dict[str, tuple[engines.EngineName, int]] = {
-    "loop": ("loop", 64),
-    "vmap": ("vmap", 64),
-    "vmap2": ("vmap", 2),
-    "wire": ("wire", 64),
+ENGINES: dict[str, dict[str, Any]] = {
+    "loop": {"name": "loop"},
+    "vmap": {"name": "vmap"},
+    "vmap2": {"name": "vmap", "chunk": 2},
+    "pool": {"name": "pool", "workers": 2},
+    "wire": {"name": "wire"},
 }
-OTHERS = ("vmap", "vmap2", "wire")
+OTHERS = ("vmap", "vmap2", "wire")  # in this process; that the pool equals loop bit by bit has tests of its own
+IN_PROCESS = ("loop", *OTHERS)
 SOLVER = Solver(lr=0.1, batch_size=4)
 FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
@@ -130,8 +132,8 @@ def federate(
     environment: Environment | None = None,
 ) -> Federation:
     """A federation whose clients have their first state."""
-    name, chunk = ENGINES[engine]
-    made = engines.make(name, Setting(algorithm, model, data, solver, 3, environment or Environment()), chunk)
+    setting = Setting(algorithm, model, data, solver, 3, environment or Environment())
+    made = engines.make(setting=setting, **ENGINES[engine])
     made.start()
     return Federation(made, limits or Limits())
 

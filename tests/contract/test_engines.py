@@ -11,9 +11,9 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.trees import items, tree_map
 from fedtailor.local.training import Solver
 from tests.helpers import (
-    ENGINES,
     EVEN_SIZES,
     FULL_BATCH,
+    IN_PROCESS,
     OTHERS,
     SIZES,
     SOLVER,
@@ -93,7 +93,7 @@ def test_order_of_clients_is_irrelevant(algorithm: str, engine: str) -> None:
     assert_equal(turned, outcome(algorithm, "loop", case))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IN_PROCESS)
 @every_algorithm
 def test_absent_clients_are_untouched(algorithm: str, engine: str) -> None:
     case = {"model": "normed", "sizes": EVEN_SIZES}
@@ -111,7 +111,7 @@ def test_absent_clients_are_untouched(algorithm: str, engine: str) -> None:
         )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IN_PROCESS)
 @every_algorithm
 def test_a_part_of_the_clients_is_as_a_federation_of_that_part(algorithm: str, engine: str) -> None:
     if VARIANTS[algorithm].preparation:
@@ -125,7 +125,7 @@ def test_a_part_of_the_clients_is_as_a_federation_of_that_part(algorithm: str, e
     assert_equal({k: found[k] for k in wanted}, wanted)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IN_PROCESS)
 @every_algorithm
 def test_saved_states_continue_as_the_straight_run(algorithm: str, engine: str) -> None:
     case = usual(VARIANTS[algorithm])

@@ -107,7 +107,7 @@ ONE_BY_ONE = {
     "state shape": r'TypeError: private state "state/v" has shape \[1\], not \[2\]; client_init fixes',
     "no pair": r"TypeError: bad must return \(private state, reply\)",
 }
-FAULTS = [(f, e) for f in ANYWHERE for e in ENGINES] + [(f, e) for f in ONE_BY_ONE for e in ("loop", "wire")]
+FAULTS = [(f, e) for f in ANYWHERE for e in ENGINES] + [(f, e) for f in ONE_BY_ONE for e in ("loop", "pool", "wire")]
 
 
 def federation(engine: str, algorithm: Algorithm, limits: Limits | None = None) -> Federation:

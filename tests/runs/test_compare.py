@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from fedtailor.core.federation import Engine
+from fedtailor.core.me import Setting
+from fedtailor.engines.loop import loop
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.runs import runner
 from fedtailor.runs.compare import Row, cells, local_reference, rows, run_grid
@@ -36,6 +39,22 @@ def run(made: CompareConfig, folder: Path) -> tuple[list[Cell], list[tuple[str, 
     told: list[tuple[str, int, int]] = []
     grid = run_grid(made, folder, None, lambda *step: told.append(step))
     return grid, told
+
+
+@pytest.mark.parametrize(("workers", "cores"), [(1, 2), (2, 1)])
+def test_a_pool_takes_no_cores_of_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, cores: int
+) -> None:
+    asked = []
+
+    def make(name: str, setting: Setting, chunk: int, workers: int) -> Engine:
+        asked.append((name, workers))
+        return loop(setting)
+
+    monkeypatch.setattr(runner.engines, "make", make)
+    monkeypatch.setattr(runner.engines, "cores", lambda: 2)
+    run(grid_config("federation.engine=pool", "federation.workers=2", f"compare.workers={workers}"), tmp_path / "grid")
+    assert asked == [("pool", cores)] * 4
 
 
 def test_cells_of_a_grid(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_resumed_run_is_the_straight_run(tmp_path: Path, name: str) -> None:
     assert records(interrupted(made, tmp_path / "b", (1, 3, 4))) == records(straight(made, tmp_path / "a"))
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
+@pytest.mark.parametrize("engine", ["loop", "vmap", "pool", "wire"])
 def test_resumed_regression_is_the_straight_one_on_every_engine(tmp_path: Path, engine: str) -> None:
     made = config("algorithm.name=ditto", f"federation.engine={engine}", task=POLYNOMIAL)
     assert records(interrupted(made, tmp_path / "b", (3,))) == records(straight(made, tmp_path / "a"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.disk import Disk
-from fedtailor.core.trees import Tree, leaves, schema, schema_difference, tree_map
+from fedtailor.core.trees import Schema, Tree, leaves, schema, schema_difference, tree_map
 
 
 class States:
@@ -103,8 +103,7 @@ class States:
 
     def check(self, stack: Tree) -> None:
         """Refuse states of other keys, shapes or types than the first ones."""
-        if wrong := schema_difference(schema(stack, stacked=True), schema(self.rows, stacked=True)):
-            raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
+        refuse_other(schema(stack, stacked=True), schema(self.rows, stacked=True))
 
     def _at(self, clients: Sequence[int]) -> Tensor:
         return torch.tensor([self._row[c] for c in clients], dtype=torch.int64)
@@ -114,6 +113,12 @@ class States:
             if new is not None:
                 row[at] = new.detach()
         self._touch(stack)
+
+
+def refuse_other(found: Schema, first: Schema) -> None:
+    """Private states keep the schema of the first one."""
+    if wrong := schema_difference(found, first):
+        raise TypeError(f"private state {wrong}; client_init fixes its keys and shapes")
 
 
 def changed(new: Tree, old: Tree) -> list[Tensor | None]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 Tree = Any  # Tensor | dict[str, Tree] | tuple[Tree, ...] | list[Tree] | None
 Params = dict[str, Tensor]
+Schema = dict[str, tuple[tuple[int, ...], torch.dtype]]  # path -> (shape, dtype)
 
 
 class Ragged(tuple[Tensor, Tensor]):
@@ -78,14 +79,12 @@ def detach(tree: Tree) -> Tree:
     return tree_map(Tensor.detach, tree)
 
 
-def schema(tree: Tree, *, stacked: bool = False) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def schema(tree: Tree, *, stacked: bool = False) -> Schema:
     """Path -> (shape, dtype); the client dimension of a stacked tree is left out."""
     return {path: (tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree)}
 
 
-def schema_difference(
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
-) -> str | None:
+def schema_difference(found: Schema, wanted: Schema) -> str | None:
     """In words, the first way in which one schema is not the other; None when it is."""
     if missing := sorted(wanted.keys() - found.keys()):
         return f'lacks "{missing[0]}"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 import torch
@@ -10,25 +11,34 @@ from torch import nn
 from fedtailor.core.federation import Engine
 from fedtailor.core.me import Setting
 from fedtailor.engines.loop import loop
+from fedtailor.engines.pool import Pool
 from fedtailor.engines.vmap import vmap
 from fedtailor.engines.wire import Wire
 
-EngineName = Literal["auto", "loop", "vmap", "wire"]
+EngineName = Literal["auto", "loop", "vmap", "pool", "wire"]
 
 ENGINES = {
     "loop": "one client after the other; the reference",
     "vmap": "clients stacked into one tensor operation; for many small clients and dense models",
+    "pool": "worker processes, one per core; for convolutions and whatever does not stack",
     "wire": "every message through bytes; for tests and exact traffic",
 }
 
 
-def make(name: EngineName, setting: Setting, chunk: int = 64) -> Engine:
-    """An engine by name; "auto" stacks clients where that is faster."""
+def make(name: EngineName, setting: Setting, chunk: int = 64, workers: int = 0) -> Engine:
+    """An engine by name; "auto" stacks clients where that is faster. A pool has so many workers, 0 is one per core."""
     if name == "auto":
         name = choose(setting)
     if name == "vmap":
         return vmap(setting, chunk)
+    if name == "pool" and min(workers or cores(), len(setting.data.clients)) > 1:
+        return Pool(setting, workers or cores())
     return Wire(setting) if name == "wire" else loop(setting)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(setting: Setting) -> int:

@@ -97,15 +97,14 @@ class InProcess:
             outcome = self._invoke(mine[2], group, mine[0]["state"], mine[0]["buffers"], mine[1])
             kept = self._stack(detach({"state": outcome.state, "buffers": outcome.buffers}))
             self.states.check(kept)
-            if not _finite(changed(kept, held)):
-                raise FloatingPointError("its private state is no longer finite")
+            refuse_infinite(changed(kept, held))
             self.states.write(group, kept, held)
         except Exception as error:
             if len(group) > 1:  # find out whose error it is; the others must not suffer from it
                 for c, row in zip(group, rows, strict=True):
                     yield from self._call_group(call, (c,), [row])
             else:
-                yield Reply(group, error=self._explained(call, group[0], error))
+                yield Reply(group, error=explained(self.setting, call, group[0], error))
             return
         if call.taped:
             saved = None if self.recompute else outcome
@@ -195,15 +194,19 @@ class InProcess:
     def _stack(self, tree: Tree) -> Tree:
         return tree if self.chunk else tree_map(lambda v: v[None], tree)
 
-    def _explained(self, call: Call, client: int, error: Exception) -> ClientError:
-        name = type(self.setting.algorithm).__name__
-        where = f"{name}.{call.function}, client {self.setting.data.clients[client]}, round {call.round}"
-        explained = ClientError(f"{where}: {type(error).__name__}: {error}")
-        explained.__cause__ = error
-        return explained
+
+def explained(setting: Setting, call: Call, client: int, error: Exception) -> ClientError:
+    """An error of a client function, with where it happened."""
+    name = type(setting.algorithm).__name__
+    where = f"{name}.{call.function}, client {setting.data.clients[client]}, round {call.round}"
+    told = ClientError(f"{where}: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told
 
 
-def _finite(tensors: Sequence[torch.Tensor | None]) -> bool:
-    floating = [v for v in tensors if v is not None and v.is_floating_point()]
+def refuse_infinite(state: Sequence[torch.Tensor | None]) -> None:
+    """Leaves of a private state that is not to be kept are an error."""
+    floating = [v for v in state if v is not None and v.is_floating_point()]
     # a finite norm, which is cheaper, has finite entries only; that of large ones may overflow
-    return all(bool(torch.linalg.vector_norm(v).isfinite()) or bool(torch.isfinite(v).all()) for v in floating)
+    if not all(bool(torch.linalg.vector_norm(v).isfinite()) or bool(torch.isfinite(v).all()) for v in floating):
+        raise FloatingPointError("its private state is no longer finite")

@@ -90,10 +90,11 @@ class FederationSection(Section):
     """Who takes part in a round, and where clients run."""
 
     engine: EngineName = Field(
-        default="auto", description="loop, vmap or wire; auto picks loop or vmap and says which."
+        default="auto", description="loop, vmap, pool or wire; auto picks loop or vmap and says which."
     )
     threads: int = Field(default=0, ge=0, description="Threads of torch; 0 is one for dense models, else all cores.")
     chunk: int = Field(default=64, ge=1, description="Most clients in one stack of the vmap engine.")
+    workers: int = Field(default=0, ge=0, description="Processes of the pool engine; 0 is one per core.")
     clients_per_round: int = Field(default=0, ge=0, description="Clients drawn for each round; 0 is all of them.")
     min_replies: int = Field(default=1, ge=1, description="With fewer usable replies a round is abandoned.")
     max_norm: float = Field(default=1e8, gt=0, description="A reply of larger norm is rejected.")

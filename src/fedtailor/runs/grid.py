@@ -105,13 +105,14 @@ def _refuse_others(grid: list[Cell]) -> None:
 
 
 _events: Any = None
+_cores = 0  # that a run may use; 0 is all
 
 
 def _prepare(events: Any, several: bool) -> None:
-    global _events
+    global _events, _cores
     import torch
 
-    _events = events
+    _events, _cores = events, int(several)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if several:  # runs share the cores
         torch.set_num_threads(1)
@@ -133,8 +134,8 @@ def _run_cell(cell: Cell, data_root: Path | None) -> None:
 
     try:
         if (cell.folder / CONFIG).exists():
-            runner.resume(cell.folder, data_root, listen)
+            runner.resume(cell.folder, data_root, listen, _cores)
         else:
-            runner.start(cell.config, cell.folder, data_root, listen)
+            runner.start(cell.config, cell.folder, data_root, listen, _cores)
     except UserError as error:
         raise RunError(str(error)) from None

@@ -163,20 +163,23 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
     }
 
 
-def start(config: RunConfig, path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
-    """A new run in a new folder, to its end."""
+def start(
+    config: RunConfig, path: Path, data_root: Path | None = None, listener: Listener | None = None, cores: int = 0
+) -> RunFolder:
+    """A new run in a new folder, to its end, on so many cores; 0 is all."""
     tracking.check(config.tracking)
     setting = setting_of(config, data_root)
-    torch.set_num_threads(config.federation.threads or engines.threads(setting))
     name = config.federation.engine
     if name == "auto":
         name = "wire" if config.privacy.secure_sum else engines.choose(setting)
-    run = _Run(config, _started(name, setting, config))  # what does not fit together is said before there is a folder
+    torch.set_num_threads(config.federation.threads or (1 if name == "pool" else engines.threads(setting)))
+    engine = _started(name, setting, config, cores)
+    run = _Run(config, engine)  # what does not fit together is said before there is a folder
     folder = RunFolder.create(path, config, about(setting, config, name, data_root))
     return _train(folder, run, listener)
 
 
-def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
+def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None, cores: int = 0) -> RunFolder:
     """Go on with a run from its last checkpoint; a finished one is left as it is."""
     folder = RunFolder.open(path)
     config, made_by = folder.config, folder.about
@@ -184,7 +187,7 @@ def resume(path: Path, data_root: Path | None = None, listener: Listener | None 
         return folder
     tracking.check(config.tracking)
     setting = setting_again(folder, data_root)
-    return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener)
+    return _train(folder, _Run(config, _started(made_by["engine"], setting, config, cores)), listener)
 
 
 def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
@@ -200,8 +203,9 @@ def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
     return setting
 
 
-def _started(name: engines.EngineName, setting: Setting, config: RunConfig) -> Engine:
-    engine = engines.make(name, setting, config.federation.chunk)
+def _started(name: engines.EngineName, setting: Setting, config: RunConfig, cores: int) -> Engine:
+    wanted = config.federation.workers or engines.cores()
+    engine = engines.make(name, setting, config.federation.chunk, min(wanted, cores or wanted))
     engine.start()
     return engine
 

@@ -1,0 +1,216 @@
+"""A worker of the pool: runs clients whose private states, messages and replies lie in shared memory.
+
+It holds nothing that another worker could not compute again: what it is asked follows from the request and from memory
+that nobody writes meanwhile, and it writes only where nobody reads yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtailor.core import codec
+from fedtailor.core.algorithm import sent_example
+from fedtailor.core.client import Call, Outcome, evaluate, initial, invoke, personal, pull_back
+from fedtailor.core.me import Setting
+from fedtailor.core.states import changed, refuse_other
+from fedtailor.core.trees import Tree, detach, leaves, schema, tree_map
+from fedtailor.engines.inprocess import explained, refuse_infinite
+from fedtailor.engines.shared import Layout, Memory, Strides, put_all
+
+Spot = tuple[int, list[Strides]]  # a row, and how the tensors in it lie
+
+
+class Task(NamedTuple):
+    """What is asked for one client. Rows are those of the memory of private states."""
+
+    client: int
+    position: int = 0  # in the message and among the replies
+    source: int = 0  # row of its private state
+    target: int = 0  # row for its next private state, or for the cotangent of this one
+    grad: Spot | None = None  # `me.grad`
+    cotangent: Spot | None = None  # of the private state after a taped call
+    back: int = 0  # position among the cotangents of the replies
+    at: int = 0  # where its personal model goes
+
+
+class Worker:
+    """Answers requests, in a process of its own or, to find out what went wrong there, in this one."""
+
+    def __init__(self, setting: Setting, rows: Memory, regions: Memory, kept: Layout) -> None:
+        self.setting = setting
+        self.rows, self.regions = rows, regions
+        self.kept = kept  # private state and buffers
+        self.state = Layout.of(kept.tree["state"])
+        self._schema = schema(kept.tree)
+        self._replies: dict[str, Layout] = {}
+        self._tape = 0
+        self._graphs: dict[tuple[int, int], Outcome] = {}  # of taped calls, by call and client
+
+    def handle(self, request: dict[str, Any]) -> tuple[list[Any], list[bytes]]:
+        """An answer per task, and as bytes what has no place in shared memory."""
+        if request["tape"] != self._tape:
+            self._tape, self._graphs = request["tape"], {}
+        tasks = [Task(*task) for task in request["tasks"]]
+        apart: list[bytes] = []
+        do = {"start": self._start, "call": self._call, "pull back": self._pull_back, "evaluate": self._evaluate}
+        return do[request["do"]](request, tasks, apart), apart
+
+    def reply_layout(self, function: str) -> Layout:
+        """Of the reply that a client function declares."""
+        if function not in self._replies:
+            self._replies[function] = Layout.of(sent_example(self.setting.algorithm, function, self.setting.model))
+        return self._replies[function]
+
+    def message(self, found: dict[str, Any]) -> Tree:
+        """A tree that the server put into memory."""
+        return Layout.from_json(found).read(self.regions.bytes, found["at"], found["strides"])
+
+    def _start(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+        for task in tasks:
+            state, buffers = initial(self.setting, [task.client], is_stacked=False)
+            self._keep(task.target, {"state": state, "buffers": buffers})
+        return [{}] * len(tasks)
+
+    def _call(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+        call = self._call_of(request)
+        layout = self.reply_layout(call.function)
+        places = Layout.of(layout.tree, request["rows"]).places(self.regions.bytes, request["reply"])
+        answers: list[Any] = []
+        for task in tasks:
+            try:
+                outcome, is_same = self._run(call, task)
+                reply = detach(outcome.reply)
+                if layout.fits(reply):
+                    answers.append({"same": is_same, "strides": _put(places, task.position, reply)})
+                else:  # the server will refuse it, and say why
+                    apart.append(codec.encode({}, reply))
+                    answers.append({"same": is_same, "apart": True})
+            except Exception as error:
+                told = explained(self.setting, call, task.client, error)
+                answers.append({"error": str(told), "trace": traceback.format_exc()})
+        return answers
+
+    def _run(self, call: Call, task: Task) -> tuple[Outcome, bool]:
+        """One client's call; whether its private state is as it was, else the new one is in its target row."""
+        held, outcome = self._invoke(call, task)
+        kept = detach({"state": outcome.state, "buffers": outcome.buffers})
+        refuse_other(schema(kept), self._schema)
+        new = changed(kept, held)
+        refuse_infinite(new)
+        is_same = all(v is None for v in new)
+        if not is_same:
+            self._keep(task.target, kept)
+        if call.taped:
+            self._graphs[call.number, task.client] = outcome
+        return outcome, is_same
+
+    def _invoke(self, call: Call, task: Task) -> tuple[Tree, Outcome]:
+        held = self._held(task.source)
+        args = tuple(
+            tree_map(lambda v: v[[task.position]][0], arg) if own else arg
+            for arg, own in zip(call.args, call.placed, strict=True)
+        )
+        mine = replace(call, args=args)
+        grad = self._at(task.grad)
+        return held, invoke(self.setting, [task.client], mine, held["state"], held["buffers"], grad, is_stacked=False)
+
+    def _pull_back(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+        call = self._call_of(request)
+        cotangents = self.message(request["cotangent"])
+        layout = Layout.from_json(request["back"])
+        places = layout.places(self.regions.bytes, request["back"]["at"])
+        answers = []
+        for task in tasks:
+            outcome = self._graphs.pop((call.number, task.client), None) or self._invoke(call, task)[1]
+            mine = tree_map(lambda v, task=task: v[[task.back]][0], cotangents)
+            state, args = pull_back(outcome, self._at(task.cotangent), mine)
+            lies = self.state.write(state, self.rows.bytes, task.target * self.kept.size)
+            answers.append({"state": lies, "args": _put(places, task.back, args)})
+        return answers
+
+    def _evaluate(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+        server, splits = self.message(request["message"]), request["splits"]
+        layout = None if request["model"] is None else Layout.from_json(request["model"])
+        answers: list[Any] = []
+        for task in tasks:
+            held = self._held(task.source)
+            mine = held["state"], held["buffers"], server
+            model = personal(self.setting, [task.client], request["round"], *mine, is_stacked=False)
+            found = evaluate(self.setting, [task.client], model, splits, is_stacked=False)
+            metrics = {split: {k: v.item() for k, v in values.items()} for split, values in found.items()}
+            if layout is not None and layout.fits(model):
+                answers.append({"metrics": metrics, "strides": layout.write(model, self.regions.bytes, task.at)})
+            else:
+                apart.append(codec.encode({}, model))
+                answers.append({"metrics": metrics, "apart": True})
+        return answers
+
+    def _call_of(self, request: dict[str, Any]) -> Call:
+        h = request["call"]
+        args = self.message(request["message"])
+        return Call(h["function"], h["round"], h["call"], args, tuple(h["placed"]), h["taped"])
+
+    def _held(self, row: int) -> Tree:
+        return tree_map(torch.clone, self.kept.read(self.rows.bytes, row * self.kept.size))
+
+    def _keep(self, row: int, kept: Tree) -> None:
+        for place, leaf in zip(self.kept.places(self.rows.bytes, row * self.kept.size), leaves(kept), strict=True):
+            place.copy_(leaf)
+
+    def _at(self, spot: Spot | None) -> Tree:
+        if spot is None:
+            return None
+        return tree_map(torch.clone, self.state.read(self.rows.bytes, spot[0] * self.kept.size, spot[1]))
+
+
+def _put(places: Sequence[Tensor], position: int, tree: Tree) -> list[Strides]:
+    """Put a tree into its row of a stack."""
+    return put_all([place[position] for place in places], tree)
+
+
+def serve(worker: Worker, connection: Connection, others: Sequence[Connection], parent: int) -> None:
+    """The life of a worker process: requests until the pool is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interruption is the server's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for other in others:  # else those workers would not see the end of the server
+        other.close()
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        while True:
+            for part in _answer(worker, connection.recv_bytes()):
+                connection.send_bytes(part)
+    except (EOFError, OSError):
+        return
+
+
+def _answer(worker: Worker, request: bytes) -> list[bytes]:
+    apart: list[bytes] = []
+    try:
+        answers, apart = worker.handle(json.loads(request))
+        answer: dict[str, Any] = {"answers": answers, "apart": len(apart)}
+    except Exception:
+        answer = {"failed": traceback.format_exc()}
+    sys.stdout.flush()
+    return [json.dumps(answer).encode(), *apart]
+
+
+def _end_with(parent: int) -> None:
+    """The server may be killed while a client trains for long."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
