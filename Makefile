@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SITE_READY := $(VENV)/.site-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
@@ -52,8 +53,13 @@ bench-peers: $(READY) $(PEERS)/.ready ## The same tasks in Flower, pfl-research 
 evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py
 
-docs: $(READY) ## Check that the commands and code shown in the docs run
-	$(BIN)/python -m pytest tests/docs
+docs: $(READY) $(SITE_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest tests/docs -k 'not site_builds'
+
+$(SITE_READY): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	@touch $(SITE_READY)
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,7 +1,14 @@
 """The pages that explain: their code runs, and the numbers worked out in words are those of the program."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from fedtailor.algorithms import algorithms
+from fedtailor.runs import runner
+from fedtailor.runs.config import parse
 from tests.docs.pages import ROOT, blocks, run_page
 
 
@@ -33,3 +40,36 @@ def test_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "hurt       unknown" not in out
     assert "worst tenth" in out
+
+
+def test_personalization(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/explanation/personalization.md", monkeypatch)
+
+
+def test_privacy(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/explanation/privacy.md", monkeypatch)
+
+
+def who_sees() -> dict[str, set[str]]:
+    """The algorithms in the table of the page on privacy, by what the server sees."""
+    text = (ROOT / "docs/explanation/privacy.md").read_text(encoding="utf-8")
+    rows = text.split("| the server sees | algorithms |\n|---|---|\n")[1].split("\n\n")[0]
+    cells = [line.strip("| ").split(" | ") for line in rows.splitlines()]
+    return {seen: set(re.split(r"[,;] ", re.sub(r" \([^)]*\)", "", names))) for seen, names in cells}
+
+
+def test_every_algorithm_is_in_the_table_of_what_the_server_sees() -> None:
+    ours = [kind.title for kind in algorithms().values() if kind.__module__.startswith("fedtailor.")]
+    assert sorted(name for names in who_sees().values() for name in names) == sorted(ours)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, k in algorithms().items() if k.__module__.startswith("fedtailor.")))
+def test_what_the_server_sees_is_what_the_page_says(name: str, tmp_path: Path) -> None:
+    is_linear = name in ("learn2pfed", "empiricalbayes", "jointls")
+    data = {"source": "polynomial", "samples": 40} if is_linear else {"source": "digits", "max_samples": 20}
+    model: dict[str, Any] = {"name": "linear", "bias": False} if is_linear else {"hidden": [4]}
+    options = {"outer_iterations": 1, "horizon": 2} if name.startswith("duw") else {}
+    made = {"rounds": 2, "data": data | {"clients": 3}, "model": model, "algorithm": {"name": name, **options}}
+    folder = runner.start(parse(made), tmp_path / "run")
+    assert folder.results is not None
+    assert bool(folder.results["gathered"]) == (algorithms()[name].title in who_sees()["single clients' replies"])

@@ -1,11 +1,15 @@
 """The pages on runs, comparisons and models work as they stand."""
 
+import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from fedtailor.runs.config import FederationSection, SearchSection
 from fedtailor.runs.store import RunFolder
+from fedtailor.runs.tracking import of_results, of_round
 from tests.docs.pages import ROOT, run_page
 from tests.runs.small import one_after_the_other
 
@@ -62,3 +66,44 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/own-model.md", monkeypatch)
+
+
+def test_choose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one_after_the_other(monkeypatch)
+    run_page(ROOT / "docs/how-to/choose.md", monkeypatch)
+    assert "Learn2pFed-Net" in capsys.readouterr().out
+
+
+def test_reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one_after_the_other(monkeypatch)
+    Path("configs").symlink_to(ROOT / "configs")
+    page = ROOT / "docs/how-to/reproduce.md"
+    run_page(page, monkeypatch)
+    out = capsys.readouterr().out
+    assert "learn2pfed/table1\n" in out
+    assert "How skewed is too skewed?; ours (paper's), 2 seeds" in out
+    shown = re.findall(
+        r"^\| (?:oracle|Learn2pFed) \| ([\d.e-]+).*? \| ([\d.e-]+).*? \| ([\d.e-]+)",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    figures = [figure["mean"] for figure in json.loads(Path("figures.json").read_text())]
+    assert [float(v) for row in shown for v in row] == pytest.approx(figures, rel=0.01)
+
+
+@pytest.mark.skipif(None in map(find_spec, ("tensorboard", "mlflow")), reason="trackers are not installed")
+def test_track(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/track.md", monkeypatch)
+    assert list(Path("runs/tracked/tensorboard").iterdir())
+    assert list(Path("mlflow-store").rglob("metrics/val/accuracy"))
+
+
+def test_names_of_what_trackers_are_told_are_listed() -> None:
+    page = (ROOT / "docs/how-to/track.md").read_text(encoding="utf-8")
+    line = {"round": 1, "cohort": [0], "val": {"accuracy": [0.5], "loss": [1.0]}, "up": 1, "down": 1, "trips": 1}
+    told = of_round(line | {"seconds": 1.0})
+    ended = of_results(
+        {k: {"round": 1, "test": {"accuracy": {"mean": 1, "worst_tenth": 1}}} for k in ("last", "selected")}
+    )
+    names = [*told, *(name for _, values in ended for name in values)]
+    assert [n for n in names if "worst tenth" not in n and f"`{n}`" not in page] == []

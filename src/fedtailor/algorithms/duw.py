@@ -94,8 +94,12 @@ class DUW(Algorithm, ABC):
     def average(self, fed: Federation, theta: Tensor, w: Params, t: int, answers: Tensor, here: Any) -> Average:
         """w + sum Theta (w_k - w); who is not `here` has w_k = w, or no weight if the environment renormalises."""
         rows, models = list(fed.asked), self.models(fed, w) if fed.cohort else None
+        if models is not None:
+            fed.gather(models, "model of each client")
         moves, there = unfolding.moves(w, models, rows, {*here} & {*fed.cohort})
         losses = fed.aside(self.end, w) if self.weights == "rule" and fed.cohort else None
+        if losses is not None:
+            fed.gather(losses, "loss of each client")
         score = unfolding.scores(theta, moves, losses, fed.samples(rows), rows, answers, t, self.horizon)
         counts = there | (fed.environment.missing == "stale")
         answers = answers.index_add(0, torch.tensor(rows), there.to(answers.dtype))

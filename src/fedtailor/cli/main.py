@@ -57,7 +57,7 @@ def top(show_version: Annotated[bool, typer.Option("--version", help="Print the 
 def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out: Out = None) -> None:  # noqa: B006
     """Train one algorithm and keep every client's personal model.
 
-    Example: fedtailor run config.toml --set algorithm.name=ditto --set rounds=50
+    Example: fedtailor run config.toml --set algorithm.name=ditto
     """
     from fedtailor.runs import runner
     from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
@@ -136,9 +136,13 @@ def compare(
 @app.command()
 def reproduce(
     table: Annotated[str, typer.Argument(metavar="TABLE", help='Such as "learn2pfed/table1"; "list" lists them.')],
-    scale: Annotated[str, typer.Option("--scale", help="cpu: fits two cores; paper: as published.")] = "cpu",
-    seeds: Annotated[int, typer.Option("--seeds", min=0, help="Runs per cell; 0 is the table's own number.")] = 0,
-    rows: Annotated[str, typer.Option("--rows", help="Only these rows, separated by commas.")] = "",
+    scale: Annotated[
+        str, typer.Option("--scale", metavar="SCALE", help="cpu: fits two cores; paper: as published.")
+    ] = "cpu",
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="N", min=0, help="Runs per cell; 0 is the table's own number.")
+    ] = 0,
+    rows: Annotated[str, typer.Option("--rows", metavar="NAMES", help="Only these rows, separated by commas.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     data_root: DataRoot = None,
     out: Out = None,
@@ -228,7 +232,7 @@ def report(
 @app.command()
 def watch(
     run: RunOrRuns,
-    port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port to serve at; 0 takes a free one.")] = 0,
     data_root: DataRoot = None,
 ) -> None:
     """Serve the page of a run while it goes on.
@@ -247,8 +251,10 @@ def watch(
 def onboard(
     run: Run,
     data: Annotated[Path, typer.Option("--data", help="The newcomer's file; or a TOML file with a [data] table.")],
-    name: Annotated[str, typer.Option("--name", help="What to call it.")],
-    epochs: Annotated[int, typer.Option("--epochs", min=0, help="Epochs in which it trains what is its own.")] = 3,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call it.")],
+    epochs: Annotated[
+        int, typer.Option("--epochs", metavar="N", min=0, help="Epochs in which it trains what is its own.")
+    ] = 3,
     data_root: DataRoot = None,
 ) -> None:
     """Give a newcomer a personal model from a finished run.

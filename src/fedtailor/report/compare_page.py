@@ -22,7 +22,7 @@ from fedtailor.runs.store import ABOUT
 from fedtailor.runs.tables import cells_of, header, size
 
 MOST_DOTS = 6000  # clients in the chart of gains
-FREE = ("algorithm", "local", "seed", "federation", "checkpoint")  # may differ between runs of one task
+FREE = ("algorithm", "local", "seed", "federation", "checkpoint", "tracking")  # may differ between runs of one task
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _trials(config: CompareConfig, folder: Path) -> search.Trials:
 
 def _claim(config: CompareConfig, folder: Path) -> None:
     """A folder belongs to one task; its grid may grow by algorithms and seeds, and its search by trials."""
-    free = ("compare", "search", "algorithm", "seed", "federation")
+    free = ("compare", "search", "algorithm", "seed", "federation", "tracking")
     fixed = {k: v for k, v in config.plain().items() if k not in free}
     path = folder / GRID
     if path.exists() and read_json(path) != fixed:

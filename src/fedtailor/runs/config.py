@@ -22,6 +22,8 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.local.training import Solver
 from fedtailor.privacy.sealed import Privacy
 
+NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
+
 
 class Section(BaseModel):
     """Unknown keys are errors, values never change."""
@@ -188,6 +190,13 @@ class CheckpointSection(Section):
     seconds: float = Field(default=2.0, ge=0, description="Least seconds between checkpoints.")
 
 
+class TrackingSection(Section):
+    """Trackers that are told about every round; pip install 'fedtailor[trackers]' brings them."""
+
+    tensorboard: bool = Field(default=False, description="Write TensorBoard's event files into the run's folder.")
+    mlflow: Path | None = Field(default=None, description="Folder of MLflow's file store to write a run into.")
+
+
 class RunConfig(Section):
     """One run: one algorithm, one model, one data set, one seed."""
 
@@ -202,6 +211,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     privacy: PrivacySection = Field(default_factory=PrivacySection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    tracking: TrackingSection = Field(default_factory=TrackingSection)
 
     def plain(self) -> dict[str, Any]:
         """Nothing but what TOML and JSON can hold; without keys that have no value and privacy not asked for."""
@@ -213,7 +223,7 @@ class RunConfig(Section):
     @property
     def task_id(self) -> str:
         """Equal for runs that differ in algorithm, engine and privacy only: these may be compared client by client."""
-        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", "privacy", "checkpoint")}
+        rest = {k: v for k, v in self.plain().items() if k not in ("algorithm", "federation", "privacy", *NO_MATTER)}
         rest["clients_per_round"] = self.federation.clients_per_round
         return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -231,18 +241,18 @@ class CompareSection(Section):
     workers: int = Field(default=0, ge=0, description="Runs at the same time; 0 is one per core.")
 
 
-def _dotted(tables: Any) -> Any:
+def dotted(tables: Any) -> Any:
     """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
     if not isinstance(tables, dict):
         return tables
     out: dict[str, Any] = {}
     for key, value in tables.items():
-        inner = _dotted(value)
+        inner = dotted(value)
         out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
     return out
 
 
-Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(_dotted)]  # key -> its values
+Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
 
 
 class SearchSection(Section):
@@ -316,10 +326,11 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     """A checked configuration; the first thing wrong is a `ConfigError` that names its key."""
     tables = dict(tables)
     if isinstance(data := tables.get("data"), dict):
-        data = {"source": "digits"} | data
-        if "path" in data:  # a run must be resumable from any folder
-            data["path"] = str(Path(str(data["path"])).expanduser().resolve())
-        tables["data"] = data
+        tables["data"] = {"source": "digits"} | data
+    for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
+        table = tables.get(section)
+        if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
+            tables[section] = table | {key: str(Path(str(path)).expanduser().resolve())}
     try:
         return kind.model_validate(tables)
     except ValidationError as error:

@@ -33,6 +33,7 @@ from fedtailor.metrics.summary import summarise
 from fedtailor.privacy import noise
 from fedtailor.privacy.rehearsal import rehearse
 from fedtailor.privacy.sealed import Privacy
+from fedtailor.runs import tracking
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.newcomers import EPOCHS, hold_out, onboarded
 from fedtailor.runs.store import RESULTS, RunFolder, write_json
@@ -180,6 +181,7 @@ def start(
     """
 
     def made() -> tuple[_Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
+        tracking.check(config.tracking)
         setting = setting_of(config, data_root)
         if ranks.count > 1 and config.privacy.made() != Privacy():
             raise ConfigError("privacy: not with torchrun, whose ranks share what they know; run in one process")
@@ -209,6 +211,7 @@ def resume(
         config, made_by = folder.config, folder.about
         if folder.results is not None:
             return None
+        tracking.check(config.tracking)
         setting = setting_again(folder, data_root)
         return _Run(config, _started(made_by["engine"], setting, config, ranks, cores), ranks)
 
@@ -249,10 +252,15 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
     with ExitStack() as held:
         ranks.agreed(lambda: held.enter_context(folder.locked()) if is_first else None)
         ranks.agreed(lambda: run.load(folder))
+        tell = held.enter_context(tracking.followed(folder, config)) if is_first else None
+        if tell is not None:
+            for line in folder.metrics():  # a tracker may have lost the last of them
+                tell(line)
         for round in range(run.round + 1, config.rounds + 1):
             line, value = run.step(round)
-            if is_first:
+            if tell is not None:
                 length = folder.append_metrics(line)
+                tell(line)
             if listener is not None:
                 clients, faults = len(run.fed.cohort), len(run.fed.faults)
                 before = run.engine.setting.algorithm.preparation
