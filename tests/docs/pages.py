@@ -97,9 +97,9 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ended.value.code in (None, 0), command
     elif words[0] == "torchrun":
         with socket.create_server(("127.0.0.1", 0)) as free:
-            where = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+            address = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
         done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *where, *words[1:]],
+            [sys.executable, "-m", "torch.distributed.run", *address, *words[1:]],
             capture_output=True,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
