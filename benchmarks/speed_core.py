@@ -24,6 +24,7 @@ from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.files import data_root
 from fedtailor.data.images import DIGITS, mnist
 from fedtailor.engines import EngineName
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.local.training import Solver
 from fedtailor.models import build
 
@@ -107,9 +108,11 @@ class Ours:
     """Rounds of the federation, each with clients drawn anew."""
 
     def __init__(self, setting: Setting, engine: EngineName, cohort: int = 0) -> None:
-        self.engine = engines.make(engine, setting)
+        name = engines.choose(setting, cohort).name if engine == "auto" else engine
+        self.engine = engines.make(name, setting, workers=engines.cores(), cohort=cohort)
         self.engine.start()
-        self.run_on_threads = on_threads(engines.threads(setting), self._run)
+        is_alone = isinstance(self.engine, InProcess)
+        self.run_on_threads = on_threads(engines.threads(setting) if is_alone else 1, self._run)
         self.federation = Federation(self.engine)
         self.server = setting.algorithm.server_init(setting.model)
         self.cohort, self.round = cohort or len(setting.data.clients), 0

@@ -132,7 +132,7 @@ class Case:
         numbers = {"server": server, "reports": reports, "states": states}
         if type(setting.algorithm).personal is not Algorithm.personal:
             models: dict[int, Params] = {}
-            metrics = runner.measure(fed.engine, 9, server, ["train", "val", "test"], models)
+            metrics = runner.measure(fed.engine, 9, server, ["train", "val", "test"], models.__setitem__)
             rows = tree_map(lambda *each: torch.stack(each), *(models[c] for c in sorted(models))) if models else None
             numbers["models"] = ranks.at_first(rows, clients)
             numbers["metrics"] = [torch.tensor(v, dtype=F64) for by_name in metrics.values() for v in by_name.values()]

@@ -1,15 +1,22 @@
 """Engines by name, the choice of "auto", and how clients are grouped."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedtailor import engines
+from fedtailor.algorithms.ditto import Ditto
 from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.disk import Disk
 from fedtailor.core.me import Setting
 from fedtailor.engines.inprocess import InProcess
+from fedtailor.engines.pool import Pool
+from fedtailor.engines.vmap import CACHE
 from fedtailor.engines.wire import Wire
-from tests.helpers import EVEN_SIZES, SIZES, SOLVER, make_data, make_model
+from fedtailor.models import build
+from tests.helpers import EVEN_SIZES, F64, SIZES, SOLVER, make_data, make_model
 
 
 def setting(model: str = "mlp", **options: Any) -> Setting:
@@ -39,10 +46,39 @@ def test_names() -> None:
 )
 def test_auto(model: str, options: dict[str, Any], name: str) -> None:
     chosen = setting(model, **options)
-    assert engines.choose(chosen) == name
+    assert engines.choose(chosen).name == name
     made = engines.make("auto", chosen)
     assert isinstance(made, InProcess)
     assert bool(made.chunk) == (name == "vmap")
+
+
+def large(model: str, shape: tuple[int, ...]) -> Setting:
+    data = make_data(shape=shape, sizes={f"c{i}": (200, 1, 1) for i in range(6)})
+    return Setting(FedAvg(), build(model, shape, data.outputs, seed=0, dtype=F64), data, SOLVER, seed=0)
+
+
+def test_long_rounds_are_spread_over_processes() -> None:
+    convolutions, dense = large("cnn", (1, 28, 28)), large("mlp", (2000,))
+    assert engines.choose(convolutions, workers=2) == engines.Choice(
+        "pool", "a round has 31 billion operations, enough for 2 processes"
+    )
+    assert engines.choose(convolutions, workers=1) == engines.Choice("loop", "one core")
+    assert engines.choose(convolutions, cohort=1, workers=2).name == "loop"
+    assert engines.choose(dense, workers=2).name == "vmap"
+    stacked = engines.make("vmap", dense, workers=2)
+    assert isinstance(stacked, Pool)
+    assert stacked.chunk == CACHE // sum(v.nbytes for v in dense.model.params.values()) > 1
+    assert isinstance(engines.make("vmap", setting(), workers=2), InProcess)  # rounds are short
+    assert isinstance(engines.make("vmap", dense, workers=2, disk=Disk(Path(), 10**9)), Pool)
+    ditto = replace(dense, algorithm=Ditto())  # with private states, too many for the budget
+    kept = engines.make("pool", ditto, workers=2, disk=Disk(Path(), 10**6))
+    assert isinstance(kept, InProcess)
+
+
+def test_operations_of_a_pass() -> None:
+    made = large("linear", (50,))
+    assert engines.operations(made) == 3 * 2 * 50 * 3 * 200 * 6
+    assert engines.operations(made, cohort=2) == 3 * 2 * 50 * 3 * 200 * 2
 
 
 def groups(chunk: int, model: str = "mlp", sizes: Any = SIZES) -> list[tuple[int, ...]]:

@@ -112,4 +112,4 @@ def test_engines_agree(name: str) -> None:
 def test_several_clients_are_stacked_by_default() -> None:
     data = make_data("regression", outputs=1)
     model = build("lstm", data.shape, 1, seed=0, dtype=F64)
-    assert engines.choose(Setting(algorithms.make("fedavg", {}), model, data, SOLVER, seed=0)) == "vmap"
+    assert engines.choose(Setting(algorithms.make("fedavg", {}), model, data, SOLVER, seed=0)).name == "vmap"

@@ -191,7 +191,11 @@ def test_metrics_are_appended_and_cut(tmp_path: Path) -> None:
 def test_personal_models_by_client(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     names = ("north/west", "north_west", "ü" * 100)  # names that make the same file name, or too long a one
-    folder.save_personal("last", {name: {"w": torch.tensor(float(i))} for i, name in enumerate(names)})
+    write_json(tmp_path / "run.json", {"clients": list(names)})
+    with folder.personal_models("last") as keep:
+        for i in (2, 0, 1):  # as they come
+            keep(names[i], {"w": torch.tensor(float(i))})
+    assert list(read_json(tmp_path / "personal/last/index.json")) == list(names)
     assert [folder.personal(name, "last")["w"].item() for name in names] == [0, 1, 2]
     with pytest.raises(RunError, match='no client "northwest"; did you mean "north'):
         folder.personal("northwest", "last")
@@ -201,9 +205,11 @@ def test_personal_models_by_client(tmp_path: Path) -> None:
 
 def test_fingerprint_sees_one_bit_and_one_name(tmp_path: Path) -> None:
     folder, w = RunFolder(tmp_path), torch.linspace(0, 1, 5)
+    write_json(tmp_path / "run.json", {"clients": ["ada"]})
     seen = []
     for changed in (w, w.clone(), torch.nextafter(w, w + 1), w[None], w.double()):
-        folder.save_personal("last", {"ada": {"w": changed}})
+        with folder.personal_models("last") as keep:
+            keep("ada", {"w": changed})
         seen.append(folder.fingerprint())
     assert seen[0] == seen[1]
     assert len(set(seen)) == 4

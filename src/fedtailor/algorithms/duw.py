@@ -1,8 +1,6 @@
 """DUW: learn a weight for each client and round of the average. Nakai-Kasai, Wadayama, 2024, Algorithm 2.
 
-Symbols: theta learned; Theta = theta^2 / sum theta^2 weights of a round; L outer loss. Before the first round, M outer
-iterations of T rounds from the same start learn theta, which then drives the run.
-"""
+Symbols: theta learned; Theta = theta^2 / sum theta^2 weights of a round; L outer loss, of M outer iterations."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.local import unfolding
-from fedtailor.local.unfolding import Average
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,7 @@ class DUW(Algorithm, ABC):
     """What another run has learned (its last report of theta), to begin with; outer_iterations = 0 uses it as it is."""
 
     stale: ClassVar[bool] = True
+    at_once: ClassVar[bool] = True
     by_client: ClassVar[tuple[str, ...]] = ("learned", "theta", "answers")
     citation: ClassVar[str] = """@article{nakai2024deep, author={Nakai-Kasai, Ayano and Wadayama, Tadashi}, year={2024},
   title={Deep Unfolding-Based Weighted Averaging for Federated Learning in Heterogeneous Environments}}"""
@@ -67,16 +65,15 @@ class DUW(Algorithm, ABC):
             server = server | unfolding.start(fed.samples(range(fed.clients)), self.horizon, self.weights, self.theta)
         if fed.round <= 0:
             return self.outer_iteration(fed, server)
-        t = min(fed.round, self.horizon) - 1
-        step = self.average(fed, server["theta"], server["w"], t, server["answers"], fed.cohort)
+        theta, w, answers, t = server["theta"], server["w"], server["answers"], min(fed.round, self.horizon) - 1
+        step = self.average(fed, theta, w, t, answers, fed.cohort)
         fed.report(weights=list(step.share))
         return server | {"w": step.w, "answers": step.answers}
 
     def outer_iteration(self, fed: Federation, server: Tree) -> Tree:
         """T rounds from the start, the derivative of L by theta, a step of Adam."""
         theta, w, answers = server["learned"]["x"].detach().requires_grad_(), server["start"], server["answers"]
-        exact, steps = self.gradient == "exact", []
-        unfolded = fed.tape(theta) if exact else theta
+        steps, unfolded = [], fed.tape(theta) if (exact := self.gradient == "exact") else theta
         for t in range(self.horizon):
             with fed.exchange(t, ask_all=exact) as arriving:
                 steps.append(self.average(fed, unfolded, w, t, answers, arriving))
@@ -91,15 +88,15 @@ class DUW(Algorithm, ABC):
         fed.report(outer_loss=loss.detach(), theta=[*server["theta"].flatten()], **unfolding.variance(steps))
         return server
 
-    def average(self, fed: Federation, theta: Tensor, w: Params, t: int, answers: Tensor, here: Any) -> Average:
+    def average(
+        self, fed: Federation, theta: Tensor, w: Params, t: int, answers: Tensor, here: Any
+    ) -> unfolding.Average:
         """w + sum Theta (w_k - w); who is not `here` has w_k = w, or no weight if the environment renormalises."""
         rows, models = list(fed.asked), self.models(fed, w) if fed.cohort else None
-        if models is not None:
-            fed.gather(models, "model of each client")
         moves, there = unfolding.moves(w, models, rows, {*here} & {*fed.cohort})
         losses = fed.aside(self.end, w) if self.weights == "rule" and fed.cohort else None
-        if losses is not None:
-            fed.gather(losses, "loss of each client")
+        for seen, what in ((models, "model of each client"), (losses, "loss of each client")):
+            _ = seen and fed.gather(seen, what)
         score = unfolding.scores(theta, moves, losses, fed.samples(rows), rows, answers, t, self.horizon)
         counts = there | (fed.environment.missing == "stale")
         answers = answers.index_add(0, torch.tensor(rows), there.to(answers.dtype))
@@ -107,8 +104,7 @@ class DUW(Algorithm, ABC):
 
     @on_client(sends=NUMBER)
     def end(self, me: Me, w: Params) -> tuple[Tree, Tree]:
-        """The client's part of L at the common model w."""
-        return me.state, self.outer_loss(me, w)
+        return me.state, self.outer_loss(me, w)  # the client's part of L at the common model w
 
     @on_client(sends=(MODEL, NUMBER))
     def end_and_slope(self, me: Me, w: Params) -> tuple[Tree, Tree]:

@@ -77,6 +77,7 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
         data = s["held"] if self.outer == "holdout" else s["d"]
         return s, (ridge.squared_error(data, s["v"]), data["n"])
 
+    at_once: ClassVar[bool] = True
     diagnose: ClassVar[Any] = unrolled.diagnose
     slope: ClassVar[Any] = unrolled.slope
 

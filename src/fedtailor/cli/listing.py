@@ -106,7 +106,9 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
         print(f"           {note}")
     print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}".rstrip())
     ranks = f" on {made_by['ranks']} ranks" if made_by.get("ranks", 1) > 1 else ""
-    print(f"model      {config.model.name}, {made_by['parameters']} parameters; engine {made_by['engine']}{ranks}")
+    why = f" ({made_by['engine_why']})" if made_by.get("engine_why", "chosen") != "chosen" else ""
+    print(f"model      {config.model.name}, {made_by['parameters']} parameters")
+    print(f"engine     {made_by['engine']}{ranks}{why}")
     if results is None:
         rounds = len(folder.metrics())
         print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {path}")

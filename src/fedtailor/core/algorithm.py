@@ -67,6 +67,7 @@ class Algorithm:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
     by_client: ClassVar[tuple[str, ...]] = ()  # keys of the server's state whose last dimension is the clients
     fits: ClassVar[bool] = False  # `join` or `personal` fit a newcomer to its data
+    at_once: ClassVar[bool] = False  # has rounds that are computed, or taped, on the stack of all clients
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
 
     @property

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from fedtailor.core.client import initial
+from fedtailor.core.disk import Disk
 from fedtailor.core.federation import Engine
 from fedtailor.core.me import Setting
+from fedtailor.core.trees import leaves
 from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import Pool
-from fedtailor.engines.vmap import vmap
+from fedtailor.engines.vmap import fitting, vmap
 from fedtailor.engines.wire import Wire
 
 EngineName = Literal["auto", "loop", "vmap", "pool", "wire"]
@@ -23,17 +27,41 @@ ENGINES = {
     "pool": "worker processes, one per core; for convolutions and whatever does not stack",
     "wire": "every message through bytes; for tests and exact traffic",
 }
+MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
 
 
-def make(name: EngineName, setting: Setting, chunk: int = 64, workers: int = 0) -> Engine:
-    """An engine by name; "auto" stacks clients where that is faster. A pool has so many workers, 0 is one per core."""
+def make(
+    name: EngineName,
+    setting: Setting,
+    chunk: int = 0,
+    workers: int = 0,
+    disk: Disk | None = None,
+    cohort: int = 0,
+) -> Engine:
+    """An engine by name. A pool has so many workers, 0 is one per core; clients are stacked in several processes if
+    that is told, and rounds of so many clients (0 is all) are worth it.
+
+    Private states that do not fit the budget of `disk` cannot be shared by processes: these clients run in this one.
+    """
     if name == "auto":
-        name = choose(setting)
-    if name == "vmap":
-        return vmap(setting, chunk)
-    if name == "pool" and min(workers or cores(), len(setting.data.clients)) > 1:
-        return Pool(setting, workers or cores())
-    return Wire(setting) if name == "wire" else loop(setting)
+        name = choose(setting, cohort, workers).name
+    if name == "wire":
+        return Wire(setting)
+    processes = min(workers or (cores() if name == "pool" else 1), len(setting.data.clients))
+    if processes > 1 and name != "loop" and _fits(setting, disk):
+        if name == "pool":
+            return Pool(setting, processes)
+        if not setting.algorithm.at_once and operations(setting, cohort) > MUCH:
+            return Pool(setting, processes, chunk or fitting(setting))
+    return vmap(setting, chunk, disk) if name == "vmap" else loop(setting, disk)
+
+
+def _fits(setting: Setting, disk: Disk | None) -> bool:
+    """Whether the private states of all clients, those before a round beside those after, are within the budget."""
+    if disk is None:
+        return True
+    size = sum(v.nbytes for v in leaves(initial(setting, [0], is_stacked=False)))
+    return 2 * size * len(setting.data.clients) <= disk.budget
 
 
 def cores() -> int:
@@ -50,6 +78,30 @@ def _convolves(setting: Setting) -> bool:
     return any(isinstance(m, (nn.modules.conv._ConvNd, nn.RNNBase)) for m in setting.model.module.modules())
 
 
-def choose(setting: Setting) -> Literal["loop", "vmap"]:
-    """Stacking pays for dense models of several clients; grouped convolutions are slower than single ones."""
-    return "loop" if _convolves(setting) or setting.model.batch_statistics or len(setting.data.clients) < 4 else "vmap"
+def operations(setting: Setting, cohort: int = 0) -> float:
+    """Floating-point operations of one pass over the training data of so many clients (0 is all), about."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        setting.model(setting.model.params | setting.model.private_buffers, setting.data.train.x[:1])
+    sizes = setting.data.train.sizes.double()
+    return 3 * counter.get_total_flops() * float(sizes.mean()) * (cohort or len(sizes))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and why it is that one."""
+
+    name: Literal["loop", "vmap", "pool"]
+    why: str
+
+
+def choose(setting: Setting, cohort: int = 0, workers: int = 0) -> Choice:
+    """For rounds of so many clients (0 is all) on so many processes (0 is one per core)."""
+    clients = cohort or len(setting.data.clients)
+    if not (_convolves(setting) or setting.model.batch_statistics or clients < 4):
+        return Choice("vmap", "dense layers of several clients are faster stacked")
+    processes = min(workers or cores(), clients)
+    if processes > 1 and (much := operations(setting, cohort)) > MUCH:
+        return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
+    return Choice("loop", "one core" if processes < 2 else "rounds too short to be spread over processes")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fedtailor.core.client import Call, Outcome, evaluate, initial, invoke, personal, pull_back
+from fedtailor.core.disk import Disk
 from fedtailor.core.me import Setting
 from fedtailor.core.states import States, changed
 from fedtailor.core.trees import Params, Tree, detach, tree_map
@@ -36,12 +37,20 @@ class _Taped:
 class InProcess:
     """Runs calls for groups of clients and keeps their private states and their part of a tape."""
 
-    def __init__(self, setting: Setting, clients: Sequence[int], *, chunk: int = 0, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        clients: Sequence[int],
+        *,
+        chunk: int = 0,
+        recompute: bool = False,
+        disk: Disk | None = None,
+    ) -> None:
         self.setting = setting
         self.chunk = chunk  # clients per stack; 0: one after the other, unstacked
         self.recompute = recompute
         self.clients = tuple(clients)
-        self.states = States(self.clients)
+        self.states = States(self.clients, disk)
         self._tape: dict[int, list[_Taped]] = {}
         self._cotangents: dict[tuple[int, ...], Tree] = {}
         self._grads: dict[tuple[int, ...], Tree] = {}
@@ -62,22 +71,8 @@ class InProcess:
         self.begin_round()
 
     def groups(self, clients: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Clients that run together, of similar size, so that little is padded."""
-        if not self.chunk:
-            yield from ((c,) for c in clients)
-            return
-        sizes = dict(zip(clients, self.setting.data.train.bounds(clients)[1], strict=True))
-        in_order = sorted(clients, key=lambda c: (sizes[c], c))
-        # BatchNorm's batch statistics would see the padding: stack only clients of equal size
-        alike = self.setting.model.batch_statistics
-        group: list[int] = []
-        for c in in_order:
-            if group and (len(group) == self.chunk or (alike and sizes[c] != sizes[group[0]])):
-                yield tuple(group)
-                group = []
-            group.append(c)
-        if group:
-            yield tuple(group)
+        """Clients that run together."""
+        return grouped(self.setting, clients, self.chunk) if self.chunk else ((c,) for c in clients)
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """Run a call at every client; states change, replies come back group by group."""
@@ -193,6 +188,22 @@ class InProcess:
 
     def _stack(self, tree: Tree) -> Tree:
         return tree if self.chunk else tree_map(lambda v: v[None], tree)
+
+
+def grouped(setting: Setting, clients: Sequence[int], chunk: int) -> Iterator[tuple[int, ...]]:
+    """Clients to be stacked, of similar size, so that little is padded."""
+    sizes = dict(zip(clients, setting.data.train.bounds(clients)[1], strict=True))
+    in_order = sorted(clients, key=lambda c: (sizes[c], c))
+    # BatchNorm's batch statistics would see the padding: stack only clients of equal size
+    alike = setting.model.batch_statistics
+    group: list[int] = []
+    for c in in_order:
+        if group and (len(group) == chunk or (alike and sizes[c] != sizes[group[0]])):
+            yield tuple(group)
+            group = []
+        group.append(c)
+    if group:
+        yield tuple(group)
 
 
 def explained(setting: Setting, call: Call, client: int, error: Exception) -> ClientError:

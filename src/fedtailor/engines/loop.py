@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fedtailor.core.disk import Disk
 from fedtailor.core.me import Setting
 from fedtailor.engines.inprocess import InProcess
 
 
-def loop(setting: Setting) -> InProcess:
+def loop(setting: Setting, disk: Disk | None = None) -> InProcess:
     """Clients one after the other; an error names algorithm, function, client and round."""
-    return InProcess(setting, range(len(setting.data.clients)))
+    return InProcess(setting, range(len(setting.data.clients)), disk=disk)

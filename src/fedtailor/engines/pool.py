@@ -135,11 +135,12 @@ class Rows:
 class Pool:
     """The server's side: hands out clients, most costly first, and puts the replies together in the cohort's order."""
 
-    def __init__(self, setting: Setting, workers: int) -> None:
+    def __init__(self, setting: Setting, workers: int, chunk: int = 0) -> None:
         if not hasattr(os, "fork"):
             raise ConfigError("federation.engine: pool needs fork, which this system does not have; use loop or vmap")
         self.setting = setting
         self.workers = max(1, min(workers, len(setting.data.clients)))
+        self.chunk = chunk  # clients that a worker stacks; 0: one after the other
         self._clients = range(len(setting.data.clients))
         self._costs = (setting.data.train.sizes + 1).tolist()
         self._processes: list[_Process] = []
@@ -363,7 +364,7 @@ class Pool:
         self.close()
         kept = Layout.of(example)
         self._where = Rows(len(self._clients))
-        self._worker = Worker(self.setting, Memory(4 * len(self._clients) * kept.size), Memory(), kept)
+        self._worker = Worker(self.setting, Memory(4 * len(self._clients) * kept.size), Memory(), kept, self.chunk)
 
     def _put(self, tree: Tree) -> _Message:
         self._settle()
@@ -401,7 +402,7 @@ class Pool:
                 for process in self._processes:
                     if process.connection in busy:
                         continue
-                    portion = own.pop(process, None) or queue.portion(4 * len(self._processes), ended)
+                    portion = own.pop(process, None) or queue.portion(4 * len(self._processes), ended, self.chunk)
                     if portion:
                         sent = head + b', "tasks": ' + json.dumps([prepare(task) for task in portion]).encode() + b"}"
                         busy[process.connection] = process, portion, sent
@@ -482,15 +483,20 @@ class _Queue:
         self._tasks.append(task)
         self._left += self._costs[task.client]
 
-    def portion(self, parts: int, alone: Counter[int]) -> list[Task]:
-        """Tasks of about one of so many parts of what is left, at least one; those of `alone` each for itself."""
+    def portion(self, parts: int, alone: Counter[int], stack: int) -> list[Task]:
+        """Tasks of about one of so many parts of what is left, at least one; those of `alone` each for itself.
+
+        With `stack`, as many as are stacked.
+        """
         portion: list[Task] = []
         share = self._left / parts
-        while self._tasks and (not portion or self._costs[self._tasks[-1].client] <= share):
+        while self._tasks:
+            cost = self._costs[self._tasks[-1].client]
+            if portion and (len(portion) == stack if stack else cost > share):
+                break
             if portion and (alone[self._tasks[-1].client] or alone[portion[0].client]):
                 break
             portion.append(self._tasks.pop())
-            cost = self._costs[portion[-1].client]
             share -= cost
             self._left -= cost
         return portion

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedtailor.core.client import METRICS, Call
+from fedtailor.core.disk import Disk
 from fedtailor.core.me import Setting
 from fedtailor.core.placed import in_order
 from fedtailor.core.ranks import ALONE, Ranks, under_torchrun
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.engines.inprocess import InProcess, Reply
+from fedtailor.engines.vmap import fitting
 from fedtailor.errors import ConfigError, RankLost, RunError, UserError
 
 T = TypeVar("T")
@@ -250,12 +252,13 @@ def _cut(flat: Tensor, like: list[Tensor], rows: int) -> list[Tensor]:
 class Sharded:
     """This rank's clients, in this process. Every rank calls it with the whole cohort; states are those of its own."""
 
-    def __init__(self, setting: Setting, engine: str, chunk: int, ranks: Ranks) -> None:
+    def __init__(self, setting: Setting, engine: str, chunk: int, ranks: Ranks, disk: Disk | None = None) -> None:
         if engine == "wire":
             raise ConfigError("federation.engine = wire: not with torchrun; use loop, vmap or auto")
         own = ranks.mine(range(len(setting.data.clients)))
         self.setting, self.ranks = setting, ranks
-        self.inside = InProcess(setting, own, chunk=chunk if engine == "vmap" else 0)
+        stacked = (chunk or fitting(setting)) if engine == "vmap" else 0
+        self.inside = InProcess(setting, own, chunk=stacked, disk=disk)
 
     def start(self) -> None:
         """Give this rank's clients their first state."""

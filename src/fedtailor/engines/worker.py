@@ -27,7 +27,7 @@ from fedtailor.core.client import Call, Outcome, evaluate, initial, invoke, pers
 from fedtailor.core.me import Setting
 from fedtailor.core.states import changed, refuse_other
 from fedtailor.core.trees import Tree, detach, leaves, schema, tree_map
-from fedtailor.engines.inprocess import explained, refuse_infinite
+from fedtailor.engines.inprocess import explained, grouped, refuse_infinite
 from fedtailor.engines.shared import Layout, Memory, Strides, put_all
 
 Spot = tuple[int, list[Strides]]  # a row, and how the tensors in it lie
@@ -49,8 +49,9 @@ class Task(NamedTuple):
 class Worker:
     """Answers requests, in a process of its own or, to find out what went wrong there, in this one."""
 
-    def __init__(self, setting: Setting, rows: Memory, regions: Memory, kept: Layout) -> None:
+    def __init__(self, setting: Setting, rows: Memory, regions: Memory, kept: Layout, chunk: int = 0) -> None:
         self.setting = setting
+        self.chunk = chunk  # clients in a stack; 0: one after the other
         self.rows, self.regions = rows, regions
         self.kept = kept  # private state and buffers
         self.state = Layout.of(kept.tree["state"])
@@ -88,6 +89,8 @@ class Worker:
         call = self._call_of(request)
         layout = self.reply_layout(call.function)
         places = Layout.of(layout.tree, request["rows"]).places(self.regions.bytes, request["reply"])
+        if self.chunk and len(tasks) > 1 and not call.taped and (found := self._stacked(call, tasks, layout, places)):
+            return found
         answers: list[Any] = []
         for task in tasks:
             try:
@@ -102,6 +105,38 @@ class Worker:
                 told = explained(self.setting, call, task.client, error)
                 answers.append({"error": str(told), "trace": traceback.format_exc()})
         return answers
+
+    def _stacked(self, call: Call, tasks: Sequence[Task], layout: Layout, places: Sequence[Tensor]) -> list[Any] | None:
+        """Clients side by side; None if something is wrong with one of them: each for itself will tell."""
+        by_client = {task.client: task for task in tasks}
+        answers: dict[int, Any] = {}
+        for clients in grouped(self.setting, list(by_client), self.chunk):
+            group = [by_client[c] for c in clients]
+            at = [task.position for task in group]
+            held = _stack([self._held(task.source) for task in group])
+            grads = [self._at(task.grad) for task in group]
+            args = tuple(
+                tree_map(lambda v, at=at: v[at], arg) if own else arg
+                for arg, own in zip(call.args, call.placed, strict=True)
+            )
+            mine = held["state"], held["buffers"], None if grads[0] is None else _stack(grads)
+            try:
+                outcome = invoke(self.setting, clients, replace(call, args=args), *mine, is_stacked=True)
+                kept = detach({"state": outcome.state, "buffers": outcome.buffers})
+                refuse_other(schema(kept, stacked=True), self._schema)
+                new = changed(kept, held)
+                refuse_infinite(new)
+            except Exception:
+                return None
+            reply = detach(outcome.reply)
+            is_same = all(v is None for v in new)
+            if not layout.fits(_row(reply, 0)):
+                return None
+            for i, task in enumerate(group):
+                if not is_same:
+                    self._keep(task.target, _row(kept, i))
+                answers[task.client] = {"same": is_same, "strides": _put(places, task.position, _row(reply, i))}
+        return [answers[task.client] for task in tasks]
 
     def _run(self, call: Call, task: Task) -> tuple[Outcome, bool]:
         """One client's call; whether its private state is as it was, else the new one is in its target row."""
@@ -179,6 +214,14 @@ class Worker:
 def _put(places: Sequence[Tensor], position: int, tree: Tree) -> list[Strides]:
     """Put a tree into its row of a stack."""
     return put_all([place[position] for place in places], tree)
+
+
+def _stack(trees: Sequence[Tree]) -> Tree:
+    return tree_map(lambda *rows: torch.stack(rows), *trees)
+
+
+def _row(tree: Tree, at: int) -> Tree:
+    return tree_map(lambda v: v[at], tree)
 
 
 def serve(worker: Worker, connection: Connection, others: Sequence[Connection], parent: int) -> None:

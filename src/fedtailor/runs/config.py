@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,15 +91,25 @@ class FederationSection(Section):
     """Who takes part in a round, and where clients run."""
 
     engine: EngineName = Field(
-        default="auto", description="loop, vmap, pool or wire; auto picks loop or vmap and says which."
+        default="auto", description="loop, vmap, pool or wire; auto picks one of the first three and says why."
     )
     threads: int = Field(default=0, ge=0, description="Threads of torch; 0 is one for dense models, else all cores.")
-    chunk: int = Field(default=64, ge=1, description="Most clients in one stack of the vmap engine.")
-    workers: int = Field(default=0, ge=0, description="Processes of the pool engine; 0 is one per core.")
+    chunk: int = Field(default=0, ge=0, description="Most clients in a stack of vmap; 0 is as many as fit the cache.")
+    workers: int = Field(default=0, ge=0, description="Processes of pool and, in long rounds, vmap; 0 is one per core.")
+    memory: int = Field(
+        default=0,
+        ge=0,
+        description="MB of private states in memory, more lies on disk; 0 is half of the machine's.",
+    )
     clients_per_round: int = Field(default=0, ge=0, description="Clients drawn for each round; 0 is all of them.")
     min_replies: int = Field(default=1, ge=1, description="With fewer usable replies a round is abandoned.")
     max_norm: float = Field(default=1e8, gt=0, description="A reply of larger norm is rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that the ranks of torchrun wait for each other.")
+
+    @property
+    def budget(self) -> int:
+        """Bytes of private states that may be in memory."""
+        return self.memory * 2**20 or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
     @property
     def limits(self) -> Limits:

@@ -20,6 +20,7 @@ import torch
 
 from fedtailor import algorithms, data, engines, models
 from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
+from fedtailor.core.disk import Disk
 from fedtailor.core.federation import Engine, Federation, Traffic
 from fedtailor.core.me import Setting
 from fedtailor.core.model import Model
@@ -185,12 +186,17 @@ def start(
         setting = setting_of(config, data_root)
         if ranks.count > 1 and config.privacy.made() != Privacy():
             raise ConfigError("privacy: not with torchrun, whose ranks share what they know; run in one process")
-        name = config.federation.engine
-        if name == "auto":
-            name = "wire" if config.privacy.secure_sum else engines.choose(setting)
+        name, why = config.federation.engine, "chosen"
+        wanted = config.federation.clients_per_round, min(config.federation.workers or engines.cores(), cores or 10**6)
+        if name == "auto" and config.privacy.secure_sum:
+            name, why = "wire", "secure sums need clients of their own"
+        elif name == "auto":
+            found = engines.choose(setting, *wanted)
+            name, why = found.name, found.why
         torch.set_num_threads(config.federation.threads or (1 if name == "pool" else engines.threads(setting)))
-        run = _Run(config, _started(name, setting, config, ranks, cores), ranks)
-        return run, about(setting, config, name, data_root, ranks.count)
+        disk = Disk(path.absolute().parent, config.federation.budget)
+        run = _Run(config, _started(name, setting, config, ranks, cores, disk), ranks, disk)
+        return run, about(setting, config, name, data_root, ranks.count) | {"engine_why": why}
 
     run, made_by = ranks.agreed(made)
     ranks.agreed(lambda: RunFolder.create(path, config, made_by) if ranks.rank == 0 else None)
@@ -213,7 +219,8 @@ def resume(
             return None
         tracking.check(config.tracking)
         setting = setting_again(folder, data_root)
-        return _Run(config, _started(made_by["engine"], setting, config, ranks, cores), ranks)
+        disk = Disk(path.absolute().parent, config.federation.budget)
+        return _Run(config, _started(made_by["engine"], setting, config, ranks, cores, disk), ranks, disk)
 
     run = ranks.agreed(made)
     return RunFolder(path) if run is None else _train(RunFolder(path), run, listener)
@@ -232,15 +239,18 @@ def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
     return setting
 
 
-def _started(name: engines.EngineName, setting: Setting, config: RunConfig, ranks: Ranks, cores: int) -> Engine:
+def _started(
+    name: engines.EngineName, setting: Setting, config: RunConfig, ranks: Ranks, cores: int, disk: Disk
+) -> Engine:
     engine: Engine
     if ranks.count > 1:
         from fedtailor.engines.torchrun import Sharded
 
-        engine = Sharded(setting, name, config.federation.chunk, ranks)
+        engine = Sharded(setting, name, config.federation.chunk, ranks, disk)
     else:
         wanted = config.federation.workers or engines.cores()
-        engine = engines.make(name, setting, config.federation.chunk, min(wanted, cores or wanted))
+        workers, cohort = min(wanted, cores or wanted), config.federation.clients_per_round
+        engine = engines.make(name, setting, config.federation.chunk, workers, disk, cohort)
     engine.start()
     return engine
 
@@ -285,8 +295,9 @@ def _refuse(why: str) -> None:
 class _Run:
     """What changes from round to round."""
 
-    def __init__(self, config: RunConfig, engine: Engine, ranks: Ranks) -> None:
+    def __init__(self, config: RunConfig, engine: Engine, ranks: Ranks, disk: Disk) -> None:
         self.config = config
+        self.disk = disk
         self.ranks = ranks
         self.engine = engine
         self.fed = Federation(engine, config.federation.limits, ranks, privacy=config.privacy.made())
@@ -350,7 +361,7 @@ class _Run:
 
     def _snapshot(self) -> Tree:
         """Server and clients as they are now; of the clients, those of this rank."""
-        return tree_map(torch.clone, {"server": self.server, "clients": self.engine.get_states()})
+        return self.disk.copy({"server": self.server, "clients": self.engine.get_states()})
 
     def _whole(self, tree: Tree) -> Tree:
         """A snapshot with the clients of all ranks, on the first."""
@@ -378,7 +389,7 @@ class _Run:
         if self.best is not None:
             trees["best"] = (self.best_round, self._whole(self.best))
         if self.ranks.rank == 0:
-            folder.save_checkpoint(status, trees)
+            folder.save_checkpoint(status, trees, self.disk.touch)
 
     def load(self, folder: RunFolder) -> None:
         """Go back to the last checkpoint, or to the start."""
@@ -409,12 +420,7 @@ class _Run:
         results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
-            models: dict[int, Params] = {}
-            test = measure(self.engine, round, tree["server"], ["test"], models)["test"]
-            if self.ranks.count > 1:
-                models = self._from_all(models)
-            if self.ranks.rank == 0:
-                folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
+            test = self._tested(folder, kind, round, tree["server"])
             results[kind] = {"round": round, "test": _summaries(test), "clients": test}
         self.engine.set_states(last[1]["clients"])
         if self.ranks.rank:
@@ -441,17 +447,29 @@ class _Run:
             found |= {"delta": told.delta, "noisy_sums": sum(self.fed.noisy_sums.values()), **asdict(self._spent())}
         return found
 
-    def _from_all(self, models: dict[int, Params]) -> dict[int, Params]:
-        """Models of the clients of all ranks, on the first."""
-        stack = tree_map(lambda *rows: torch.stack(rows), *(models[c] for c in sorted(models))) if models else None
+    def _tested(self, folder: RunFolder, kind: str, round: int, server: Tree) -> dict[str, list[float]]:
+        """Test metrics of all clients; their personal models are saved as they come."""
+        names = self.engine.setting.data.clients
+        if self.ranks.count == 1:
+            with folder.personal_models(kind) as keep:
+                return measure(self.engine, round, server, ["test"], lambda c, model: keep(names[c], model))["test"]
+        mine: dict[int, Params] = {}
+        test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
+        stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
         rows = self.ranks.at_first(stack, self._everybody)
-        return {} if rows is None else {c: {k: v[c] for k, v in rows.items()} for c in self._everybody}
+        if rows is not None:
+            with folder.personal_models(kind) as keep:
+                for c in self._everybody:
+                    keep(names[c], {k: v[c] for k, v in rows.items()})
+        return test
 
     def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
         """Clients that took no part join now; what they reach, and by how much those who trained are better off."""
         wanted = self.config.evaluation.unseen_epochs
         found = list(onboarded(self.engine.setting, newcomers, self.server, EPOCHS if wanted is None else wanted))
-        folder.save_personal("unseen", dict(zip(newcomers.clients, (model for model, _ in found), strict=True)))
+        with folder.personal_models("unseen") as keep:
+            for client, (model, _) in zip(newcomers.clients, found, strict=True):
+                keep(client, model)
         test = {k: [float(metrics["test"][k]) for _, metrics in found] for k in seen}
         summary = _summaries(test)
         gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
@@ -463,9 +481,13 @@ def _summaries(metrics: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure(
-    engine: Engine, round: int, server: Tree, splits: list[str], models: dict[int, Params] | None = None
+    engine: Engine,
+    round: int,
+    server: Tree,
+    splits: list[str],
+    keep: Callable[[int, Params], None] = lambda client, model: None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Per split and metric one number per client, in the order of the data's clients; `models` collects the models."""
+    """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
     clients = len(engine.setting.data.clients)
     out: dict[str, dict[str, list[float]]] = {s: {} for s in splits}
     for group, found, stack in engine.evaluate(range(clients), round, server, splits):
@@ -474,8 +496,8 @@ def measure(
                 column = out[split].setdefault(name, [math.nan] * clients)
                 for client, value in zip(group, values.tolist(), strict=True):
                     column[client] = value
-        if models is not None and stack:  # those of other ranks are there
-            models |= {client: {k: v[row] for k, v in stack.items()} for row, client in enumerate(group)}
+        for row, client in enumerate(group if stack else ()):  # the models of other ranks are there
+            keep(client, {k: v[row] for k, v in stack.items()})
     return out
 
 

@@ -224,14 +224,19 @@ class RunFolder:
         whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in whole]
 
-    def save_personal(self, kind: str, models: dict[str, Tree]) -> None:
-        """Every client's personal model, one file each, and an index with checksums."""
-        folder = self.path / "personal" / kind
-        index = {
-            client: write_tree(folder / f"{number:05d}-{_file_name(client)}.safetensors", tree)
-            for number, (client, tree) in enumerate(models.items())
-        }
-        write_json(folder / "index.json", index)
+    @contextmanager
+    def personal_models(self, kind: str) -> Iterator[Callable[[str, Tree], None]]:
+        """Keeps personal models, one file each as they come, and in the end an index with checksums."""
+        folder, clients = self.path / "personal" / kind, self.about["clients"]
+        index: dict[str, Any] = {}
+        number = {client: i for i, client in enumerate(clients)}
+
+        def keep(client: str, model: Tree) -> None:
+            file = f"{number.get(client, len(index)):05d}-{_file_name(client)}.safetensors"
+            index[client] = write_tree(folder / file, model)
+
+        yield keep
+        write_json(folder / "index.json", {c: index[c] for c in [*clients, *index] if c in index})
 
     def personal(self, client: str, kind: str = "selected") -> Tree:
         """The personal model of a client, of the validation-selected round or the last one."""
