@@ -15,7 +15,18 @@ from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import Pool
 from fedtailor.local.training import Solver
 from tests.contract.test_tape import MODELS, Taped
-from tests.helpers import EVEN_SIZES, SOLVER, everything, make_data, make_model, states, suits, usual, variants
+from tests.helpers import (
+    EVEN_SIZES,
+    SOLVER,
+    assert_equal,
+    everything,
+    make_data,
+    make_model,
+    states,
+    suits,
+    usual,
+    variants,
+)
 
 VARIANTS = variants()
 CASES: dict[str, dict[str, Any]] = {
@@ -68,6 +79,15 @@ def test_every_algorithm(algorithm: str, workers: int) -> None:
     found, traffic = outcome(pool)
     pool.close()
     assert_same_bits(found, reference(algorithm)[0])
+    assert traffic == reference(algorithm)[1]
+
+
+@pytest.mark.parametrize("algorithm", VARIANTS)
+def test_every_algorithm_stacked_in_the_workers(algorithm: str) -> None:
+    pool = Pool(setting(algorithm, usual(VARIANTS[algorithm])), 2, chunk=3)
+    found, traffic = outcome(pool)
+    pool.close()
+    assert_equal(found, reference(algorithm)[0], 1e-10)
     assert traffic == reference(algorithm)[1]
 
 
