@@ -179,3 +179,37 @@ def test_what_is_learned_once_drives_every_seed(configs: Path, call: Call, monke
     rows = (out / "duw_digits-seed0" / "weights.csv").read_text().splitlines()
     assert rows[0] == "round,client,weight"
     assert len(rows) == 1 + 2 * 3
+
+
+DIVERGING = """
+title = "Steps"
+metric = "mse"
+seeds = 1
+columns = [{ name = "small" }, { name = "large", set = { "local.lr" = 1e30 } }]
+
+[common]
+rounds = 12  # as many without a usable reply end a run
+data = { source = "polynomial", clients = 4, samples = 80 }
+model = { name = "linear" }
+
+[[rows]]
+name = "FedAvg"
+set = { "algorithm.name" = "fedavg" }
+"""
+
+
+def test_a_run_that_diverges_is_told_in_its_cell(
+    call: Call, configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_after_the_other(monkeypatch)
+    path = configs / "paper" / "steps.toml"
+    path.write_text(DIVERGING)
+    command = ("reproduce", "paper/steps", "--configs", configs, "--out", tmp_path / "out")
+    refused = call(*command)
+    assert refused.code == 2
+    assert "1 of 2 runs failed; the first: fedavg_large-seed0" in refused.err
+    path.write_text("may_fail = true\n" + DIVERGING)
+    code, out, _ = call(*command)
+    assert code == 0
+    assert "| failed |" in out
+    assert "- FedAvg large: " in out

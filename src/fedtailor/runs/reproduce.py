@@ -14,12 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedtailor import models
 from fedtailor.algorithms import algorithms
-from fedtailor.errors import ConfigError, nearest
+from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.metrics.memory import training_step
 from fedtailor.runs import search
 from fedtailor.runs.config import RunConfig, SearchSection, Space, parse, read_toml, with_values
 from fedtailor.runs.explain import overlap_by_classes
-from fedtailor.runs.grid import Cell, Told, folder_name, run_cells
+from fedtailor.runs.grid import Cell, Told, folder_name, refuse_failed, run_cells, try_cells
 from fedtailor.runs.store import RESULTS, RunFolder, read_json
 
 Scale = Literal["cpu", "paper"]
@@ -56,6 +56,7 @@ class Published(BaseModel):
     common: dict[str, Any] = Field(default_factory=dict)
     scale: dict[str, dict[str, Any]] = Field(default_factory=dict)  # settings of a scale, key by key
     search: SearchSection | None = None  # for each cell of the table; what it finds goes before what is set
+    may_fail: bool = False  # a run that diverges is told in its cell, and the others are shown
     columns: tuple[Part, ...] = Field(min_length=1)
     rows: tuple[Part, ...] = Field(min_length=1)
 
@@ -70,6 +71,7 @@ class Figure(BaseModel):
     n: int
     paper: str | None
     unit: str
+    failed: str = ""  # why there is no figure
 
 
 def available(configs: Path) -> list[str]:
@@ -188,13 +190,18 @@ def _learned(
 def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> list[Figure]:
     """Run what is missing and read off the figures of the last round."""
     once = {cell.folder: cell for group in cells.values() for cell in group}
-    run_cells(list(once.values()), 0, data_root, told)
+    failed = try_cells(list(once.values()), 0, data_root, told)
+    told_of = {k: str(e) for k, e in failed.items() if table.may_fail and isinstance(e, RunError | ClientError)}
+    refuse_failed({k: e for k, e in failed.items() if k not in told_of}, len(once))
     figures = []
     for (row, column), group in cells.items():
         part = next(p for p in table.rows if p.name == row)
         place = [c.name for c in table.columns].index(column)
         wanted = table.columns[place]
-        values = [measured(cell, wanted.metric or table.metric) for cell in group]
+        reads = wanted.metric or table.metric
+        ended = [told_of.get(cell.folder.name, "") for cell in group]
+        whole = [not why or reads.startswith(("report.", "largest.")) for why in ended]
+        values = [measured(c, reads) if is_whole else math.nan for c, is_whole in zip(group, whole, strict=True)]
         figures.append(
             Figure(
                 row=row,
@@ -204,6 +211,7 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
                 n=len(values),
                 paper=part.paper[place] if part.paper else None,
                 unit=wanted.unit or ("" if wanted.metric else table.unit),
+                failed="" if all(whole) else next(filter(None, ended)),
             )
         )
     return figures
@@ -214,11 +222,11 @@ def measured(cell: Cell, metric: str) -> float:
     client and round, "seconds" per round, the "memory" of a training step (MB), the last or the largest number that
     was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients with a class in
     common, or with none, overlap ("overlap.common", "overlap.none")."""
-    results = read_json(cell.folder / RESULTS)
     kind, _, name = metric.partition(".")
     if kind in ("report", "largest"):
         told = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
         return float(told[-1] if kind == "report" else max(told))
+    results = read_json(cell.folder / RESULTS)
     if metric == "seconds":
         return float(results["seconds"]) / cell.config.rounds
     if metric == "memory":
@@ -250,11 +258,14 @@ def markdown(table: Published, figures: list[Figure], notes: Sequence[str] = ())
     for row in dict.fromkeys(f.row for f in figures):
         found = {f.column: f for f in figures if f.row == row}
         lines.append("| " + " | ".join([row, *(text(found[c]) for c in columns)]) + " |")
-    return "\n".join([*lines, *notes]) + "\n"
+    failed = [f"- {f.row} {f.column}: {f.failed}" for f in figures if f.failed]
+    return "\n".join([*lines, *notes, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"
 
 
 def text(figure: Figure) -> str:
     """A cell of the table."""
+    if figure.failed:
+        return "failed"
     scale = 100 if figure.unit == "%" else 1
     shown = "{:.2f}" if figure.unit == "%" else "{:.3g}"
     ours = shown.format(scale * figure.mean)
