@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SITE_READY := $(VENV)/.site-ready
+ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
@@ -21,18 +21,23 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $(READY)
 
+# what only some commands need: trackers, export, secure sums, the network, the site of the docs
+$(ALL_READY): $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev,all]'
+	@touch $(ALL_READY)
+
 demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (under a minute)
 	$(BIN)/fedtailor compare configs/demo.toml
 
-test: $(READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
+test: $(ALL_READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
 	$(BIN)/python -m pytest -n 2
 
-lint: $(READY) ## ruff and mypy over src, tests and benchmarks
+lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## Speed, as a ratio to plain torch in the same run
+bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python -m benchmarks.speed --json runs/bench/speed.json
 	$(BIN)/python benchmarks/learn2pfed_epoch.py
 	$(BIN)/python benchmarks/duw_cost.py
@@ -53,13 +58,9 @@ bench-peers: $(READY) $(PEERS)/.ready ## The same tasks in Flower, pfl-research 
 evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py
 
-docs: $(READY) $(SITE_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
+docs: $(ALL_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m pytest tests/docs -k 'not site_builds'
-
-$(SITE_READY): $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[docs]'
-	@touch $(SITE_READY)
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
