@@ -5,8 +5,8 @@ Plain numbers and names: saved with a run as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedtailor.errors import DataError
 
-if TYPE_CHECKING:
-    import polars as pl
-
 MISSING = "missing"  # the category of values that are not there
 Floats = NDArray[np.float64]
-Labels = "pl.Series | Sequence[str | None]"
 
 
 class _Plain(BaseModel):
@@ -79,6 +75,11 @@ class Preparation(_Plain):
     @property
     def features(self) -> tuple[str, ...]:
         return tuple(name for column in self.columns for name in column.features)
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Sites whose rows can be prepared; a table without numbers needs nothing of a site."""
+        return frozenset(name for c in self.columns if isinstance(c, NumberColumn) for name in c.sites)
 
     def of(self, site: str) -> Preparation:
         """What one site needs."""

@@ -48,25 +48,15 @@ class Progress:
 Listener = Callable[[Progress], None]
 
 
-def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
-    """Data, model and algorithm of a configuration, put together."""
+def setting_of(config: RunConfig, data_root: Path | None = None, loaded: FederatedData | None = None) -> Setting:
+    """Data, model and algorithm of a configuration, put together; `loaded` is its data if it was read before."""
     algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
     dtype = getattr(torch, config.model.dtype)
-    federated = data.load(config.data, seed=config.seed, root=data_root).to(dtype)
+    federated = (loaded or data.load(config.data, seed=config.seed, root=data_root)).to(dtype)
     unseen = None
     if config.evaluation.unseen is not None:
         federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
-    model = models.build(
-        config.model.name,
-        federated.shape,
-        federated.outputs,
-        seed=config.seed,
-        head=config.model.head,
-        options=config.model.options,
-        buffers=config.model.buffers,
-        prior=config.model.prior == "label",
-        dtype=dtype,
-    )
+    model = model_of(config, federated.shape, federated.outputs)
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     _reads(model, config.model.name, federated)
@@ -89,6 +79,21 @@ def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
             f"count those who did not answer; able to: {', '.join(able)}"
         )
     return Setting(algorithm, model, federated, config.local.solver, config.seed, environment, unseen)
+
+
+def model_of(config: RunConfig, shape: tuple[int, ...], outputs: int) -> Model:
+    """The model of a configuration for samples of a shape."""
+    return models.build(
+        config.model.name,
+        shape,
+        outputs,
+        seed=config.seed,
+        head=config.model.head,
+        options=config.model.options,
+        buffers=config.model.buffers,
+        prior=config.model.prior == "label",
+        dtype=getattr(torch, config.model.dtype),
+    )
 
 
 def _reads(model: Model, name: str, federated: FederatedData) -> None:
@@ -117,37 +122,53 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
         "clients": list(setting.data.clients),
         "train_samples": setting.data.train.sizes.tolist(),
         "parameters": sum(v.numel() for v in setting.model.trainable.values()),
+        "shape": list(setting.data.shape),
+        "outputs": setting.data.outputs,
+        "classes": list(setting.data.classes),
         "notes": list(setting.data.notes),
     }
 
 
-def start(config: RunConfig, path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
-    """A new run in a new folder, to its end."""
-    setting = setting_of(config, data_root)
+def start(
+    config: RunConfig,
+    path: Path,
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    loaded: FederatedData | None = None,
+    until: int | None = None,
+) -> RunFolder:
+    """A new run in a new folder, to its end, or until a round after which `resume` goes on."""
+    setting = setting_of(config, data_root, loaded)
     torch.set_num_threads(config.federation.threads or engines.threads(setting))
     name = engines.choose(setting) if config.federation.engine == "auto" else config.federation.engine
     run = _Run(config, _started(name, setting, config))  # what does not fit together is said before there is a folder
-    folder = RunFolder.create(path, config, about(setting, config, name, data_root))
-    return _train(folder, run, listener)
+    folder = RunFolder.create(path, config, about(setting, config, name, data_root), setting.data.preparation)
+    return _train(folder, run, listener, until)
 
 
-def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
+def resume(
+    path: Path,
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    loaded: FederatedData | None = None,
+    until: int | None = None,
+) -> RunFolder:
     """Go on with a run from its last checkpoint; a finished one is left as it is."""
     folder = RunFolder.open(path)
     config, made_by = folder.config, folder.about
     if folder.results is not None:
         return folder
-    setting = setting_again(folder, data_root)
-    return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener)
+    setting = setting_again(folder, data_root, loaded)
+    return _train(folder, _Run(config, _started(made_by["engine"], setting, config)), listener, until)
 
 
-def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
+def setting_again(folder: RunFolder, data_root: Path | None = None, loaded: FederatedData | None = None) -> Setting:
     """The setting that a run was started with; other data is a `RunError`."""
     made_by = folder.about
     if data_root is None and made_by["data_root"] is not None:
         data_root = Path(made_by["data_root"])
     torch.set_num_threads(made_by["threads"])  # sums over several threads round differently
-    setting = setting_of(folder.config, data_root)
+    setting = setting_of(folder.config, data_root, loaded)
     sizes = setting.data.train.sizes.tolist()
     if list(setting.data.clients) != made_by["clients"] or sizes != made_by["train_samples"]:
         raise RunError(f"{folder.path}: the data is no longer what the run was started with")
@@ -160,12 +181,13 @@ def _started(name: engines.EngineName, setting: Setting, config: RunConfig) -> E
     return engine
 
 
-def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder:
-    """The rounds that are still to do, and the end."""
+def _train(folder: RunFolder, run: _Run, listener: Listener | None, until: int | None) -> RunFolder:
+    """The rounds that are still to do, and the end; with `until` only those up to there, and a checkpoint."""
     config, saved_at = run.config, -math.inf
+    last = config.rounds if until is None else min(until, config.rounds)
     with folder.locked():
         run.load(folder)
-        for round in range(run.round + 1, config.rounds + 1):
+        for round in range(run.round + 1, last + 1):
             line, value = run.step(round)
             length = folder.append_metrics(line)
             if listener is not None:
@@ -178,10 +200,11 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
                     f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {line['abandoned']}"
                 )
             due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
-            if due or round == config.rounds:
+            if due or round == last:
                 run.save(folder, length)
                 saved_at = time.perf_counter()
-        run.finish(folder)
+        if last == config.rounds:
+            run.finish(folder)
     return folder
 
 
