@@ -267,6 +267,13 @@ class FolderConfig(SplitConfig):
     )
 
 
+class SavedConfig(SourceConfig):
+    """A federation's data that a program made and saved, split already."""
+
+    source: Literal["saved"] = Field(default="saved", description="Name of the source.")
+    path: Path = Field(description="Folder that fedtailor.data.saved.save wrote.")
+
+
 DataConfig = Annotated[
     DigitsConfig
     | MnistConfig
@@ -281,6 +288,7 @@ DataConfig = Annotated[
     | ShakespeareConfig
     | DuwMnistConfig
     | StanfordDogsConfig
-    | FolderConfig,
+    | FolderConfig
+    | SavedConfig,
     Field(discriminator="source"),
 ]

@@ -25,7 +25,7 @@ MAX_CATEGORIES = 50
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
-    return _prepared(_read_sites(config), config, seed)
+    return prepared(_read_sites(config), config, seed)
 
 
 def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
@@ -35,12 +35,13 @@ def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> 
     tables = _read_sites(config)
     if name in tables:
         raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
-    return _prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
+    return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
 
 
-def _prepared(
+def prepared(
     tables: dict[str, Table], config: FolderConfig, seed: int, newcomers: dict[str, Table] | None = None
 ) -> FederatedData:
+    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that."""
     columns = _common_columns(tables, config)
     target, targets, reason = _read_target(tables, config)
     kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}

@@ -70,19 +70,6 @@ class Plan:
         return [self.alone, self.common, *self.candidates]
 
 
-@dataclass(frozen=True)
-class SiteRow:
-    """A line of the table: test figures alone, in common and personalized."""
-
-    site: str
-    samples: int
-    alone: float
-    common: float
-    personal: float
-    served: str  # title of the algorithm
-    run: str  # folder
-
-
 def plan(
     source: Mapping[str, Any],
     out: Path,
@@ -93,6 +80,7 @@ def plan(
     settings: Sequence[str] = (),
     values: Mapping[str, Any] | None = None,
     data_root: Path | None = None,
+    loaded: FederatedData | None = None,
 ) -> Plan:
     """Read the data, settle what was left open, and check every run before the first one begins."""
     tables = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
@@ -100,20 +88,21 @@ def plan(
     if "algorithm" in tables and algorithm == "auto":
         raise ConfigError("--set algorithm...: for one algorithm; name it with --algorithm")
     base: RunConfig = parse(tables, origin="fit")
-    loaded = data.load(base.data, seed=base.seed, root=data_root)
+    loaded = loaded or data.load(base.data, seed=base.seed, root=data_root)
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
     tables = settled(tables, loaded)
     own = dict(tables.pop("algorithm", {}))
     wanted = candidates_for(parse(tables).model.name, loaded) if algorithm == "auto" else [own | {"name": algorithm}]
-    names = [ALONE, COMMON]
-    cells = [_cell(tables, {"name": name}, out) for name in names]
-    cells += [_cell(tables, table, out) for table in wanted if table["name"] not in names or len(table) > 1]
-    for cell in cells:
+    alone, common = (_cell(tables, {"name": name}, out) for name in (ALONE, COMMON))
+    if len(loaded.clients) == 1:  # nobody to share with
+        return Plan(ALONE, alone, alone, [], [], loaded)
+    others = [_cell(tables, table, out) for table in wanted if table["name"] not in (ALONE, COMMON) or len(table) > 1]
+    for cell in (alone, common, *others):
         runner.setting_of(cell.config, data_root, loaded)
-    every, total = cells[0].config.evaluation.every, cells[0].config.rounds
+    every, total = alone.config.evaluation.every, alone.config.rounds
     budgets = sorted({max(every, total * part // 4 // every * every) for part in (1, 2)} - {total})
-    return Plan(algorithm, cells[0], cells[1], cells[2:], budgets if algorithm == "auto" else [], loaded)
+    return Plan(algorithm, alone, common, others, budgets if algorithm == "auto" else [], loaded)
 
 
 def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,11 +158,13 @@ def fit(
     values: Mapping[str, Any] | None = None,
     caution: float = CAUTION,
     data_root: Path | None = None,
+    loaded: FederatedData | None = None,
     told: Told = lambda cell, round, rounds: None,
 ) -> dict[str, Any]:
     """Run what is missing of a fit, choose for every site, and record it; returns the record, as fit.json has it.
 
-    source: the table [data] of a configuration; a folder of files if it names no source.
+    source: the table [data] of a configuration; a folder of files if it names no source. `loaded` is its data if it was
+    read before.
     """
     made = plan(
         source,
@@ -184,6 +175,7 @@ def fit(
         settings=settings,
         values=values,
         data_root=data_root,
+        loaded=loaded,
     )
     claim = {"algorithm": algorithm, "caution": caution, "runs": [cell.config.plain() for cell in made.cells]}
     _claim(out, claim)
@@ -297,7 +289,7 @@ def chosen(made: Plan, finished: Sequence[Cell], caution: float) -> dict[str, An
             "gains": {k: {"mean": g[i].mean, "sd": g[i].sd} for k, g in found.items() if math.isfinite(g[i].sd)},
         }
     together = [label for label in found if label in labels] or list(found)
-    best = max(together, key=lambda label: sum(g.mean for g in found[label]))
+    best = max(together, key=lambda label: sum(g.mean for g in found[label]), default=made.alone.label)
     higher = HIGHER_IS_BETTER[metric]
     return {
         "metric": metric,
