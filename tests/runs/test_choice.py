@@ -1,0 +1,88 @@
+"""Who is served by what: shrinkage worked out by hand, and what must hold whatever the numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fedtailor.runs.choice import Gain, choose, gains
+
+
+def samples(rate: float, n: int) -> np.ndarray:
+    """n samples of which a share is right."""
+    out = np.zeros(n)
+    out[: round(rate * n)] = 1
+    return out
+
+
+def test_one_site_by_hand() -> None:
+    (found,) = gains([np.array([1.0, 1.0, 0.0, 1.0])], [np.array([0.0, 1.0, 0.0, 0.0])])
+    apart = np.array([1.0, 0.0, 0.0, 1.0])
+    assert found.mean == pytest.approx(0.5)
+    assert found.sd == pytest.approx(math.sqrt(apart.var(ddof=1) / 4))
+
+
+def test_sites_that_agree_are_shrunk_to_their_mean() -> None:
+    a, b = np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.0, 1.0, 1.0, 0.0])
+    found = gains([a, b], [np.zeros(4), np.zeros(4)])
+    assert [g.mean for g in found] == pytest.approx([0.5, 0.5])
+    within = (a.var(ddof=1) * 3 + b.var(ddof=1) * 3) / 6
+    assert [g.sd for g in found] == pytest.approx([math.sqrt(within / 8)] * 2)  # as sure as all eight samples are
+
+
+def test_two_sites_that_differ_by_hand() -> None:
+    high, low = np.array([3.0, 5.0]), np.array([-5.0, -3.0])  # means 4 and -4, pooled variance 2, noise 1 each
+    found = gains([high, low], [np.zeros(2), np.zeros(2)])
+    spread = (32 - 1) / (2 - 2 / 2)  # (Q - (k - 1)) / (sum w - sum w^2 / sum w) with w = 1
+    trust = spread / (spread + 1)
+    assert [g.mean for g in found] == pytest.approx([4 * trust, -4 * trust])
+    doubt = (spread + 1) / 2
+    assert found[0].sd == pytest.approx(math.sqrt(trust + (1 - trust) ** 2 * doubt))
+
+
+def test_a_site_without_samples_is_judged_by_the_others() -> None:
+    found = gains([np.ones(20), np.zeros(0)], [samples(0.5, 20), np.zeros(0)])
+    assert found[1].mean == pytest.approx(found[0].mean)
+    assert found[1].sd >= found[0].sd
+    assert gains([np.zeros(0)], [np.zeros(0)]) == [Gain(0.0, math.inf)]
+
+
+def test_no_difference_is_served_alone() -> None:
+    scores = {"Local": [samples(0.5, 10)] * 3, "FedAvg": [samples(0.5, 10)] * 3}
+    assert [c.label for c in choose(scores, "Local")[0]] == ["Local"] * 3
+
+
+def test_few_samples_do_not_convince_and_many_do() -> None:
+    for n, label in ((3, "Local"), (300, "Ditto")):
+        better = np.ones(n)
+        better[0] = 0
+        alone = samples(0.6, n)[::-1]
+        chosen, _ = choose({"Local": [alone], "Ditto": [better]}, "Local", caution=2.0)
+        assert chosen[0].label == label
+
+
+def test_the_outlier_stays_alone_and_the_others_share() -> None:
+    rng = np.random.default_rng(0)
+    alone = [(rng.random(30) < 0.75).astype(float) for _ in range(12)]
+    common = [(rng.random(30) < 0.95).astype(float) for _ in range(11)] + [(rng.random(30) < 0.1).astype(float)]
+    chosen, found = choose({"Local": alone, "FedAvg": common}, "Local", caution=0.5)
+    assert chosen[11].label == "Local"
+    assert found["FedAvg"][11].mean < -0.3
+    assert sum(c.label == "FedAvg" for c in chosen) >= 9
+
+
+def test_more_caution_serves_fewer() -> None:
+    rng = np.random.default_rng(1)
+    alone = [(rng.random(20) < 0.7).astype(float) for _ in range(10)]
+    other = [(rng.random(20) < 0.75).astype(float) for _ in range(10)]
+    served = [
+        sum(c.label == "X" for c in choose({"Local": alone, "X": other}, "Local", caution)[0]) for caution in (0, 1, 3)
+    ]
+    assert served == sorted(served, reverse=True)
+    assert served[-1] == 0
+
+
+def test_only_training_alone() -> None:
+    assert [c.label for c in choose({"Local": [samples(0.5, 4)]}, "Local")[0]] == ["Local"]
