@@ -35,9 +35,9 @@ def make_sites(folder: Path, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     common = np.array([1.5, -1.0, 0.8, 0.0])
     for site in range(SITES):
-        rows = int(draw.integers(80, 400))
+        rows = int(draw.integers(40, 160))
         x, arm = draw.normal(size=(rows, 4)), draw.choice(["a", "b", "c"], rows)
-        effect = (common + 0.3 * draw.normal(size=4)) * (-1 if site == OUTLIER else 1)
+        effect = (common + 0.15 * draw.normal(size=4)) * (-1 if site == OUTLIER else 1)
         risk = x @ effect + (arm == "a") * x[:, 2] + 0.5 * draw.normal() + 0.7 * draw.normal(size=rows)
         with (folder / f"site-{site:02d}.csv").open("w", newline="") as file:
             lines = csv.writer(file)
