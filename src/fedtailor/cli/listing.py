@@ -188,7 +188,7 @@ def print_fit(console: Console, record: dict[str, Any]) -> None:
     table.add_row("mean", "", *means, "")
     console.print(table)
     for label, words in record["shared"].items():
-        print(f"shared     {label}: sent are {words['sent']}; private stays {words['private']}")
+        print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
     print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-CAUTION = 1.0
+CAUTION = 1.5
 
 
 @dataclass(frozen=True)
