@@ -276,7 +276,9 @@ def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dic
         return {"data": task.model_dump(mode="json", exclude_none=True)}
     if isinstance(task, Mapping):
         return dict(task) if "data" in task else {"data": dict(task)}
-    raise ConfigError(f"task: is a {type(task).__name__}; give a data source, tables of a configuration, or FederatedData")
+    raise ConfigError(
+        f"task: is a {type(task).__name__}; give a data source, tables of a configuration, or FederatedData"
+    )
 
 
 def load(path: str | Path) -> Fit | Run:

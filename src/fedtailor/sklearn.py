@@ -132,7 +132,9 @@ def _has_text(X: Any) -> bool:
     if isinstance(X, pl.DataFrame):
         return not all(kind.is_numeric() for kind in X.dtypes)
     dtypes = getattr(X, "dtypes", None)
-    return dtypes is not None and hasattr(X, "iloc") and any(getattr(kind, "kind", "O") not in "iufb" for kind in dtypes)
+    return (
+        dtypes is not None and hasattr(X, "iloc") and any(getattr(kind, "kind", "O") not in "iufb" for kind in dtypes)
+    )
 
 
 class PersonalizedClassifier(ClassifierMixin, _Personalized):

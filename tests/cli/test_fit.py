@@ -42,7 +42,7 @@ def test_fit_prints_every_site_what_is_shared_and_where(call: Call, tmp_path: Pa
     assert "models     runs/sites-fit" in out
     assert "report     runs/sites-fit/report.html" in out
     assert "Personal models for sites" in (tmp_path / "runs/sites-fit/report.html").read_text(encoding="utf-8")
-    assert out.split("task       ")[1] .startswith("sites: classification of outcome, model mlp, 2 rounds")
+    assert out.split("task       ")[1].startswith("sites: classification of outcome, model mlp, 2 rounds")
     assert call("show", "runs/sites-fit").out in out
     assert call("fit", "sites", *QUICK).out.count("runs/sites-fit-2") == 2
 
@@ -93,14 +93,16 @@ def test_a_run_of_a_configuration_predicts_too(call: Call, tmp_path: Path) -> No
 @pytest.mark.usefixtures("fitted")
 def test_mistakes_name_what_to_do(refused: Refused, tmp_path: Path) -> None:
     assert 'out: no site "s7"; known: s0, s1, s2' in refused("predict", "out", "--site", "s7", "sites/s0.csv")
-    assert '--to "tflite": known are onnx, torch, safetensors' in refused("export", "out", "--site", "s0", "--to", "tflite")
+    assert '--to "tflite": known are onnx, torch, safetensors' in refused(
+        "export", "out", "--site", "s0", "--to", "tflite"
+    )
     assert "holds another fit; choose another folder with --out" in refused(
         "fit", "sites", "--target", "outcome", "--out", "out"
     )
     assert 'no target column "outcom"; did you mean "outcome"?' in refused("fit", "sites", "--target", "outcom")
     assert "sites: is a file" not in refused("fit", "nowhere", "--target", "outcome")
     assert "data.client_column" in refused("fit", "sites/s0.csv", "--target", "outcome")
-    assert '--set lr: expected KEY=VALUE' in refused("fit", "sites", "--target", "outcome", "--set", "lr")
+    assert "--set lr: expected KEY=VALUE" in refused("fit", "sites", "--target", "outcome", "--set", "lr")
     assert not (tmp_path / "runs").exists()
 
 

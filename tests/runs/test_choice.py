@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedtailor.runs.choice import Gain, choose, gains
+from fedtailor.runs.choice import Gain, View, choose, gains
 
 
 def samples(rate: float, n: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def test_a_site_without_samples_is_judged_by_the_others() -> None:
 
 def test_no_difference_is_served_alone() -> None:
     scores = {"Local": [samples(0.5, 10)] * 3, "FedAvg": [samples(0.5, 10)] * 3}
-    assert [c.label for c in choose(scores, "Local")[0]] == ["Local"] * 3
+    assert choose([View(scores, 0.0)], "Local")[0] == ["Local"] * 3
 
 
 def test_few_samples_do_not_convince_and_many_do() -> None:
@@ -59,30 +59,37 @@ def test_few_samples_do_not_convince_and_many_do() -> None:
         better = np.ones(n)
         better[0] = 0
         alone = samples(0.6, n)[::-1]
-        chosen, _ = choose({"Local": [alone], "Ditto": [better]}, "Local", caution=2.0)
-        assert chosen[0].label == label
+        assert choose([View({"Local": [alone], "Ditto": [better]}, 2.0)], "Local")[0] == [label]
 
 
 def test_the_outlier_stays_alone_and_the_others_share() -> None:
     rng = np.random.default_rng(0)
     alone = [(rng.random(30) < 0.75).astype(float) for _ in range(12)]
     common = [(rng.random(30) < 0.95).astype(float) for _ in range(11)] + [(rng.random(30) < 0.1).astype(float)]
-    chosen, found = choose({"Local": alone, "FedAvg": common}, "Local", caution=0.5)
-    assert chosen[11].label == "Local"
+    chosen, (found,) = choose([View({"Local": alone, "FedAvg": common}, 0.5)], "Local")
+    assert chosen[11] == "Local"
     assert found["FedAvg"][11].mean < -0.3
-    assert sum(c.label == "FedAvg" for c in chosen) >= 9
+    assert chosen.count("FedAvg") >= 9
 
 
 def test_more_caution_serves_fewer() -> None:
     rng = np.random.default_rng(1)
     alone = [(rng.random(20) < 0.7).astype(float) for _ in range(10)]
     other = [(rng.random(20) < 0.75).astype(float) for _ in range(10)]
-    served = [
-        sum(c.label == "X" for c in choose({"Local": alone, "X": other}, "Local", caution)[0]) for caution in (0, 1, 3)
-    ]
+    served = [choose([View({"Local": alone, "X": other}, caution)], "Local")[0].count("X") for caution in (0, 1, 3)]
     assert served == sorted(served, reverse=True)
     assert served[-1] == 0
 
 
 def test_only_training_alone() -> None:
-    assert [c.label for c in choose({"Local": [samples(0.5, 4)]}, "Local")[0]] == ["Local"]
+    assert choose([View({"Local": [samples(0.5, 4)]}, 1.0)], "Local")[0] == ["Local"]
+
+
+def test_all_views_must_agree_and_the_last_decides() -> None:
+    alone, some, all_right = samples(0.5, 100), samples(0.8, 100), np.ones(100)
+    first = {"Local": [alone], "A": [all_right], "B": [some], "C": [all_right]}
+    last = {"Local": [alone], "A": [some], "B": [all_right], "C": [samples(0.2, 100)]}
+    assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["B"]
+    assert choose([View(last, 1.0), View(first, 1.0)], "Local")[0] == ["A"]
+    del first["A"], first["B"], last["A"], last["B"]
+    assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["Local"]

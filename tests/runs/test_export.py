@@ -55,7 +55,9 @@ def test_exports_predict_as_the_run_does(runs: Path, tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("name", ["fedrep", "knn-per"])
-def test_onnx_predicts_as_the_run_does(runs: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_onnx_predicts_as_the_run_does(
+    runs: Path, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     file = tmp_path / "model.onnx"

@@ -63,7 +63,7 @@ def test_the_record_has_every_site_and_the_runs_figures(done: Path) -> None:
     for i, row in enumerate(record["sites"].values()):
         results = RunFolder(done / row["run"]).results
         assert results is not None
-        assert row["personal"] == results["selected"]["clients"]["accuracy"][i]
+        assert row["personal"] == results["last"]["clients"]["accuracy"][i]
         assert row["train"] + row["val"] + row["test"] == 60
     assert record["sites"]["s3"]["served"] != "FedAvg"  # there everything works the other way round
     assert record["sites"]["s3"]["common"] < 0.5 < record["sites"]["s3"]["personal"]
@@ -123,7 +123,7 @@ def test_numbers_are_told_in_units_of_the_target(tmp_path: Path) -> None:
     assert folder.preparation is not None
     assert folder.preparation.target.sd > 10
     alone = [row["alone"] / folder.preparation.target.sd for row in record["sites"].values()]
-    assert alone == pytest.approx(folder.results["selected"]["clients"]["rmse"])
+    assert alone == pytest.approx(folder.results["last"]["clients"]["rmse"])
     assert {p.parent.name for p in (tmp_path / "out").glob("*/run.json")} == {
         *("local-seed0", "fedavg-seed0", "fedavg+ft-seed0", "ditto-seed0", "learn2pfed-seed0", "empiricalbayes-seed0")
     }

@@ -127,7 +127,9 @@ def test_other_mistakes(run: Path, tmp_path: Path) -> None:
 def test_numbers_come_in_units_of_the_target(tmp_path: Path) -> None:
     sites = make_sites(tmp_path / "sites", sites=2, outlier=False, numbers=True)
     tables = {"rounds": 6, "model": {"name": "linear"}, "algorithm": {"name": "learn2pfed"}}
-    runner.start(parse(tables | {"data": {"source": "folder", "path": str(sites), "target": "outcome"}}), tmp_path / "r")
+    runner.start(
+        parse(tables | {"data": {"source": "folder", "path": str(sites), "target": "outcome"}}), tmp_path / "r"
+    )
     rows = pl.read_csv(sites / "s1.csv")
     found = personal(tmp_path / "r", "s1").predict(rows)
     wanted = rows["outcome"].to_numpy()
@@ -142,7 +144,9 @@ def test_dates_are_prepared_as_in_the_run(tmp_path: Path) -> None:
         lines = [f"2024-01-{i + 1:02d},{i % 2}" for i in range(20)]
         (tmp_path / f"sites/{site}.csv").write_text("\n".join(["when,y", *lines]) + "\n")
     tables = {"rounds": 1, "model": {"name": "linear"}, "algorithm": {"name": "local"}}
-    runner.start(parse(tables | {"data": {"source": "folder", "path": str(tmp_path / "sites"), "target": "y"}}), tmp_path / "r")
+    runner.start(
+        parse(tables | {"data": {"source": "folder", "path": str(tmp_path / "sites"), "target": "y"}}), tmp_path / "r"
+    )
     own = personal(tmp_path / "r", "a")
     chances = own.predict_proba({"when": ["2024-01-05", "05.01.2024"][:1]})
     assert np.array_equal(chances, own.predict_proba({"when": ["5.1.2024"]}))

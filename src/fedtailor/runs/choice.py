@@ -2,7 +2,8 @@
 
 A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: the gains
 of sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
-Laird). A candidate serves a site only if it is better than training alone by more than `caution` standard errors.
+Laird). A candidate serves a site only if it is surely better than training alone, by more than some standard errors:
+by the metric that counts and, as that is coarse where it counts samples that are right, also by the loss.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-CAUTION = 1.5
+CAUTION = {"metric": 1.0, "loss": 1.5}
+"""Standard errors that are asked for; more of the loss, which tells models apart with fewer samples."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +74,28 @@ def _spread(means: Floats, noise: Floats) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What serves a site, and its estimated gain over training alone."""
+class View:
+    """One way to look at candidates: for each site one number per validation sample, higher is better."""
 
-    label: str
-    gain: Gain
+    scores: Mapping[str, Sequence[Floats]]  # by candidate
+    caution: float
 
 
-def choose(
-    scores: Mapping[str, Sequence[Floats]], alone: str, caution: float = CAUTION
-) -> tuple[list[Choice], dict[str, list[Gain]]]:
-    """For each site the candidate that is surely best, or training alone; and all estimates.
+def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
+    """For each site the candidate that is surely better in all views, best in the last, or training alone.
 
-    scores: by candidate, for each site one number per validation sample, higher is better.
+    Also the estimates, per view and candidate.
     """
-    found = {label: gains(per_site, scores[alone]) for label, per_site in scores.items() if label != alone}
+    found = [
+        {label: gains(per_site, view.scores[alone]) for label, per_site in view.scores.items() if label != alone}
+        for view in views
+    ]
     chosen = []
-    for site in range(len(scores[alone])):
-        best = max(found, key=lambda label: found[label][site].surely(caution), default=alone)
-        sure = best != alone and found[best][site].surely(caution) > 0
-        chosen.append(Choice(best, found[best][site]) if sure else Choice(alone, Gain(0.0, 0.0)))
+    for site in range(len(views[0].scores[alone])):
+        sure = {
+            label: [gain[label][site].surely(view.caution) for view, gain in zip(views, found, strict=True)]
+            for label in found[0]
+        }
+        better = [label for label, margins in sure.items() if min(margins) > 0]
+        chosen.append(max(better, key=lambda label: sure[label][-1], default=alone))
     return chosen, found

@@ -63,7 +63,7 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
     """Write the model of a site, and beside it how rows are prepared; returns the files."""
     if to not in ENDINGS:
         raise RunError(f'--to "{to}": known are {", ".join(ENDINGS)}')
-    own, folder = personal(run, site, data_root), run_of(run, site)
+    own, (folder, _) = personal(run, site, data_root), run_of(run, site)
     target = out or Path(f"{site}{ENDINGS[to]}".replace("/", "_"))
     if target.suffix != ENDINGS[to]:
         raise RunError(f"--out {target}: a file for {to} ends in {ENDINGS[to]}")

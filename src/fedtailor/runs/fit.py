@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedtailor import algorithms, data
 from fedtailor.core.algorithm import sent_names
 from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
@@ -22,7 +20,7 @@ from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ClientError, ConfigError, RunError, UserError
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.runs import runner
-from fedtailor.runs.choice import CAUTION, Floats, choose
+from fedtailor.runs.choice import CAUTION, Floats, Gain, View, choose
 from fedtailor.runs.config import RunConfig, parse, with_settings, with_values
 from fedtailor.runs.grid import Cell, Told, folder_name
 from fedtailor.runs.serving import Personal
@@ -31,6 +29,7 @@ from fedtailor.runs.store import CONFIG, FIT, RunFolder, read_json, write_json
 ROUNDS = 32
 ALONE, COMMON = "local", "fedavg"
 KIND = "last"  # round; choosing the best one on validation data would flatter those that vary most
+WORST_LOSS = {"classification": -math.log(0.02), "regression": math.inf}  # of a sample, in what is chosen by
 MOST_ROWS = 100_000  # of a site that are used, unless data.max_samples says otherwise
 NETWORK: tuple[dict[str, Any], ...] = (
     {"name": "fedavg+ft"},
@@ -156,7 +155,6 @@ def fit(
     seed: int = 0,
     settings: Sequence[str] = (),
     values: Mapping[str, Any] | None = None,
-    caution: float = CAUTION,
     data_root: Path | None = None,
     loaded: FederatedData | None = None,
     told: Told = lambda cell, round, rounds: None,
@@ -177,10 +175,10 @@ def fit(
         data_root=data_root,
         loaded=loaded,
     )
-    claim = {"algorithm": algorithm, "caution": caution, "runs": [cell.config.plain() for cell in made.cells]}
+    claim = {"algorithm": algorithm, "caution": CAUTION, "runs": [cell.config.plain() for cell in made.cells]}
     _claim(out, claim)
     finished, dropped = run_plan(made, data_root, told)
-    record = {"settings": claim} | chosen(made, finished, caution) | {"dropped": dropped}
+    record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
     write_json(out / FIT, record)
     return record
 
@@ -246,32 +244,32 @@ def standing(cell: Cell, until: int) -> tuple[float, float]:
     return max(fine, default=(-math.inf, -math.inf))
 
 
-def validation_scores(cell: Cell, loaded: FederatedData) -> list[Floats]:
-    """For each site one score per validation sample of its personal model: right or not, or minus the squared error."""
+def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Floats]]:
+    """For each site one score per validation sample of its personal model: right or not, and minus its loss."""
     folder = RunFolder(cell.folder)
     setting = runner.setting_of(cell.config, None, loaded)
-    out = []
+    out: dict[str, list[Floats]] = {"loss": []} | ({"metric": []} if loaded.task == "classification" else {})
     for i, site in enumerate(loaded.clients):
         x, y = setting.data.val.of(i)
         own = Personal(site, setting.algorithm, setting.model, folder.personal(site, KIND), loaded.task)
-        if not len(x):
-            out.append(np.zeros(0))
-        elif loaded.task == "classification":
-            out.append((own.outputs(x).argmax(1) == y).double().numpy())
-        else:
-            out.append(-(own.outputs(x) - y).double().square().mean(1).numpy())
+        outputs = own.outputs(x) if len(x) else y.new_zeros((0, loaded.outputs), dtype=setting.model.dtype)
+        # a single sample that is quite wrong must not outweigh all others
+        out["loss"].append(-setting.loss(outputs, y).double().clamp(max=WORST_LOSS[loaded.task]).numpy())
+        if "metric" in out:
+            out["metric"].append((outputs.argmax(1) == y).double().numpy())
     return out
 
 
-def chosen(made: Plan, finished: Sequence[Cell], caution: float) -> dict[str, Any]:
+def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
     """Who is served by what, how sure that is, and beside it the figures on test data."""
     scores = {cell.label: validation_scores(cell, made.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
-    served, found = choose(scores, made.alone.label, caution)
-    if made.algorithm == "auto":
-        labels = [choice.label for choice in served]
-    else:
-        labels = [(made.candidates[0] if made.candidates else _reference(made)).label] * len(served)
+    names = [name for name in ("metric", "loss") if name in scores[made.alone.label]]
+    views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name]) for name in names]
+    labels, estimates = choose(views, made.alone.label)
+    found = estimates[0]
+    if made.algorithm != "auto":
+        labels = [(made.candidates[0] if made.candidates else _reference(made)).label] * len(labels)
     metric = METRICS[made.data.task][0]
     figures = {label: _tested(cell, metric) for label, cell in by_label.items()}
     unit = made.data.preparation.target.sd if made.data.preparation is not None and metric == "rmse" else 1.0
@@ -286,12 +284,13 @@ def chosen(made: Plan, finished: Sequence[Cell], caution: float) -> dict[str, An
             "alone": figures[made.alone.label][i] * unit,
             "common": figures[made.common.label][i] * unit,
             "personal": figures[label][i] * unit,
-            "gains": {k: {"mean": g[i].mean, "sd": g[i].sd} for k, g in found.items() if math.isfinite(g[i].sd)},
+            "gains": {name: _told(gain, i) for name, gain in zip(names, estimates, strict=True)},
         }
     together = [label for label in found if label in labels] or list(found)
     best = max(together, key=lambda label: sum(g.mean for g in found[label]), default=made.alone.label)
     higher = HIGHER_IS_BETTER[metric]
     return {
+        "kind": KIND,
         "metric": metric,
         "higher_is_better": higher,
         "task": made.data.task,
@@ -314,6 +313,15 @@ def chosen(made: Plan, finished: Sequence[Cell], caution: float) -> dict[str, An
     }
 
 
+def _told(found: Mapping[str, Sequence[Gain]], site: int) -> dict[str, Any]:
+    """Estimated gains over training alone on validation data, by algorithm."""
+    return {
+        label: {"mean": each[site].mean, "sd": each[site].sd}
+        for label, each in found.items()
+        if math.isfinite(each[site].sd)
+    }
+
+
 def _reference(made: Plan) -> Cell:
     return made.common if made.algorithm.lower() == COMMON else made.alone
 
@@ -328,5 +336,3 @@ def shared(cell: Cell) -> dict[str, str]:
     """In words, what leaves a site and what stays."""
     made = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
     return {"sent": ", ".join(sent_names(made)) or "nothing", "private": made.private}
-
-

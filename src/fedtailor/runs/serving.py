@@ -118,8 +118,9 @@ class Personal:
         return f"Personal({self.site}: {self.title}, {what})"
 
 
-def run_of(path: Path, site: str) -> RunFolder:
-    """The run that serves a site: the one that a fit chose for it, or the only one."""
+def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
+    """The run that serves a site, the one that a fit chose for it or the only one, and which of its two models."""
+    kind = "selected"
     if not (path / FIT).exists():
         folder = RunFolder.open(path)
     else:
@@ -131,10 +132,10 @@ def run_of(path: Path, site: str) -> RunFolder:
         known |= {name: joined for name in _newcomers(joined)}
         if site not in known:
             raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
-        folder = RunFolder.open(known[site])
+        folder, kind = RunFolder.open(known[site]), chosen["kind"]
     if folder.results is None:
         raise RunError(f"{folder.path}: not finished yet; fedtailor resume {folder.path} goes on with it")
-    return folder
+    return folder, kind
 
 
 def _newcomers(run: Path) -> list[str]:
@@ -147,8 +148,8 @@ def sites_of(folder: RunFolder) -> list[str]:
 
 
 def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
-    """The model of a site in the folder of a run or a fit: of the round selected on validation data."""
-    folder = run_of(path, site)
+    """The model of a site in the folder of a fit, or of a run: there of the round selected on validation data."""
+    folder, kind = run_of(path, site)
     if site not in sites_of(folder):
         raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
     config, made_by, preparation = folder.config, folder.about, folder.preparation
@@ -164,7 +165,7 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
         model=model_of(config, shape, outputs),
-        params=folder.newcomer(site) if newcomer else folder.personal(site),
+        params=folder.newcomer(site) if newcomer else folder.personal(site, kind),
         task=made_by["task"],
         classes=classes,
         preparation=preparation.of(site) if preparation is not None else None,
