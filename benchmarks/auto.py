@@ -91,7 +91,8 @@ def table(task: str, found: Mapping[int, Mapping[str, list[float]]]) -> list[str
     sites = sum(len(by["auto"]) for by in found.values())
     return [
         *out,
-        f"\nBest single: {best}; its mean minus its spread is {100 * line:.2f}: {'held' if holds['mean'] else 'missed'}. "
+        f"\nBest single: {best}; its mean minus its spread is {100 * line:.2f}: "
+        f"{'held' if holds['mean'] else 'missed'}. "
         f"Worse off than alone: {100 * hurt['auto']:.1f} % of {sites} sites over seeds, below 10 %: "
         f"{'held' if holds['hurt'] else 'missed'}.",
     ]

@@ -75,9 +75,12 @@ class Fit:
         metric = self.record["metric"]
         head = ("site", "rows", "alone", "in common", "personalized", "served by")
         rows = [
-            (name, f"{r['train'] + r['val'] + r['test']:,}")
-            + tuple(number(metric, r[k]) for k in ("alone", "common", "personal"))
-            + (r["served"],)
+            (
+                name,
+                f"{r['train'] + r['val'] + r['test']:,}",
+                *(number(metric, r[k]) for k in ("alone", "common", "personal")),
+                r["served"],
+            )
             for name, r in self.record["sites"].items()
         ]
         return _html(f"test {metric}, {self.record['data']}", head, rows)
@@ -122,15 +125,19 @@ class Run:
     def __repr__(self) -> str:
         figures = ", ".join(f"{kind} {mean}" for kind, mean in self._means().items()) or "not finished"
         metric = self.results.get("metric", "")
-        return f"Run({self.config.algorithm.name} on {self.folder.about['data']}; test {metric}: {figures}; in {self.path})"
+        what = f"{self.config.algorithm.name} on {self.folder.about['data']}"
+        return f"Run({what}; test {metric}: {figures}; in {self.path})"
 
     def _repr_html_(self) -> str:
         if not self.results:
             return escape(repr(self))
         metric = self.results["metric"]
         rows = [
-            (kind, str(self.results[kind]["round"]))
-            + tuple(number(metric, self.results[kind]["test"][metric][k]) for k in ("mean", "std", "worst_tenth"))
+            (
+                kind,
+                str(self.results[kind]["round"]),
+                *(number(metric, self.results[kind]["test"][metric][k]) for k in ("mean", "std", "worst_tenth")),
+            )
             for kind in ("last", "selected")
         ]
         title = f"test {metric}, {self.config.algorithm.name} on {self.folder.about['data']}"
@@ -157,8 +164,8 @@ def fit(
 ) -> Fit:
     """Give each site a personal model.
 
-    sites: a folder with one file per site; or frames (polars, pandas) by the name of the site; or one file or frame with
-    the column `client_column` that names the site. Frames are kept in the fit's folder, so that it can be opened again.
+    sites: a folder with one file per site; or frames (polars, pandas) by the name of the site; or one file or frame
+    with the column `client_column` that names the site. Frames are kept in the fit's folder: it can be opened again.
     settings: keys of a configuration, such as {"local.lr": 0.1}.
     """
     if isinstance(sites, str | Path):

@@ -40,7 +40,7 @@ def frames(tmp_path: Path) -> dict[str, pl.DataFrame]:
 
 
 def test_importing_is_quick() -> None:
-    code = "import sys, fedtailor; assert not {'torch', 'polars', 'numpy', 'pydantic'} & set(sys.modules); fedtailor.__version__"
+    code = "import sys, fedtailor; assert not {'torch', 'polars', 'numpy', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert {"fit", "run", "load"} <= set(dir(ft))
     assert ft.FedRep is algorithms.algorithms()["fedrep"]

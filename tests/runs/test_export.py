@@ -102,7 +102,7 @@ def test_one_that_differs_is_refused(runs: Path, tmp_path: Path, monkeypatch: py
 def test_a_network_that_cannot_be_traced_is_refused_by_name(tmp_path: Path) -> None:
     made = config("rounds=1", "algorithm.name=fedeq", task=DIGITS | {"model": {"name": "deq-mlp", "hidden": 8}})
     runner.start(made, tmp_path / "run")
-    with pytest.raises(RunError, match="FeDEQ with this model cannot be written as torch .* or --to safetensors"):
+    with pytest.raises(RunError, match=r"FeDEQ with this model cannot be written as torch .* or --to safetensors"):
         export(tmp_path / "run", "client-00", "torch", tmp_path / "out/model.pt2")
     assert list((tmp_path / "out").iterdir()) == []
     assert export(tmp_path / "run", "client-00", "safetensors", tmp_path / "out/model.safetensors")

@@ -170,7 +170,7 @@ def test_refused_before_anything_is_written(sites: Path, tmp_path: Path) -> None
         fit(source(sites), out, values={"algorithm.lam": 1})
     with pytest.raises(ConfigError, match='no algorithm "dito"; did you mean "ditto"'):
         fit(source(sites), out, algorithm="dito")
-    with pytest.raises(ConfigError, match="raise data.val"):
+    with pytest.raises(ConfigError, match=r"raise data\.val"):
         fit(source(sites), out, values={"data.val": 0.0})
     with pytest.raises(ConfigError, match="linear"):
         fit(source(sites), out, algorithm="learn2pfed")

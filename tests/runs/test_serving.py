@@ -1,4 +1,4 @@
-"""Predicting with a personal model: the same preparation and the same outputs as in the run, for rows that come later."""
+"""Predicting with a personal model: rows that come later are prepared, and answered, as in the run."""
 
 from __future__ import annotations
 

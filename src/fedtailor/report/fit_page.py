@@ -1,4 +1,4 @@
-"""The page on a fit: every site alone, in common and personalized, why each is served as it is, and the runs behind it."""
+"""The page on a fit: every site alone, in common and personalized, what serves it, and the runs behind that."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def summary(record: dict[str, Any]) -> Section:
         served[row["served"]] = served.get(row["served"], 0) + 1
     who = ", ".join(f"{n} by {name}" for name, n in sorted(served.items(), key=lambda item: -item[1]))
     text = (
-        f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}: {who}.",
-        f"On test data, which no choice has seen, mean {metric} is {value(metric, means['alone'])} when each site trains "
-        f"alone, {value(metric, means['common'])} with one common model and {value(metric, means['personal'])} with "
-        "personal models.",
+        f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}. "
+        f"Served are {who}.",
+        f"On test data, which no choice has seen, mean {metric} is {value(metric, means['alone'])} when each site "
+        f"trains alone, {value(metric, means['common'])} with one common model and "
+        f"{value(metric, means['personal'])} with personal models.",
     )
     figures = (
         Figure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),

@@ -1,7 +1,7 @@
 """Which of several models serves a site, from validation samples alone, when a site has few of them.
 
-A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: the gains
-of sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
+A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: gains of
+sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
 Laird). A candidate serves a site only if it is surely better than training alone, by more than some standard errors:
 by the metric that counts and, as that is coarse where it counts samples that are right, also by the loss.
 """

@@ -1,7 +1,7 @@
-"""Own data in one line: sensible settings, every site alone and in common for comparison, and a personal model for each.
+"""Own data in one line: sensible settings, every site alone and in common beside it, and a personal model for each.
 
-With "auto", candidates are compared by successive halving: half of them are dropped at each budget, the others go on from
-their checkpoints. Then each site gets the one that serves it best. All of it on validation data; test data is
+With "auto", candidates are compared by successive halving: half of them are dropped at each budget, the others go on
+from their checkpoints. Then each site gets the one that serves it best. All of it on validation data; test data is
 read by the runs that end, for the table, and by no choice.
 """
 

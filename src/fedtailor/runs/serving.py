@@ -129,7 +129,7 @@ def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
             raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {path} goes on with it")
         joined = path / chosen["newcomers"]
         known = {name: path / row["run"] for name, row in chosen["sites"].items()}
-        known |= {name: joined for name in _newcomers(joined)}
+        known |= dict.fromkeys(_newcomers(joined), joined)
         if site not in known:
             raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
         folder, kind = RunFolder.open(known[site]), chosen["kind"]
