@@ -121,7 +121,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
     assert "not finished" in call("show", "runs/my sites-fit").err
     assert "not finished" in call("predict", "runs/my sites-fit", "--site", "s0", "my sites/s0.csv").err
     assert "not finished" in call("onboard", "runs/my sites-fit", "--data", "my sites/s0.csv", "--name", "x").err
-    assert "not finished" in call("report", "runs/my sites-fit").err
+    assert call("report", "runs/my sites-fit").code == 0  # on what there is
     code, out, err = call(*again[1:])
     assert (code, err) == (0, "")
     assert "models     runs/my sites-fit" in out

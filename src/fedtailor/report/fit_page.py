@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedtailor.errors import RunError
 from fedtailor.report.compare_page import citations, configuration, places, runs_in, task_sections, tasks_of
 from fedtailor.report.content import Cell, Chart, Figure, Page, Section, Table, cells
 from fedtailor.report.words import count, label, signed, value
@@ -16,8 +15,6 @@ from fedtailor.runs.tables import number
 def fit_page(path: Path) -> Page:
     """Everything that is known of a fit that is finished."""
     record = read_json(path / FIT)
-    if "sites" not in record:
-        raise RunError(f"{path}: the fit is not finished; the same fedtailor fit with --out {path} goes on with it")
     found = [run for run in runs_in(path)[0] if run.results is not None]
     tasks = tasks_of(found, places(path, found))
     sections = [summary(record), sites(record), sharing(record), halving(record)]

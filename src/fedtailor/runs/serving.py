@@ -51,17 +51,11 @@ class Personal:
 
     @property
     def labels(self) -> NDArray[Any]:
-        """Classes, as whole numbers if all of them are."""
-        names = self.classes or tuple(str(i) for i in range(self.outputs(self.blank()).shape[1]))
+        """Classes in the order of the outputs, as whole numbers if all of them are; none where they have no names."""
         try:
-            return np.array([int(name) for name in names])
+            return np.array([int(name) for name in self.classes], dtype=np.int64)
         except ValueError:
-            return np.array(names)
-
-    def blank(self) -> Tensor:
-        """One sample of zeros."""
-        assert self.preparation is not None
-        return torch.zeros((1, len(self.preparation.features)), dtype=self.model.dtype)
+            return np.array(self.classes)
 
     def outputs(self, x: Tensor) -> Tensor:
         """What the model says of samples, as in training: logits, or standardised numbers."""
@@ -79,7 +73,10 @@ class Personal:
     def predict(self, rows: Any) -> NDArray[Any]:
         """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array of samples."""
         found = self._readable(rows)
-        return self.labels[found.argmax(1)] if self.task == "classification" else found.squeeze(1)
+        if self.task != "classification":
+            return found.squeeze(1) if found.shape[1] == 1 else found
+        likely = found.argmax(1)
+        return self.labels[likely] if self.classes else likely
 
     def predict_proba(self, rows: Any) -> NDArray[np.float64]:
         """The probability of each class, one column each, in the order of `labels`."""
@@ -161,6 +158,8 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     newcomer = site in _newcomers(folder.path)
     if newcomer and (own := read_json(folder.path / "newcomers" / site / "newcomer.json").get("preparation")):
         preparation = Preparation.model_validate(own)
+    if preparation is not None and preparation.sites and site not in preparation.sites:
+        raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
