@@ -2,8 +2,9 @@
 
 A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: gains of
 sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
-Laird). A candidate serves a site only if it is surely better than training alone, by more than some standard errors:
-by the metric that counts and, as that is coarse where it counts samples that are right, also by the loss.
+Laird). A candidate serves a site only if it is thought to be better than training alone in the metric that counts, and
+surely better, by some standard errors, in the squared error of its probabilities (Brier score) or numbers. That
+tells models apart with fewer samples than a count of those that are right.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-CAUTION = {"metric": 1.0, "loss": 1.5}
-"""Standard errors that are asked for; more of the loss, which tells models apart with fewer samples."""
+CAUTION = {"metric": 0.0, "error": 2.0}
+"""Standard errors by which a gain must be above zero."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedtailor import algorithms, data
 from fedtailor.core.algorithm import sent_names
 from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
@@ -29,7 +31,6 @@ from fedtailor.runs.store import CONFIG, FIT, RunFolder, read_json, write_json
 ROUNDS = 32
 ALONE, COMMON = "local", "fedavg"
 KIND = "last"  # round; choosing the best one on validation data would flatter those that vary most
-WORST_LOSS = {"classification": -math.log(0.02), "regression": math.inf}  # of a sample, in what is chosen by
 MOST_ROWS = 100_000  # of a site that are used, unless data.max_samples says otherwise
 NETWORK: tuple[dict[str, Any], ...] = (
     {"name": "fedavg+ft"},
@@ -245,18 +246,19 @@ def standing(cell: Cell, until: int) -> tuple[float, float]:
 
 
 def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Floats]]:
-    """For each site one score per validation sample of its personal model: right or not, and minus its loss."""
+    """For each site one score per validation sample of its model: right or not, and minus its squared error."""
     folder = RunFolder(cell.folder)
     setting = runner.setting_of(cell.config, None, loaded)
-    out: dict[str, list[Floats]] = {"loss": []} | ({"metric": []} if loaded.task == "classification" else {})
+    out: dict[str, list[Floats]] = {"error": []} | ({"metric": []} if loaded.task == "classification" else {})
     for i, site in enumerate(loaded.clients):
         x, y = setting.data.val.of(i)
         own = Personal(site, setting.algorithm, setting.model, folder.personal(site, KIND), loaded.task)
         outputs = own.outputs(x) if len(x) else y.new_zeros((0, loaded.outputs), dtype=setting.model.dtype)
-        # a single sample that is quite wrong must not outweigh all others
-        out["loss"].append(-setting.loss(outputs, y).double().clamp(max=WORST_LOSS[loaded.task]).numpy())
         if "metric" in out:
             out["metric"].append((outputs.argmax(1) == y).double().numpy())
+            wanted = torch.nn.functional.one_hot(y, loaded.outputs)
+            outputs, y = outputs.softmax(1), wanted
+        out["error"].append(-(outputs - y).double().square().sum(1).numpy())
     return out
 
 
@@ -264,7 +266,7 @@ def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
     """Who is served by what, how sure that is, and beside it the figures on test data."""
     scores = {cell.label: validation_scores(cell, made.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
-    names = [name for name in ("metric", "loss") if name in scores[made.alone.label]]
+    names = [name for name in ("metric", "error") if name in scores[made.alone.label]]
     views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name]) for name in names]
     labels, estimates = choose(views, made.alone.label)
     found = estimates[0]
