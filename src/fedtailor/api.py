@@ -242,7 +242,7 @@ def run(
     path = Path(out) if out is not None else None
     loaded = task if isinstance(task, FederatedData) else None
     tables = _tables(task)
-    chosen = {"federation.engine": engine} if engine != "auto" else {}
+    chosen: dict[str, Any] = {"federation.engine": engine} if engine != "auto" else {}
     chosen |= {} if rounds is None else {"rounds": rounds}
     chosen |= {} if seed is None else {"seed": seed}
     tables = with_values(tables | {"algorithm": section}, chosen | dict(settings or {}))

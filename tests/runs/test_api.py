@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
@@ -71,7 +71,7 @@ def test_frames_by_name(frames: dict[str, pl.DataFrame], capsys: pytest.CaptureF
 
 
 def test_one_frame_and_a_folder_give_the_same(frames: dict[str, pl.DataFrame]) -> None:
-    options = {"algorithm": "fedavg", "rounds": 2, "settings": SMALL, "progress": False}
+    options: dict[str, Any] = {"algorithm": "fedavg", "rounds": 2, "settings": SMALL, "progress": False}
     whole = pl.concat([frame.with_columns(pl.lit(name).alias("where")) for name, frame in frames.items()])
     runs = [
         ft.fit("sites", "outcome", out="a", **options),
@@ -162,10 +162,10 @@ class Mine(Algorithm):
     strength: float = 1.0
     title: ClassVar[str] = "Mine"
 
-    def round(self, fed, server):  # type: ignore[no-untyped-def]
+    def round(self, fed, server):
         return server
 
-    def personal(self, me, server):  # type: ignore[no-untyped-def]
+    def personal(self, me, server):
         return me.model.params
 
 

@@ -51,7 +51,8 @@ def rows(seed: int = 0, n: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def test_every_row_is_predicted_by_the_model_of_its_site() -> None:
     x, y, site = rows()
-    made = PersonalizedClassifier(algorithm="local", rounds=10).fit(x, y, groups=site)
+    quick = {"local.lr": 0.3, "local.batch_size": 8}
+    made = PersonalizedClassifier(algorithm="local", rounds=10, settings=quick).fit(x, y, groups=site)
     assert made.classes_.tolist() == ["ill", "well"]
     assert made.served_ == {"north": "Local", "south": "Local"}
     later, wanted, where = rows(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -39,9 +40,9 @@ def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> Federat
         tensors = safetensors.torch.load((folder / TENSORS).read_bytes())
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         rows = {split: Rows(*(tensors[f"{split}.{part}"] for part in ("x", "y", "starts"))) for split in SPLITS}
-        words = {name: tuple(about[name]) if isinstance(about[name], list) else about[name] for name in WORDS}
+        words: dict[str, Any] = {k: tuple(about[k]) if isinstance(about[k], list) else about[k] for k in WORDS}
         prepared = about["preparation"]
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
         raise DataError(f"{folder}: not a folder of data that fedtailor wrote ({error}); make it again") from None
     preparation = None if prepared is None else Preparation.model_validate(prepared)
-    return FederatedData(**rows, **words, preparation=preparation)
+    return FederatedData(train=rows["train"], val=rows["val"], test=rows["test"], preparation=preparation, **words)

@@ -9,6 +9,8 @@ import os
 import tempfile
 import warnings
 from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,12 +120,10 @@ def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
 
 
 def _onnx(module: nn.Module, path: Path, x: Tensor, shapes: dict[str, Any]) -> Tensor:
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise RunError(f"--to onnx needs the package {error.name}; install fedtailor[export]") from None
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        if find_spec(name) is None:
+            raise RunError(f"--to onnx needs the package {name}; install fedtailor[export]")
+    onnxruntime: Any = import_module("onnxruntime")
     program = torch.onnx.export(
         module,
         (x,),

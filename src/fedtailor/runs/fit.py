@@ -83,7 +83,7 @@ def plan(
     loaded: FederatedData | None = None,
 ) -> Plan:
     """Read the data, settle what was left open, and check every run before the first one begins."""
-    tables = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
+    tables: dict[str, Any] = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
     tables = with_values(with_settings(tables, settings), values or {})
     if "algorithm" in tables and algorithm == "auto":
         raise ConfigError("--set algorithm...: for one algorithm; name it with --algorithm")
@@ -249,7 +249,7 @@ def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Float
     """For each site one score per validation sample of its model: right or not, and minus its squared error."""
     folder = RunFolder(cell.folder)
     setting = runner.setting_of(cell.config, None, loaded)
-    out: dict[str, list[Floats]] = {"error": []} | ({"metric": []} if loaded.task == "classification" else {})
+    out: dict[str, list[Floats]] = {name: [] for name in ("error", *(["metric"] * (loaded.task == "classification")))}
     for i, site in enumerate(loaded.clients):
         x, y = setting.data.val.of(i)
         own = Personal(site, setting.algorithm, setting.model, folder.personal(site, KIND), loaded.task)
@@ -275,7 +275,7 @@ def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
     metric = METRICS[made.data.task][0]
     figures = {label: _tested(cell, metric) for label, cell in by_label.items()}
     unit = made.data.preparation.target.sd if made.data.preparation is not None and metric == "rmse" else 1.0
-    sites = {}
+    sites: dict[str, dict[str, Any]] = {}
     for i, (site, label) in enumerate(zip(made.data.clients, labels, strict=True)):
         sites[site] = {
             "run": by_label[label].folder.name,
