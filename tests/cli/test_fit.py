@@ -125,3 +125,48 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
     code, out, err = call(*again[1:])
     assert (code, err) == (0, "")
     assert "models     runs/my sites-fit" in out
+
+
+ROW = "1.0,2.0,north,ill\n-1.0,0.5,south,well\n"
+MESSY: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
+    "empty": ("", ("s1.csv: empty file", "put the client's rows there or remove it")),
+    "duplicate header": (
+        "a,b,a,outcome\n1,1,1,ill\n1,1,1,ill\n",
+        ('s1.csv: column "a" appears more than once', "rename"),
+    ),
+    "column missing": (
+        "a,b,outcome\n1,1,ill\n2,2,well\n",
+        ('s1.csv: column "ward" is missing', "data.ignore = ['ward']"),
+    ),
+    "target missing": ("a,b,ward\n1,1,north\n2,2,south\n", ('s1.csv: no target column "outcome"',)),
+    "target with gaps": (
+        "a,b,ward,outcome\n1,1,north,\n2,2,south,well\n",
+        ("no value in 1 of 2 rows", "remove or complete"),
+    ),
+    "text among numbers": (
+        "a,b,ward,outcome\n1,high,north,ill\n2,2,south,well\n",
+        ('"b" has the text "high" in data row 1',),
+    ),
+    "wrong separator": (
+        "a b ward outcome\n1 1 north ill\n2 2 south ill\n",
+        ("a single one", "separate columns by comma"),
+    ),
+    "ragged": ("a,b,ward,outcome\n" + ROW + "1,2\n", ("line 4 has 2 fields, the header has 4",)),
+    "not text": (b"\xff\x00\x81", ("s1.csv: not UTF-8",)),
+    "dates for numbers": (
+        "a,b,ward,outcome\n2024-01-01,1,north,ill\n2024-01-02,2,south,well\n",
+        ("but dates in s1.csv",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MESSY)
+def test_a_messy_file_is_named_and_nothing_is_written(refused: Refused, tmp_path: Path, case: str) -> None:
+    make_sites(tmp_path / "sites", sites=3, rows=20)
+    content, parts = MESSY[case]
+    (tmp_path / "sites/s1.csv").write_bytes(content.encode() if isinstance(content, str) else content)
+    before = sorted(tmp_path.rglob("*"))
+    message = refused("fit", "sites", "--target", "outcome")
+    for part in parts:
+        assert part in message
+    assert sorted(tmp_path.rglob("*")) == before

@@ -249,7 +249,8 @@ def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Float
     """For each site one score per validation sample of its model: right or not, and minus its squared error."""
     folder = RunFolder(cell.folder)
     setting = runner.setting_of(cell.config, None, loaded)
-    out: dict[str, list[Floats]] = {name: [] for name in ("error", *(["metric"] * (loaded.task == "classification")))}
+    names = ("metric", "error") if loaded.task == "classification" else ("error",)
+    out: dict[str, list[Floats]] = {name: [] for name in names}
     for i, site in enumerate(loaded.clients):
         x, y = setting.data.val.of(i)
         own = Personal(site, setting.algorithm, setting.model, folder.personal(site, KIND), loaded.task)
@@ -266,7 +267,7 @@ def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
     """Who is served by what, how sure that is, and beside it the figures on test data."""
     scores = {cell.label: validation_scores(cell, made.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
-    names = [name for name in ("metric", "error") if name in scores[made.alone.label]]
+    names = list(scores[made.alone.label])
     views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name]) for name in names]
     labels, estimates = choose(views, made.alone.label)
     found = estimates[0]
