@@ -85,11 +85,11 @@ def test_only_training_alone() -> None:
     assert choose([View({"Local": [samples(0.5, 4)]}, 1.0)], "Local")[0] == ["Local"]
 
 
-def test_all_views_must_agree_and_the_last_decides() -> None:
+def test_all_views_must_agree_and_the_first_decides() -> None:
     alone, some, all_right = samples(0.5, 100), samples(0.8, 100), np.ones(100)
     first = {"Local": [alone], "A": [all_right], "B": [some], "C": [all_right]}
     last = {"Local": [alone], "A": [some], "B": [all_right], "C": [samples(0.2, 100)]}
-    assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["B"]
-    assert choose([View(last, 1.0), View(first, 1.0)], "Local")[0] == ["A"]
+    assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["A"]
+    assert choose([View(last, 1.0), View(first, 1.0)], "Local")[0] == ["B"]
     del first["A"], first["B"], last["A"], last["B"]
     assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["Local"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-CAUTION = {"metric": 0.0, "error": 2.0}
+CAUTION = {"metric": 0.0, "error": 1.5}
 """Standard errors by which a gain must be above zero."""
 
 
@@ -83,7 +83,7 @@ class View:
 
 
 def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
-    """For each site the candidate that is surely better in all views, best in the last, or training alone.
+    """For each site, of the candidates that are surely better in all views, the best in the first; or training alone.
 
     Also the estimates, per view and candidate.
     """
@@ -98,5 +98,5 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
             for label in found[0]
         }
         better = [label for label, margins in sure.items() if min(margins) > 0]
-        chosen.append(max(better, key=lambda label: sure[label][-1], default=alone))
+        chosen.append(max(better, key=lambda label: found[0][label][site].mean, default=alone))
     return chosen, found
