@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedtailor.runs.choice import Gain, View, choose, gains
+from fedtailor.runs.choice import Gain, View, choose, errors_asked, gains
 
 
 def samples(rate: float, n: int) -> np.ndarray:
@@ -79,6 +79,13 @@ def test_more_caution_serves_fewer() -> None:
     served = [choose([View({"Local": alone, "X": other}, caution)], "Local")[0].count("X") for caution in (0, 1, 3)]
     assert served == sorted(served, reverse=True)
     assert served[-1] == 0
+
+
+def test_few_sites_ask_for_more_caution() -> None:
+    assert errors_asked(1.959964, 4) == pytest.approx(3.182446, abs=1e-5)  # 97.5 % of Student's t with 3 degrees
+    assert errors_asked(2.0, 10_000) == pytest.approx(2.0, abs=1e-2)
+    assert errors_asked(0.0, 4) == pytest.approx(0.0, abs=1e-12)
+    assert errors_asked(2.0, 1) == 2.0
 
 
 def test_only_training_alone() -> None:

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import norm as normal
+from scipy.stats import t as student
 
 Floats = NDArray[np.float64]
 
-CAUTION = {"metric": 0.0, "error": 1.5}
-"""Standard errors by which a gain must be above zero."""
+CAUTION = {"metric": 0.0, "error": 2.0}
+"""Standard errors by which a gain must be above zero, if there are many sites; with few it is more."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ def _spread(means: Floats, noise: Floats) -> float:
     return max(0.0, excess / scale) if scale > 0 else 0.0
 
 
+def errors_asked(caution: float, sites: int) -> float:
+    """Standard errors that are as rare as `caution` of them when the spread is estimated from few sites (Student's t)."""
+    if sites < 2:
+        return caution  # there is no spread between sites
+    return float(student.ppf(normal.cdf(caution), sites - 1))
+
+
 @dataclass(frozen=True)
 class View:
     """One way to look at candidates: for each site one number per validation sample, higher is better."""
@@ -92,9 +101,10 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
         for view in views
     ]
     chosen = []
+    asked = [errors_asked(view.caution, sum(len(scores) > 0 for scores in view.scores[alone])) for view in views]
     for site in range(len(views[0].scores[alone])):
         sure = {
-            label: [gain[label][site].surely(view.caution) for view, gain in zip(views, found, strict=True)]
+            label: [gain[label][site].surely(caution) for caution, gain in zip(asked, found, strict=True)]
             for label in found[0]
         }
         better = [label for label, margins in sure.items() if min(margins) > 0]
