@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm as normal
+from scipy.stats import norm as normal  # type: ignore[import-untyped]
 from scipy.stats import t as student
 
 Floats = NDArray[np.float64]
@@ -77,7 +77,7 @@ def _spread(means: Floats, noise: Floats) -> float:
 
 
 def errors_asked(caution: float, sites: int) -> float:
-    """Standard errors that are as rare as `caution` of them when the spread is estimated from few sites (Student's t)."""
+    """So many standard errors that, with a spread estimated from few sites, they are as rare (Student's t)."""
     if sites < 2:
         return caution  # there is no spread between sites
     return float(student.ppf(normal.cdf(caution), sites - 1))
