@@ -31,6 +31,9 @@ from tests.cli.conftest import Call
 from tests.runs.small import config, records, stop_after
 
 COMMANDS = (
+    "fit",
+    "predict",
+    "export",
     "run",
     "resume",
     "compare",

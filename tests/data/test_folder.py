@@ -65,6 +65,96 @@ def test_separators_and_bom(tmp_path: Path, separator: str, bom: bytes) -> None:
     assert read(folder(tmp_path, a__csv=content)).features == ("age", "ward=A", "ward=B")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_as_spreadsheets_write_it(tmp_path: Path, encoding: str) -> None:
+    content = GOOD.replace(",", "\t").encode(encoding)
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
+    assert read(folder(tmp_path, a__csv=mark + content)).features == ("age", "ward=A", "ward=B")
+
+
+def test_bars_between_columns(tmp_path: Path) -> None:
+    assert read(folder(tmp_path, a__csv=GOOD.replace(",", "|"))).features == ("age", "ward=A", "ward=B")
+
+
+def test_wrong_separator_is_told(tmp_path: Path) -> None:
+    message = error(folder(tmp_path, a__csv=GOOD, b__csv=GOOD.replace(",", " ")))
+    assert 'b.csv: no target column "sick", but a single one, "age ward sick"' in message
+    assert "separate columns by comma, semicolon, tab or |" in message
+
+
+DAYS = ["2024-02-28", "2024-03-01", "", "2024-02-28T12:00:00"]
+
+
+def test_dates_are_days(tmp_path: Path) -> None:
+    a = "when,y\n" + "".join(f"{day},{i % 2}\n" for i, day in enumerate(DAYS))
+    b = "when,y\n28.2.2024,0\n01.03.2024,1\n28.2.2024,0\n"
+    path = folder(tmp_path, a__csv=a, b__csv=b)
+    import datetime
+
+    days = [datetime.date(2024, 2, 28), datetime.date(2024, 3, 1), None]
+    pl.DataFrame({"when": days, "y": [0, 1, 0]}).write_parquet(path / "c.parquet")
+    data = read(path, "y", standardise="none")
+    first = (datetime.date(2024, 2, 28) - datetime.date(1970, 1, 1)).days
+    assert {*rows_of(data, 0)[0][:, 0].tolist()} >= {first, first + 2, first + 0.5}
+    assert {*rows_of(data, 1)[0][:, 0].tolist()} == {first, first + 2}
+    assert {*rows_of(data, 2)[0][:, 0].tolist()} >= {first, first + 2}
+    assert any("dates are days since 1970-01-01: when" in note for note in data.notes)
+    assert data.preparation is not None
+    assert data.preparation.columns[0].model_dump()["is_date"]
+    assert "when=2024-03-01" in read(path, "y", categorical=("when",)).features
+
+
+def test_dates_that_cannot_be_used(tmp_path: Path) -> None:
+    slashes = "when,y\n" + "03/04/2024,0\n04/05/2024,1\n" * 3
+    message = error(folder(tmp_path, a__csv=slashes), "y")
+    assert 'a.csv: column "when" has dates such as "03/04/2024", where day and month can be mistaken' in message
+    assert "data.ignore = ['when']" in message
+    (tmp_path / "two").mkdir()
+    path = folder(tmp_path / "two", a__csv="when,y\n2024-01-01,0\n2024-01-02,1\n", b__csv="when,y\n3,0\n4,1\n")
+    assert 'b.csv: column "when" has numbers, but dates in a.csv' in error(path, "y")
+    assert 'a.csv: target column "when" has dates' in error(path, "when")
+    (tmp_path / "bad").mkdir()
+    path = folder(tmp_path / "bad", a__csv="when,y\n2024-02-30,0\n2024-01-02,1\n2024-01-03,1\n")
+    assert '"2024-02-30" in data row 1' in error(path, "y")
+
+
+ALL = "site," + GOOD.replace("\n", "\nn,", 6).replace("\n2", "\ns,2").replace("\n3", "\ns,3")
+
+
+def test_one_file_with_a_column_that_names_the_client(tmp_path: Path) -> None:
+    path = folder(tmp_path, all__csv=ALL)
+    data = read(path / "all.csv", client_column="site")
+    assert data.clients == ("n", "s")
+    assert data.features == ("age", "ward=A", "ward=B")
+    assert [len(rows_of(data, i)[1]) for i in range(2)] == [6, 6]
+    assert 'all.csv: no client column "sight"; did you mean "site"?' in error(path / "all.csv", client_column="sight")
+    assert "data.client_column is for one file" in error(path, client_column="site")
+    assert "data.client_column" in error(path / "all.csv")
+    (path / "all.csv").write_text(ALL + "west,1,A,0\n")
+    assert 'all.csv: client "west" has only one row' in error(path / "all.csv", client_column="site")
+    (path / "all.csv").write_text(ALL + ",1,A,0\n")
+    assert 'client column "site" has no value in 1 of 13 rows' in error(path / "all.csv", client_column="site")
+    (path / "all.csv").write_text(ALL.replace("n,21,", "n,old,"))
+    assert 'all.csv[n]: column "age" has the text "old" in data row 2' in error(path / "all.csv", client_column="site")
+
+
+def test_one_number_as_target_is_an_error(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv="x,y\n1,0.5\n2,0.5\n", b__csv="x,y\n1,0.5\n2,0.5\n")
+    assert 'target column "y" has the single value "0.5" in all files' in error(path, "y")
+    (path / "b.csv").write_text("x,y\n1,0.5\n2,0.75\n")
+    assert read(path, "y").task == "regression"
+
+
+def test_a_million_rows_at_one_site(tmp_path: Path) -> None:
+    path, rows = folder(tmp_path, small__csv=GOOD), 1_000_000
+    each = np.arange(rows)
+    frame = {"age": 20.0 + each % 50, "ward": np.array(["A", "B"])[each % 2], "sick": each % 2}
+    pl.DataFrame(frame).write_csv(path / "large.csv")
+    data = read(path, max_samples=1000)
+    assert data.train.sizes.tolist() == [650, 8]
+    assert any("large 1000000" in note for note in data.notes)
+
+
 def test_decimal_comma_after_semicolons(tmp_path: Path) -> None:
     data = read(
         folder(tmp_path, a__csv="x;y\n1,5;2,25\n2,5;1,5\n3,5;9,5\n"), "y", standardise="none", standardise_target=False
@@ -215,7 +305,7 @@ BROKEN: dict[str, tuple[str | bytes, list[str]]] = {
     "duplicate column": ("age,ward,age,sick\n" + "1,A,2,0\n" * 3, ["b.csv", '"age"', "more than once"]),
     "nameless column": (",age,ward,sick\n" + "1,1,A,0\n" * 3, ["b.csv", "column 1 has no name"]),
     "latin-1": (GOOD.replace("B", "\xc9").encode("latin-1"), ["b.csv", "not UTF-8", "0xc9", "line 3"]),
-    "utf-16": (GOOD.encode("utf-16"), ["b.csv", "not UTF-8"]),
+    "damaged utf-16": (GOOD.encode("utf-16")[:-1], ["b.csv", "damaged UTF-16"]),
     "utf-16 without mark": (GOOD.encode("utf-16-le"), ["b.csv", "not UTF-8"]),
     "too many fields": (GOOD + "1,A,0,9\n", ["b.csv", "line 14 has 4 fields, the header has 3"]),
     "too few fields": (GOOD + "1,A\n", ["b.csv", "line 14 has 2 fields, the header has 3"]),

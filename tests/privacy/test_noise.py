@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from dp_accounting import (  # type: ignore[import-untyped]
+from dp_accounting import (
     GaussianDpEvent,
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
 )
-from dp_accounting.privacy_accountant import NeighboringRelation  # type: ignore[import-untyped]
-from dp_accounting.rdp import RdpAccountant  # type: ignore[import-untyped]
+from dp_accounting.privacy_accountant import NeighboringRelation
+from dp_accounting.rdp import RdpAccountant
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client

@@ -89,9 +89,15 @@ def _table(title: str, *columns: str) -> Table:
 def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.runs.compare import GRID, TABLE, local_reference
-    from fedtailor.runs.store import RunFolder
+    from fedtailor.runs.store import FIT, RunFolder, read_json
     from fedtailor.runs.tables import number, private_words, size
 
+    if (path / FIT).exists():
+        record = read_json(path / FIT)
+        if "sites" not in record:
+            raise RunError(f"{path}: a fit that is not finished; the same fedtailor fit with --out {path} goes on")
+        print_fit(console, record)
+        return
     if (path / GRID).exists():
         if not (path / TABLE).exists():
             raise RunError(f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {path} goes on")
@@ -169,6 +175,26 @@ def print_newcomer(name: str, newcomer: Newcomer) -> None:
     for split, metrics in newcomer.metrics.items():
         print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{_unit(k)}" for k, v in metrics.items()))
     print(f"model      {newcomer.path}")
+
+
+def print_fit(console: Console, record: dict[str, Any]) -> None:
+    """Every site alone, in common and personalized; what is shared, in words."""
+    from fedtailor.runs.tables import number
+
+    metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
+    print("\n".join(record["notes"]))
+    print(f"task       {task}, model {record['model']}, {record['rounds']} rounds")
+    table = _table(f"test {metric}{_unit(metric)}", "site", "rows", "alone", "in common", "personal", "served by")
+    for name, row in record["sites"].items():
+        shown = [number(metric, row[k]) for k in ("alone", "common", "personal")]
+        table.add_row(escape(name), str(row["train"] + row["val"] + row["test"]), *shown, escape(row["served"]))
+    means = [number(metric, record["means"][k]) for k in ("alone", "common", "personal")]
+    table.add_section()
+    table.add_row("mean", "", *means, "")
+    console.print(table)
+    for label, words in record["shared"].items():
+        print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
+    print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
 
 
 def _unit(metric: str) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="fedtailor",
     help="Personalized federated learning that learns what each client should share.",
-    epilog="Start with: fedtailor init, then fedtailor run config.toml",
+    epilog="Start with: fedtailor fit SITES --target COLUMN, or fedtailor init and fedtailor run config.toml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,6 +36,8 @@ console = Console()
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a comparison.")]
+RunOrFit = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a fit.")]
+Site = Annotated[str, typer.Option("--site", help="Whose model.")]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
 ]
@@ -51,6 +53,91 @@ def top(show_version: Annotated[bool, typer.Option("--version", help="Print the 
     if show_version:
         print(f"fedtailor {__version__}")
         raise typer.Exit
+
+
+@app.command()
+def fit(
+    sites: Annotated[Path, typer.Argument(metavar="SITES", help="A folder with one CSV or Parquet file per site.")],
+    target: Annotated[str, typer.Option("--target", help="Column to predict.")],
+    client_column: Annotated[
+        str | None, typer.Option("--client-column", help="Column that names the site, if SITES is one file.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option("--algorithm", help="auto: each site gets what serves it best.")] = "auto",
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds of training; 0 is 32.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="All randomness follows from it.")] = 0,
+    settings: Settings = [],  # noqa: B006
+    out: Out = None,
+) -> None:
+    """Give each site of your own data a personal model, and a report.
+
+    Prints for each site how well it does alone, with one common model, and personalized. The same
+    command with --out goes on where it was interrupted.
+    """
+    from fedtailor.cli.listing import print_fit
+    from fedtailor.report.write import write
+    from fedtailor.runs.fit import fit as fitted
+    from fedtailor.runs.progress import grid_shown
+    from fedtailor.runs.store import FIT, new_path
+
+    source = {"source": "folder", "path": str(sites), "target": target}
+    source |= {} if client_column is None else {"client_column": client_column}
+    path = out or new_path(Path("runs"), f"{sites.resolve().stem}-fit")
+    again = ["fit", str(sites), "--target", target, "--out", str(path)]
+    again += [] if client_column is None else ["--client-column", client_column]
+    again += ["--algorithm", algorithm, "--rounds", str(rounds), "--seed", str(seed)]
+    again += [part for s in settings for part in ("--set", s)]
+    with _resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+        record = fitted(source, path, algorithm=algorithm, rounds=rounds, seed=seed, settings=settings, told=told)
+    page = write(path)
+    print_fit(console, record)
+    print(f"models     {path}\nreport     {page}")
+
+
+@app.command()
+def predict(
+    run: RunOrFit,
+    site: Site,
+    data: Annotated[Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
+    ] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Predict new rows with the personal model of a site.
+
+    Rows are prepared as in training. The file that is written has all columns of FILE, the prediction
+    and, for classes, their probabilities.
+    """
+    from fedtailor.data.tables import client_name
+    from fedtailor.runs.serving import personal, predicted, write_frame
+
+    model = personal(run, site, data_root)
+    frame = predicted(model, data)
+    target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")
+    write_frame(target, frame)
+    print("\n".join([*model.notes, f"wrote {target}: {frame.height} rows, predicted by {model.title} for {site}"]))
+
+
+@app.command()
+def export(
+    run: RunOrFit,
+    site: Site,
+    to: Annotated[str, typer.Option("--to", help="onnx, torch or safetensors.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; else SITE with the ending.")] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Write the personal model of a site for other programs.
+
+    What was written is read again and compared with the run on real rows; if it differs, there is no
+    file. Beside it a JSON file says how rows are prepared.
+    """
+    from fedtailor.runs.export import ENDINGS
+    from fedtailor.runs.export import export as exported
+
+    if to not in ENDINGS:
+        raise ConfigError(f'--to "{to}": known are {", ".join(ENDINGS)}')
+    for file in exported(run, site, to, out, data_root):  # type: ignore[arg-type]
+        print(f"wrote {file}")
 
 
 @app.command()
@@ -338,7 +425,9 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _resumable(command: list[str], path: Path, ranks: Ranks | None = None) -> Iterator[None]:
+def _resumable(
+    command: list[str], path: Path, ranks: Ranks | None = None, begun_by: str = "config.toml"
+) -> Iterator[None]:
     """However a run is stopped, say how to go on."""
     started_by = []
     if ranks is not None and ranks.count > 1:
@@ -347,7 +436,7 @@ def _resumable(command: list[str], path: Path, ranks: Ranks | None = None) -> It
     try:
         yield
     except KeyboardInterrupt:
-        begun = command[0] == "compare" or (path / "config.toml").exists()
+        begun = command[0] == "compare" or (path / begun_by).exists()
         _say(f"interrupted; {hint}" if begun else "interrupted before the run began")
         raise typer.Exit(130) from None
     except RankLost as lost:

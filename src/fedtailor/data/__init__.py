@@ -21,6 +21,7 @@ from fedtailor.data.configs import (
     PacsConfig,
     PolynomialConfig,
     QmnistConfig,
+    SavedConfig,
     ShakespeareConfig,
     SourceConfig,
     StanfordDogsConfig,
@@ -65,6 +66,7 @@ SOURCES: dict[str, SourceInfo] = {
         "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+    "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
 }
 
 

@@ -241,11 +241,14 @@ class StanfordDogsConfig(SourceConfig):
 
 
 class FolderConfig(SplitConfig):
-    """A folder with one CSV or Parquet file per client."""
+    """A folder with one CSV or Parquet file per client, or one such file with a column that names the client."""
 
     source: Literal["folder"] = Field(default="folder", description="Name of the source.")
     path: Path = Field(description="Folder with one .csv, .tsv, .csv.gz, .tsv.gz or .parquet file per client.")
     target: str = Field(description="Column to predict.")
+    client_column: str | None = Field(
+        default=None, description="Column that names the client, if path is one file that holds all of them."
+    )
     task: Literal["auto", "classification", "regression"] = Field(
         default="auto", description="What is predicted: a class, a number, or whichever the target column looks like."
     )
@@ -264,6 +267,13 @@ class FolderConfig(SplitConfig):
     )
 
 
+class SavedConfig(SourceConfig):
+    """A federation's data that a program made and saved, split already."""
+
+    source: Literal["saved"] = Field(default="saved", description="Name of the source.")
+    path: Path = Field(description="Folder that fedtailor.data.saved.save wrote.")
+
+
 DataConfig = Annotated[
     DigitsConfig
     | MnistConfig
@@ -278,6 +288,7 @@ DataConfig = Annotated[
     | ShakespeareConfig
     | DuwMnistConfig
     | StanfordDogsConfig
-    | FolderConfig,
+    | FolderConfig
+    | SavedConfig,
     Field(discriminator="source"),
 ]

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedtailor.data.preparation import Preparation
+
 TaskKind = Literal["classification", "regression"]
 
 
@@ -63,6 +65,7 @@ class FederatedData:
     notes: tuple[str, ...] = field(
         default=()
     )  # what the partition made, what was imputed, ...: shown and saved with a run
+    preparation: Preparation | None = None  # of tables: how rows that come later are prepared
 
     @property
     def shape(self) -> tuple[int, ...]:

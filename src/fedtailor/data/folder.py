@@ -1,19 +1,23 @@
-"""Your own data: a folder with one CSV or Parquet file per client."""
+"""Your own data: a folder with one CSV or Parquet file per client, or one file with a column that names the client."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.federated import FederatedData
-from fedtailor.data.tables import SUFFIXES, Column, Table, client_name, read_table
-from fedtailor.data.tabular import Floats, Site, Target, assemble, sort_values
+from fedtailor.data.preparation import Floats
+from fedtailor.data.tables import SUFFIXES, Column, Table, client_name, read_table, split_by
+from fedtailor.data.tabular import Site, Target, assemble, sort_values
 from fedtailor.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import polars as pl
 
 FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 MAX_CATEGORIES = 50
@@ -21,27 +25,29 @@ MAX_CATEGORIES = 50
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
-    return _prepared(_read_folder(config.path.expanduser(), config.ignore), config, seed)
+    return prepared(_read_sites(config), config, seed)
 
 
 def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
     """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
     if client_name(path) is None:
         raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
-    tables = _read_folder(config.path.expanduser(), config.ignore)
+    tables = _read_sites(config)
     if name in tables:
         raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
-    return _prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
+    return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
 
 
-def _prepared(
+def prepared(
     tables: dict[str, Table], config: FolderConfig, seed: int, newcomers: dict[str, Table] | None = None
 ) -> FederatedData:
+    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that."""
     columns = _common_columns(tables, config)
     target, targets, reason = _read_target(tables, config)
     kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}
     newcomers = newcomers or {}
-    _fit_in(newcomers, config.target, kinds)
+    dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
+    _fit_in(newcomers, config.target, kinds, dates)
     targets += [_target_of(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":
@@ -50,7 +56,7 @@ def _prepared(
         Site(
             name=name,
             file=str(table.path),
-            numeric={c: _numbers(table.columns[c]) for c in columns if not kinds[c]},
+            numeric={c: numbers(table.columns[c]) for c in columns if not kinds[c]},
             categorical={c: table.columns[c].labels() for c in columns if kinds[c]},
             y=y,
         )
@@ -62,14 +68,18 @@ def _prepared(
         reason,
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
     )
-    name = config.path.resolve().name or "folder"
+    name = client_name(config.path) or config.path.resolve().name or "folder"
     return assemble(
-        name, sites, columns, target, config, config.standardise, seed=seed, notes=notes, newcomers=len(newcomers)
+        *(name, sites, columns, target, config, config.standardise),
+        seed=seed,
+        notes=notes,
+        newcomers=len(newcomers),
+        dates=dates,
     )
 
 
-def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool]) -> None:
-    """Newcomers must have the columns of the others, and numbers where these have numbers."""
+def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
+    """Newcomers must have the columns of the others, and numbers or dates where these have them."""
     for name, table in newcomers.items():
         for column in (target, *kinds):
             if column not in table.columns:
@@ -79,29 +89,53 @@ def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool]) ->
                 )
         for column, is_categorical in kinds.items():
             if not is_categorical:
-                _report_text({name: table}, column, "remove the row")
+                check_numbers(table, column, is_date=column in dates)
         _complete_target({name: table}, target)
+
+
+def check_numbers(table: Table, column: str, is_date: bool) -> None:
+    """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
+    found = table.columns[column]
+    _report_text({"": table}, column, "remove the row")
+    if found.number.count() and found.is_date != is_date:
+        was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
+        raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
 
 
 def _target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
     if target.task == "regression":
         _report_text({"": table}, column, "remove the row")
-        return _numbers(table.columns[column])
+        return numbers(table.columns[column])
     position = {label: i for i, label in enumerate(target.classes)}
-    labels = [str(label) for label in table.columns[column].labels()]
-    if unknown := [label for label in labels if label not in position]:
+    labels = table.columns[column].labels()
+    if unknown := [label for label in labels.unique(maintain_order=True).to_list() if label not in position]:
         raise DataError(
             f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '
             f"known: {', '.join(target.classes)}"
         )
-    return np.array([position[label] for label in labels], dtype=np.int64)
+    return _codes(labels, target.classes)
+
+
+def _read_sites(config: FolderConfig) -> dict[str, Table]:
+    path = config.path.expanduser()
+    if config.client_column is None:
+        return _read_folder(path, config.ignore)
+    if not path.is_file():
+        what = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {what} that holds all clients")
+    if client_name(path) is None:
+        raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
+    if config.client_column == config.target:
+        raise DataError(f'{path}: "{config.target}" is both target and client column; choose another of them')
+    return split_by(path, config.client_column, config.ignore)
 
 
 def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
     """Tables by client name, sorted."""
     if not folder.is_dir():
-        what = "is a file; give the folder that holds one file per client" if folder.exists() else "no such folder"
+        one = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
+        what = one if folder.exists() else "no such folder"
         raise DataError(f"{folder}: {what}")
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
@@ -131,6 +165,11 @@ def _common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]
         )
     for table in tables.values():
         if config.target not in table.columns:
+            if len(table.names) == 1:
+                raise DataError(
+                    f'{table.path}: no target column "{config.target}", but a single one, "{table.names[0]}"; '
+                    "separate columns by comma, semicolon, tab or |"
+                )
             raise DataError(
                 f'{table.path}: no target column "{config.target}"; {nearest(config.target, table.columns)}'
             )
@@ -153,7 +192,15 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
     if forced:
         return True
     columns = [table.columns[column] for table in tables.values()]
+    remedy = f"leave it out with data.ignore = ['{column}']"
+    for table in tables.values():
+        if (value := table.columns[column].doubtful_date) is not None:
+            raise DataError(
+                f'{table.path}: column "{column}" has dates such as "{value}", where day and month can be mistaken; '
+                f"write them as 2024-01-31, or {remedy}"
+            )
     if not any(c.is_text.any() for c in columns):
+        _dates_everywhere(tables, column, remedy)
         return False
     _all_text(
         tables,
@@ -161,7 +208,7 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
         f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
         f"data.ignore = ['{column}']",
     )
-    distinct = {label for c in columns for label in c.labels()} - {None}
+    distinct = _distinct(columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
             f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
@@ -169,6 +216,16 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
             f"data.categorical = ['{column}']"
         )
     return True
+
+
+def _dates_everywhere(tables: dict[str, Table], column: str, remedy: str) -> None:
+    """Fail if a column has dates in one file and plain numbers in another."""
+    filled = {table.path: table.columns[column] for table in tables.values() if table.columns[column].number.count()}
+    kinds = {c.is_date: path for path, c in filled.items()}
+    if len(kinds) == 2:
+        raise DataError(
+            f'{kinds[False]}: column "{column}" has numbers, but dates in {kinds[True].name}; correct it, or {remedy}'
+        )
 
 
 def _all_text(tables: dict[str, Table], column: str, remedy: str) -> None:
@@ -220,22 +277,41 @@ def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target
     """Task, targets of each client, and why the task was chosen."""
     _complete_target(tables, config.target)
     columns = [table.columns[config.target] for table in tables.values()]
+    for table in tables.values():
+        if table.columns[config.target].is_date:
+            raise DataError(
+                f'{table.path}: target column "{config.target}" has dates; make a number of them, such as the days '
+                "until then, or choose another with data.target"
+            )
     task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
     note = f'target "{config.target}": {task} ({reason})'
     if task == "regression":
         if any(c.is_text.any() for c in columns):
             _report_text(tables, config.target, "set data.task = 'classification'")
-        return Target("regression", standardise=config.standardise_target), [_numbers(c) for c in columns], note
-    labels = [c.labels() for c in columns]
-    classes = sort_values(label for site in labels for label in site if label is not None)
-    if len(classes) < 2:
-        raise DataError(
-            f'{config.path}: target column "{config.target}" has the single value "{classes[0]}" in all files; '
-            "choose another with data.target"
-        )
-    position = {label: i for i, label in enumerate(classes)}
-    codes = [np.array([position[str(label)] for label in site], dtype=np.int64) for site in labels]
-    return Target("classification", tuple(classes)), codes, note
+        targets = [numbers(c) for c in columns]
+        if all((y == targets[0][0]).all() for y in targets):
+            _refuse_constant(columns[0].text[0], config)
+        return Target("regression", standardise=config.standardise_target, name=config.target), targets, note
+    classes = sort_values(_distinct(columns))
+    if len(classes) == 1:
+        _refuse_constant(classes[0], config)
+    made = Target("classification", tuple(classes), name=config.target)
+    return made, [_codes(c.labels(), classes) for c in columns], note
+
+
+def _refuse_constant(value: object, config: FolderConfig) -> None:
+    raise DataError(
+        f'{config.path}: target column "{config.target}" has the single value "{value}" in all files; '
+        "choose another with data.target"
+    )
+
+
+def _distinct(columns: Sequence[Column]) -> set[str]:
+    return {label for c in columns for label in c.labels().drop_nulls().unique().to_list()}
+
+
+def _codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
+    return labels.replace_strict(list(classes), list(range(len(classes)))).to_numpy().astype(np.int64)
 
 
 def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
@@ -245,7 +321,7 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
         _all_text(tables, target, "set data.task = 'classification'")
     elif not all(((c.number % 1) == 0).all() for c in columns):
         return "regression", "inferred: its values are not whole numbers"
-    distinct = len({label for c in columns for label in c.labels()})
+    distinct = len(_distinct(columns))
     what = "texts" if has_text else "whole numbers"
     if distinct <= FEW:
         return "classification", f"inferred: {distinct} distinct {what}, at most {FEW}"
@@ -258,5 +334,6 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     return "regression", f"inferred: {distinct} distinct {what}, more than {FEW}"
 
 
-def _numbers(column: Column) -> Floats:
+def numbers(column: Column) -> Floats:
+    """Values with NaN where there is none."""
     return column.number.to_numpy().astype(np.float64)

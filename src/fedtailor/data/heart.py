@@ -9,7 +9,8 @@ import numpy as np
 from fedtailor.data.configs import HeartDiseaseConfig
 from fedtailor.data.federated import FederatedData
 from fedtailor.data.files import data_root, locate, read_bytes
-from fedtailor.data.tabular import Floats, Site, Target, assemble
+from fedtailor.data.preparation import Floats
+from fedtailor.data.tabular import Site, Target, assemble
 from fedtailor.errors import DataError
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -25,12 +26,17 @@ def load(config: HeartDiseaseConfig, *, seed: int, root: Path | None = None) -> 
     """Read the four hospitals' processed files."""
     folder = data_root(root)
     sites = [_read(hospital, folder) for hospital in HOSPITALS]
-    target = Target("classification", ("absent", "present"))
+    target = Target("classification", ("absent", "present"), name="num")
     notes = (
         "samples per client: " + ", ".join(f"{site.name} {len(site.y)}" for site in sites),
         f"a recorded 0 counts as missing in: {', '.join(ZERO_IS_MISSING)}",
     )
-    return assemble("heart-disease", sites, COLUMNS, target, config, config.standardise, seed=seed, notes=notes)
+    return assemble(
+        *("heart-disease", sites, COLUMNS, target, config, config.standardise),
+        seed=seed,
+        notes=notes,
+        zero_is_missing=ZERO_IS_MISSING,
+    )
 
 
 def _read(hospital: str, root: Path) -> Site:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedtailor.data.files import read_bytes
-from fedtailor.errors import DataError
+from fedtailor.errors import DataError, nearest
 
 if TYPE_CHECKING:
     import polars as pl
@@ -20,6 +20,11 @@ SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
 MISSING_VALUES = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"]
 # files with ";" between columns often have "," in numbers
 _DECIMAL_COMMA = r"^\s*([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)\s*$"
+_CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?$"
+# dates whose parts cannot be mistaken, and which part is year, month and day
+_DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
+_DOUBTFUL_DATE = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}\b"  # which of them is the day?
+SEPARATORS = ",;\t|"
 
 
 @dataclass(frozen=True)
@@ -28,16 +33,29 @@ class Column:
 
     text: pl.Series
     number: pl.Series
+    is_date: bool = False  # numbers are days since 1970-01-01
 
     @property
     def is_text(self) -> pl.Series:
         """Where there is a value that is not a number."""
         return self.number.is_null() & self.text.is_not_null()
 
-    def labels(self) -> list[str | None]:
+    @property
+    def doubtful_date(self) -> str | None:
+        """A value, if all look like dates that may be day/month or month/day."""
+        there = self.text.drop_nulls()
+        return there[0] if len(there) and there.str.contains(_DOUBTFUL_DATE).all() else None
+
+    def labels(self) -> pl.Series:
         """Values as category names; whole numbers are written alike however the file writes them (1, 1.0)."""
-        pairs = zip(self.text.to_list(), self.number.to_list(), strict=True)
-        return [text if number is None else _number_name(number) for text, number in pairs]
+        import polars as pl
+
+        distinct = self.number.drop_nulls().unique().to_list()
+        if self.is_date or not distinct:
+            return self.text
+        names = [_number_name(value) for value in distinct]
+        named = self.number.replace_strict(distinct, names, return_dtype=pl.String, default=None)
+        return named.fill_null(self.text)
 
 
 @dataclass(frozen=True)
@@ -59,17 +77,52 @@ def client_name(path: Path) -> str | None:
 
 
 def read_table(path: Path, ignore: Sequence[str] = ()) -> Table:
-    """Read a file but for the columns to ignore; at least two rows, unique column names, UTF-8."""
+    """Read a file but for the columns to ignore; at least two rows, unique column names."""
+    frame = read_frame(path)
+    if frame.height == 1:
+        raise DataError(f"{path}: has only one row, too few to split; a client needs at least 2")
+    return table_of(path, frame, ignore)
+
+
+def read_frame(path: Path) -> pl.DataFrame:
+    """A file as it is, with text wherever it is CSV; at least one row."""
     content = read_bytes(path)
     if not content.strip():
         raise DataError(f"{path}: empty file; put the client's rows there or remove it")
     frame = _read_parquet(path, content) if path.name.lower().endswith(".parquet") else _read_csv(path, content)
     if frame.height == 0:
         raise DataError(f"{path}: has a header but no rows; put the client's rows there or remove it")
-    if frame.height == 1:
-        raise DataError(f"{path}: has only one row, too few to split; a client needs at least 2")
+    return frame
+
+
+def table_of(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()) -> Table:
+    """The columns of a frame; `path` is its name in messages."""
     columns = {series.name: _column(path, series) for series in frame if series.name not in ignore}
     return Table(path, tuple(frame.columns), columns, frame.height)
+
+
+def split_by(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, Table]:
+    """One file that holds several clients: the rows of each, by its name in a column."""
+    import polars as pl
+
+    frame = read_frame(path)
+    if column not in frame.columns:
+        raise DataError(f'{path}: no client column "{column}"; {nearest(column, frame.columns)}')
+    names = _column(path, frame[column]).labels()
+    if gaps := names.null_count():
+        raise DataError(
+            f'{path}: client column "{column}" has no value in {gaps} of {frame.height} rows; complete or remove them'
+        )
+    frame = frame.drop(column)
+    out = {}
+    for name in sorted(names.unique().to_list()):
+        part = frame.filter(pl.lit(names == name))
+        if part.height == 1:
+            raise DataError(
+                f'{path}: client "{name}" has only one row, too few to split; remove it or give it another "{column}"'
+            )
+        out[name] = table_of(Path(f"{path}[{name}]"), part, ignore)
+    return out
 
 
 def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
@@ -108,6 +161,11 @@ def _read_csv(path: Path, content: bytes) -> pl.DataFrame:
 
 
 def _decode(path: Path, content: bytes) -> str:
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):  # the mark of UTF-16, as spreadsheets write it
+        try:
+            return content.decode("utf-16")
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: damaged UTF-16; save it as UTF-8") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -119,9 +177,9 @@ def _decode(path: Path, content: bytes) -> str:
 
 
 def _separator(header: str) -> str:
-    """The most frequent of comma, semicolon and tab in the header line, outside quotes."""
+    """The most frequent of comma, semicolon, tab and bar in the header line, outside quotes."""
     bare = "".join(header.split('"')[::2])
-    return max(",;\t", key=bare.count)
+    return max(SEPARATORS, key=bare.count)
 
 
 def _header(path: Path, text: str, separator: str) -> list[str]:
@@ -154,16 +212,36 @@ def _column(path: Path, series: pl.Series) -> Column:
     if series.dtype == pl.String:
         text = series.str.strip_chars()
         text = text.set(text.is_in(MISSING_VALUES), None)
+        if (days := _days(text)) is not None:
+            return Column(text, days, is_date=True)
         number = text.cast(pl.Float64, strict=False)
     elif kind.is_numeric():
         series = series.fill_nan(None) if kind.is_float() else series
         text, number = series.cast(pl.String), series.cast(pl.Float64)
+    elif kind == pl.Date or isinstance(kind, pl.Datetime):
+        return Column(series.cast(pl.String), series.cast(pl.Datetime("us")).dt.epoch("us") / 86_400e6, is_date=True)
     else:
         raise DataError(
-            f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text; '
+            f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text nor dates; '
             f"leave it out with data.ignore = ['{series.name}']"
         )
     return Column(text, number.set(~number.is_finite(), None))
+
+
+def _days(text: pl.Series) -> pl.Series | None:
+    """Days since 1970-01-01 if all values are written as dates; null where there is no such day."""
+    import polars as pl
+
+    there = text.drop_nulls()
+    if not len(there):
+        return None
+    for pattern, (year, month, day) in _DATES.items():
+        if there.head(1).str.contains(pattern).all() and there.str.contains(pattern).all():
+            parts = [text.str.extract(pattern, i).str.zfill(2) for i in (year, month, day)]
+            clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
+            written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]
+            return written.str.to_datetime("%Y-%m-%d %H:%M:%S", strict=False).dt.epoch("s").cast(pl.Float64) / 86_400
+    return None
 
 
 def _number_name(number: float) -> str:

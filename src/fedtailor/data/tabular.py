@@ -5,9 +5,9 @@ Everything learnt from data (medians, means, spreads) is learnt from training ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,11 +15,20 @@ from numpy.typing import NDArray
 
 from fedtailor.data.configs import SplitConfig
 from fedtailor.data.federated import FederatedData, Rows, TaskKind
+from fedtailor.data.preparation import (
+    MISSING,
+    CategoryColumn,
+    Floats,
+    NumberColumn,
+    Preparation,
+    Scale,
+    TargetColumn,
+)
 from fedtailor.data.splits import Split, split, split_note, starts
 from fedtailor.errors import DataError
 
-MISSING = "missing"  # the category of values that are not there
-Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    import polars as pl
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,7 @@ class Site:
     name: str
     file: str  # for error messages
     numeric: dict[str, Floats]
-    categorical: dict[str, list[str | None]]
+    categorical: dict[str, pl.Series | list[str | None]]
     y: NDArray[Any]  # int64 classes or float64 numbers
 
 
@@ -40,6 +49,7 @@ class Target:
     task: TaskKind
     classes: tuple[str, ...] = ()
     standardise: bool = False
+    name: str = "target"
 
 
 def assemble(
@@ -53,6 +63,8 @@ def assemble(
     seed: int,
     notes: tuple[str, ...] = (),
     newcomers: int = 0,
+    dates: Collection[str] = (),
+    zero_is_missing: Collection[str] = (),
 ) -> FederatedData:
     """Split every site, then build the same feature columns for all, in the order of `columns`.
 
@@ -62,30 +74,34 @@ def assemble(
     settled = len(sites) - newcomers
     cuts = [split(len(site.y), site.y if labelled else None, config, seed=seed, client=site.name) for site in sites]
     made: list[str] = []
-    features: list[str] = []
-    blocks: list[list[Floats]] = [[] for _ in sites]
+    learnt: list[NumberColumn | CategoryColumn] = []
     for column in columns:
         if column in sites[0].numeric:
-            values, filled = _impute(column, sites, cuts, settled)
+            scales, filled = _scales(column, sites, cuts, standardise, settled)
             if filled:
                 made.append(f'column "{column}": {filled} missing values filled with training medians')
-            encoded = [v[:, None] for v in _standardise(values, cuts, standardise, settled)]
-            features.append(column)
+            learnt.append(
+                NumberColumn(
+                    name=column, is_date=column in dates, zero_is_missing=column in zero_is_missing, sites=scales
+                )
+            )
         else:
-            categories = _categories(column, sites[:settled])
-            encoded = [_one_hot(column, site, categories) for site in sites]
-            features += [f"{column}={category}" for category in categories]
-        for block, matrix in zip(blocks, encoded, strict=True):
-            block.append(matrix)
+            learnt.append(CategoryColumn(name=column, categories=tuple(_categories(column, sites[:settled]))))
     made.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")
-    matrices = [np.concatenate(block, axis=1) for block in blocks]
-    targets = [site.y for site in sites]
+    if dates:
+        made.append(f"dates are days since 1970-01-01: {', '.join(dates)}")
+    targets, mean, sd = [site.y for site in sites], 0.0, 1.0
     if not labelled:
         if target.standardise:
             mean, sd = _moments([t[cut.train] for t, cut in zip(targets, cuts, strict=True)][:settled])
             targets = [(t - mean) / sd for t in targets]
             made.append(f"target standardised: (y - {mean:.6g}) / {sd:.6g}")
         targets = [t[:, None] for t in targets]
+    preparation = Preparation(
+        columns=tuple(learnt),
+        target=TargetColumn(name=target.name, task=target.task, classes=target.classes, mean=mean, sd=sd),
+    )
+    matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
     return FederatedData(
         name=name,
         task=target.task,
@@ -95,37 +111,44 @@ def assemble(
         test=_rows(matrices, targets, [cut.test for cut in cuts]),
         outputs=len(target.classes) if labelled else 1,
         classes=target.classes,
-        features=tuple(features),
+        features=preparation.features,
         notes=(*notes, split_note(config), *made),
+        preparation=preparation,
     )
 
 
-def _impute(column: str, sites: Sequence[Site], cuts: Sequence[Split], settled: int) -> tuple[list[Floats], int]:
-    """Fill with the site's training median, or the median of all training rows where a site has no value."""
+def _scales(
+    column: str,
+    sites: Sequence[Site],
+    cuts: Sequence[Split],
+    how: Literal["client", "pooled", "none"],
+    settled: int,
+) -> tuple[dict[str, Scale], int]:
+    """By site how the column is filled and standardised, from training rows; and how many values were missing.
+
+    A site without any value is filled with the median of all training rows.
+    """
     values = [site.numeric[column] for site in sites]
-    gaps = [np.isnan(v) for v in values]
-    filled = int(sum(gap.sum() for gap in gaps))
-    if filled == 0:
-        return values, 0
-    known = [v[cut.train][~np.isnan(v[cut.train])] for v, cut in zip(values, cuts, strict=True)]
+    filled = int(sum(np.isnan(v).sum() for v in values))
+    train = [v[cut.train] for v, cut in zip(values, cuts, strict=True)]
+    known = [v[~np.isnan(v)] for v in train]
     pooled = np.concatenate(known[:settled])
     if len(pooled) == 0:
         raise DataError(
             f'{sites[0].file}: column "{column}" has no value in the training rows of any client; '
             f"leave it out with data.ignore = ['{column}']"
         )
-    medians = [np.median(k) if len(k) else np.median(pooled) for k in known]
-    return [np.where(gap, median, v) for gap, median, v in zip(gaps, medians, values, strict=True)], filled
-
-
-def _standardise(
-    values: list[Floats], cuts: Sequence[Split], how: Literal["client", "pooled", "none"], settled: int
-) -> list[Floats]:
+    common = float(np.median(pooled))
+    medians = [float(np.median(k)) if len(k) else common for k in known]
+    names = [site.name for site in sites]
     if how == "none":
-        return values
-    train = [v[cut.train] for v, cut in zip(values, cuts, strict=True)]
-    scales = [_moments([t]) for t in train] if how == "client" else [_moments(train[:settled])] * len(train)
-    return [(v - mean) / sd for v, (mean, sd) in zip(values, scales, strict=True)]
+        return {name: Scale(median=median) for name, median in zip(names, medians, strict=True)}, filled
+    train = [np.where(np.isnan(v), median, v) for v, median in zip(train, medians, strict=True)]
+    moments = [_moments([t]) for t in train] if how == "client" else [_moments(train[:settled])] * len(train)
+    return {
+        name: Scale(median=median, mean=mean, sd=sd)
+        for name, median, (mean, sd) in zip(names, medians, moments, strict=True)
+    }, filled
 
 
 def _moments(parts: Sequence[Floats]) -> tuple[float, float]:
@@ -151,19 +174,6 @@ def sort_values(values: Iterable[str]) -> list[str]:
         return sorted(distinct, key=float)
     except ValueError:
         return distinct
-
-
-def _one_hot(column: str, site: Site, categories: Sequence[str]) -> Floats:
-    position = {category: i for i, category in enumerate(categories)}
-    values = [MISSING if v is None else v for v in site.categorical[column]]
-    if unknown := [v for v in values if v not in position]:
-        raise DataError(
-            f'{site.file}: column "{column}" has the value "{unknown[0]}", which no client of the run has; '
-            f"known: {', '.join(categories)}"
-        )
-    matrix = np.zeros((len(values), len(categories)))
-    matrix[np.arange(len(values)), [position[v] for v in values]] = 1.0
-    return matrix
 
 
 def _rows(matrices: Sequence[Floats], targets: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]]) -> Rows:

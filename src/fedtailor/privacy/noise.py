@@ -68,7 +68,7 @@ def noisy(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
 def require() -> None:
     """Raise a `ConfigError` when the accountant is not installed."""
     try:
-        import dp_accounting  # type: ignore[import-untyped]  # noqa: F401
+        import dp_accounting  # noqa: F401
     except ImportError:
         raise ConfigError(f"privacy.noise: the package dp-accounting is missing; {INSTALL}") from None
 
@@ -94,7 +94,7 @@ Draw = Literal["fixed", "poisson"]
 
 
 def _epsilon(sums: Mapping[int, int], draw: Draw, clients: int, cohort: int, noise: float, delta: float) -> float:
-    from dp_accounting.rdp import compute_epsilon  # type: ignore[import-untyped]
+    from dp_accounting.rdp import compute_epsilon
 
     curves = [(rounds, _curve(draw, in_round, clients, cohort, noise)) for in_round, rounds in sums.items()]
     orders = curves[0][1][0]
@@ -113,7 +113,7 @@ def _curve(
         SampledWithoutReplacementDpEvent,
         SelfComposedDpEvent,
     )
-    from dp_accounting.privacy_accountant import NeighboringRelation  # type: ignore[import-untyped]
+    from dp_accounting.privacy_accountant import NeighboringRelation
     from dp_accounting.rdp import RdpAccountant
 
     if draw == "fixed":

@@ -9,13 +9,17 @@ from fedtailor.report.content import Page
 from fedtailor.report.reading import is_comparison
 from fedtailor.report.render import html
 from fedtailor.report.run_page import run_page
-from fedtailor.runs.store import write_atomically
+from fedtailor.runs.store import FIT, read_json, write_atomically
 
 FILE = "report.html"
 
 
 def page_of(path: Path, data_root: Path | None = None) -> Page:
     """The page on whatever lies in this folder."""
+    if (path / FIT).is_file() and "sites" in read_json(path / FIT):  # else it is still a comparison
+        from fedtailor.report.fit_page import fit_page
+
+        return fit_page(path)
     if is_comparison(path):
         from fedtailor.report.compare_page import compare_page
 

@@ -14,7 +14,7 @@ from fedtailor.errors import ConfigError, DataError, RunError, nearest
 from fedtailor.runs.config import RunConfig, parse, read_toml
 from fedtailor.runs.newcomers import EPOCHS, onboarded
 from fedtailor.runs.runner import setting_again
-from fedtailor.runs.store import RunFolder
+from fedtailor.runs.store import FIT, RunFolder, read_json
 
 
 class Newcomer(NamedTuple):
@@ -27,7 +27,8 @@ class Newcomer(NamedTuple):
 
 def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: Path | None = None) -> Newcomer:
     """Adapt the run's last common state to the newcomer's data, save its model in the run's folder and measure it."""
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(joined_run(run))
+    run = folder.path
     saved = folder.load_checkpoint()
     if folder.results is None or saved is None:
         raise RunError(f"{run}: not finished yet; fedtailor resume {run} goes on with it")
@@ -47,7 +48,19 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     samples = {split: len(getattr(own, split).x) for split in ("train", "val", "test")}
     metrics = {split: {k: float(v) for k, v in values.items()} for split, values in found.items()}
     about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
+    if own.preparation is not None and name in own.preparation.sites:
+        about["preparation"] = own.preparation.of(name).model_dump(mode="json")
     return Newcomer(folder.save_newcomer(name, model, about | {"samples": samples} | metrics), samples, metrics)
+
+
+def joined_run(path: Path) -> Path:
+    """The run that a newcomer joins: of a fit the one that serves its sites best together."""
+    if not (path / FIT).exists():
+        return path
+    chosen = read_json(path / FIT)
+    if "newcomers" not in chosen:
+        raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {path} goes on with it")
+    return path / chosen["newcomers"]
 
 
 def _read(config: RunConfig, file: Path, name: str, root: Path | None) -> FederatedData:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,7 +20,7 @@ from fedtailor.runs.runner import Listener, Progress
 @contextmanager
 def shown(console: Console, title: str) -> Iterator[Listener]:
     """A listener that shows the rounds of one run."""
-    if not console.is_terminal:
+    if not shows_bars(console):
         yield _Lines(title)
         return
     with bars(console) as progress:
@@ -31,6 +32,11 @@ def shown(console: Console, title: str) -> Iterator[Listener]:
             progress.update(task, completed=p.round, total=p.rounds, note=_note(p))
 
         yield listen
+
+
+def shows_bars(console: Console) -> bool:
+    """On a terminal, and in a notebook that has the widgets for it."""
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
 
 
 def bars(console: Console) -> Bars:
@@ -73,7 +79,7 @@ class _Lines:
 @contextmanager
 def grid_shown(console: Console) -> Iterator[Told]:
     """Shows the cells of a comparison: one bar each on a terminal, one line for each that ends otherwise."""
-    if not console.is_terminal:
+    if not shows_bars(console):
         done: set[str] = set()
 
         def tell(cell: str, round: int, rounds: int) -> None:

@@ -59,25 +59,15 @@ class Progress:
 Listener = Callable[[Progress], None]
 
 
-def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
-    """Data, model and algorithm of a configuration, put together."""
+def setting_of(config: RunConfig, data_root: Path | None = None, loaded: FederatedData | None = None) -> Setting:
+    """Data, model and algorithm of a configuration, put together; `loaded` is its data if it was read before."""
     algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
     dtype = getattr(torch, config.model.dtype)
-    federated = data.load(config.data, seed=config.seed, root=data_root).to(dtype)
+    federated = (loaded or data.load(config.data, seed=config.seed, root=data_root)).to(dtype)
     unseen = None
     if config.evaluation.unseen is not None:
         federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
-    model = models.build(
-        config.model.name,
-        federated.shape,
-        federated.outputs,
-        seed=config.seed,
-        head=config.model.head,
-        options=config.model.options,
-        buffers=config.model.buffers,
-        prior=config.model.prior == "label",
-        dtype=dtype,
-    )
+    model = model_of(config, federated.shape, federated.outputs)
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     _reads(model, config.model.name, federated)
@@ -137,6 +127,21 @@ def _can_be_private(setting: Setting, config: RunConfig, privacy: Privacy) -> No
     rehearse(setting, privacy)
 
 
+def model_of(config: RunConfig, shape: tuple[int, ...], outputs: int) -> Model:
+    """The model of a configuration for samples of a shape."""
+    return models.build(
+        config.model.name,
+        shape,
+        outputs,
+        seed=config.seed,
+        head=config.model.head,
+        options=config.model.options,
+        buffers=config.model.buffers,
+        prior=config.model.prior == "label",
+        dtype=getattr(torch, config.model.dtype),
+    )
+
+
 def _reads(model: Model, name: str, federated: FederatedData) -> None:
     """Text is numbers of characters: most models cannot read it, which is better said before the first round."""
     if not federated.train.x.is_floating_point():
@@ -164,6 +169,9 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
         "clients": list(setting.data.clients),
         "train_samples": setting.data.train.sizes.tolist(),
         "parameters": sum(v.numel() for v in setting.model.trainable.values()),
+        "shape": list(setting.data.shape),
+        "outputs": setting.data.outputs,
+        "classes": list(setting.data.classes),
         "notes": list(setting.data.notes),
     }
 
@@ -175,15 +183,17 @@ def start(
     listener: Listener | None = None,
     ranks: Ranks = ALONE,
     cores: int = 0,
+    loaded: FederatedData | None = None,
+    until: int | None = None,
 ) -> RunFolder:
-    """A new run in a new folder, to its end, on so many cores; 0 is all.
+    """A new run in a new folder, to its end, or until a round after which `resume` goes on. On so many cores; 0 is all.
 
     Every one of `ranks` calls this; the first writes the folder.
     """
 
     def made() -> tuple[_Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
-        setting = setting_of(config, data_root)
+        setting = setting_of(config, data_root, loaded)
         if ranks.count > 1 and config.privacy.made() != Privacy():
             raise ConfigError("privacy: not with torchrun, whose ranks share what they know; run in one process")
         name, why = config.federation.engine, "chosen"
@@ -199,8 +209,9 @@ def start(
         return run, about(setting, config, name, data_root, ranks.count) | {"engine_why": why}
 
     run, made_by = ranks.agreed(made)
-    ranks.agreed(lambda: RunFolder.create(path, config, made_by) if ranks.rank == 0 else None)
-    return _train(RunFolder(path), run, listener)
+    prepared = run.engine.setting.data.preparation
+    ranks.agreed(lambda: RunFolder.create(path, config, made_by, prepared) if ranks.rank == 0 else None)
+    return _train(RunFolder(path), run, listener, until)
 
 
 def resume(
@@ -209,6 +220,8 @@ def resume(
     listener: Listener | None = None,
     ranks: Ranks = ALONE,
     cores: int = 0,
+    loaded: FederatedData | None = None,
+    until: int | None = None,
 ) -> RunFolder:
     """Go on with a run from its last checkpoint; a finished one is left as it is. Every one of `ranks` calls this."""
 
@@ -218,21 +231,21 @@ def resume(
         if folder.results is not None:
             return None
         tracking.check(config.tracking)
-        setting = setting_again(folder, data_root)
+        setting = setting_again(folder, data_root, loaded)
         disk = Disk(path.absolute().parent, config.federation.budget)
         return _Run(config, _started(made_by["engine"], setting, config, ranks, cores, disk), ranks, disk)
 
     run = ranks.agreed(made)
-    return RunFolder(path) if run is None else _train(RunFolder(path), run, listener)
+    return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, until)
 
 
-def setting_again(folder: RunFolder, data_root: Path | None = None) -> Setting:
+def setting_again(folder: RunFolder, data_root: Path | None = None, loaded: FederatedData | None = None) -> Setting:
     """The setting that a run was started with; other data is a `RunError`."""
     made_by = folder.about
     if data_root is None and made_by["data_root"] is not None:
         data_root = Path(made_by["data_root"])
     torch.set_num_threads(made_by["threads"])  # sums over several threads round differently
-    setting = setting_of(folder.config, data_root)
+    setting = setting_of(folder.config, data_root, loaded)
     sizes = setting.data.train.sizes.tolist()
     if list(setting.data.clients) != made_by["clients"] or sizes != made_by["train_samples"]:
         raise RunError(f"{folder.path}: the data is no longer what the run was started with")
@@ -255,9 +268,10 @@ def _started(
     return engine
 
 
-def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder:
-    """The rounds that are still to do, and the end."""
+def _train(folder: RunFolder, run: _Run, listener: Listener | None, until: int | None) -> RunFolder:
+    """The rounds that are still to do, and the end; with `until` only those up to there, and a checkpoint."""
     config, ranks, saved_at, length = run.config, run.ranks, -math.inf, 0
+    last = config.rounds if until is None else min(until, config.rounds)
     is_first = ranks.rank == 0
     with ExitStack() as held:
         ranks.agreed(lambda: held.enter_context(folder.locked()) if is_first else None)
@@ -266,7 +280,7 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
         if tell is not None:
             for line in folder.metrics():  # a tracker may have lost the last of them
                 tell(line)
-        for round in range(run.round + 1, config.rounds + 1):
+        for round in range(run.round + 1, last + 1):
             line, value = run.step(round)
             if tell is not None:
                 length = folder.append_metrics(line)
@@ -277,14 +291,15 @@ def _train(folder: RunFolder, run: _Run, listener: Listener | None) -> RunFolder
                 done, total = round + before, config.rounds + before
                 listener(Progress(done, total, run.metric, value, clients, faults, _news(line), line.get("epsilon")))
             if run.abandoned >= ABANDONED_IN_A_ROW:
-                last = line["abandoned"]
-                why = f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {last}"
+                named = line["abandoned"]
+                why = f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {named}"
                 ranks.agreed(partial(_refuse, why))
             due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
-            if ranks.told(due)[0] or round == config.rounds:  # clocks differ: the first rank's counts
+            if ranks.told(due)[0] or round == last:  # clocks differ: the first rank's counts
                 run.save(folder, length)
                 saved_at = time.perf_counter()
-        run.finish(folder)
+        if last == config.rounds:
+            run.finish(folder)
     return folder
 
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
+from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RunError, nearest
 from fedtailor.runs.config import RunConfig, parse, read_toml
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
-CHECKPOINT = "checkpoint"
+CHECKPOINT, PREPARATION, FIT = "checkpoint", "preparation.json", "fit.json"
 DTYPES = {  # as safetensors names them
     torch.float32: "F32",
     torch.float64: "F64",
@@ -123,12 +124,16 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, about: dict[str, Any]) -> RunFolder:
-        """A new folder with the resolved configuration and what made it."""
+    def create(
+        cls, path: Path, config: RunConfig, about: dict[str, Any], preparation: Preparation | None = None
+    ) -> RunFolder:
+        """A new folder with the resolved configuration, what made it and, of tables, how columns are prepared."""
         folder = cls(path)
         if (path / CONFIG).exists():
             raise RunError(f"{path}: holds a run already; fedtailor resume {path} goes on with it")
         content = tomli_w.dumps(config.plain()).encode()
+        if preparation is not None:
+            write_json(path / PREPARATION, preparation.model_dump(mode="json"))
         write_json(path / ABOUT, about | {"config_sha256": hashlib.sha256(content).hexdigest()})
         write_atomically(path / CONFIG, content)
         return folder
@@ -155,6 +160,12 @@ class RunFolder:
     def results(self) -> dict[str, Any] | None:
         """The results, or None while the run is not finished."""
         return read_json(self.path / RESULTS) if (self.path / RESULTS).exists() else None
+
+    @property
+    def preparation(self) -> Preparation | None:
+        """How a table is prepared for the run's models; None if the run does not read tables, or is an old one."""
+        path = self.path / PREPARATION
+        return Preparation.model_validate(read_json(path)) if path.exists() else None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,0 +1,298 @@
+"""What `import fedtailor as ft` offers: `fit` for own data, `run` for one algorithm, `load` for what lies on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from fedtailor import algorithms
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.data import saved
+from fedtailor.data.configs import SourceConfig
+from fedtailor.data.federated import FederatedData
+from fedtailor.data.frames import as_frame
+from fedtailor.errors import ConfigError, DataError
+from fedtailor.report.write import write as write_report
+from fedtailor.runs import fit as fitting
+from fedtailor.runs import onboard, runner, serving
+from fedtailor.runs.config import RunConfig, parse, with_values
+from fedtailor.runs.progress import grid_shown, shown
+from fedtailor.runs.serving import Personal
+from fedtailor.runs.store import FIT, RunFolder, new_path, read_json
+from fedtailor.runs.tables import number
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Fit", "Personal", "Run", "fit", "load", "run"]
+
+
+class Fit:
+    """A finished fit: a personal model for every site."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record: dict[str, Any] = read_json(path / FIT)
+
+    @property
+    def sites(self) -> list[str]:
+        return list(self.record["sites"])
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """Per site the test figures alone, in common and personalized, and what serves it."""
+        import polars as pl
+
+        keys = ("train", "val", "test", "alone", "common", "personal", "served")
+        return pl.DataFrame([{"site": name} | {k: row[k] for k in keys} for name, row in self.record["sites"].items()])
+
+    def personal(self, site: str) -> Personal:
+        """The model of a site; `predict` takes a frame."""
+        return serving.personal(self.path, site)
+
+    def onboard(self, name: str, file: str | Path) -> Personal:
+        """A model for a newcomer from a file of its rows; nobody else is touched."""
+        onboard.onboard(self.path, Path(file), name)
+        return self.personal(name)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the page, and say where."""
+        return write_report(self.path, None if out is None else Path(out))
+
+    def __repr__(self) -> str:
+        metric, means = self.record["metric"], self.record["means"]
+        figures = ", ".join(f"{name} {number(metric, means[name])}" for name in ("alone", "common", "personal"))
+        return f"Fit({len(self.sites)} sites of {self.record['data']}; test {metric}: {figures}; in {self.path})"
+
+    def _repr_html_(self) -> str:
+        metric = self.record["metric"]
+        head = ("site", "rows", "alone", "in common", "personalized", "served by")
+        rows = [
+            (
+                name,
+                f"{r['train'] + r['val'] + r['test']:,}",
+                *(number(metric, r[k]) for k in ("alone", "common", "personal")),
+                r["served"],
+            )
+            for name, r in self.record["sites"].items()
+        ]
+        return _html(f"test {metric}, {self.record['data']}", head, rows)
+
+
+class Run:
+    """A run of one algorithm."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder.open(path)
+        self.path = path
+
+    @property
+    def config(self) -> RunConfig:
+        return self.folder.config
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """As results.json has them; empty while the run is not finished."""
+        return self.folder.results or {}
+
+    @property
+    def clients(self) -> list[str]:
+        return list(self.folder.about["clients"])
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What was recorded of every round."""
+        return self.folder.metrics()
+
+    def personal(self, client: str) -> Personal:
+        """The model of a client, of the round selected on validation data."""
+        return serving.personal(self.path, client)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the page, and say where."""
+        return write_report(self.path, None if out is None else Path(out))
+
+    def _means(self) -> dict[str, str]:
+        metric = self.results.get("metric", "")
+        return {k: number(metric, self.results[k]["test"][metric]["mean"]) for k in ("last", "selected") if metric}
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{kind} {mean}" for kind, mean in self._means().items()) or "not finished"
+        metric = self.results.get("metric", "")
+        what = f"{self.config.algorithm.name} on {self.folder.about['data']}"
+        return f"Run({what}; test {metric}: {figures}; in {self.path})"
+
+    def _repr_html_(self) -> str:
+        if not self.results:
+            return escape(repr(self))
+        metric = self.results["metric"]
+        rows = [
+            (
+                kind,
+                str(self.results[kind]["round"]),
+                *(number(metric, self.results[kind]["test"][metric][k]) for k in ("mean", "std", "worst_tenth")),
+            )
+            for kind in ("last", "selected")
+        ]
+        title = f"test {metric}, {self.config.algorithm.name} on {self.folder.about['data']}"
+        return _html(title, ("", "round", "mean", "client std", "worst tenth"), rows)
+
+
+def _html(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def fit(
+    sites: Any,
+    target: str,
+    *,
+    client_column: str | None = None,
+    algorithm: str = "auto",
+    rounds: int = 0,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    progress: bool = True,
+) -> Fit:
+    """Give each site a personal model.
+
+    sites: a folder with one file per site; or frames (polars, pandas) by the name of the site; or one file or frame
+    with the column `client_column` that names the site. Frames are kept in the fit's folder: it can be opened again.
+    settings: keys of a configuration, such as {"local.lr": 0.1}.
+    """
+    if isinstance(sites, str | Path):
+        name = Path(sites).resolve().stem
+        path = Path(out) if out is not None else new_path(Path("runs"), f"{name}-fit")
+        return _fit({"path": str(sites)}, path, target, client_column, algorithm, rounds, seed, settings, progress)
+    path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
+    is_new = not path.exists()
+    try:
+        source = {"path": str(_keep(sites, path / "data", client_column))}
+        return _fit(source, path, target, client_column, algorithm, rounds, seed, settings, progress)
+    except BaseException:
+        if is_new and not (path / FIT).exists():  # refused before it began
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _fit(
+    source: dict[str, Any],
+    path: Path,
+    target: str,
+    client_column: str | None,
+    algorithm: str,
+    rounds: int,
+    seed: int,
+    settings: Mapping[str, Any] | None,
+    progress: bool,
+) -> Fit:
+    source |= {"source": "folder", "target": target}
+    source |= {} if client_column is None else {"client_column": client_column}
+    with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
+        fitting.fit(source, path, algorithm=algorithm, rounds=rounds, seed=seed, values=settings, told=told)
+    return Fit(path)
+
+
+def _keep(sites: Any, folder: Path, client_column: str | None) -> Path:
+    """Frames as Parquet files; returns what to read."""
+    if client_column is not None or not isinstance(sites, Mapping):
+        if client_column is None:
+            raise DataError("sites: one frame needs client_column, the column that names the site")
+        frame = as_frame(sites, "sites")
+        folder.mkdir(parents=True, exist_ok=True)
+        frame.write_parquet(folder / "sites.parquet")
+        return folder / "sites.parquet"
+    frames = {str(name): as_frame(frame, f'site "{name}"') for name, frame in sites.items()}
+    for name in frames:
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, frame in frames.items():
+        frame.write_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def run(
+    algorithm: Algorithm | type[Algorithm] | str,
+    task: FederatedData | SourceConfig | Mapping[str, Any] | str,
+    *,
+    engine: str = "auto",
+    rounds: int | None = None,
+    seed: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    progress: bool = True,
+) -> Run:
+    """Train one algorithm on a task.
+
+    task: the name of a data source, its options, the tables of a configuration ({"data": ..., "model": ...}), or a
+    federation's data made by you, which is then kept in the run's folder.
+    settings: further keys of a configuration, such as {"model.name": "linear"}.
+    """
+    section = _section(algorithm)
+    path = Path(out) if out is not None else None
+    loaded = task if isinstance(task, FederatedData) else None
+    tables = _tables(task)
+    chosen: dict[str, Any] = {"federation.engine": engine} if engine != "auto" else {}
+    chosen |= {} if rounds is None else {"rounds": rounds}
+    chosen |= {} if seed is None else {"seed": seed}
+    tables = with_values(tables | {"algorithm": section}, chosen | dict(settings or {}))
+    source = "made" if loaded is not None else parse(tables).data.source
+    path = path or new_path(Path("runs"), f"{source}-{section['name']}".replace(":", "."))
+    if loaded is not None:
+        tables["data"] = {"source": "saved", "path": str(path / "data")}
+    config: RunConfig = parse(tables, origin="run")
+    root = None if data_root is None else Path(data_root)
+    runner.setting_of(config, root, loaded)  # before anything is written
+    if loaded is not None:
+        saved.save(loaded, path / "data")
+    with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:
+        runner.start(config, path, root, listener, loaded=loaded)
+    return Run(path)
+
+
+def _section(algorithm: Algorithm | type[Algorithm] | str) -> dict[str, Any]:
+    """An algorithm as a configuration names it; one that is not known yet is registered."""
+    if isinstance(algorithm, str):
+        return {"name": algorithm}
+    made = algorithm() if isinstance(algorithm, type) else algorithm
+    kind = type(made)
+    names = [name for name, known in algorithms.algorithms().items() if known is kind]
+    if not names:
+        algorithms.register(kind)
+        names = [name for name, known in algorithms.algorithms().items() if known is kind]
+    changed = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if getattr(made, f.name) != f.default}
+    return {"name": names[0]} | {k: list(v) if isinstance(v, tuple) else v for k, v in changed.items()}
+
+
+def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(task, FederatedData):
+        return {}
+    if isinstance(task, str):
+        return {"data": {"source": task}}
+    if isinstance(task, SourceConfig):
+        return {"data": task.model_dump(mode="json", exclude_none=True)}
+    if isinstance(task, Mapping):
+        return dict(task) if "data" in task else {"data": dict(task)}
+    raise ConfigError(
+        f"task: is a {type(task).__name__}; give a data source, tables of a configuration, or FederatedData"
+    )
+
+
+def load(path: str | Path) -> Fit | Run:
+    """What lies in a folder: a fit or a run."""
+    path = Path(path)
+    if (path / FIT).exists():
+        if "sites" not in read_json(path / FIT):
+            raise ConfigError(f"{path}: the fit is not finished; call the same fit with out={str(path)!r}")
+        return Fit(path)
+    return Run(path)

@@ -1,0 +1,132 @@
+"""What was learnt about columns when a run began, so that rows that come later are prepared in the same way.
+
+Plain numbers and names: saved with a run as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedtailor.errors import DataError
+
+MISSING = "missing"  # the category of values that are not there
+Floats = NDArray[np.float64]
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Scale(_Plain):
+    """How a site's numbers of one column are filled and standardised: (x - mean) / sd."""
+
+    median: float
+    mean: float = 0.0
+    sd: float = 1.0
+
+
+class NumberColumn(_Plain):
+    """A column of numbers; dates are days since 1970-01-01."""
+
+    kind: Literal["number"] = "number"
+    name: str
+    is_date: bool = False
+    zero_is_missing: bool = False
+    sites: dict[str, Scale]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+class CategoryColumn(_Plain):
+    """A column of categories, one 0/1 feature each."""
+
+    kind: Literal["category"] = "category"
+    name: str
+    categories: tuple[str, ...]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}={category}" for category in self.categories)
+
+
+class TargetColumn(_Plain):
+    """What is predicted: a class, or a number that a model knows as (y - mean) / sd."""
+
+    name: str
+    task: Literal["classification", "regression"]
+    classes: tuple[str, ...] = ()
+    mean: float = 0.0
+    sd: float = 1.0
+
+
+class Preparation(_Plain):
+    """From the columns of a table to features, and from outputs to what people read."""
+
+    columns: tuple[Annotated[NumberColumn | CategoryColumn, Field(discriminator="kind")], ...]
+    target: TargetColumn
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(name for column in self.columns for name in column.features)
+
+    @property
+    def sites(self) -> frozenset[str]:
+        """Sites whose rows can be prepared; a table without numbers needs nothing of a site."""
+        return frozenset(name for c in self.columns if isinstance(c, NumberColumn) for name in c.sites)
+
+    def of(self, site: str) -> Preparation:
+        """What one site needs."""
+        columns = tuple(
+            c.model_copy(update={"sites": {site: c.sites[site]}}) if isinstance(c, NumberColumn) else c
+            for c in self.columns
+        )
+        return self.model_copy(update={"columns": columns})
+
+    def encode(
+        self,
+        site: str,
+        numeric: Mapping[str, Floats],
+        categorical: Mapping[str, Any],
+        file: str,
+        unknown: list[str] | None = None,
+    ) -> Floats:
+        """The feature matrix of a site's rows: numbers with NaN, categories with None where missing.
+
+        A category that is not known is an error or, if a list for notes is given, counts as none of them.
+        """
+        blocks = []
+        for column in self.columns:
+            if isinstance(column, NumberColumn):
+                scale, values = column.sites[site], numeric[column.name]
+                gaps = np.isnan(values) | ((values == 0) if column.zero_is_missing else False)
+                filled = np.where(gaps, scale.median, values)
+                blocks.append(((filled - scale.mean) / scale.sd)[:, None])
+            else:
+                blocks.append(_one_hot(column, categorical[column.name], file, unknown))
+        return np.concatenate(blocks, axis=1)
+
+
+def _one_hot(column: CategoryColumn, values: Any, file: str, unknown: list[str] | None) -> Floats:
+    import polars as pl
+
+    labels = pl.Series(values, dtype=pl.String).fill_null(MISSING)
+    at = labels.replace_strict(list(column.categories), list(range(len(column.categories))), default=-1).to_numpy()
+    if (at < 0).any():
+        first = labels[int(np.argmax(at < 0))]
+        if unknown is None:
+            raise DataError(
+                f'{file}: column "{column.name}" has the value "{first}", which no client of the run has; '
+                f"known: {', '.join(column.categories)}"
+            )
+        unknown.append(
+            f'{file}: column "{column.name}": {int((at < 0).sum())} rows have values such as "{first}", which no site '
+            "of the run has; they count as none of the known ones"
+        )
+    return (at[:, None] == np.arange(len(column.categories))).astype(np.float64)

@@ -1,0 +1,48 @@
+"""Data of a federation that a program made: tensors in safetensors, the rest in JSON, in one folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+
+from fedtailor.data.configs import SavedConfig
+from fedtailor.data.federated import FederatedData, Rows
+from fedtailor.data.preparation import Preparation
+from fedtailor.errors import DataError
+
+TENSORS, ABOUT = "data.safetensors", "data.json"
+SPLITS = ("train", "val", "test")
+WORDS = ("name", "task", "outputs", "clients", "classes", "features", "notes")
+
+
+def save(data: FederatedData, folder: Path) -> None:
+    """Write a federation's data to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{split}.{part}": getattr(getattr(data, split), part).contiguous().clone()
+        for split in SPLITS
+        for part in ("x", "y", "starts")
+    }
+    about = {name: getattr(data, name) for name in WORDS}
+    about["preparation"] = None if data.preparation is None else data.preparation.model_dump(mode="json")
+    (folder / TENSORS).write_bytes(safetensors.torch.save(tensors))
+    (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+
+
+def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+    """Read what `save` wrote; neither seed nor `root` is needed, the split was made before."""
+    folder = config.path.expanduser()
+    try:
+        tensors = safetensors.torch.load((folder / TENSORS).read_bytes())
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        rows = {split: Rows(*(tensors[f"{split}.{part}"] for part in ("x", "y", "starts"))) for split in SPLITS}
+        words: dict[str, Any] = {k: tuple(about[k]) if isinstance(about[k], list) else about[k] for k in WORDS}
+        prepared = about["preparation"]
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+        raise DataError(f"{folder}: not a folder of data that fedtailor wrote ({error}); make it again") from None
+    preparation = None if prepared is None else Preparation.model_validate(prepared)
+    return FederatedData(train=rows["train"], val=rows["val"], test=rows["test"], preparation=preparation, **words)

@@ -1,0 +1,112 @@
+"""Which of several models serves a site, from validation samples alone, when a site has few of them.
+
+A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: gains of
+sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
+Laird). A candidate serves a site only if it is thought to be better than training alone in the metric that counts, and
+surely better, by some standard errors, in the squared error of its probabilities (Brier score) or numbers. That
+tells models apart with fewer samples than a count of those that are right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm as normal  # type: ignore[import-untyped]
+from scipy.stats import t as student
+
+Floats = NDArray[np.float64]
+
+CAUTION = {"metric": 0.0, "error": 2.0}
+"""Standard errors by which a gain must be above zero, if there are many sites; with few it is more."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much a candidate is thought to be better than training alone, and how sure that is."""
+
+    mean: float
+    sd: float
+
+    def surely(self, caution: float) -> float:
+        """What is left after `caution` standard errors."""
+        return self.mean - caution * self.sd
+
+
+def gains(candidate: Sequence[Floats], alone: Sequence[Floats]) -> list[Gain]:
+    """The gain at each site from scores of its validation samples (higher is better), the same samples for both."""
+    apart = [np.asarray(c, float) - np.asarray(a, float) for c, a in zip(candidate, alone, strict=True)]
+    there = [d for d in apart if len(d)]
+    freedom = sum(len(d) - 1 for d in there)
+    if not there:
+        return [Gain(0.0, math.inf) for _ in apart]
+    within = sum(float(((d - d.mean()) ** 2).sum()) for d in there) / max(freedom, 1)
+    if freedom == 0:  # a single sample each tells nothing of its own spread
+        within = float(np.var([d[0] for d in there])) or 1.0
+    if within == 0:
+        between = float(np.mean([d.mean() for d in there]))
+        return [Gain(float(d.mean()) if len(d) else between, 0.0) for d in apart]
+    means = np.array([d.mean() for d in there])
+    noise = np.array([within / len(d) for d in there])  # variance of each mean
+    spread = _spread(means, noise)
+    weight = 1 / (noise + spread)
+    center, doubt = float((weight * means).sum() / weight.sum()), float(1 / weight.sum())
+    out = []
+    for d in apart:
+        if not len(d):
+            out.append(Gain(center, math.sqrt(spread + doubt)))
+            continue
+        own = within / len(d)
+        trust = spread / (spread + own)  # in what the site itself says
+        mean = center + trust * (float(d.mean()) - center)
+        out.append(Gain(mean, math.sqrt(trust * own + (1 - trust) ** 2 * doubt)))
+    return out
+
+
+def _spread(means: Floats, noise: Floats) -> float:
+    """Variance of the true gains between sites, by moments."""
+    weight = 1 / noise
+    total = float(weight.sum())
+    center = float((weight * means).sum() / total)
+    excess = float((weight * (means - center) ** 2).sum()) - (len(means) - 1)
+    scale = total - float((weight**2).sum()) / total
+    return max(0.0, excess / scale) if scale > 0 else 0.0
+
+
+def errors_asked(caution: float, sites: int) -> float:
+    """So many standard errors that, with a spread estimated from few sites, they are as rare (Student's t)."""
+    if sites < 2:
+        return caution  # there is no spread between sites
+    return float(student.ppf(normal.cdf(caution), sites - 1))
+
+
+@dataclass(frozen=True)
+class View:
+    """One way to look at candidates: for each site one number per validation sample, higher is better."""
+
+    scores: Mapping[str, Sequence[Floats]]  # by candidate
+    caution: float
+
+
+def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
+    """For each site, of the candidates that are surely better in all views, the best in the first; or training alone.
+
+    Also the estimates, per view and candidate.
+    """
+    found = [
+        {label: gains(per_site, view.scores[alone]) for label, per_site in view.scores.items() if label != alone}
+        for view in views
+    ]
+    chosen = []
+    asked = [errors_asked(view.caution, sum(len(scores) > 0 for scores in view.scores[alone])) for view in views]
+    for site in range(len(views[0].scores[alone])):
+        sure = {
+            label: [gain[label][site].surely(caution) for caution, gain in zip(asked, found, strict=True)]
+            for label in found[0]
+        }
+        better = [label for label, margins in sure.items() if min(margins) > 0]
+        chosen.append(max(better, key=lambda label: found[0][label][site].mean, default=alone))
+    return chosen, found

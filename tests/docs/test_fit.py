@@ -1,0 +1,31 @@
+"""The page on fitting works as it stands, and what it says of settings is what the code has."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from fedtailor.runs import choice, fit
+from tests.docs.pages import ROOT, run_page
+
+PAGE = ROOT / "docs/how-to/fit.md"
+
+
+def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(PAGE, monkeypatch)
+    out = capsys.readouterr().out
+    assert "report     runs/sites/report.html" in out
+    assert "wrote north.pt2\nwrote north.json" in out
+    assert "model      runs/sites/" in out
+    assert {"prediction", "probability ill", "probability well"} <= set(pl.read_csv("predicted.csv").columns)
+    features = json.loads(Path("north.json").read_text(encoding="utf-8"))["features"]
+    assert f"# {', '.join(features)}; standardised" in PAGE.read_text(encoding="utf-8")
+
+
+def test_what_is_settled_is_as_the_page_says() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"without it there are {fit.ROUNDS}" in text
+    assert f"at most {fit.MOST_ROWS:,} are used".replace(",", " ") in text
+    assert f"by {choice.CAUTION['error']:g} standard errors in the squared error" in text
+    assert choice.CAUTION["metric"] == 0

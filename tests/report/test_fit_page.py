@@ -1,0 +1,46 @@
+"""The page of a fit: sites, what is shared, who was dropped, and the runs behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedtailor.report.fit_page import fit_page
+from fedtailor.report.write import page_of, write
+from fedtailor.runs import fit as fitting
+from fedtailor.runs.store import FIT, read_json, write_json
+from tests.runs.made_sites import make_sites
+
+
+def test_page_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "NETWORK", ({"name": "fedper"}, {"name": "ditto"}))
+    sites = make_sites(tmp_path / "<sites>", sites=3, rows=40)
+    source = {"source": "folder", "path": str(sites), "target": "outcome"}
+    out = tmp_path / "out"
+    record = fitting.fit(source, out, rounds=4, values={"model.name": "mlp", "model.hidden": [4]})
+    page = fit_page(out)
+    assert (page.kind, page.finished, page.title) == ("Fit", True, "Personal models for <sites>")
+    by_id = {section.id: section for section in page.sections}
+    rows = by_id["sites"].tables[0].rows
+    assert [row[0].text for row in rows] == ["s0", "s1", "s2"]
+    assert [row[4].key for row in rows] == [r["personal"] for r in record["sites"].values()]
+    gains = [row[1] for row in by_id["sites"].charts[0].rows]
+    assert gains == [r["personal"] - r["alone"] for r in record["sites"].values()]
+    assert [row[0].text for row in by_id["halving"].tables[0].rows] == [d["label"] for d in record["dropped"]]
+    assert len(record["dropped"]) == 1
+    assert {row[0].text for row in by_id["shared"].tables[0].rows} == set(record["shared"])
+    names = {row[0].text for row in by_id["task"].tables[0].rows}
+    assert names == {"Local", "FedAvg", "FedPer", "Ditto"} - {d["label"] for d in record["dropped"]}
+    text = write(out).read_text(encoding="utf-8")
+    assert "&lt;sites&gt;" in text
+    assert "<sites>" not in text.split("<script")[0]
+    write_json(out / FIT, {"settings": record["settings"]})  # not finished: a page on the runs that there are
+    assert page_of(out).kind == "Comparison"
+
+
+def test_record_is_what_was_returned(tmp_path: Path) -> None:
+    sites = make_sites(tmp_path / "sites", sites=1, rows=30)
+    record = fitting.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=1)
+    assert read_json(tmp_path / "out" / FIT) == record
+    assert "s0" in write(tmp_path / "out").read_text(encoding="utf-8")
