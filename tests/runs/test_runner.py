@@ -190,7 +190,7 @@ def test_checkpoints_are_as_frequent_as_asked_and_the_last_round_has_one(
     saved: list[int] = []
     original = RunFolder.save_checkpoint
 
-    def save(self: RunFolder, status: dict[str, Any], trees: Any) -> None:
+    def save(self: RunFolder, status: dict[str, Any], trees: Any, touch: Any) -> None:
         saved.append(status["round"])
         original(self, status, trees)
 
