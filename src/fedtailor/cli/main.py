@@ -57,8 +57,13 @@ def top(show_version: Annotated[bool, typer.Option("--version", help="Print the 
 
 @app.command()
 def fit(
-    sites: Annotated[Path, typer.Argument(metavar="SITES", help="A folder with one CSV or Parquet file per site.")],
-    target: Annotated[str, typer.Option("--target", help="Column to predict.")],
+    sites: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SITES", help="A folder with one CSV or Parquet file per site; or a source, as heart-disease."
+        ),
+    ],
+    target: Annotated[str, typer.Option("--target", help="Column of your files to predict.")] = "",
     client_column: Annotated[
         str | None, typer.Option("--client-column", help="Column that names the site, if SITES is one file.")
     ] = None,
@@ -66,6 +71,7 @@ def fit(
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds of training; 0 is 32.")] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="All randomness follows from it.")] = 0,
     settings: Settings = [],  # noqa: B006
+    data_root: DataRoot = None,
     out: Out = None,
 ) -> None:
     """Give each site of your own data a personal model, and a report.
@@ -74,20 +80,38 @@ def fit(
     command with --out goes on where it was interrupted.
     """
     from fedtailor.cli.listing import print_fit
+    from fedtailor.data import SOURCES
     from fedtailor.report.write import write
     from fedtailor.runs.fit import fit as fitted
     from fedtailor.runs.progress import grid_shown
     from fedtailor.runs.store import FIT, new_path
 
-    source = {"source": "folder", "path": str(sites), "target": target}
-    source |= {} if client_column is None else {"client_column": client_column}
+    source = {"source": str(sites)}
+    if sites.exists() or str(sites) not in SOURCES:
+        if not target:
+            raise ConfigError(f"{sites}: which column is to be predicted? Name it with --target")
+        source = {"source": "folder", "path": str(sites), "target": target}
+        source |= {} if client_column is None else {"client_column": client_column}
+    elif target or client_column:
+        raise ConfigError(f"fit {sites}: the source knows what to predict; leave out --target and --client-column")
     path = out or new_path(Path("runs"), f"{sites.resolve().stem}-fit")
-    again = ["fit", str(sites), "--target", target, "--out", str(path)]
+    again = ["fit", str(sites), "--out", str(path)]
+    again += ["--target", target] if target else []
+    again += ["--data-root", str(data_root)] if data_root is not None else []
     again += [] if client_column is None else ["--client-column", client_column]
     again += ["--algorithm", algorithm, "--rounds", str(rounds), "--seed", str(seed)]
     again += [part for s in settings for part in ("--set", s)]
     with _resumable(again, path, begun_by=FIT), grid_shown(console) as told:
-        record = fitted(source, path, algorithm=algorithm, rounds=rounds, seed=seed, settings=settings, told=told)
+        record = fitted(
+            source,
+            path,
+            algorithm=algorithm,
+            rounds=rounds,
+            seed=seed,
+            settings=settings,
+            data_root=data_root,
+            told=told,
+        )
     page = write(path)
     print_fit(console, record)
     print(f"models     {path}\nreport     {page}")
