@@ -40,7 +40,7 @@ class Engine(Protocol):
     setting: Setting
 
     def start(self) -> None: ...
-    def begin_round(self) -> None: ...
+    def begin_round(self, round: int) -> dict[int, str]: ...  # who is away, and why
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Any]: ...
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
@@ -48,8 +48,8 @@ class Engine(Protocol):
     def finish_backward(self) -> None: ...
     def undo(self, clients: Sequence[int] | None = None) -> None: ...
     def evaluate(
-        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
-    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]: ...
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
+    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]: ...  # sites keep models as `keep`
     def together(self, clients: Sequence[int]) -> Tree | None: ...
     def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None: ...
     def get_states(self) -> Tree: ...
@@ -272,7 +272,11 @@ class Federation:
             if not self.cohort:
                 return server  # nobody answered: everything is as before
         self._calls, self._tape, self._errors, self.reported = 0, None, [], {}
-        self.engine.begin_round()
+        away = self.engine.begin_round(round)
+        self.faults += [Fault(self._name(c), round, "begin", away[c]) for c in self.cohort if c in away]
+        self.cohort = tuple(c for c in self.cohort if c not in away)
+        if away and len(self.cohort) < max(1, self.limits.min_replies):
+            raise RoundAbandoned(f"round {round}: {len(self.cohort)} of {len(cohort)} clients are there")
         try:
             with torch.enable_grad():  # a tape must record whatever the caller's mode
                 return detach(self.engine.setting.algorithm.round(self, server))
@@ -330,9 +334,12 @@ class Federation:
     def _reject(self, client: int, call: Call, reason: str, error: Exception | None = None) -> None:
         self.cohort = tuple(c for c in self.cohort if c != client)
         self.engine.undo([client])
-        self.faults.append(Fault(self.engine.setting.data.clients[client], call.round, call.function, reason))
+        self.faults.append(Fault(self._name(client), call.round, call.function, reason))
         if error is not None:
             self._errors.append(error)
+
+    def _name(self, client: int) -> str:
+        return self.engine.setting.data.clients[client]
 
 
 def _size_down(call: Call, clients: int) -> int:
