@@ -22,6 +22,7 @@ from fedtailor.data.configs import (
     PolynomialConfig,
     QmnistConfig,
     ShakespeareConfig,
+    SitesConfig,
     SourceConfig,
     StanfordDogsConfig,
 )
@@ -65,6 +66,7 @@ SOURCES: dict[str, SourceInfo] = {
         "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+    "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site"),
 }
 
 

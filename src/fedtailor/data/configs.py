@@ -264,6 +264,12 @@ class FolderConfig(SplitConfig):
     )
 
 
+class SitesConfig(SourceConfig):
+    """Data that the sites of a federation hold; each describes its own in its site.toml."""
+
+    source: Literal["sites"] = Field(default="sites", description="Name of the source.")
+
+
 DataConfig = Annotated[
     DigitsConfig
     | MnistConfig
@@ -278,6 +284,7 @@ DataConfig = Annotated[
     | ShakespeareConfig
     | DuwMnistConfig
     | StanfordDogsConfig
-    | FolderConfig,
+    | FolderConfig
+    | SitesConfig,
     Field(discriminator="source"),
 ]

@@ -50,7 +50,7 @@ def _prepared(
         Site(
             name=name,
             file=str(table.path),
-            numeric={c: _numbers(table.columns[c]) for c in columns if not kinds[c]},
+            numeric={c: numbers(table.columns[c]) for c in columns if not kinds[c]},
             categorical={c: table.columns[c].labels() for c in columns if kinds[c]},
             y=y,
         )
@@ -79,15 +79,15 @@ def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool]) ->
                 )
         for column, is_categorical in kinds.items():
             if not is_categorical:
-                _report_text({name: table}, column, "remove the row")
-        _complete_target({name: table}, target)
+                report_text({name: table}, column, "remove the row")
+        complete_target({name: table}, target)
 
 
 def _target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
     if target.task == "regression":
-        _report_text({"": table}, column, "remove the row")
-        return _numbers(table.columns[column])
+        report_text({"": table}, column, "remove the row")
+        return numbers(table.columns[column])
     position = {label: i for i, label in enumerate(target.classes)}
     labels = [str(label) for label in table.columns[column].labels()]
     if unknown := [label for label in labels if label not in position]:
@@ -180,10 +180,11 @@ def _all_text(tables: dict[str, Table], column: str, remedy: str) -> None:
         for table in tables.values()
     )
     if numeric_file or 2 * text < values:
-        _report_text(tables, column, remedy)
+        report_text(tables, column, remedy)
 
 
-def _report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+def report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+    """Fail if a column of numbers has text somewhere."""
     for table in tables.values():
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
@@ -206,7 +207,8 @@ def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
                 )
 
 
-def _complete_target(tables: dict[str, Table], target: str) -> None:
+def complete_target(tables: dict[str, Table], target: str) -> None:
+    """Fail if the target is missing in some row."""
     for table in tables.values():
         gaps = table.columns[target].text.null_count()
         if gaps:
@@ -218,14 +220,14 @@ def _complete_target(tables: dict[str, Table], target: str) -> None:
 
 def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
     """Task, targets of each client, and why the task was chosen."""
-    _complete_target(tables, config.target)
+    complete_target(tables, config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
     note = f'target "{config.target}": {task} ({reason})'
     if task == "regression":
         if any(c.is_text.any() for c in columns):
-            _report_text(tables, config.target, "set data.task = 'classification'")
-        return Target("regression", standardise=config.standardise_target), [_numbers(c) for c in columns], note
+            report_text(tables, config.target, "set data.task = 'classification'")
+        return Target("regression", standardise=config.standardise_target), [numbers(c) for c in columns], note
     labels = [c.labels() for c in columns]
     classes = sort_values(label for site in labels for label in site if label is not None)
     if len(classes) < 2:
@@ -258,5 +260,6 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     return "regression", f"inferred: {distinct} distinct {what}, more than {FEW}"
 
 
-def _numbers(column: Column) -> Floats:
+def numbers(column: Column) -> Floats:
+    """A column as numbers, not a number where there is none."""
     return column.number.to_numpy().astype(np.float64)

@@ -5,7 +5,7 @@ Everything learnt from data (medians, means, spreads) is learnt from training ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,10 +53,12 @@ def assemble(
     seed: int,
     notes: tuple[str, ...] = (),
     newcomers: int = 0,
+    categories: Mapping[str, Sequence[str]] | None = None,
 ) -> FederatedData:
     """Split every site, then build the same feature columns for all, in the order of `columns`.
 
     The last `newcomers` of the sites are encoded as the others are: scales and categories do not depend on them.
+    `categories` are those agreed on, by column; else those that the sites have.
     """
     labelled = target.task == "classification"
     settled = len(sites) - newcomers
@@ -72,9 +74,9 @@ def assemble(
             encoded = [v[:, None] for v in _standardise(values, cuts, standardise, settled)]
             features.append(column)
         else:
-            categories = _categories(column, sites[:settled])
-            encoded = [_one_hot(column, site, categories) for site in sites]
-            features += [f"{column}={category}" for category in categories]
+            known = _categories(column, sites[:settled]) if categories is None else categories[column]
+            encoded = [_one_hot(column, site, known) for site in sites]
+            features += [f"{column}={category}" for category in known]
         for block, matrix in zip(blocks, encoded, strict=True):
             block.append(matrix)
     made.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")

@@ -12,13 +12,15 @@ from fedtailor.core.me import Setting
 from fedtailor.engines.loop import loop
 from fedtailor.engines.vmap import vmap
 from fedtailor.engines.wire import Wire
+from fedtailor.errors import ConfigError
 
-EngineName = Literal["auto", "loop", "vmap", "wire"]
+EngineName = Literal["auto", "loop", "vmap", "wire", "flare"]
 
 ENGINES = {
     "loop": "one client after the other; the reference",
     "vmap": "clients stacked into one tensor operation; for many small clients and dense models",
     "wire": "every message through bytes; for tests and exact traffic",
+    "flare": "a real federation of sites, each with its own data; see fedtailor federation --help",
 }
 
 
@@ -28,6 +30,8 @@ def make(name: EngineName, setting: Setting, chunk: int = 64) -> Engine:
         name = choose(setting)
     if name == "vmap":
         return vmap(setting, chunk)
+    if name == "flare":
+        raise ConfigError('federation.engine = "flare": run it with fedtailor federation submit')
     return Wire(setting) if name == "wire" else loop(setting)
 
 

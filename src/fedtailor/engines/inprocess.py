@@ -61,6 +61,9 @@ class InProcess:
         self.states.create(self.clients, rows)
         self._forget()
 
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Nothing is kept here beside the current ones."""
+
     def groups(self, clients: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Clients that run together, of similar size, so that little is padded."""
         if not self.chunk:

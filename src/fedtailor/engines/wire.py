@@ -26,8 +26,9 @@ Header = dict[str, Any]
 class Site:
     """A client as a remote one would be: bytes in, bytes out; private state and saved inputs stay inside."""
 
-    def __init__(self, setting: Setting, client: int) -> None:
+    def __init__(self, setting: Setting, client: int, words: Callable[[Exception], str] = str) -> None:
         self.client = client
+        self._words = words  # what the server is told of an error
         self.inside = InProcess(setting, [client], recompute=True)
         self._calls: dict[int, Call] = {}
         self._controls: dict[str, Callable[[Header, Tree], tuple[Header, Tree]]] = {
@@ -61,7 +62,7 @@ class Site:
             self._calls[call.number] = call
         (reply,) = self.inside.call(call, [self.client])
         if reply.error is not None:
-            return codec.encode({"error": str(reply.error)}, None)
+            return codec.encode({"error": self._words(reply.error)}, None)
         return codec.encode(call.reply_header, _first(reply.tree))
 
     def _start(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
@@ -234,6 +235,9 @@ class Wire(Remote):
         """Put saved states back."""
         for client, site in enumerate(self.sites):
             site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
+
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Nothing is kept here beside the current ones."""
 
 
 def _stacked(tree: Tree) -> Tree:

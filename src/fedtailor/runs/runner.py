@@ -27,7 +27,7 @@ from fedtailor.errors import ConfigError, RoundAbandoned, RunError
 from fedtailor.metrics.summary import summarise
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.newcomers import EPOCHS, hold_out, onboarded
-from fedtailor.runs.store import RESULTS, RunFolder, write_json
+from fedtailor.runs.store import CONFIG, RESULTS, RunFolder, write_json
 
 ABANDONED_IN_A_ROW = 10
 
@@ -50,12 +50,17 @@ Listener = Callable[[Progress], None]
 
 def setting_of(config: RunConfig, data_root: Path | None = None) -> Setting:
     """Data, model and algorithm of a configuration, put together."""
-    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
-    dtype = getattr(torch, config.model.dtype)
-    federated = data.load(config.data, seed=config.seed, root=data_root).to(dtype)
-    unseen = None
+    federated, unseen = data.load(config.data, seed=config.seed, root=data_root), None
     if config.evaluation.unseen is not None:
         federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
+    return put_together(config, federated, unseen)
+
+
+def put_together(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Setting:
+    """Model and algorithm of a configuration for data that is there already."""
+    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+    dtype = getattr(torch, config.model.dtype)
+    federated, unseen = federated.to(dtype), None if unseen is None else unseen.to(dtype)
     model = models.build(
         config.model.name,
         federated.shape,
@@ -129,6 +134,17 @@ def start(config: RunConfig, path: Path, data_root: Path | None = None, listener
     run = _Run(config, _started(name, setting, config))  # what does not fit together is said before there is a folder
     folder = RunFolder.create(path, config, about(setting, config, name, data_root))
     return _train(folder, run, listener)
+
+
+def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener: Listener | None = None) -> RunFolder:
+    """The rounds of a run on an engine that is made already; goes on where the folder ends, if there is one."""
+    engine.start()
+    if not (path / CONFIG).exists():
+        RunFolder.create(path, config, about(engine.setting, config, name, None))
+    folder = RunFolder.open(path)
+    if folder.config != config:
+        raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
+    return folder if folder.results is not None else _train(folder, _Run(config, engine), listener)
 
 
 def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:
@@ -255,6 +271,7 @@ class _Run:
         if self.best is not None:
             trees["best"] = (self.best_round, self.best)
         folder.save_checkpoint(status, trees)
+        self.engine.saved([tree["clients"] for _, tree in trees.values()])
 
     def load(self, folder: RunFolder) -> None:
         """Go back to the last checkpoint, or to the start."""
@@ -280,8 +297,9 @@ class _Run:
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
             models: dict[int, Params] = {}
-            test = measure(self.engine, round, tree["server"], ["test"], models)["test"]
-            folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
+            test = measure(self.engine, round, tree["server"], ["test"], models, keep=kind)["test"]
+            if any(models.values()):  # a site of its own keeps its model itself
+                folder.save_personal(kind, {self.engine.setting.data.clients[c]: models[c] for c in sorted(models)})
             results[kind] = {"round": round, "test": _summaries(test), "clients": test}
         self.engine.set_states(last[1]["clients"])
         if self.engine.setting.unseen is not None:
@@ -312,17 +330,22 @@ def _summaries(metrics: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def measure(
-    engine: Engine, round: int, server: Tree, splits: list[str], models: dict[int, Params] | None = None
+    engine: Engine,
+    round: int,
+    server: Tree,
+    splits: list[str],
+    models: dict[int, Params] | None = None,
+    keep: str = "",
 ) -> dict[str, dict[str, list[float]]]:
     """Per split and metric one number per client, in the order of the data's clients; `models` collects the models."""
     clients = len(engine.setting.data.clients)
-    out: dict[str, dict[str, list[float]]] = {s: {} for s in splits}
-    for group, found, stack in engine.evaluate(range(clients), round, server, splits):
+    names = METRICS[engine.setting.data.task]
+    out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
+    for group, found, stack in engine.evaluate(range(clients), round, server, splits, keep):
         for split, metrics in found.items():
             for name, values in metrics.items():
-                column = out[split].setdefault(name, [math.nan] * clients)
                 for client, value in zip(group, values.tolist(), strict=True):
-                    column[client] = value
+                    out[split][name][client] = value
         if models is not None:
             models |= {client: {k: v[row] for k, v in stack.items()} for row, client in enumerate(group)}
     return out

@@ -1,0 +1,73 @@
+"""A federation of sites without a network: the real two ends, joined by function calls that can be made to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedtailor.algorithms import algorithms
+from fedtailor.core import codec
+from fedtailor.data.federated import FederatedData
+from fedtailor.data.site import write_prepared
+from fedtailor.engines.flare.messages import ENVELOPE, PING
+from fedtailor.engines.flare.site import SERVER, SiteService, read_site
+from fedtailor.models import MODELS
+
+POLICY: dict[str, Any] = {
+    "algorithms": sorted(algorithms()),
+    "models": sorted(MODELS),
+    "sends": [],
+    "min_samples": 1,
+}
+
+
+def every_name() -> list[str]:
+    """All that any algorithm sends."""
+    from fedtailor.core.algorithm import sent_names
+
+    return sorted({name for kind in algorithms().values() for name in sent_names(kind)} | {"gradients"})
+
+
+def write_sites(root: Path, data: FederatedData, **policy: Any) -> dict[str, Path]:
+    """A folder for each client with its prepared rows and its site.toml."""
+    made = {}
+    for i, name in enumerate(data.clients):
+        folder = root / name
+        folder.mkdir(parents=True)
+        write_prepared(folder / "rows.safetensors", data, i)
+        made[name] = folder / "site.toml"
+        tables = {"data": {"path": "rows.safetensors"}, "policy": POLICY | {"sends": every_name()} | policy}
+        made[name].write_text(tomli_w.dumps(tables))
+    return made
+
+
+class Sites:
+    """A link to services in this process; `restart` is what a new job does to a site."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = dict(files)
+        self.sites = tuple(files)
+        self.services: dict[str, SiteService] = {}
+        self.before: Callable[[str, dict[str, Any]], None] = lambda site, header: None
+        self.after: Callable[[str, dict[str, Any]], None] = lambda site, header: None
+        self.seen: list[tuple[str, bytes, bytes]] = []
+        for name in self.sites:
+            self.restart(name)
+
+    def restart(self, *names: str) -> None:
+        """The process of a site's job begins anew: all that was in memory is gone."""
+        for name in names or self.sites:
+            self.services[name] = SiteService(read_site(self.files[name]), name)
+
+    def send(self, site: str, request: bytes, seconds: float) -> bytes:
+        """Call the site, unless `before` raises; `after` may lose the reply."""
+        ping = ENVELOPE.unpack_from(request)[1] == PING
+        header = {"op": "ping"} if ping else codec.decode_header(request[ENVELOPE.size :])
+        self.before(site, header)
+        reply = self.services[site].answer(SERVER, request)
+        self.seen.append((site, request, reply))
+        self.after(site, header)
+        return reply
