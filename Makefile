@@ -16,7 +16,7 @@ setup: $(READY) ## Create .venv with the pinned versions
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools numpy torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev,flare]'
 	@touch $(READY)
 
 demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (under a minute)

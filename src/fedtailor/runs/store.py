@@ -18,7 +18,7 @@ from safetensors.torch import load as tensors_from
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
-from fedtailor.errors import RunError, nearest
+from fedtailor.errors import NotNow, RunError, nearest
 from fedtailor.runs.config import RunConfig, parse, read_toml
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
@@ -131,7 +131,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(f"{self.path}: another process is working on this run") from None
+                raise NotNow(f"{self.path}: another process is working on this run") from None
             yield
 
     def save_checkpoint(self, status: dict[str, Any], trees: dict[str, tuple[int, Tree]]) -> None:

@@ -8,21 +8,35 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 from nvflare.collab import CollabCallError, CollabRecipe, collab
+from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from fedtailor.engines.flare.server import coordinate
 from fedtailor.engines.flare.site import SiteService, read_site
+from fedtailor.errors import NotNow, UserError
 from fedtailor.runs.config import parse
+from fedtailor.runs.runner import Progress
 
 SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # set by fedtailor federation start
+API_ERRORS = (
+    api_spec.NoConnection,
+    api_spec.SessionClosed,
+    api_spec.InternalError,
+    api_spec.NoReply,
+    api_spec.CommandError,
+    api_spec.NoClientsAvailable,
+)
+HEARTBEAT = 10.0  # seconds between two of a site
 RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
 FINISHED = "FINISHED:COMPLETED"
+STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in the job's log
 WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: a seventh of the time
 
 
@@ -54,12 +68,17 @@ class Coordinator:
     @collab.main
     def main(self) -> None:
         """Called when all sites of the job are ready."""
-        coordinate(_Collab(), parse(json.loads(self.config)), self.run, Path(os.environ[SERVER_FOLDER]), _log)
+        log = logging.getLogger("fedtailor")
 
+        def tell(progress: Progress) -> None:
+            for news in progress.news:
+                log.warning(news)
 
-def _log(progress: Any) -> None:
-    for news in progress.news:
-        logging.getLogger("fedtailor").warning(news)
+        try:
+            coordinate(_Collab(), parse(json.loads(self.config)), self.run, Path(os.environ[SERVER_FOLDER]), tell)
+        except UserError as error:
+            log.error("%s %s", WAITS if isinstance(error, NotNow) else STOPS, error)
+            raise
 
 
 class _Collab:
@@ -80,7 +99,7 @@ class _Collab:
             raise ConnectionError(str(error.cause)) from None
 
 
-class _Recipe(CollabRecipe):  # type: ignore[misc]
+class _Recipe(CollabRecipe):
     """A job that ships no code: the package is installed at every site."""
 
     @staticmethod
@@ -100,11 +119,68 @@ def job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
     return folder / run
 
 
+class Office:
+    """An administrator's connection to the server; `Unreachable` when there is none."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def sites(self) -> list[str]:
+        """Sites that are connected; who was killed is listed for a while, so the last heartbeat counts."""
+        found = self._session.get_connected_client_list()
+        return sorted(c.name for c in found if time.time() - c.last_connect_time < 3 * HEARTBEAT)
+
+    def submit(self, job: Path) -> str:
+        """Hand in a job; returns its id."""
+        made: str = self._session.submit_job(str(job))
+        return made
+
+    def status(self, job: str) -> str:
+        """Such as RUNNING or FINISHED:COMPLETED."""
+        return str(self._session.get_job_status(job))
+
+    def running(self) -> list[str]:
+        """Ids of jobs that do run. A killed server's job stays listed as running for ever."""
+        return [job.job_id for job in self._session.get_system_info().job_info]
+
+    def jobs(self, name: str = "") -> list[dict[str, Any]]:
+        """Jobs of this name, the latest first: job_id, job_name, status, submit_time."""
+        found: list[dict[str, Any]] = self._session.list_jobs(reverse=True)
+        return [job for job in found if not name or job["job_name"] == name]
+
+    def at_work(self, job: str, sites: list[str]) -> list[str]:
+        """Those of some connected sites that take part in a job."""
+        found = self._session.get_client_job_status(sites) if sites else None
+        return [entry["client_name"] for entry in found or [] if job in json.dumps(entry)]
+
+    def abort(self, job: str) -> None:
+        """End a job."""
+        self._session.abort_job(job)
+
+    def reason(self, job: str) -> str:
+        """Why the server's half of a job ended early: a line that begins with `STOPS` or `WAITS`, or nothing."""
+        logs = self._session.get_job_logs(job).get("logs", {})
+        lines = [line for text in logs.values() if isinstance(text, str) for line in text.splitlines()]
+        found = [line[line.index(w) :] for line in lines for w in (STOPS, WAITS) if w in line]
+        return found[-1] if found else ""
+
+
 @contextmanager
-def session(kit: Path, user: str, seconds: float = 5.0) -> Iterator[Session]:
-    """An administrator's connection to the server."""
-    made = new_secure_session(user, str(kit), timeout=seconds)
+def office(kit: Path, user: str, seconds: float = 5.0) -> Iterator[Office]:
+    """Connect, and log out at the end; what goes wrong between here and the server is `Unreachable`."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints that it connects
+        try:
+            session = new_secure_session(user, str(kit), timeout=seconds, auto_login_max_tries=1)
+        except Exception as error:
+            raise Unreachable(f"the server cannot be reached: {error}") from None
     try:
-        yield made
+        yield Office(session)
+    except API_ERRORS as error:
+        raise Unreachable(f"the server cannot be reached: {error}") from None
     finally:
-        made.close()
+        with suppress(Exception):
+            session.close()
+
+
+class Unreachable(ConnectionError):
+    """The server does not answer."""

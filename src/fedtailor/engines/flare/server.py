@@ -23,7 +23,7 @@ from fedtailor.data.splits import starts
 from fedtailor.engines.flare.lines import Lines, Link
 from fedtailor.engines.flare.messages import config_for, promise
 from fedtailor.engines.wire import Header, Remote
-from fedtailor.errors import ConfigError, RunError
+from fedtailor.errors import ConfigError, NotNow, RunError
 from fedtailor.runs import runner
 from fedtailor.runs.config import CheckpointSection, RunConfig
 from fedtailor.runs.store import ABOUT, RunFolder, read_json, write_json
@@ -82,7 +82,7 @@ class Flare(Remote):
         while len(self.everybody) - len(away) < max(1, self.config.federation.min_replies):
             if time.monotonic() > until:
                 why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())
-                raise RunError(f"round {round}: too few sites are there: {why}")
+                raise NotNow(f"round {round}: too few sites are there: {why}")
             time.sleep(min(1.0, self.lines.silence / 4))
             self.lines.look()
             away = self._begin(round, list(away))

@@ -116,15 +116,15 @@ class SiteService:
             return self._reply
 
     def _answered(self, number: int, message: bytes) -> bytes:
-        about: dict[str, Any] = {"run": self._run, "number": number}
+        text: dict[str, str] = {}
         try:
             reply = self._do(message)
         except Refused as why:
-            return self._refusal(message, str(why), **about)
+            return self._refusal(message, str(why), run=self._run, number=number)
         except Exception as error:
             reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
-            about["text"] = str(error)
-        self.audit.write(message, reply, **about)
+            text = {"text": str(error)}
+        self.audit.write(message, reply, run=self._run, number=number, **text)
         return reply
 
     def _refusal(self, message: bytes, why: str, **about: Any) -> bytes:
