@@ -118,8 +118,8 @@ def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
 
 
 def _run_provision(authority: Path) -> None:
-    """JSON is YAML."""
-    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.json", "-w", "."]
+    """JSON is YAML. With --force it adds to what is there, and keeps the authority that signed before."""
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.json", "-w", ".", "--force"]
     done = subprocess.run(command, cwd=authority, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")

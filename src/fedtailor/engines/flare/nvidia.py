@@ -148,6 +148,10 @@ class Office:
         found: list[dict[str, Any]] = self._session.list_jobs(reverse=True)
         return [job for job in found if not name or job["job_name"] == name]
 
+    def details(self, job: str) -> list[str]:
+        """What became of a job at each participant."""
+        return [str(text) for text in self._session.get_job_meta(job).get("job_deploy_detail", [])]
+
     def at_work(self, job: str, sites: list[str]) -> list[str]:
         """Those of some connected sites that take part in a job."""
         found = self._session.get_client_job_status(sites) if sites else None
