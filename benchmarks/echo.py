@@ -14,8 +14,6 @@ from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
-PACKAGE = "benchmarks.echo"
-SIZES = {"1 KB": 256, "1 MB": 262_144}
 TRIPS = 30
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.echo import PACKAGE, SIZES
 from fedtailor import algorithms
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
@@ -46,6 +45,8 @@ TASK: dict[str, Any] = {
     "model": {"hidden": [16]},
     "federation": {"engine": "loop", "silence": 4.0, "deadline": 120.0},
 }
+ECHO = "benchmarks.echo:Echo"
+SIZES = {"1 KB": 256, "1 MB": 262_144}
 LINEAR = ["model.name=linear", "model.dtype=float64"]
 ALGORITHMS: dict[str, list[str]] = {
     "fedavg": [],
@@ -203,7 +204,7 @@ def trips(bench: Bench) -> str:
     told = []
     for name, floats in SIZES.items():
         settings = ["rounds=3", "model.name=linear", f"algorithm.floats={floats}", "evaluation.every=3"]
-        folder = bench.run(configured(f"{PACKAGE}:Echo", *settings), f"trips-{name}")
+        folder = bench.run(configured(ECHO, *settings), f"trips-{name}")
         told.append(f"{name} {folder.metrics()[-1]['report']['median_ms']:.0f} ms")
     return "median trip, 3 sites: " + ", ".join(told)
 

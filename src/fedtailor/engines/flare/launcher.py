@@ -76,16 +76,16 @@ class Launcher:
 
     def _watch(self, office: nvidia.Office, job: str) -> bool:
         """Whether the job ended well."""
-        looked, outside = time.monotonic(), set[str]()
+        looked, outside, is_over = time.monotonic(), set[str](), False
         while (status := office.status(job)) in nvidia.RUNNING:
             if self.check():
                 return True
-            if time.monotonic() - looked > LOOK_AROUND and status == "RUNNING" and job in office.running():
+            if not is_over and time.monotonic() - looked > LOOK_AROUND and job in office.running():
                 looked, before = time.monotonic(), outside
-                there = office.sites()
-                outside = set(there) - set(office.at_work(job, there))
+                outside = {site for site, jobs in office.sites().items() if job not in jobs}
                 if back := outside & before:  # seen twice: not one that is about to begin or to end
-                    self.say(f"{', '.join(sorted(back))} came back; the run goes on with all of them from its checkpoint")
+                    self.say(f"{', '.join(sorted(back))} came; the run goes on with all of them from its checkpoint")
                     office.abort(job)
+                    is_over = True
             time.sleep(POLL)
         return status == nvidia.FINISHED

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -31,9 +30,8 @@ API_ERRORS = (
     api_spec.InternalError,
     api_spec.NoReply,
     api_spec.CommandError,
-    api_spec.NoClientsAvailable,
 )
-HEARTBEAT = 10.0  # seconds between two of a site
+SILENT = ("no_reply", "error")
 RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
 FINISHED = "FINISHED:COMPLETED"
 STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in the job's log
@@ -125,10 +123,14 @@ class Office:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def sites(self) -> list[str]:
-        """Sites that are connected; who was killed is listed for a while, so the last heartbeat counts."""
-        found = self._session.get_connected_client_list()
-        return sorted(c.name for c in found if time.time() - c.last_connect_time < 3 * HEARTBEAT)
+    def sites(self) -> dict[str, set[str]]:
+        """Sites that answer, and the jobs that each is at work on; who was killed stays listed, but does not answer."""
+        found: dict[str, set[str]] = {}
+        with suppress(api_spec.NoClientsAvailable):
+            for entry in self._session.get_client_job_status() or []:
+                if entry["status"] not in SILENT:
+                    found.setdefault(entry["client_name"], set()).add(entry.get("job_id", ""))
+        return found
 
     def submit(self, job: Path) -> str:
         """Hand in a job; returns its id."""
@@ -151,11 +153,6 @@ class Office:
     def details(self, job: str) -> list[str]:
         """What became of a job at each participant."""
         return [str(text) for text in self._session.get_job_meta(job).get("job_deploy_detail", [])]
-
-    def at_work(self, job: str, sites: list[str]) -> list[str]:
-        """Those of some connected sites that take part in a job."""
-        found = self._session.get_client_job_status(sites) if sites else None
-        return [entry["client_name"] for entry in found or [] if job in json.dumps(entry)]
 
     def abort(self, job: str) -> None:
         """End a job."""
