@@ -57,7 +57,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "learn2pfed": ["data.source=polynomial", "data.clients=3", *LINEAR, "algorithm.outer=loo", "algorithm.gradient=exact"],
     "learn2pfed-net": [],
     "duw-fedavg": ["algorithm.outer_iterations=3", "algorithm.horizon=3"],
-    "fedeq": ["model.name=deq-mlp"],
+    "fedeq": ["model.name=deq-mlp", "model.width=32", "model.hidden=16"],
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ class Sites:
         self.before: Callable[[str, dict[str, Any]], None] = lambda site, header: None
         self.after: Callable[[str, dict[str, Any]], None] = lambda site, header: None
         self.seen: list[tuple[str, bytes, bytes]] = []
-        for name in self.sites:
-            self.restart(name)
+        self._lock = threading.Lock()
+        self.restart()
 
     def restart(self, *names: str) -> None:
         """The process of a site's job begins anew: all that was in memory is gone."""
@@ -67,7 +68,8 @@ class Sites:
         ping = ENVELOPE.unpack_from(request)[1] == PING
         header = {"op": "ping"} if ping else codec.decode_header(request[ENVELOPE.size :])
         self.before(site, header)
-        reply = self.services[site].answer(SERVER, request)
-        self.seen.append((site, request, reply))
+        with self._lock:  # models draw their first values from torch's one generator: a process has one site
+            reply = self.services[site].answer(SERVER, request)
+            self.seen.append((site, request, reply))
         self.after(site, header)
         return reply

@@ -177,12 +177,10 @@ class Remote:
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]:
-        """Metrics of the personal models, and the models where they may leave; who cannot be reached is left out."""
+        """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         for client, answer, tree, gone in self.tell(clients, header, server):
-            if "error" in answer:
-                raise ClientError(answer["error"])
-            if gone is None:
+            if gone is None and "error" not in answer:
                 metrics, model = _stacked(tree)
                 yield (client,), metrics, model
 

@@ -54,12 +54,11 @@ class Lines:
             if done:
                 continue
             for future, site in list(waiting.items()):  # a long computation, or nobody there?
-                ping = pings.setdefault(site, _in_thread(self.ping, site))
-                if ping.done():
-                    del pings[site]
-                    if isinstance(gone := self._result(site, ping), OSError):
-                        replies[site] = gone
-                        del waiting[future]
+                if site not in pings:
+                    pings[site] = _in_thread(self.ping, site)
+                elif pings[site].done() and isinstance(gone := self._result(site, pings.pop(site)), OSError):
+                    replies[site] = gone
+                    del waiting[future]
         return replies
 
     def _result(self, site: str, future: Future[Any]) -> bytes | OSError:
@@ -95,11 +94,10 @@ class Lines:
     def look(self) -> None:
         """Take back who answers again; does not wait."""
         for site in set(self.away) - self._out:
-            probe = self._probes.setdefault(site, _in_thread(self.ping, site))
-            if probe.done():
-                del self._probes[site]
-                if probe.exception() is None:
-                    del self.away[site]
+            if site not in self._probes:
+                self._probes[site] = _in_thread(self.ping, site)
+            elif self._probes[site].done() and self._probes.pop(site).exception() is None:
+                del self.away[site]
 
 
 def _in_thread(work: Callable[..., Any], *args: Any) -> Future[Any]:
