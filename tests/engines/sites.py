@@ -11,11 +11,20 @@ import tomli_w
 
 from fedtailor.algorithms import algorithms
 from fedtailor.core import codec
+from fedtailor.core.algorithm import sent_names
+from fedtailor.core.federation import Federation
+from fedtailor.core.trees import Tree, items, tree_map
 from fedtailor.data.federated import FederatedData
 from fedtailor.data.site import write_prepared
 from fedtailor.engines.flare.messages import ENVELOPE, PING
+from fedtailor.engines.flare.server import ROSTER
 from fedtailor.engines.flare.site import SERVER, SiteService, read_site
+from fedtailor.engines.flare.vault import Vault
+from fedtailor.engines.loop import loop
 from fedtailor.models import MODELS
+from fedtailor.runs import runner
+from fedtailor.runs.config import RunConfig
+from fedtailor.runs.store import RunFolder, read_json, read_tree
 
 POLICY: dict[str, Any] = {
     "algorithms": sorted(algorithms()),
@@ -27,8 +36,6 @@ POLICY: dict[str, Any] = {
 
 def every_name() -> list[str]:
     """All that any algorithm sends."""
-    from fedtailor.core.algorithm import sent_names
-
     return sorted({name for kind in algorithms().values() for name in sent_names(kind)} | {"gradients"})
 
 
@@ -73,3 +80,38 @@ class Sites:
             self.seen.append((site, request, reply))
         self.after(site, header)
         return reply
+
+
+def tensors(run: Path, sites: Path) -> dict[str, Any]:
+    """Everything that a run has made: at the server, and in the folder of each site."""
+    saved = RunFolder(run).load_checkpoint()
+    assert saved is not None
+    roster = read_json(run / ROSTER)
+    made: dict[str, Any] = {"server": saved[1]["state"]["server"]}
+    for name, kept in zip(roster["clients"], saved[1]["state"]["clients"]["kept"].tolist(), strict=True):
+        private = sites / name / "private" / roster["run"]
+        made[f"state of {name}"] = Vault(private / "states").read(kept)
+        if (private / "personal" / "last.json").exists():
+            made[f"model of {name}"] = read_tree(private / "personal", read_json(private / "personal" / "last.json"))
+    return dict(items(made))
+
+
+def on_loop(config: RunConfig, missed: dict[int, set[str]] | None = None) -> dict[str, Any]:
+    """The same on the loop engine, in which some clients miss some rounds."""
+    setting = runner.setting_of(config)
+    engine = loop(setting)
+    engine.start()
+    fed = Federation(engine, config.federation.limits)
+    server = setting.algorithm.server_init(setting.model)
+    for round in range(1 - setting.algorithm.preparation, config.rounds + 1):
+        away = (missed or {}).get(round, set())
+        cohort = [i for i, name in enumerate(setting.data.clients) if name not in away]
+        if cohort:
+            server = fed.run_round(round, cohort, server)
+    rows = engine.get_states()
+    made: dict[str, Tree] = {"server": server}
+    found = engine.evaluate(range(len(setting.data.clients)), config.rounds, server, ["test"])
+    for i, ((_, _, stack), name) in enumerate(zip(found, setting.data.clients, strict=True)):
+        made[f"state of {name}"] = tree_map(lambda v, i=i: v[i : i + 1], rows)
+        made[f"model of {name}"] = {k: v[0] for k, v in stack.items()}
+    return dict(items(made))

@@ -12,18 +12,15 @@ import torch
 
 from fedtailor import data as sources
 from fedtailor.algorithms import algorithms
-from fedtailor.core.federation import Federation
-from fedtailor.core.trees import Tree, items, tree_map
 from fedtailor.engines.flare import server as flare
 from fedtailor.engines.flare.messages import ENVELOPE
 from fedtailor.engines.flare.site import AUDIT
 from fedtailor.engines.flare.vault import Vault
-from fedtailor.engines.loop import loop
 from fedtailor.errors import RunError
 from fedtailor.runs import runner
 from fedtailor.runs.config import RunConfig
-from fedtailor.runs.store import RunFolder, read_json, read_tree
-from tests.engines.sites import Sites, write_sites
+from fedtailor.runs.store import RunFolder, read_json
+from tests.engines.sites import Sites, on_loop, tensors, write_sites
 from tests.helpers import assert_equal
 from tests.runs.small import DIGITS, POLYNOMIAL, config
 
@@ -71,37 +68,7 @@ class Federated:
         return self.root / "sites" / name / "private" / run
 
     def tensors(self) -> dict[str, Any]:
-        """Everything that the run has made, wherever it lies."""
-        saved = self.server.load_checkpoint()
-        assert saved is not None
-        made: dict[str, Any] = {"server": saved[1]["state"]["server"]}
-        clients = read_json(self.server.path / flare.ROSTER)["clients"]
-        for name, kept in zip(clients, saved[1]["state"]["clients"]["kept"].tolist(), strict=True):
-            made[f"state of {name}"] = Vault(self.private(name) / "states").read(kept)
-            personal = self.private(name) / "personal"
-            if (personal / "last.json").exists():
-                made[f"model of {name}"] = read_tree(personal, read_json(personal / "last.json"))
-        return dict(items(made))
-
-
-def on_loop(config: RunConfig, missed: dict[int, set[str]] | None = None) -> dict[str, Any]:
-    """The same on the loop engine, in which some clients miss some rounds."""
-    setting = runner.setting_of(config)
-    engine = loop(setting)
-    engine.start()
-    fed = Federation(engine, config.federation.limits)
-    server = setting.algorithm.server_init(setting.model)
-    for round in range(1 - setting.algorithm.preparation, config.rounds + 1):
-        away = (missed or {}).get(round, set())
-        cohort = [i for i, name in enumerate(setting.data.clients) if name not in away]
-        server = fed.run_round(round, cohort, server)
-    rows = engine.get_states()
-    made: dict[str, Tree] = {"server": server}
-    found = engine.evaluate(range(len(setting.data.clients)), config.rounds, server, ["test"])
-    for i, ((_, _, stack), name) in enumerate(zip(found, setting.data.clients, strict=True)):
-        made[f"state of {name}"] = tree_map(lambda v, i=i: v[i : i + 1], rows)
-        made[f"model of {name}"] = {k: v[0] for k, v in stack.items()}
-    return dict(items(made))
+        return tensors(self.server.path, self.root / "sites")
 
 
 @pytest.mark.parametrize("algorithm", sorted(algorithms()))
@@ -282,20 +249,7 @@ def test_a_site_lost_on_the_way_back_costs_the_round(tmp_path: Path) -> None:
     everybody = set(federated.names)
     missed = {line["round"]: everybody if "abandoned" in line else {"client-01"} for line in lines if "faults" in line}
     missed[2] = everybody
-    setting_wanted = _without_rounds(federated.config, missed)
-    assert_equal(federated.tensors(), setting_wanted, 1e-6)
-
-
-def _without_rounds(config: RunConfig, missed: dict[int, set[str]]) -> dict[str, Any]:
-    """As `on_loop`, where a round that everybody misses does not take place."""
-    run_round = Federation.run_round
-
-    def skipped(self: Federation, round: int, cohort: Any, server: Tree) -> Tree:
-        return run_round(self, round, cohort, server) if cohort else server
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Federation, "run_round", skipped)
-        return on_loop(config, missed)
+    assert_equal(federated.tensors(), on_loop(federated.config, missed), 1e-6)
 
 
 def test_all_sites_away_ends_the_job_for_a_later_one(tmp_path: Path) -> None:

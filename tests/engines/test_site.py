@@ -204,7 +204,7 @@ def test_a_site_goes_back_with_the_server(asked: Asked) -> None:
         assert asked.ask({"op": "keep", "round": round})[0]["kept"] == round
         kept[round] = asked.states()
     asked.restart()  # a new job
-    assert asked.start()["kept"] == [2, 3]
+    assert asked.start()["kept"] == [0, 2, 3]  # the first state can be made again
     asked.begin(3, 2)
     assert all(torch.equal(kept[2][k], v) for k, v in asked.states().items())
     asked.call(3)

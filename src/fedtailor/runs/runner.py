@@ -137,14 +137,17 @@ def start(config: RunConfig, path: Path, data_root: Path | None = None, listener
 
 
 def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener: Listener | None = None) -> RunFolder:
-    """The rounds of a run on an engine that is made already; goes on where the folder ends, if there is one."""
+    """The rounds of a run on an engine that is made already; goes on where the folder ends, if there is one.
+
+    Of a finished run only the end is done again: a site that was away then has no personal model yet.
+    """
     engine.start()
     if not (path / CONFIG).exists():
         RunFolder.create(path, config, about(engine.setting, config, name, None))
     folder = RunFolder.open(path)
     if folder.config != config:
         raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
-    return folder if folder.results is not None else _train(folder, _Run(config, engine), listener)
+    return _train(folder, _Run(config, engine), listener)
 
 
 def resume(path: Path, data_root: Path | None = None, listener: Listener | None = None) -> RunFolder:

@@ -71,7 +71,7 @@ class Launcher:
             self.say(f"without {', '.join(sorted(missing))}, who did not come within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
             job = office.submit(nvidia.job(self.run, self.config.plain(), len(there), Path(folder)))
-        self.say(f"{self.run}: submitted to {', '.join(there)}")
+        self.say(f"{self.run}: submitted to {', '.join(sorted(there))}")
         return job
 
     def _watch(self, office: nvidia.Office, job: str) -> bool:
