@@ -23,7 +23,6 @@ from typing import Any
 
 import tomli_w
 
-from fedtailor import algorithms
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
@@ -54,7 +53,13 @@ ALGORITHMS: dict[str, list[str]] = {
     "ditto": [],
     "fedselect": [],
     # for linear regression only, which heart disease is not
-    "learn2pfed": ["data.source=polynomial", "data.clients=3", *LINEAR, "algorithm.outer=loo", "algorithm.gradient=exact"],
+    "learn2pfed": [
+        "data.source=polynomial",
+        "data.clients=3",
+        *LINEAR,
+        "algorithm.outer=loo",
+        "algorithm.gradient=exact",
+    ],
     "learn2pfed-net": [],
     "duw-fedavg": ["algorithm.outer_iterations=3", "algorithm.horizon=3"],
     "fedeq": ["model.name=deq-mlp", "model.width=32", "model.hidden=16"],
@@ -70,7 +75,9 @@ def configured(algorithm: str, *settings: str) -> RunConfig:
     return made
 
 
-def replayed(config: RunConfig, sites: int, lines: list[dict[str, Any]]) -> tuple[Tree, dict[str, Tree], dict[str, Any]]:
+def replayed(
+    config: RunConfig, sites: int, lines: list[dict[str, Any]]
+) -> tuple[Tree, dict[str, Tree], dict[str, Any]]:
     """The same run on the loop engine, in which clients miss the rounds that they missed in the federation."""
     data = runner.setting_of(config).data
     setting = runner.put_together(config, data.only(range(sites)))
@@ -179,7 +186,7 @@ def fourth_joins(bench: Bench) -> str:
     local.prepare(bench.folder, 3, config, None)
     at_sites = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
     launcher = Launcher(bench.folder / "admin", at_sites, run, names, bench.say)
-    
+
     def train() -> None:
         launcher.to_the_end()
         result.append(RunFolder(path))
@@ -204,7 +211,7 @@ def trips(bench: Bench) -> str:
     told = []
     for name, floats in SIZES.items():
         settings = ["rounds=3", "model.name=linear", f"algorithm.floats={floats}", "evaluation.every=3"]
-        folder = bench.run(configured(ECHO, *settings), f"trips-{name}")
+        folder = bench.run(configured(ECHO, *settings), f"trips-{floats}")
         told.append(f"{name} {folder.metrics()[-1]['report']['median_ms']:.0f} ms")
     return "median trip, 3 sites: " + ", ".join(told)
 
@@ -405,7 +412,9 @@ def foreign_certificate(bench: Bench) -> str:
         processes.stop(rogue / "rogue")
     log = (rogue / "rogue" / processes.LOG).read_text()
     assert "rogue" not in there, there
-    reason = next((line for line in log.splitlines() if "CERTIFICATE_VERIFY" in line or "handshake" in line.lower()), "")
+    reason = next(
+        (line for line in log.splitlines() if "CERTIFICATE_VERIFY" in line or "handshake" in line.lower()), ""
+    )
     return f"never connected in 15 s, the others did: {', '.join(there)}; {reason.strip()[-100:]}"
 
 
@@ -437,7 +446,7 @@ def strange_requests(bench: Bench) -> str:
     told.append(ask(call | {"function": "client_init"}, ()))
     told.append(ask({"op": "evaluate", "round": 1, "splits": ["val"], "keep": "", "models": True}, setting.model.body))
     told.append(ask({"op": "get_states"}))
-    told.append(ask({"op": "undo"}, caller="hungarian"))
+    told.append(ask({"op": "finish"}, caller="hungarian"))
     assert all(text != "None" for text in told), told
     return "refused: " + "; ".join(told)
 
@@ -488,10 +497,7 @@ PARTS: dict[str, Callable[[Bench], str]] = {
     "capture": capture,
     "fourth_joins": fourth_joins,
     "older_version": older_version,
-    **{
-        hurt.__name__: faulty(hurt)
-        for hurt in (job_killed, site_killed, server_killed, launcher_killed)
-    },
+    **{hurt.__name__: faulty(hurt) for hurt in (job_killed, site_killed, server_killed, launcher_killed)},
     "site_paused": faulty(site_paused, 400),
 }
 

@@ -1,4 +1,4 @@
-"""A real federation on 127.0.0.1: a server and three sites as processes, with certificates; equal to the loop engine."""
+"""A real federation on 127.0.0.1: a server and three sites as processes; equal to the loop engine."""
 
 from __future__ import annotations
 

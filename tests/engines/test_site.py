@@ -167,7 +167,7 @@ def test_a_reply_other_than_declared_does_not_leave(asked: Asked, monkeypatch: p
 
 
 def test_only_the_server_may_call(asked: Asked) -> None:
-    assert asked.ask({"op": "undo"}, caller="bo")[0]["refused"] == '"bo" called; only the server may'
+    assert asked.ask({"op": "finish"}, caller="bo")[0]["refused"] == '"bo" called; only the server may'
 
 
 def test_nothing_before_a_run_was_started(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import sys
@@ -132,7 +133,7 @@ def submit(
 
     kits.needs_flare()
     checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
-    name = run or _name("sites", checked)
+    name = _name(run, "sites", checked)
     sites = tuple(read_json(admin / kits.ABOUT)["sites"])
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
@@ -183,7 +184,7 @@ def local(
 
     kits.needs_flare()
     checked = _checked(config, settings)
-    name = run or _name(checked.data.source, checked)
+    name = _name(run, checked.data.source, checked)
     folder = out or Path("runs") / f"federation-{name}"
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
@@ -223,9 +224,12 @@ def _checked(config: Path, settings: list[str]) -> Any:
     return checked
 
 
-def _name(source: str, config: Any) -> str:
+def _name(run: str, source: str, config: Any) -> str:
+    """The name of a run, which is also that of a folder and of a job."""
+    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9_-]{0,80})?", run):
+        raise ConfigError(f'--run "{run}": use letters, digits, "-" and "_"; a letter or digit first')
     made = f"{source}-{config.algorithm.name}-seed{config.seed}"
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in made)
+    return run or "".join(c if c.isalnum() or c in "-_" else "-" for c in made)
 
 
 def _say(text: str) -> None:

@@ -41,6 +41,7 @@ class Engine(Protocol):
 
     def start(self) -> None: ...
     def begin_round(self, round: int) -> dict[int, str]: ...  # who is away, and why
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]: ...  # whose new state is lost, and why
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Any]: ...
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
@@ -272,18 +273,30 @@ class Federation:
             self.cohort = self._arriving(0, self.cohort)
             if not self.cohort:
                 return server  # nobody answered: everything is as before
-        self._calls, self._tape, self._errors, self.reported = 0, None, [], {}
-        away = self.engine.begin_round(round)
-        self.faults += [Fault(self._name(c), round, "begin", away[c]) for c in self.cohort if c in away]
-        self.cohort = tuple(c for c in self.cohort if c not in away)
-        if away and len(self.cohort) < max(1, self.limits.min_replies):
-            raise RoundAbandoned(f"round {round}: {len(self.cohort)} of {len(cohort)} clients are there")
-        try:
-            with torch.enable_grad():  # a tape must record whatever the caller's mode
-                return detach(self.engine.setting.algorithm.round(self, server))
-        except BaseException:
-            self.engine.undo()
-            raise
+        missed, is_first = self.missed, True
+        while True:
+            self._calls, self._tape, self._errors, self.reported, self.missed = 0, None, [], {}, list(missed)
+            self._leave_out(self.engine.begin_round(round), "begin")
+            try:
+                with torch.enable_grad():  # a tape must record whatever the caller's mode
+                    made = detach(self.engine.setting.algorithm.round(self, server))
+                lost = self.engine.end_round(self.cohort)
+            except BaseException:
+                self.engine.undo()
+                raise
+            if not lost:
+                return made
+            self.engine.undo()  # their replies are in what was made, their new states are nowhere: again without them
+            if not is_first or len(self.cohort) - len(lost) >= max(1, self.limits.min_replies):
+                self._leave_out(lost, "end")
+            is_first = False  # too few would be left: once more with all, for they may just have gone
+
+    def _leave_out(self, clients: dict[int, str], when: str) -> None:
+        """Go on without clients that are away, if enough are left."""
+        self.faults += [Fault(self._name(c), self.round, when, clients[c]) for c in self.cohort if c in clients]
+        self.cohort = tuple(c for c in self.cohort if c not in clients)
+        if clients and len(self.cohort) < max(1, self.limits.min_replies):
+            raise RoundAbandoned(f"round {self.round}: {len(self.cohort)} of {len(self.asked)} clients are there")
 
     def _call(self, call: Call) -> Placed:
         """Send a call, check every reply, keep the good ones in the order of the cohort."""

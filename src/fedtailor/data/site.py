@@ -82,9 +82,7 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
     )
     target = Target("classification" if config.classes else "regression", config.classes)
     columns = (*config.numeric, *config.categories)
-    return assemble(
-        name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories
-    )
+    return assemble(name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories)
 
 
 def _filled(table: Table, column: str, fill: dict[str, float]) -> Floats:

@@ -133,7 +133,7 @@ def _restrict(kit: Path, role: str) -> None:
     if role == "site":
         resources["allow_log_streaming"] = False
         resources["components"] = [c for c in resources["components"] if c["id"] != "site_log_streamer"]
-        permissions = {who: ALLOWED for who in ("project_admin", "lead")} | {"org_admin": NOTHING, "member": NOTHING}
+        permissions = dict.fromkeys(("project_admin", "lead"), ALLOWED) | {"org_admin": NOTHING, "member": NOTHING}
         _write(local / "authorization.json", {"format_version": "1.0", "permissions": permissions})
     _write(local / "resources.json", resources)
     log = json.loads((local / "log_config.json.default").read_text())

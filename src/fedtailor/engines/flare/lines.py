@@ -94,10 +94,11 @@ class Lines:
     def look(self) -> None:
         """Take back who answers again; does not wait."""
         for site in set(self.away) - self._out:
-            if site not in self._probes:
+            probe = self._probes.get(site)
+            if probe is not None and probe.done() and probe.exception() is None:
+                del self.away[site], self._probes[site]
+            elif probe is None or probe.done():
                 self._probes[site] = _in_thread(self.ping, site)
-            elif self._probes[site].done() and self._probes.pop(site).exception() is None:
-                del self.away[site]
 
 
 def _in_thread(work: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""A whole federation on this machine, for trying: server and sites are processes on 127.0.0.1, with real certificates."""
+"""A whole federation on this machine, for trying: server and sites are processes on 127.0.0.1, with certificates."""
 
 from __future__ import annotations
 

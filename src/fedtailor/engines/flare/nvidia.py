@@ -107,9 +107,7 @@ class _Recipe(CollabRecipe):
 
 def job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
     """Write the description of a job: names of classes and the configuration."""
-    recipe = _Recipe(
-        job_name=run, server=Coordinator(run, json.dumps(config)), client=Participant(), min_clients=sites
-    )
+    recipe = _Recipe(job_name=run, server=Coordinator(run, json.dumps(config)), client=Participant(), min_clients=sites)
     recipe._job.set_app_packages(["fedtailor"])
     recipe.add_client_config(WHOLE)
     recipe.add_server_config(WHOLE)

@@ -42,8 +42,7 @@ class Flare(Remote):
         self.first = -setting.algorithm.preparation
         self._kept = [self.first for _ in self.everybody]
         self._needed: list[set[int]] = [set() for _ in self.everybody]
-        self._round: int | None = None  # begun, and its states not kept yet
-        self._present: list[int] = []
+        self._round = self.first
 
     def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """All sites at the same time."""
@@ -86,30 +85,38 @@ class Flare(Remote):
             time.sleep(min(1.0, self.lines.silence / 4))
             self.lines.look()
             away = self._begin(round, list(away))
-        self._present = [c for c in self.everybody if c not in away]
         return away
 
     def _begin(self, round: int, clients: Iterable[int]) -> dict[int, str]:
         headers = {
-            c: {"op": "begin", "round": round, "kept": self._kept[c], "needed": sorted(self._needed[c])} for c in clients
+            c: {"op": "begin", "round": round, "kept": self._kept[c], "needed": sorted(self._needed[c])}
+            for c in clients
         }
         return {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
 
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
+        """Every site keeps its new state on its disk; returns whose is lost. The server keeps its own only after it."""
+        told = list(self._tell_each(dict.fromkeys(clients, {"op": "keep", "round": self._round})))
+        lost = {client: wrong for client, _, wrong in told if wrong}
+        if not lost:
+            for client, answer, _ in told:
+                self._kept[client] = answer["kept"]
+        return lost
+
+    def undo(self, clients: Sequence[int] | None = None) -> None:
+        """Sites go back to what they kept last; who cannot be reached does so when its next round begins."""
+        chosen = self.everybody if clients is None else clients
+        for _ in self._tell_each({c: {"op": "restore", "kept": self._kept[c]} for c in chosen}):
+            pass
+
     def get_states(self) -> Tree:
-        """For each client the round whose state it kept last; those of the running round are kept now."""
-        if self._round is not None:
-            header = {"op": "keep", "round": self._round}
-            for client, answer, wrong in self._tell_each(dict.fromkeys(self._present, header)):
-                if not wrong:
-                    self._kept[client] = answer["kept"]
-            self._round = None
+        """For each client the round whose state it kept last."""
         return {"kept": torch.tensor(self._kept)}
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then; one that was not there yet, to its start."""
         kept = rows["kept"].tolist()
         self._kept = kept + [self.first] * (len(self.everybody) - len(kept))
-        self._round = None
         for client, _, wrong in self._tell_each({c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept)}):
             if wrong:
                 self._leave_out(client, wrong)

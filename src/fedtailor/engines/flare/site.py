@@ -92,7 +92,6 @@ class SiteService:
             "begin": (self._begin, {"op", "round", "kept", "needed"}),
             "keep": (self._keep, {"op", "round"}),
             "finish": (self._pass_on, {"op"}),
-            "undo": (self._undo, {"op"}),
             "evaluate": (self._evaluate, {"op", "round", "splits", "keep"}),
         }
 
@@ -173,7 +172,9 @@ class SiteService:
         mine, theirs = promise(setting), header["promise"]
         for part in mine:
             if mine[part] != theirs.get(part):
-                raise Refused(f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}")
+                raise Refused(
+                    f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}"
+                )
         folder = self.site.folder / self._run
         self._vault = Vault(folder / "states")
         identity = {"promise": digest(mine), "config": header["config"]}
@@ -219,11 +220,6 @@ class SiteService:
             self._vault.keep(header["round"], self._client.inside.get_states())
             self._at, self._changed = header["round"], False
         return codec.encode({"kept": self._at}, None)
-
-    def _undo(self, header: Header, message: bytes) -> bytes:
-        assert self._at is not None
-        self._go_to(self._at)
-        return codec.encode({}, None)
 
     def _pass_on(self, header: Header, message: bytes) -> bytes:
         assert self._client is not None
