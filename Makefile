@@ -38,6 +38,7 @@ bench: $(READY) ## Speed, as a ratio to plain torch in the same run
 
 evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py
+	$(BIN)/python benchmarks/federation.py
 
 docs: $(READY) ## Check that the commands and code shown in the docs run
 	$(BIN)/python -m pytest tests/docs

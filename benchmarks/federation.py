@@ -1,6 +1,6 @@
 """A real federation on 127.0.0.1: equal to the loop engine, how long a trip takes, faults, and what is refused.
 
-Every part prints one line and can be run alone; what was shown already is not run again (the results are kept in --out).
+Every part prints one line and can be run alone; what was shown already is not run again (it is kept in --out).
 Example: python benchmarks/federation.py fedrep site_killed
 """
 

@@ -41,7 +41,7 @@ LOGS = [
     "nvflare.app_common.logging.job_log_receiver.JobLogReceiver",
 ]
 
-TEMPLATE = """# What this site brings to the federation, and what it allows. Nobody but this site reads or writes this file.
+TEMPLATE = """# What this site brings to the federation, and what it allows. Nobody but this site reads this file.
 folder = "private"  # private states, the personal model and the record of all messages
 
 [data]

@@ -96,7 +96,7 @@ class Flare(Remote):
 
     def end_round(self, clients: Sequence[int]) -> dict[int, str]:
         """Every site keeps its new state on its disk; returns whose is lost. The server keeps its own only after it."""
-        told = list(self._tell_each(dict.fromkeys(clients, {"op": "keep", "round": self._round})))
+        told = list(self._tell_each({c: {"op": "keep", "round": self._round} for c in clients}))
         lost = {client: wrong for client, _, wrong in told if wrong}
         if not lost:
             for client, answer, _ in told:
