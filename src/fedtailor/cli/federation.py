@@ -128,10 +128,11 @@ def submit(
     """
     from fedtailor.data.configs import SitesConfig
     from fedtailor.engines.flare import kits
-    from fedtailor.engines.flare.launcher import Launcher
     from fedtailor.runs.store import read_json
 
     kits.needs_flare()
+    from fedtailor.engines.flare.launcher import Launcher
+
     checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
     name = _name(run, "sites", checked)
     sites = tuple(read_json(admin / kits.ABOUT)["sites"])
@@ -148,10 +149,11 @@ def submit(
 def status(admin: Admin) -> None:
     """Print which sites are connected and what runs."""
     from fedtailor.engines.flare import kits
-    from fedtailor.engines.flare.nvidia import office
     from fedtailor.runs.store import read_json
 
     kits.needs_flare()
+    from fedtailor.engines.flare.nvidia import office
+
     about = read_json(admin / kits.ABOUT)
     with office(admin / kits.KIT, kits.ADMIN) as found:
         there, running, jobs = found.sites(), found.running(), found.jobs()
@@ -180,9 +182,10 @@ def local(
     from fedtailor.cli.listing import print_run
     from fedtailor.cli.main import console
     from fedtailor.engines.flare import kits
-    from fedtailor.engines.flare import local as here
 
     kits.needs_flare()
+    from fedtailor.engines.flare import local as here
+
     checked = _checked(config, settings)
     name = _name(run, checked.data.source, checked)
     folder = out or Path("runs") / f"federation-{name}"

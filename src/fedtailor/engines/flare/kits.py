@@ -18,6 +18,7 @@ ADMIN = "admin@fedtailor.local"
 PROJECT = "fedtailor"
 ABOUT = "federation.json"
 KIT, SITE, RUNS = "kit", "site.toml", "runs"
+SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # told to a participant's own processes
 
 NOTHING = "none"
 ALLOWED = {  # of what an administrator may ask of a site: to take part in a job and to end it
@@ -165,7 +166,6 @@ class Started:
 
 def how_to_start(role: str, folder: Path) -> Started:
     """The command of the server or of a site, with its own paths in the environment."""
-    from fedtailor.engines.flare.nvidia import SERVER_FOLDER, SITE_FILE
     from fedtailor.engines.flare.site import read_site
 
     script = (folder / KIT / "startup" / "sub_start.sh").resolve()

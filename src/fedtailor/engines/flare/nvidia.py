@@ -17,13 +17,13 @@ from nvflare.collab import CollabCallError, CollabRecipe, collab
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
+from fedtailor.engines.flare.kits import SERVER_FOLDER, SITE_FILE
 from fedtailor.engines.flare.server import coordinate
 from fedtailor.engines.flare.site import SiteService, read_site
 from fedtailor.errors import NotNow, UserError
 from fedtailor.runs.config import parse
 from fedtailor.runs.runner import Progress
 
-SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # set by fedtailor federation start
 API_ERRORS = (
     api_spec.NoConnection,
     api_spec.SessionClosed,
