@@ -368,6 +368,7 @@ def shipped_code(bench: Bench) -> str:
 def older_version(bench: Bench) -> str:
     """A site with another version of the package."""
     bench.stop()
+    bench.source, bench.folder = "heart-disease", bench.out / "federation-heart-disease"
     old = bench.out / "old-package"
     shutil.rmtree(old, ignore_errors=True)
     shutil.copytree(ROOT / "src" / "fedtailor", old / "fedtailor")

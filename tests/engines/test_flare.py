@@ -150,7 +150,7 @@ def test_what_a_site_computed_too_late_is_undone(tmp_path: Path) -> None:
 
 def test_a_lost_reply_is_repeated_not_computed_again(tmp_path: Path) -> None:
     federated = Federated(tmp_path, configured("ditto"))
-    lost = []
+    lost: list[Any] = []
 
     def after(name: str, header: dict[str, Any]) -> None:
         if name == "client-00" and header.get("round") == 2 and len(lost) < 2:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedtailor import __version__
+from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, items
 from fedtailor.engines.flare.lines import Lines
@@ -152,7 +153,7 @@ def test_an_operation_that_is_not_declared(header: dict[str, Any], why: str, ask
 
 
 def test_a_reply_other_than_declared_does_not_leave(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type(asked.setting.algorithm)
+    kind = FedRep
     honest = kind.local
 
     def tells(self: Any, me: Any, body: Any) -> Any:
@@ -263,7 +264,7 @@ class Slow:
     """A link whose sites answer when they are let."""
 
     def __init__(self) -> None:
-        self.sites = ("ada", "bo")
+        self.sites: tuple[str, ...] = ("ada", "bo")
         self.alive = {"ada": True, "bo": True}
         self.pings = 0
 
