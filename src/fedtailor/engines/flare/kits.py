@@ -88,6 +88,7 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
         if kit.exists():
             continue
         shutil.copytree(made / participant, kit)
+        kit.parent.chmod(0o700)  # it holds a private key
         if role != "admin":
             _restrict(kit, role)
         if role == "site" and not (folder / name / SITE).exists():

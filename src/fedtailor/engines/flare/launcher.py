@@ -70,7 +70,8 @@ class Launcher:
         if missing:
             self.say(f"without {', '.join(sorted(missing))}, who did not come within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
-            job = office.submit(nvidia.job(self.run, self.config.plain(), len(there), Path(folder)))
+            least = self.config.federation.min_replies  # with more, a job would wait for a site that just went
+            job = office.submit(nvidia.job(self.run, self.config.plain(), least, Path(folder)))
         self.say(f"{self.run}: submitted to {', '.join(sorted(there))}")
         return job
 
