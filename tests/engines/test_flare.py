@@ -204,7 +204,7 @@ def test_a_job_that_is_torn_down_leaves_no_half_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["between sites and server", "after a checkpoint", "within a round"])
 def test_a_new_job_goes_on_from_the_checkpoint(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    federated = Federated(tmp_path, configured("fedrep", "rounds=5"))
+    federated = Federated(tmp_path, configured("fedrep", "rounds=5", "local.lr=0.3"))
     save = RunFolder.save_checkpoint
 
     def dies(self: RunFolder, status: dict[str, Any], trees: Any) -> None:
@@ -225,9 +225,14 @@ def test_a_new_job_goes_on_from_the_checkpoint(moment: str, tmp_path: Path, monk
             federated.run()
     federated.link.before = lambda name, header: None
     federated.link.restart()
-    federated.run()
+    results = federated.run().results
     assert_equal(federated.tensors(), on_loop(federated.config), 1e-6)
     assert [line["round"] for line in federated.server.metrics()] == [1, 2, 3, 4, 5]
+    straight = runner.start(federated.config, tmp_path / "loop").results
+    assert results is not None
+    assert straight is not None
+    assert straight["selected"]["round"] < 3  # states of a round before the interruption are still there
+    assert results["selected"] == straight["selected"]
 
 
 def test_a_site_that_comes_later_joins(tmp_path: Path) -> None:
@@ -245,6 +250,7 @@ def test_a_site_that_comes_later_joins(tmp_path: Path) -> None:
     # the line of round 2 was written, its checkpoint was not: the round is run again, with the fourth
     assert [len(line["cohort"]) for line in folder.metrics()] == [3, 4, 4, 4, 4]
     assert_equal(federated.tensors(), on_loop(federated.config, {1: {"client-03"}}), 1e-6)
+    assert all((federated.private(name) / "personal" / "selected.json").exists() for name in federated.names)
 
 
 def test_nobody_joins_where_the_server_has_numbers_for_each(tmp_path: Path) -> None:

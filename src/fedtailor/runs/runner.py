@@ -286,6 +286,7 @@ class _Run:
         status, trees = saved
         self.server = trees["state"]["server"]
         self.engine.set_states(trees["state"]["clients"])
+        self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
         self.best_round, self.best_value, self.best = status["best_round"], status["best_value"], trees.get("best")
         self.fed.traffic = Traffic(**status["traffic"])

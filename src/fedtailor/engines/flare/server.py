@@ -114,17 +114,21 @@ class Flare(Remote):
         return {"kept": torch.tensor(self._kept)}
 
     def set_states(self, rows: Tree) -> None:
-        """Every site goes back to what it kept then; one that was not there yet, to its start."""
-        kept = rows["kept"].tolist()
-        self._kept = kept + [self.first] * (len(self.everybody) - len(kept))
+        """Every site goes back to what it kept then."""
+        self._kept = self._padded(rows)
         for client, _, wrong in self._tell_each({c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept)}):
             if wrong:
                 self._leave_out(client, wrong)
 
     def saved(self, states: Sequence[Tree]) -> None:
         """Sites may forget, when the next round begins, what no checkpoint needs."""
-        for client in self.everybody:
-            self._needed[client] = {int(tree["kept"][client]) for tree in states if client < len(tree["kept"])}
+        every = [self._padded(tree) for tree in states]
+        self._needed = [{kept[client] for kept in every} for client in self.everybody]
+
+    def _padded(self, rows: Tree) -> list[int]:
+        """One that was not there yet then is at its start."""
+        kept: list[int] = rows["kept"].tolist()
+        return kept + [self.first] * (len(self.everybody) - len(kept))
 
 
 def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:

@@ -104,7 +104,8 @@ class SiteService:
         if number == PING:
             return b""
         with self._lock:
-            self._session = self._session or session
+            if not self._session and number == PING + 1:  # a late request of an earlier server begins no session
+                self._session = session
             if session != self._session:
                 return self._refusal(message, "the request is of another session", number=number)
             if number == self._last:
