@@ -55,8 +55,9 @@ $(PEERS)/.ready:
 bench-peers: $(READY) $(PEERS)/.ready ## The same tasks in Flower, pfl-research and FedLab, in an environment of their own
 	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python --json runs/bench/peers.json
 
-evidence: $(READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
+evidence: $(ALL_READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/evidence.py
+	$(BIN)/python benchmarks/federation.py
 
 docs: $(ALL_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

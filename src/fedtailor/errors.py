@@ -22,6 +22,10 @@ class RunError(UserError):
     """A run folder cannot be read, resumed or written."""
 
 
+class NotNow(RunError):
+    """A run cannot go on at the moment; the same may work later."""
+
+
 class EquilibriumError(UserError):
     """A fixed point cannot be found: no iterations to find it with, or its values are not finite."""
 

@@ -87,6 +87,10 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for option, value in pairwise(words):
             if option == "--constraint":
                 assert (ROOT / value).is_file(), command
+    elif words[:2] == ["fedtailor", "federation"]:  # as a process: it starts others and talks to them
+        done = subprocess.run([sys.executable, "-m", "fedtailor.cli.main", *words[1:]], capture_output=True, text=True)
+        print(done.stdout)
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     elif words[0] == "fedtailor" or words[:3] == ["python", "-m", "fedtailor"]:
         if words[0] == "python":  # which then also imports from the current folder
             monkeypatch.syspath_prepend(Path.cwd())

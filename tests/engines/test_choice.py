@@ -15,6 +15,7 @@ from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool import Pool
 from fedtailor.engines.vmap import CACHE
 from fedtailor.engines.wire import Wire
+from fedtailor.errors import ConfigError
 from fedtailor.models import build
 from tests.helpers import EVEN_SIZES, F64, SIZES, SOLVER, make_data, make_model
 
@@ -25,13 +26,16 @@ def setting(model: str = "mlp", **options: Any) -> Setting:
 
 
 def test_names() -> None:
-    made = {name: engines.make(name, setting(), chunk=7) for name in engines.ENGINES}  # type: ignore[arg-type]
+    here = [name for name in engines.ENGINES if name != "flare"]
+    made = {name: engines.make(name, setting(), chunk=7) for name in here}  # type: ignore[arg-type]
     loop, vmap = made["loop"], made["vmap"]
     assert isinstance(loop, InProcess)
     assert loop.chunk == 0
     assert isinstance(vmap, InProcess)
     assert vmap.chunk == 7
     assert isinstance(made["wire"], Wire)
+    with pytest.raises(ConfigError, match="run it with fedtailor federation submit"):
+        engines.make("flare", setting())
 
 
 @pytest.mark.parametrize(

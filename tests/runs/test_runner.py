@@ -286,7 +286,7 @@ def test_test_data_waits_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked: list[list[str]] = []
     original = InProcess.evaluate
 
-    def evaluate(self: InProcess, clients: Any, round: int, server: Tree, splits: Sequence[str]) -> Any:
+    def evaluate(self: InProcess, clients: Any, round: int, server: Tree, splits: Sequence[str], keep: str) -> Any:
         asked.append(list(splits))
         return original(self, clients, round, server, splits)
 

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from fedtailor import __version__
+from fedtailor.cli import federation
 from fedtailor.errors import ClientError, ConfigError, RankLost, UserError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(federation.app)
 console = Console()
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]

@@ -32,6 +32,13 @@ def decode(message: bytes) -> tuple[dict[str, Any], Tree]:
     return head["header"], build(head["tree"], tensors)
 
 
+def decode_header(message: bytes) -> dict[str, Any]:
+    """The header alone."""
+    (length,) = _LENGTH.unpack_from(message)
+    header: dict[str, Any] = json.loads(message[4 : 4 + length])["header"]
+    return header
+
+
 def size(header: dict[str, Any], tree: Tree, *, stacked: bool = False) -> int:
     """Length of `encode(header, tree)` without encoding; of one client's part when the tree is stacked."""
     return header_size(header) + tree_size(tree, stacked=stacked)

@@ -43,7 +43,8 @@ class Engine(Protocol):
     setting: Setting
 
     def start(self) -> None: ...
-    def begin_round(self) -> None: ...
+    def begin_round(self, round: int) -> dict[int, str]: ...  # who is away, and why
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]: ...  # whose new state is lost, and why
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Any]: ...
     def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]: ...
     def pull_back(
@@ -52,12 +53,13 @@ class Engine(Protocol):
     def finish_backward(self) -> None: ...
     def undo(self, clients: Sequence[int] | None = None) -> None: ...
     def evaluate(
-        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
-    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]: ...
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
+    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]: ...  # sites keep models as `keep`
     def together(self, clients: Sequence[int]) -> Tree | None: ...
     def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None: ...
     def get_states(self) -> Tree: ...
     def set_states(self, rows: Tree) -> None: ...
+    def saved(self, states: Sequence[Tree]) -> None: ...  # those that a checkpoint has; sites may forget the others
 
 
 class AtOnce(NamedTuple):
@@ -289,15 +291,32 @@ class Federation:
             self.cohort = self._arriving(0, self.cohort)
             if not self.cohort:
                 return server  # nobody answered: everything is as before
-        self._calls, self._tape, self._errors, self.reported, self.secure_sums = 0, None, [], {}, 0
-        self.engine.begin_round()
-        try:
-            with torch.enable_grad():  # a tape must record whatever the caller's mode
-                after = detach(self.engine.setting.algorithm.round(self, server))
-                return self.ranks.from_first(after)  # machines of different kinds must not drift apart
-        except BaseException:
-            self.engine.undo()
-            raise
+        missed, is_first = self.missed, True
+        while True:
+            self._calls, self._tape, self._errors, self.reported, self.missed = 0, None, [], {}, list(missed)
+            self.secure_sums = 0
+            self._leave_out(self.engine.begin_round(round), "begin")
+            try:
+                with torch.enable_grad():  # a tape must record whatever the caller's mode
+                    made = detach(self.engine.setting.algorithm.round(self, server))
+                    made = self.ranks.from_first(made)  # machines of different kinds must not drift apart
+                lost = self.engine.end_round(self.cohort)
+            except BaseException:
+                self.engine.undo()
+                raise
+            if not lost:
+                return made
+            self.engine.undo()  # their replies are in what was made, their new states are nowhere: again without them
+            if not is_first or len(self.cohort) - len(lost) >= max(1, self.limits.min_replies):
+                self._leave_out(lost, "end")
+            is_first = False  # too few would be left: once more with all, for they may just have gone
+
+    def _leave_out(self, clients: dict[int, str], when: str) -> None:
+        """Go on without clients that are away, if enough are left."""
+        self.faults += [Fault(self._name(c), self.round, when, clients[c]) for c in self.cohort if c in clients]
+        self.cohort = tuple(c for c in self.cohort if c not in clients)
+        if clients and len(self.cohort) < max(1, self.limits.min_replies):
+            raise RoundAbandoned(f"round {self.round}: {len(self.cohort)} of {len(self.asked)} clients are there")
 
     def _call(self, call: Call) -> Placed:
         """Send a call, check every reply, keep the good ones in the order of the cohort."""
@@ -370,6 +389,9 @@ class Federation:
         self.traffic.trips += trips
         self.traffic.down += trips * clients * down
         self.traffic.up += trips * clients * up
+
+    def _name(self, client: int) -> str:
+        return self.engine.setting.data.clients[client]
 
 
 def _size_down(call: Call, clients: int) -> int:

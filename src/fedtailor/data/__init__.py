@@ -23,6 +23,7 @@ from fedtailor.data.configs import (
     QmnistConfig,
     SavedConfig,
     ShakespeareConfig,
+    SitesConfig,
     SourceConfig,
     StanfordDogsConfig,
 )
@@ -67,6 +68,7 @@ SOURCES: dict[str, SourceInfo] = {
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
     "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
+    "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site"),
 }
 
 

@@ -274,6 +274,12 @@ class SavedConfig(SourceConfig):
     path: Path = Field(description="Folder that fedtailor.data.saved.save wrote.")
 
 
+class SitesConfig(SourceConfig):
+    """Data that the sites of a federation hold; each describes its own in its site.toml."""
+
+    source: Literal["sites"] = Field(default="sites", description="Name of the source.")
+
+
 DataConfig = Annotated[
     DigitsConfig
     | MnistConfig
@@ -289,6 +295,7 @@ DataConfig = Annotated[
     | DuwMnistConfig
     | StanfordDogsConfig
     | FolderConfig
-    | SavedConfig,
+    | SavedConfig
+    | SitesConfig,
     Field(discriminator="source"),
 ]

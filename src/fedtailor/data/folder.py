@@ -90,13 +90,13 @@ def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], da
         for column, is_categorical in kinds.items():
             if not is_categorical:
                 check_numbers(table, column, is_date=column in dates)
-        _complete_target({name: table}, target)
+        complete_target({name: table}, target)
 
 
 def check_numbers(table: Table, column: str, is_date: bool) -> None:
     """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
     found = table.columns[column]
-    _report_text({"": table}, column, "remove the row")
+    report_text({"": table}, column, "remove the row")
     if found.number.count() and found.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
@@ -105,7 +105,7 @@ def check_numbers(table: Table, column: str, is_date: bool) -> None:
 def _target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
     if target.task == "regression":
-        _report_text({"": table}, column, "remove the row")
+        report_text({"": table}, column, "remove the row")
         return numbers(table.columns[column])
     position = {label: i for i, label in enumerate(target.classes)}
     labels = table.columns[column].labels()
@@ -237,10 +237,11 @@ def _all_text(tables: dict[str, Table], column: str, remedy: str) -> None:
         for table in tables.values()
     )
     if numeric_file or 2 * text < values:
-        _report_text(tables, column, remedy)
+        report_text(tables, column, remedy)
 
 
-def _report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+def report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+    """Fail if a column of numbers has text somewhere."""
     for table in tables.values():
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
@@ -263,7 +264,8 @@ def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
                 )
 
 
-def _complete_target(tables: dict[str, Table], target: str) -> None:
+def complete_target(tables: dict[str, Table], target: str) -> None:
+    """Fail if the target is missing in some row."""
     for table in tables.values():
         gaps = table.columns[target].text.null_count()
         if gaps:
@@ -275,7 +277,7 @@ def _complete_target(tables: dict[str, Table], target: str) -> None:
 
 def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
     """Task, targets of each client, and why the task was chosen."""
-    _complete_target(tables, config.target)
+    complete_target(tables, config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     for table in tables.values():
         if table.columns[config.target].is_date:
@@ -287,7 +289,7 @@ def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target
     note = f'target "{config.target}": {task} ({reason})'
     if task == "regression":
         if any(c.is_text.any() for c in columns):
-            _report_text(tables, config.target, "set data.task = 'classification'")
+            report_text(tables, config.target, "set data.task = 'classification'")
         targets = [numbers(c) for c in columns]
         if all((y == targets[0][0]).all() for y in targets):
             _refuse_constant(columns[0].text[0], config)

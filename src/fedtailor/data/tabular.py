@@ -5,7 +5,7 @@ Everything learnt from data (medians, means, spreads) is learnt from training ro
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,10 +65,12 @@ def assemble(
     newcomers: int = 0,
     dates: Collection[str] = (),
     zero_is_missing: Collection[str] = (),
+    categories: Mapping[str, Sequence[str]] | None = None,
 ) -> FederatedData:
     """Split every site, then build the same feature columns for all, in the order of `columns`.
 
     The last `newcomers` of the sites are encoded as the others are: scales and categories do not depend on them.
+    `categories` are those agreed on, by column; else those that the sites have.
     """
     labelled = target.task == "classification"
     settled = len(sites) - newcomers
@@ -86,7 +88,8 @@ def assemble(
                 )
             )
         else:
-            learnt.append(CategoryColumn(name=column, categories=tuple(_categories(column, sites[:settled]))))
+            known = _categories(column, sites[:settled]) if categories is None else categories[column]
+            learnt.append(CategoryColumn(name=column, categories=tuple(known)))
     made.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")
     if dates:
         made.append(f"dates are days since 1970-01-01: {', '.join(dates)}")

@@ -18,14 +18,16 @@ from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import Pool
 from fedtailor.engines.vmap import fitting, vmap
 from fedtailor.engines.wire import Wire
+from fedtailor.errors import ConfigError
 
-EngineName = Literal["auto", "loop", "vmap", "pool", "wire"]
+EngineName = Literal["auto", "loop", "vmap", "pool", "wire", "flare"]
 
 ENGINES = {
     "loop": "one client after the other; the reference",
     "vmap": "clients stacked into one tensor operation; for many small clients and dense models",
     "pool": "worker processes, one per core; for convolutions and whatever does not stack",
     "wire": "every message through bytes; for tests and exact traffic",
+    "flare": "a real federation of sites, each with its own data; see fedtailor federation --help",
 }
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
 
@@ -47,6 +49,8 @@ def make(
         name = choose(setting, cohort, workers).name
     if name == "wire":
         return Wire(setting)
+    if name == "flare":
+        raise ConfigError('federation.engine = "flare": run it with fedtailor federation submit')
     processes = min(workers or (cores() if name == "pool" else 1), len(setting.data.clients))
     if processes > 1 and name != "loop" and _fits(setting, disk):
         if name == "pool":

@@ -68,7 +68,10 @@ class InProcess:
     def set_states(self, rows: Tree) -> None:
         """Put saved states back."""
         self.states.create(self.clients, rows)
-        self.begin_round()
+        self._forget()
+
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Nothing is kept here beside the current ones."""
 
     def groups(self, clients: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Clients that run together."""
@@ -148,8 +151,16 @@ class InProcess:
         self._cotangents = {}
         self._tape = {}
 
-    def begin_round(self) -> None:
-        """Forget tapes and gradients; what is written from here on can be undone."""
+    def begin_round(self, round: int) -> dict[int, str]:
+        """Forget tapes and gradients; what is written from here on can be undone. Nobody is ever away here."""
+        self._forget()
+        return {}
+
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
+        """Nothing is ever lost here."""
+        return {}
+
+    def _forget(self) -> None:
         self.states.begin()
         self._tape, self._cotangents, self._grads = {}, {}, {}
 
@@ -158,7 +169,7 @@ class InProcess:
         self.states.undo(clients)
 
     def evaluate(
-        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, torch.Tensor]], Params]]:
         """Per group the metrics of the personal models, and the models, stacked."""
         stacks = self.chunk > 0

@@ -181,13 +181,24 @@ class Pool:
         kept = self._inside.kept
         refuse_other(schema(rows, stacked=True), schema(kept.tree))
         self._settle()
-        self.begin_round()
+        self._forget()
         self._where = Rows(len(self._clients))
         for place, leaf in zip(kept.all_places(self._inside.rows.bytes, len(self._clients)), leaves(rows), strict=True):
             place.copy_(leaf)
 
-    def begin_round(self) -> None:
-        """Forget tapes and gradients; what is written from here on can be undone."""
+    def begin_round(self, round: int) -> dict[int, str]:
+        """Forget tapes and gradients; what is written from here on can be undone. Nobody is ever away here."""
+        self._forget()
+        return {}
+
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
+        """Nothing is ever lost here."""
+        return {}
+
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Everything is here as long as the process is."""
+
+    def _forget(self) -> None:
         self._where.drop([spot[0] for spots in (self._cotangents, self._grads) for spot in spots.values()])
         self._cotangents, self._grads = {}, {}
         self._forget_tape()
@@ -309,7 +320,7 @@ class Pool:
             yield (c,), tuple(tree_map(lambda v: v[None], arg) if own else arg for arg, own in args)
 
     def evaluate(
-        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]:
         """Metrics of the personal models, and the models, client by client as they are done."""
         message = self._put(server)

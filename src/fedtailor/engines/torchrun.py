@@ -279,16 +279,23 @@ class Sharded:
         """The tape is read back."""
         self.inside.finish_backward()
 
-    def begin_round(self) -> None:
-        """A new round."""
-        self.inside.begin_round()
+    def begin_round(self, round: int) -> dict[int, str]:
+        """A new round. Nobody is ever away here."""
+        return self.inside.begin_round(round)
+
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
+        """Nothing is ever lost here."""
+        return {}
+
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Everything is here as long as the process is."""
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Bring back the private states before this round, of all or of some clients."""
         self.inside.undo(None if clients is None else self.ranks.mine(clients))
 
     def evaluate(
-        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]:
         """Metrics of all clients; models of this rank's only."""
         own = self.ranks.mine(clients)

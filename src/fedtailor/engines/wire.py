@@ -1,9 +1,13 @@
-"""`wire`: every message between server and client is bytes. What crosses, and how much, is exact."""
+"""`wire`: every message between server and client is bytes. What crosses, and how much, is exact.
+
+A call and a cotangent on its way back are the training traffic, which is counted. Everything else (a round begins, the
+tape is read back, undo, evaluate) is a control message: its header has an `op`, and it is not counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +17,7 @@ from fedtailor.core.algorithm import sent_example, sent_positive
 from fedtailor.core.client import Call
 from fedtailor.core.federation import implausible
 from fedtailor.core.me import Setting
+from fedtailor.core.placed import row
 from fedtailor.core.trees import Params, Tree, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess, Reply
 from fedtailor.errors import ClientError, RoundAbandoned
@@ -20,15 +25,34 @@ from fedtailor.errors import ClientError, RoundAbandoned
 if TYPE_CHECKING:
     from fedtailor.privacy.member import Member
 
+Header = dict[str, Any]
+
 
 class Site:
     """A client as a remote one would be: bytes in, bytes out; private state and saved inputs stay inside."""
 
-    def __init__(self, setting: Setting, client: int) -> None:
+    def __init__(self, setting: Setting, client: int, words: Callable[[Exception], str] = str) -> None:
         self.client = client
+        self._words = words  # what the server is told of an error
         self.inside = InProcess(setting, [client], recompute=True)
         self._calls: dict[int, Call] = {}
         self.sums: Member | None = None  # of this round
+        self._controls: dict[str, Callable[[Header, Tree], tuple[Header, Tree]]] = {
+            "start": self._start,
+            "begin": self._begin,
+            "finish": self._finish,
+            "undo": self._undo,
+            "evaluate": self._evaluate,
+        }
+
+    def answer(self, request: bytes) -> bytes:
+        """Any message of the server: training (`handle`) or control."""
+        op = codec.decode_header(request).get("op")
+        if op is None:
+            return self.handle(request)
+        if op not in self._controls:
+            raise LookupError(f'no operation "{op}"')
+        return codec.encode(*self._controls[op](*codec.decode(request)))
 
     def handle(self, request: bytes) -> bytes:
         """Run a call, or pull a cotangent back through one that was taped."""
@@ -49,7 +73,7 @@ class Site:
             self._calls[call.number] = call
         (reply,) = self.inside.call(call, [self.client])
         if reply.error is not None:
-            return codec.encode({"error": str(reply.error)}, None)
+            return codec.encode({"error": self._words(reply.error)}, None)
         if sealed is None:
             return codec.encode(call.reply_header, _first(reply.tree))
         if wrong := self._unusable(call, reply.tree):
@@ -71,97 +95,131 @@ class Site:
             return f"reply {wrong}"
         return implausible(reply, 1, sent_positive(setting.algorithm, call.function), call.sealed or 0.0)[0]
 
+    def _start(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
+        self.inside.start()
+        return {}, None
 
-class Wire:
-    """Server's side of the wire; counts what goes through it."""
+    def _begin(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
+        self.inside.begin_round(header["round"])
+        self._calls.clear()
+        self.sums = None
+        return {}, None
+
+    def _finish(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
+        self.inside.finish_backward()
+        return {}, None
+
+    def _undo(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
+        self.inside.undo()
+        return {}, None
+
+    def _evaluate(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
+        ((_, metrics, model),) = self.inside.evaluate([self.client], header["round"], tree, header["splits"])
+        return {}, (_first(metrics), _first(model))
+
+
+class Remote:
+    """The server's half of an engine whose clients are reached by messages: `carry` brings them, `begin_round` and
+    the two of the states say what there is to tell. Counts the training traffic.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.sites = [Site(setting, c) for c in range(len(setting.data.clients))]
         self.up = self.down = 0
+        self._calls: dict[int, Call] = {}  # taped, waiting for the way back
+        self._taped: Sequence[int] = ()  # who has a part of the tape
 
-    def start(self) -> None:
-        """Give every client its first state."""
-        for site in self.sites:
-            site.inside.start()
+    def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        """Send each client its request; who cannot be reached has an error in place of a reply."""
+        raise NotImplementedError
+
+    def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        """The same, counted as training traffic."""
+        for client, reply in self._counted(requests):
+            self.up += 0 if isinstance(reply, OSError) else len(reply)
+            yield client, reply
+
+    def tell(
+        self, clients: Iterable[int], header: Header, tree: Tree = None
+    ) -> Iterator[tuple[int, Header, Tree, OSError | None]]:
+        """A control message to some clients, and what each of them answered."""
+        request = codec.encode(header, tree)
+        for client, reply in self.carry((c, request) for c in clients):
+            if isinstance(reply, OSError):
+                yield client, {}, None, reply
+            else:
+                yield client, *codec.decode(reply), None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One request per client, one reply each."""
-        for row, client in enumerate(clients):
-            own = tuple(
-                tree_map(lambda v, row=row: v[row], arg) if placed else arg
-                for arg, placed in zip(call.args, call.placed, strict=True)
-            )
-            try:
-                header, tree, length = self._exchange(client, codec.encode(call.header, own))
-            except OSError as gone:
-                yield Reply(
-                    (client,), error=ClientError(f"{self.setting.data.clients[client]} cannot be reached: {gone}")
-                )
+        if call.taped:
+            self._calls[call.number] = call
+        own = any(call.placed)
+        common = b"" if own else codec.encode(call.header, call.args)
+        requests = (
+            codec.encode(call.header, row(call.args, call.placed, i)) if own else common for i in range(len(clients))
+        )
+        for client, reply in self._counted(zip(clients, requests, strict=True)):
+            if isinstance(reply, OSError):
+                yield Reply((client,), error=ClientError(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
+            header, tree = codec.decode(reply)
             if "error" in header:
                 yield Reply((client,), error=ClientError(header["error"]))
             else:
-                self.up += length
+                self.up += len(reply)
                 yield Reply((client,), _stacked(tree))
 
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
     ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:
         """Cotangents down, cotangents up; each client computes its own from the inputs it saved."""
-        for row, client in enumerate(clients):
-            call = self.sites[client]._calls[number]
-            mine = tree_map(lambda v, row=row: v[row], cotangent)
-            try:
-                _, args, length = self._exchange(client, codec.encode(call.reply_header, mine))
-            except OSError as gone:
-                name = self.setting.data.clients[client]
+        call, self._taped = self._calls.pop(number), clients
+        requests = (
+            (client, codec.encode(call.reply_header, tree_map(lambda v, i=i: v[i], cotangent)))
+            for i, client in enumerate(clients)
+        )
+        for client, reply in self._counted(requests):
+            header, args = ({}, ()) if isinstance(reply, OSError) else codec.decode(reply)
+            if isinstance(reply, OSError) or "error" in header:
                 raise RoundAbandoned(
-                    f"round {call.round}: {name} cannot be reached on the way back of {call.function}: {gone}"
-                ) from gone
-            self.up += length
+                    f"round {call.round}: {self._name(client)} cannot be reached on the way back of {call.function}: "
+                    f"{header.get('error', reply)}"
+                )
+            self.up += len(reply)
             yield (client,), tuple(_stacked(a) if own else a for a, own in zip(args, call.placed, strict=True))
 
-    def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
-        """Send each client its request; who cannot be reached has an error in place of a reply."""
-        for client, request in requests:
-            self.down += len(request)
-            try:
-                reply = self.sites[client].handle(request)
-            except OSError as gone:
-                yield client, gone
-            else:
-                self.up += len(reply)
-                yield client, reply
+    def _counted(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        def counted() -> Iterator[tuple[int, bytes]]:
+            for client, request in requests:
+                self.down += len(request)
+                yield client, request
 
-    def _exchange(self, client: int, request: bytes) -> tuple[dict[str, object], Tree, int]:
-        self.down += len(request)
-        reply = self.sites[client].handle(request)
-        return *codec.decode(reply), len(reply)
+        return self.carry(counted())
+
+    def _name(self, client: int) -> str:
+        return self.setting.data.clients[client]
 
     def finish_backward(self) -> None:
-        """The tape is read back at every client."""
-        for site in self.sites:
-            site.inside.finish_backward()
-
-    def begin_round(self) -> None:
-        """A new round at every client."""
-        for site in self.sites:
-            site.inside.begin_round()
-            site._calls.clear()
-            site.sums = None
-
-    def undo(self, clients: Sequence[int] | None = None) -> None:
-        """Bring back the private states before this round, of all or of some clients."""
-        for site in self.sites if clients is None else [self.sites[c] for c in clients]:
-            site.inside.undo()
+        """The tape is read back."""
+        for client, _, _, gone in self.tell(self._taped, {"op": "finish"}):
+            if gone is not None:
+                raise RoundAbandoned(f"{self._name(client)} cannot be reached after the way back: {gone}")
 
     def evaluate(
-        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str]
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]:
-        """Metrics of the personal models, and the models, one client after the other."""
-        for client in clients:
-            yield from self.sites[client].inside.evaluate([client], round, server, splits)
+        """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
+        header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
+        for client, answer, tree, gone in self.tell(clients, header, server):
+            if gone is None and "error" not in answer:
+                metrics, model = _stacked(tree)
+                yield (client,), metrics, model
+
+    @property
+    def everybody(self) -> range:
+        """All clients."""
+        return range(len(self.setting.data.clients))
 
     def together(self, clients: Sequence[int]) -> Tree | None:
         """Clients are on their own here."""
@@ -170,6 +228,42 @@ class Wire:
     def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
         """Never asked for."""
         raise NotImplementedError
+
+
+class Wire(Remote):
+    """All sites in this process. Only the states that a checkpoint saves are taken directly from them."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.sites = [Site(setting, c) for c in self.everybody]
+
+    def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        """One site after the other."""
+        for client, request in requests:
+            try:
+                yield client, self.sites[client].answer(request)
+            except OSError as gone:
+                yield client, gone
+
+    def start(self) -> None:
+        """Give every client its first state."""
+        for _ in self.tell(self.everybody, {"op": "start"}):
+            pass
+
+    def begin_round(self, round: int) -> dict[int, str]:
+        """A new round at every client; returns who is away, and why."""
+        self._calls.clear()
+        told = self.tell(self.everybody, {"op": "begin", "round": round})
+        return {client: str(gone) for client, _, _, gone in told if gone is not None}
+
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
+        """Nothing is ever lost here."""
+        return {}
+
+    def undo(self, clients: Sequence[int] | None = None) -> None:
+        """Bring back the private states before this round, of all or of some clients."""
+        for _ in self.tell(self.everybody if clients is None else clients, {"op": "undo"}):
+            pass
 
     def get_states(self) -> Tree:
         """Everything private, stacked over all clients."""
@@ -180,6 +274,9 @@ class Wire:
         """Put saved states back."""
         for client, site in enumerate(self.sites):
             site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
+
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Nothing is kept here beside the current ones."""
 
 
 def _stacked(tree: Tree) -> Tree:

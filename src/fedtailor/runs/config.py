@@ -105,6 +105,10 @@ class FederationSection(Section):
     min_replies: int = Field(default=1, ge=1, description="With fewer usable replies a round is abandoned.")
     max_norm: float = Field(default=1e8, gt=0, description="A reply of larger norm is rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that the ranks of torchrun wait for each other.")
+    deadline: float = Field(default=600.0, gt=0, description="Seconds in which a site of a real federation must reply.")
+    silence: float = Field(
+        default=10.0, gt=0, description="Seconds without a sign of life after which such a site is away."
+    )
 
     @property
     def budget(self) -> int:

@@ -37,7 +37,7 @@ from fedtailor.privacy.sealed import Privacy
 from fedtailor.runs import tracking
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.newcomers import EPOCHS, hold_out, onboarded
-from fedtailor.runs.store import RESULTS, RunFolder, write_json
+from fedtailor.runs.store import CONFIG, RESULTS, RunFolder, write_json
 
 ABANDONED_IN_A_ROW = 10
 
@@ -61,12 +61,17 @@ Listener = Callable[[Progress], None]
 
 def setting_of(config: RunConfig, data_root: Path | None = None, loaded: FederatedData | None = None) -> Setting:
     """Data, model and algorithm of a configuration, put together; `loaded` is its data if it was read before."""
-    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
-    dtype = getattr(torch, config.model.dtype)
-    federated = (loaded or data.load(config.data, seed=config.seed, root=data_root)).to(dtype)
-    unseen = None
+    federated, unseen = loaded or data.load(config.data, seed=config.seed, root=data_root), None
     if config.evaluation.unseen is not None:
         federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
+    return put_together(config, federated, unseen)
+
+
+def put_together(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Setting:
+    """Model and algorithm of a configuration for data that is there already."""
+    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+    dtype = getattr(torch, config.model.dtype)
+    federated, unseen = federated.to(dtype), None if unseen is None else unseen.to(dtype)
     model = model_of(config, federated.shape, federated.outputs)
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
@@ -212,6 +217,21 @@ def start(
     prepared = run.engine.setting.data.preparation
     ranks.agreed(lambda: RunFolder.create(path, config, made_by, prepared) if ranks.rank == 0 else None)
     return _train(RunFolder(path), run, listener, until)
+
+
+def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener: Listener | None = None) -> RunFolder:
+    """The rounds of a run on an engine that is made already; goes on where the folder ends, if there is one.
+
+    Of a finished run only the end is done again: a site that was away then has no personal model yet.
+    """
+    engine.start()
+    if not (path / CONFIG).exists():
+        RunFolder.create(path, config, about(engine.setting, config, name, None))
+    folder = RunFolder.open(path)
+    if folder.config != config:
+        raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
+    disk = Disk(path.absolute().parent, config.federation.budget)
+    return _train(folder, _Run(config, engine, ALONE, disk), listener, None)
 
 
 def resume(
@@ -405,6 +425,7 @@ class _Run:
             trees["best"] = (self.best_round, self._whole(self.best))
         if self.ranks.rank == 0:
             folder.save_checkpoint(status, trees, self.disk.touch)
+        self.engine.saved([tree["clients"] for _, tree in trees.values()])
 
     def load(self, folder: RunFolder) -> None:
         """Go back to the last checkpoint, or to the start."""
@@ -417,6 +438,7 @@ class _Run:
         status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
         self.server = trees["state"]["server"]
         self.engine.set_states(trees["state"]["clients"])
+        self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
         self.best_round, self.best_value, self.best = status["best_round"], status["best_value"], trees.get("best")
         self.fed.traffic = Traffic(**status["traffic"])
@@ -467,7 +489,7 @@ class _Run:
         names = self.engine.setting.data.clients
         if self.ranks.count == 1:
             with folder.personal_models(kind) as keep:
-                return measure(self.engine, round, server, ["test"], lambda c, model: keep(names[c], model))["test"]
+                return measure(self.engine, round, server, ["test"], lambda c, m: keep(names[c], m), kind)["test"]
         mine: dict[int, Params] = {}
         test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
         stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
@@ -501,17 +523,18 @@ def measure(
     server: Tree,
     splits: list[str],
     keep: Callable[[int, Params], None] = lambda client, model: None,
+    kind: str = "",
 ) -> dict[str, dict[str, list[float]]]:
     """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
     clients = len(engine.setting.data.clients)
-    out: dict[str, dict[str, list[float]]] = {s: {} for s in splits}
-    for group, found, stack in engine.evaluate(range(clients), round, server, splits):
+    names = METRICS[engine.setting.data.task]
+    out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
+    for group, found, stack in engine.evaluate(range(clients), round, server, splits, kind):
         for split, metrics in found.items():
             for name, values in metrics.items():
-                column = out[split].setdefault(name, [math.nan] * clients)
                 for client, value in zip(group, values.tolist(), strict=True):
-                    column[client] = value
-        for row, client in enumerate(group if stack else ()):  # the models of other ranks are there
+                    out[split][name][client] = value
+        for row, client in enumerate(group if stack else ()):  # the models of other ranks and of sites are there
             keep(client, {k: v[row] for k, v in stack.items()})
     return out
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
-from fedtailor.errors import RunError, nearest
+from fedtailor.errors import NotNow, RunError, nearest
 from fedtailor.runs.config import RunConfig, parse, read_toml
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
@@ -175,7 +175,7 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise RunError(f"{self.path}: another process is working on this run") from None
+                raise NotNow(f"{self.path}: another process is working on this run") from None
             yield
 
     def save_checkpoint(
@@ -247,7 +247,8 @@ class RunFolder:
             index[client] = write_tree(folder / file, model)
 
         yield keep
-        write_json(folder / "index.json", {c: index[c] for c in [*clients, *index] if c in index})
+        if index:  # a site of its own keeps its model itself
+            write_json(folder / "index.json", {c: index[c] for c in [*clients, *index] if c in index})
 
     def personal(self, client: str, kind: str = "selected") -> Tree:
         """The personal model of a client, of the validation-selected round or the last one."""

@@ -1,0 +1,239 @@
+"""`fedtailor federation`: a real federation of sites. Thin: it parses, calls, and tells."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedtailor.errors import ConfigError, RunError
+
+app = typer.Typer(
+    name="federation",
+    help="A real federation: each site keeps its data, one server trains with all of them.",
+    epilog="Start with: fedtailor federation local 3 config.toml",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, as init made it.")]
+Admin = Annotated[Path, typer.Option("--admin", help="The administrator's folder.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
+Settings = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
+]
+RunName = Annotated[str, typer.Option("--run", help="Name of the run; else made from the configuration.")]
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; add sites by giving it again.")],
+    site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")],
+    host: Annotated[str, typer.Option("--host", help="Name by which sites reach the server.")] = "localhost",
+    port: Annotated[int, typer.Option("--port", help="Port of the server.")] = 8002,
+) -> None:
+    """Make a folder with certificates for the server, each site and the administrator.
+
+    Hand each site its folder, over a way you trust. FOLDER/authority signs certificates: keep it to
+    yourself. The same command with more sites adds them.
+    """
+    from fedtailor.engines.flare import kits
+
+    kits.needs_flare()
+    for name in kits.provision(folder, host, port, site):
+        role = name if name in ("server", "admin") else "site"
+        told = {
+            "server": f"start it with: fedtailor federation start server {folder / name}",
+            "site": f"describe the data in {folder / name / kits.SITE}, then: "
+            f"fedtailor federation start site {folder / name}",
+            "admin": f"submit with: fedtailor federation submit CONFIG --admin {folder / name}",
+        }[role]
+        print(f"{name}: {told}")
+
+
+@app.command()
+def start(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="server or site.")],
+    folder: Folder,
+    background: Annotated[bool, typer.Option("--background", help="Return at once; stop it with stop.")] = False,
+) -> None:
+    """Take part: as the server, or as a site with its own data.
+
+    Runs until it is stopped (Ctrl-C). A site that is started anew finds its private state again.
+    """
+    from fedtailor.engines.flare import kits, processes
+
+    kits.needs_flare()
+    if role not in ("server", "site"):
+        raise ConfigError(f'"{role}" is neither server nor site')
+    if background:
+        pid = processes.start(role, folder)
+        print(f"{role} runs as process {pid}; log: {folder / processes.LOG}; end: fedtailor federation stop {folder}")
+        return
+    if processes.running(folder) is not None:
+        raise RunError(f"{folder}: runs already; fedtailor federation stop {folder} ends it")
+    processes.start(role, folder)
+    print(f"{role} runs; log: {folder / processes.LOG}; Ctrl-C ends it", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        processes.wait(folder)
+    except KeyboardInterrupt:
+        processes.stop(folder)
+
+
+@app.command()
+def stop(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A participant's folder, or the name of a run.")],
+    admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder, to stop a run.")] = None,
+) -> None:
+    """End a participant that runs in the background, or a run.
+
+    Nothing is lost: private states are on the sites' disks, and submitting the run again goes on with it.
+    """
+    from fedtailor.engines.flare import kits, processes
+
+    kits.needs_flare()
+    if admin is None:
+        if not processes.stop(Path(target)):
+            raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
+        print(f"{target}: stopped")
+        return
+    from fedtailor.engines.flare.nvidia import office
+
+    with office(admin / kits.KIT, kits.ADMIN) as found:
+        jobs = [job["job_id"] for job in found.jobs(target) if job["job_id"] in found.running()]
+        for job in jobs:
+            found.abort(job)
+    if not jobs:
+        raise RunError(f'no run "{target}" is at work; fedtailor federation status --admin {admin} lists them')
+    print(f"{target}: stopped; submit it again to go on with it")
+
+
+@app.command()
+def submit(
+    config: Config,
+    admin: Admin,
+    settings: Settings = [],  # noqa: B006
+    run: RunName = "",
+) -> None:
+    """Train over the sites, and stay until it is done.
+
+    The data is the sites' own: [data] of CONFIG is not used. If a job dies it is submitted again from
+    the checkpoint. Ctrl-C leaves the job running; the same command finds it again.
+    """
+    from fedtailor.data.configs import SitesConfig
+    from fedtailor.engines.flare import kits
+    from fedtailor.runs.store import read_json
+
+    kits.needs_flare()
+    from fedtailor.engines.flare.launcher import Launcher
+
+    checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
+    name = _name(run, "sites", checked)
+    sites = tuple(read_json(admin / kits.ABOUT)["sites"])
+    again = shlex.join(["fedtailor", *sys.argv[1:]])
+    try:
+        Launcher(admin, checked, name, sites, _say).to_the_end()
+    except KeyboardInterrupt:
+        print(f"the job goes on; watch it again with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{name}: done. Results are in the server's folder, under runs/{name}; each site has its own model.")
+
+
+@app.command()
+def status(admin: Admin) -> None:
+    """Print which sites are connected and what runs."""
+    from fedtailor.engines.flare import kits
+    from fedtailor.runs.store import read_json
+
+    kits.needs_flare()
+    from fedtailor.engines.flare.nvidia import office
+
+    about = read_json(admin / kits.ABOUT)
+    with office(admin / kits.KIT, kits.ADMIN) as found:
+        there, running, jobs = found.sites(), found.running(), found.jobs()
+    print(f"server {about['host']}:{about['port']}")
+    for site in sorted({*about["sites"], *there}):
+        print(f"site {site}: {'connected' if site in there else 'away'}")
+    latest = {job["job_name"]: job for job in reversed(jobs)}
+    for name, job in latest.items():
+        is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
+        print(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
+
+
+@app.command()
+def local(
+    sites: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of sites; each gets one client's data.")],
+    config: Config,
+    settings: Settings = [],  # noqa: B006
+    run: RunName = "",
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the federation; else under runs/.")] = None,
+) -> None:
+    """Try a whole federation on this machine: a server and N sites on 127.0.0.1, with real certificates.
+
+    The same command goes on where it was interrupted. With more sites they join.
+    """
+    from fedtailor.cli.listing import print_run
+    from fedtailor.cli.main import console
+    from fedtailor.engines.flare import kits
+
+    kits.needs_flare()
+    from fedtailor.engines.flare import local as here
+
+    checked = _checked(config, settings)
+    name = _name(run, checked.data.source, checked)
+    folder = out or Path("runs") / f"federation-{name}"
+    again = shlex.join(["fedtailor", *sys.argv[1:]])
+    try:
+        made = here.run(folder, sites, checked, name, _say, data_root)
+    except KeyboardInterrupt:
+        print(f"interrupted; go on with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print_run(console, made.path, False)
+    print(f"a site's own model: fedtailor federation personal {folder / made.about['clients'][0]}")
+
+
+@app.command()
+def personal(folder: Folder) -> None:
+    """Print where a site's personal models are, one line for each run."""
+    from fedtailor.engines.flare import kits
+    from fedtailor.engines.flare.site import KINDS, read_site
+    from fedtailor.runs.store import read_json
+
+    private = read_site(folder / kits.SITE).folder
+    found = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
+    lines = []
+    for run, kind in found:
+        if (run / f"{kind}.json").exists():
+            about: dict[str, Any] = read_json(run / f"{kind}.json")
+            lines.append(f"{run.parent.name}, {kind} round {about['round']}: {run / about['file']}")
+    if not lines:
+        raise RunError(f"{private}: no personal model yet; it is written when a run ends")
+    print("\n".join(lines))
+
+
+def _checked(config: Path, settings: list[str]) -> Any:
+    from fedtailor import algorithms
+    from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
+
+    checked: RunConfig = parse(with_settings(read_toml(config), settings), RunConfig, str(config))
+    algorithms.make(checked.algorithm.name, checked.algorithm.options)  # what is wrong in it is said now
+    return checked
+
+
+def _name(run: str, source: str, config: Any) -> str:
+    """The name of a run, which is also that of a folder and of a job."""
+    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9_-]{0,80})?", run):
+        raise ConfigError(f'--run "{run}": use letters, digits, "-" and "_"; a letter or digit first')
+    made = f"{source}-{config.algorithm.name}-seed{config.seed}"
+    return run or "".join(c if c.isalnum() or c in "-_" else "-" for c in made)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

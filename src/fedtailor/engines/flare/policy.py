@@ -1,0 +1,56 @@
+"""What a site allows. The file is the site's own: whatever a server asks beyond it is refused by name."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedtailor.core.algorithm import Algorithm, sent_names
+from fedtailor.errors import UserError
+
+GRADIENTS = "gradients"  # what a taped call sends back: derivatives by the message that was received
+
+
+class Refused(UserError):
+    """The site does not do what it was asked to."""
+
+
+class Policy(BaseModel):
+    """What may be run beside this site's data, and what may leave it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    algorithms: tuple[str, ...] = Field(description="Algorithms that may run here, as fedtailor list names them.")
+    models: tuple[str, ...] = Field(
+        default=("linear", "mlp"), description='Models that may run here; own ones as "package.module:Class".'
+    )
+    sends: tuple[str, ...] = Field(
+        description='What may leave, in the words of fedtailor list algorithms; "gradients" for methods that learn '
+        "through a whole round."
+    )
+    metrics: bool = Field(
+        default=True, description="Whether accuracy and loss on this site's own samples may be told to the server."
+    )
+    min_samples: int = Field(default=20, ge=1, description="With fewer training samples than this nothing leaves.")
+    max_rounds: int = Field(default=1000, ge=1, description="Most rounds of one run.")
+
+    def check_run(self, algorithm: str, model: str, rounds: int, samples: int) -> None:
+        """Before anything of a run is looked at; names decide, nothing is imported yet."""
+        if algorithm.lower() not in {name.lower() for name in self.algorithms}:
+            raise Refused(f'algorithm "{algorithm}" is not among those of the policy: {", ".join(self.algorithms)}')
+        if model not in self.models:
+            raise Refused(f'model "{model}" is not among those of the policy: {", ".join(self.models)}')
+        if rounds > self.max_rounds:
+            raise Refused(f"{rounds} rounds are more than the {self.max_rounds} of the policy")
+        if samples < self.min_samples:
+            raise Refused(f"this site has fewer than the {self.min_samples} training samples of the policy")
+
+    def check_sends(self, algorithm: Algorithm) -> None:
+        """Everything that the algorithm declares to send must be allowed."""
+        for name in sent_names(algorithm):
+            if name not in self.sends:
+                raise Refused(f'{algorithm.title} sends "{name}", which the policy does not let out')
+
+    def check_round(self, round: int) -> None:
+        """A server may go on for longer than it said."""
+        if round > self.max_rounds:
+            raise Refused(f"round {round} is beyond the {self.max_rounds} of the policy")

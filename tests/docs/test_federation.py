@@ -1,0 +1,30 @@
+"""The page on a real federation works as it stands."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from fedtailor.engines.flare import processes
+from fedtailor.engines.flare.kits import TEMPLATE
+from fedtailor.engines.flare.policy import Policy
+from tests.docs.pages import ROOT, run_page
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
+def test_federation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
+    try:
+        run_page(ROOT / "docs/how-to/federation.md", monkeypatch)
+    finally:
+        for participant in empty_folder.glob("hospitals/*"):
+            processes.stop(participant)
+    out = capsys.readouterr().out
+    assert "outcome: submitted to north, south, west\n" in out
+    assert "outcome: done." in out
+    assert "site west: connected" in out
+    assert "run outcome: finished:completed" in out
+    assert "selected round" in out
+
+
+def test_the_template_of_a_site_has_every_key_of_the_policy() -> None:
+    assert all(f"\n{key} = " in TEMPLATE for key in Policy.model_fields)

@@ -1,0 +1,49 @@
+"""A real federation on 127.0.0.1: a server and three sites as processes; equal to the loop engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from fedtailor.runs import runner
+from fedtailor.runs.store import RunFolder
+from tests.engines.sites import on_loop, tensors
+from tests.helpers import assert_equal
+from tests.runs.small import config
+
+needs_flare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
+
+
+@needs_flare
+def test_three_sites_equal_the_loop_engine(tmp_path: Path) -> None:
+    task = config("algorithm.name=fedrep", "data.clients=3", "federation.engine=loop")
+    (tmp_path / "task.toml").write_text(tomli_w.dumps(task.plain()))
+    command = [sys.executable, "-m", "fedtailor.cli.main", "federation", "local", "3", "task.toml"]
+    done = subprocess.run(
+        [*command, "--out", "federation", "--run", "first"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    logs = "".join(p.read_text()[-3000:] for p in tmp_path.glob("federation/*/log.txt") if done.returncode)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
+    assert done.stdout.startswith("first: submitted to client-00, client-01, client-02\n")
+    path = tmp_path / "federation/server/runs/first"
+    assert_equal(tensors(path, tmp_path / "federation"), on_loop(task), 1e-6)
+    straight = runner.start(task, tmp_path / "loop")
+    assert RunFolder(path).results is not None
+    assert straight.results is not None
+    for kind in ("last", "selected", "traffic"):
+        assert RunFolder(path).results[kind] == straight.results[kind]  # type: ignore[index]
+    told = subprocess.run(
+        [*command[:4], "personal", "federation/client-01"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert [Path(line.rpartition(": ")[2]).is_file() for line in told.stdout.splitlines()] == [True, True]
