@@ -47,7 +47,7 @@ def test_a_pool_takes_no_cores_of_other_runs(
 ) -> None:
     asked = []
 
-    def make(name: str, setting: Setting, chunk: int, workers: int) -> Engine:
+    def make(name: str, setting: Setting, chunk: int, workers: int, *rest: Any) -> Engine:
         asked.append((name, workers))
         return loop(setting)
 
@@ -140,10 +140,10 @@ def test_finished_cell_with_other_hyper_parameters_is_not_taken_for_this_one(tmp
 def test_failing_cell_is_named_after_the_others_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = runner.start
 
-    def start(made: Any, path: Path, *rest: Any) -> RunFolder:
+    def start(made: Any, path: Path, *rest: Any, **more: Any) -> RunFolder:
         if path.name == "local-seed1":
             raise RunError("the disk is on fire")
-        return original(made, path, *rest)
+        return original(made, path, *rest, **more)
 
     monkeypatch.setattr(runner, "start", start)
     with pytest.raises(RunError, match="1 of 4 runs failed; the first: local-seed1: the disk is on fire"):

@@ -100,11 +100,11 @@ def test_only_what_is_new_runs_when_the_space_grows(tmp_path: Path) -> None:
 def test_failed_settings_are_recorded_and_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, broken = runner.start, {"0.2": RunError("10 rounds in a row"), "0.3": ClientError("no such luck")}
 
-    def start(made: Any, path: Path, *rest: Any) -> RunFolder:
+    def start(made: Any, path: Path, *rest: Any, **more: Any) -> RunFolder:
         for name, error in broken.items():
             if f"fedavg_local.lr_{name}-" in path.name:
                 raise error
-        return original(made, path, *rest)
+        return original(made, path, *rest, **more)
 
     monkeypatch.setattr(runner, "start", start)
     alone = ("compare.algorithms=['fedavg', 'local']", "search.algorithms={fedavg={'local.lr'=[1e-6, 0.2, 0.3]}}")
