@@ -37,10 +37,8 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "benchmarks/duw_cost.py",
     ),
     "fedselect": tuple(f"fedselect/{name}" for name in ("table1", "table1-others", "table2", "table3", "figure4")),
-    "fedeq": tuple(
-        f"fedeq/{name}"
-        for name in ("table1", "table1-shakespeare", "table2", "figure2", "figure3", "figure4", "figure5", "figure6")
-    ),
+    "fedeq": tuple(f"fedeq/{name}" for name in ("table1", "figure2")),
+    "fit": ("benchmarks/auto.py",),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
 SEVERAL = {  # pages of more than one algorithm
