@@ -16,7 +16,9 @@ import pytest
 
 from fedtailor.report import render
 from fedtailor.report.write import write
+from fedtailor.runs.fit import fit
 from fedtailor.runs.store import read_json, write_json
+from tests.runs.made_sites import make_sites
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 AXE, AXE_SUM = "axe-core@4.14.0", "20c09fe157a8a34a30e241aaa1fcdade657734f08ab379ecfbeb7d45cc46e878"
@@ -61,7 +63,10 @@ def looked_at(folder: Path, width: int, dark: bool) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
+WAYS = pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
+
+
+@WAYS
 @pytest.mark.parametrize("which", ["fedrep-seed0", ""], ids=["run", "comparison"])
 def test_in_a_browser(
     runs: Path, tmp_path: Path, axe: str, monkeypatch: pytest.MonkeyPatch, which: str, width: int, dark: bool
@@ -70,11 +75,32 @@ def test_in_a_browser(
         about = read_json(run / "run.json")
         about["clients"][0] = EVIL
         write_json(run / "run.json", about)
+    check(runs / which if which else runs, tmp_path, axe, monkeypatch, width, dark)
+
+
+@WAYS
+def test_a_fit_in_a_browser(
+    fitted: Path, tmp_path: Path, axe: str, monkeypatch: pytest.MonkeyPatch, width: int, dark: bool
+) -> None:
+    check(fitted, tmp_path, axe, monkeypatch, width, dark)
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished fit of three sites; read only."""
+    folder = tmp_path_factory.mktemp("fitted")
+    source = {"source": "folder", "path": str(make_sites(folder / "sites", sites=3, rows=40)), "target": "outcome"}
+    fit(source, folder / "fit", rounds=4, values={"model.name": "mlp", "model.hidden": [4]})
+    return folder / "fit"
+
+
+def check(subject: Path, folder: Path, axe: str, monkeypatch: pytest.MonkeyPatch, width: int, dark: bool) -> None:
+    """Everything that a page must be."""
     checks = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8")
     ours = render.scripts()
     monkeypatch.setattr(render, "scripts", lambda: (checks, *([axe] if axe else []), *ours))
-    write(runs / which if which else runs, tmp_path / "page.html")
-    told = looked_at(tmp_path, width, dark)
+    write(subject, folder / "page.html")
+    told = looked_at(folder, width, dark)
     assert told["problems"] == []
     assert told["requests"] == []
     assert not told["alerted"]

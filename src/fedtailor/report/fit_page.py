@@ -78,7 +78,7 @@ def sites(record: dict[str, Any]) -> Section:
         | {"percent": ["gain"] if metric == "accuracy" else []},
         "0 where the site is served by its own model.",
     )
-    table = Table("Sites", columns, rows, sortable=True)
+    table = Table("At each site", columns, rows, sortable=True)
     return Section("sites", "Sites", text, charts=(chart,), tables=(table,), tables_first=True)
 
 
