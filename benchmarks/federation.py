@@ -34,6 +34,7 @@ from fedtailor.engines.flare.vault import Vault
 from fedtailor.engines.loop import loop
 from fedtailor.errors import RunError
 from fedtailor.runs import runner
+from fedtailor.runs.assemble import put_together, setting_of
 from fedtailor.runs.config import RunConfig, parse, with_settings
 from fedtailor.runs.store import METRICS, RESULTS, RunFolder, read_json, read_tree
 
@@ -79,8 +80,8 @@ def replayed(
     config: RunConfig, sites: int, lines: list[dict[str, Any]]
 ) -> tuple[Tree, dict[str, Tree], dict[str, Any]]:
     """The same run on the loop engine, in which clients miss the rounds that they missed in the federation."""
-    data = runner.setting_of(config).data
-    setting = runner.put_together(config, data.only(range(sites)))
+    data = setting_of(config).data
+    setting = put_together(config, data.only(range(sites)))
     engine = loop(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
@@ -439,7 +440,7 @@ def strange_requests(bench: Bench) -> str:
     hello = {"op": "hello", "version": runner.version("fedtailor"), "run": "strange", "algorithm": "fedrep"}
     ask(hello | {"model": "mlp", "rounds": 2, "seed": 0})
     assert service._data is not None
-    setting = runner.put_together(plain, service._data)
+    setting = put_together(plain, service._data)
     start = {"op": "start", "config": config_for(plain, 0), "schema": data_schema(service._data), "first": 0}
     ask(start | {"promise": promise(setting)})
     ask({"op": "begin", "round": 1, "kept": 0, "needed": []})

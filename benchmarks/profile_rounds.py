@@ -28,7 +28,7 @@ PARTS = {  # what is timed -> where it is
     "batches: drawing": ("fedtailor.core.me:Me._batches",),
     "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),
     "private states": tuple(f"fedtailor.core.states:States.{k}" for k in ("read", "write", "check", "begin")),
-    "checks of replies": ("fedtailor.core.federation:implausible", "fedtailor.core.federation:schema_difference"),
+    "checks of replies": ("fedtailor.core.plausible:implausible", "fedtailor.core.federation:schema_difference"),
     "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.federation:_size_down"),
     "aggregation": ("fedtailor.core.federation:Federation.mean", "fedtailor.core.federation:in_order"),
 }

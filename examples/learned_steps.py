@@ -14,8 +14,8 @@ from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me, Setting
 from fedtailor.core.trees import Params, Tree
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.config import parse
-from fedtailor.runs.runner import setting_of
 
 
 @dataclass(frozen=True)

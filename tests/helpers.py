@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from fedtailor import algorithms, engines
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.environment import Environment
-from fedtailor.core.federation import Federation, Limits
+from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me, Setting
 from fedtailor.core.model import BufferPolicy, Model
+from fedtailor.core.plausible import Limits
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData, Rows, TaskKind

@@ -22,6 +22,7 @@ from fedtailor.errors import ConfigError, DataError
 from fedtailor.report.write import write as write_report
 from fedtailor.runs import fit as fitting
 from fedtailor.runs import onboard, runner, serving
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.config import RunConfig, parse, with_values
 from fedtailor.runs.progress import grid_shown, shown
 from fedtailor.runs.serving import Personal
@@ -252,7 +253,7 @@ def run(
         tables["data"] = {"source": "saved", "path": str(path / "data")}
     config: RunConfig = parse(tables, origin="run")
     root = None if data_root is None else Path(data_root)
-    runner.setting_of(config, root, loaded)  # before anything is written
+    setting_of(config, root, loaded)  # before anything is written
     if loaded is not None:
         saved.save(loaded, path / "data")
     with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:

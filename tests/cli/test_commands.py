@@ -22,7 +22,7 @@ from fedtailor.core.trees import Params, Tree
 from fedtailor.data import SOURCES
 from fedtailor.engines import ENGINES
 from fedtailor.models import MODELS
-from fedtailor.runs import runner
+from fedtailor.runs import rounds, runner
 from fedtailor.runs.config import RunConfig, parse
 from fedtailor.runs.progress import grid_shown, shown
 from fedtailor.runs.runner import Progress
@@ -232,7 +232,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner._Run, "finish", interrupt)
+        patch.setattr(rounds.Run, "finish", interrupt)
         code, _, err = call("run", "small.toml", "--out", "it's mine")
     assert code == 130
     assert err.startswith("interrupted; go on with: fedtailor resume ")

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
-from fedtailor.core.federation import Federation, Limits, Placed
+from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
+from fedtailor.core.placed import Placed
+from fedtailor.core.plausible import Limits
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ClientError, RoundAbandoned

@@ -16,8 +16,8 @@ from fedtailor.data import load
 from fedtailor.data.configs import ShakespeareConfig
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, DataError
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.config import parse
-from fedtailor.runs.runner import setting_of
 from tests.helpers import F64, OTHERS, assert_equal, everything, federate, run
 
 FILE = "shakespeare/playshakespeare_by_role.json.gz"

@@ -21,14 +21,17 @@ from torch import Tensor
 from fedtailor import engines
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, Sent, on_client
 from fedtailor.core.environment import Environment
-from fedtailor.core.federation import Federation, Limits, Placed
+from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me, Setting
 from fedtailor.core.model import Model
+from fedtailor.core.placed import Placed
+from fedtailor.core.plausible import Limits
 from fedtailor.core.ranks import ALONE, Ranks
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.engines.torchrun import Group, Sharded, join
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
 from fedtailor.runs import runner
+from fedtailor.runs.rounds import measure
 from tests.contract.test_tape import SOLVERS, Passing, Taped
 from tests.core.test_federation import ANYWHERE, ONE_BY_ONE, Faulty, Loses
 from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, make_data, make_model, usual, variants
@@ -132,7 +135,7 @@ class Case:
         numbers = {"server": server, "reports": reports, "states": states}
         if type(setting.algorithm).personal is not Algorithm.personal:
             models: dict[int, Params] = {}
-            metrics = runner.measure(fed.engine, 9, server, ["train", "val", "test"], models.__setitem__)
+            metrics = measure(fed.engine, 9, server, ["train", "val", "test"], models.__setitem__)
             rows = tree_map(lambda *each: torch.stack(each), *(models[c] for c in sorted(models))) if models else None
             numbers["models"] = ranks.at_first(rows, clients)
             numbers["metrics"] = [torch.tensor(v, dtype=F64) for by_name in metrics.values() for v in by_name.values()]

@@ -22,7 +22,7 @@ from fedtailor.engines.flare.site import SERVER, SiteService, read_site
 from fedtailor.engines.flare.vault import Vault
 from fedtailor.engines.loop import loop
 from fedtailor.models import MODELS
-from fedtailor.runs import runner
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.store import RunFolder, read_json, read_tree
 
@@ -98,7 +98,7 @@ def tensors(run: Path, sites: Path) -> dict[str, Any]:
 
 def on_loop(config: RunConfig, missed: dict[int, set[str]] | None = None) -> dict[str, Any]:
     """The same on the loop engine, in which some clients miss some rounds."""
-    setting = runner.setting_of(config)
+    setting = setting_of(config)
     engine = loop(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)

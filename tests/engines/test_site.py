@@ -18,7 +18,7 @@ from fedtailor.engines.flare.messages import ENVELOPE, config_for, data_schema, 
 from fedtailor.engines.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.engines.flare.vault import Vault
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.runs import runner
+from fedtailor.runs.assemble import put_together
 from fedtailor.runs.config import RunConfig
 from tests.engines.sites import write_sites
 from tests.helpers import make_data
@@ -60,7 +60,7 @@ class Asked:
     def start(self, **changes: Any) -> dict[str, Any]:
         self.hello()
         assert self.site._data is not None
-        self.setting = runner.put_together(self.config, self.site._data)
+        self.setting = put_together(self.config, self.site._data)
         header = {
             "op": "start",
             "config": config_for(self.config, 0),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fedtailor.errors import ConfigError, UserError
-from fedtailor.runs.config import CompareConfig, RunConfig, parse, read_toml, template, with_settings
-from fedtailor.runs.runner import setting_of
+from fedtailor.runs.assemble import setting_of
+from fedtailor.runs.config import CompareConfig, RunConfig, parse, read_toml, with_settings
+from fedtailor.runs.template import template
 from tests.runs.small import config
 
 

@@ -20,7 +20,8 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.runs import runner
+from fedtailor.runs import rounds, runner
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.config import RunConfig
 from fedtailor.runs.store import RunFolder
 from tests.helpers import suits
@@ -75,9 +76,9 @@ def interrupted(made: RunConfig, path: Path, after: Sequence[int]) -> RunFolder:
     """A run stopped after the first of these rounds, resumed and stopped after the next, ..., and ended."""
     with pytest.raises(KeyboardInterrupt):
         runner.start(made, path, None, stop_after(after[0]))
-    for rounds in after[1:]:
+    for number in after[1:]:
         with pytest.raises(KeyboardInterrupt):
-            runner.resume(path, None, stop_after(rounds))
+            runner.resume(path, None, stop_after(number))
     assert RunFolder.open(path).results is None
     return runner.resume(path)
 
@@ -117,7 +118,7 @@ def test_interrupt_inside_a_round_leaves_no_trace(
         if where == "training":  # Ditto trains twice per client; four clients a round
             patch.setattr(Me, "sgd", once(Me.sgd, 2 * 8 + 5))
         else:
-            patch.setattr(runner, "measure", once(runner.measure, 3))
+            patch.setattr(rounds, "measure", once(rounds.measure, 3))
         with pytest.raises(KeyboardInterrupt):
             runner.start(made, tmp_path / "b")
     assert len(RunFolder(tmp_path / "b").metrics()) == 2
@@ -141,7 +142,7 @@ def test_killed_in_the_final_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "write_json", die)
+        patch.setattr(rounds, "write_json", die)
         with pytest.raises(KeyboardInterrupt):
             runner.start(made, tmp_path / "b")
     assert records(runner.resume(tmp_path / "b")) == records(straight(made, tmp_path / "a"))
@@ -330,7 +331,7 @@ def test_abandoned_round_changes_nothing_and_is_recorded(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("flaky")
 def test_one_bad_client_is_recorded_and_left_out(tmp_path: Path) -> None:
-    sizes = runner.setting_of(config(task=UNEVEN)).data.train.sizes.tolist()
+    sizes = setting_of(config(task=UNEVEN)).data.train.sizes.tolist()
     smallest = sizes.index(min(sizes))
     assert sizes.count(min(sizes)) == 1
     settings = ("algorithm.name=flaky", "algorithm.bad_until=3", f"algorithm.below={min(sizes) + 0.5}", "rounds=4")

@@ -12,8 +12,9 @@ import pytest
 
 from fedtailor.errors import ConfigError
 from fedtailor.runs import runner, tracking
-from fedtailor.runs.config import NO_MATTER, RunConfig, parse, template
+from fedtailor.runs.config import NO_MATTER, RunConfig, parse
 from fedtailor.runs.store import RunFolder, read_json
+from fedtailor.runs.template import template
 from tests.runs.small import config, records, stop_after
 
 needs_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")

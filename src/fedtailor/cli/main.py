@@ -386,7 +386,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a commented configuration with every key at its default."""
-    from fedtailor.runs.config import template
+    from fedtailor.runs.template import template
 
     if path.exists() and not force:
         raise ConfigError(f"{path}: exists already; --force replaces it")

@@ -17,6 +17,7 @@ from fedtailor.core.client import Call
 from fedtailor.core.environment import Environment
 from fedtailor.core.me import Setting
 from fedtailor.core.placed import Placed, in_order, outline, row
+from fedtailor.core.plausible import Limits, implausible
 from fedtailor.core.ranks import ALONE, Ranks
 from fedtailor.core.states import changed
 from fedtailor.core.tape import Tape
@@ -69,14 +70,6 @@ class AtOnce(NamedTuple):
     server: Tree
     largest: Tensor  # norm of the largest reply that a client would have sent
     exchanges: list[tuple[str, tuple[Tree, ...], int, bool]]  # calls it stands for: function, message, times, taped
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a reply is not believed."""
-
-    min_replies: int = 1
-    max_norm: float = 1e8
 
 
 @dataclass
@@ -399,22 +392,3 @@ def _size_down(call: Call, clients: int) -> int:
     if is_ragged(call.args):
         return sum(codec.size(call.header, row(call.args, call.placed, i)) for i in range(clients))
     return clients * codec.size(call.header, outline(call.args, call.placed))
-
-
-def implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
-    """For each client the reason not to believe its reply, or None."""
-    flat = {path: leaf.reshape(clients, -1) for path, leaf in items(stack) if leaf.is_floating_point()}
-    norms = [torch.linalg.vector_norm(v, dim=1).double() for v in flat.values()]
-    norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
-    reasons: list[str | None] = [None] * clients
-    for i in (~(norm <= max_norm)).nonzero()[:, 0].tolist():  # a norm tells of what is not finite, too
-        wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]
-        large = torch.stack([v[i].double().square().sum() for v in flat.values()]).sum().sqrt().item()
-        if wrong:
-            reasons[i] = f'reply "{wrong[0] or "number"}" is not finite'
-        elif large > max_norm:
-            reasons[i] = f"reply has norm {large:.3g}, above the limit {max_norm:.3g}"
-    for path in positive:
-        for i in (~(flat[path] > 0).all(1)).nonzero()[:, 0].tolist():
-            reasons[i] = reasons[i] or f"count {flat[path][i].item():g} is not positive"
-    return reasons

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from fedtailor.data.configs import SavedConfig
 from fedtailor.data.federated import FederatedData, Rows
@@ -29,7 +29,7 @@ def save(data: FederatedData, folder: Path) -> None:
     }
     about = {name: getattr(data, name) for name in WORDS}
     about["preparation"] = None if data.preparation is None else data.preparation.model_dump(mode="json")
-    (folder / TENSORS).write_bytes(safetensors.torch.save(tensors))
+    save_file(tensors, folder / TENSORS)
     (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
@@ -37,12 +37,12 @@ def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> Federat
     """Read what `save` wrote; neither seed nor `root` is needed, the split was made before."""
     folder = config.path.expanduser()
     try:
-        tensors = safetensors.torch.load((folder / TENSORS).read_bytes())
+        tensors = load_file(folder / TENSORS)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         rows = {split: Rows(*(tensors[f"{split}.{part}"] for part in ("x", "y", "starts"))) for split in SPLITS}
         words: dict[str, Any] = {k: tuple(about[k]) if isinstance(about[k], list) else about[k] for k in WORDS}
         prepared = about["preparation"]
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise DataError(f"{folder}: not a folder of data that fedtailor wrote ({error}); make it again") from None
     preparation = None if prepared is None else Preparation.model_validate(prepared)
     return FederatedData(train=rows["train"], val=rows["val"], test=rows["test"], preparation=preparation, **words)

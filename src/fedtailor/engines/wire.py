@@ -15,9 +15,9 @@ from torch import Tensor
 from fedtailor.core import codec
 from fedtailor.core.algorithm import sent_example, sent_positive
 from fedtailor.core.client import Call
-from fedtailor.core.federation import implausible
 from fedtailor.core.me import Setting
 from fedtailor.core.placed import row
+from fedtailor.core.plausible import implausible
 from fedtailor.core.trees import Params, Tree, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess, Reply
 from fedtailor.errors import ClientError, RoundAbandoned

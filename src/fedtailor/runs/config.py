@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedtailor.core.environment import Environment
-from fedtailor.core.federation import Limits
 from fedtailor.core.model import BufferPolicy
+from fedtailor.core.plausible import Limits
 from fedtailor.data import SOURCES, DataConfig
 from fedtailor.data.configs import DigitsConfig
 from fedtailor.engines import EngineName
@@ -374,29 +374,3 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
     if first["type"] == "missing":
         return f"{key}: not given; {model.model_fields[path[-1]].description}"
     return f"{key} = {first['input']!r}: {first['msg']}"
-
-
-def template(kind: type[RunConfig] = RunConfig) -> str:
-    """A commented configuration with every key at its default."""
-    defaults = kind()
-    lines = [
-        f"{name} = {_toml(getattr(defaults, name))}  # {kind.model_fields[name].description}"
-        for name in ("seed", "rounds")
-    ]
-    for name in kind.model_fields:
-        section = getattr(defaults, name)
-        if not isinstance(section, BaseModel):
-            continue
-        lines += ["", f"[{name}]  # {(type(section).__doc__ or '').splitlines()[0]}"]
-        fields = type(section).model_fields
-        for key, field in sorted(fields.items(), key=lambda item: item[0] != "source"):  # which source comes first
-            value = getattr(section, key)
-            line = f"{key} = {_toml(value)}" if value is not None else f"# {key} ="
-            lines.append(f"{line}  # {field.description}")
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    import tomli_w
-
-    return tomli_w.dumps({"v": list(value) if isinstance(value, tuple) else value}).removeprefix("v = ").rstrip()

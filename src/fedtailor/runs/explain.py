@@ -17,7 +17,7 @@ from fedtailor.core.me import Setting
 from fedtailor.core.trees import Params, tree_map
 from fedtailor.errors import RunError
 from fedtailor.local.masks import overlap
-from fedtailor.runs.runner import setting_of
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.store import RunFolder, write_atomically, write_json, write_tree
 
 SHARES, WEIGHTS = "shares.safetensors", "weights.csv"

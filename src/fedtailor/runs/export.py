@@ -24,8 +24,9 @@ from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RunError
+from fedtailor.runs.assemble import model_of
 from fedtailor.runs.config import parse
-from fedtailor.runs.runner import model_of, setting_again
+from fedtailor.runs.runner import setting_again
 from fedtailor.runs.serving import Personal, personal, run_of
 from fedtailor.runs.store import write_atomically
 

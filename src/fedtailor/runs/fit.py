@@ -22,6 +22,7 @@ from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ClientError, ConfigError, RunError, UserError
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.runs import runner
+from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.choice import CAUTION, Floats, Gain, View, choose
 from fedtailor.runs.config import RunConfig, parse, with_settings, with_values
 from fedtailor.runs.grid import Cell, Told, folder_name
@@ -99,7 +100,7 @@ def plan(
         return Plan(ALONE, alone, alone, [], [], loaded)
     others = [_cell(tables, table, out) for table in wanted if table["name"] not in (ALONE, COMMON) or len(table) > 1]
     for cell in (alone, common, *others):
-        runner.setting_of(cell.config, data_root, loaded)
+        setting_of(cell.config, data_root, loaded)
     every, total = alone.config.evaluation.every, alone.config.rounds
     budgets = sorted({max(every, total * part // 4 // every * every) for part in (1, 2)} - {total})
     return Plan(algorithm, alone, common, others, budgets if algorithm == "auto" else [], loaded)
@@ -248,7 +249,7 @@ def standing(cell: Cell, until: int) -> tuple[float, float]:
 def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Floats]]:
     """For each site one score per validation sample of its model: right or not, and minus its squared error."""
     folder = RunFolder(cell.folder)
-    setting = runner.setting_of(cell.config, None, loaded)
+    setting = setting_of(cell.config, None, loaded)
     names = ("metric", "error") if loaded.task == "classification" else ("error",)
     out: dict[str, list[Floats]] = {name: [] for name in names}
     for i, site in enumerate(loaded.clients):

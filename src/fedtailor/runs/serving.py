@@ -21,7 +21,8 @@ from fedtailor.data.frames import as_frame
 from fedtailor.data.preparation import NumberColumn, Preparation
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_frame, table_of
 from fedtailor.errors import DataError, RunError, nearest
-from fedtailor.runs.runner import model_of, setting_again
+from fedtailor.runs.assemble import model_of
+from fedtailor.runs.runner import setting_again
 from fedtailor.runs.store import FIT, RunFolder, read_json, write_atomically
 
 if TYPE_CHECKING:

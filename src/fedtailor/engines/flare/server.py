@@ -25,6 +25,7 @@ from fedtailor.engines.flare.messages import config_for, promise
 from fedtailor.engines.wire import Header, Remote
 from fedtailor.errors import ConfigError, NotNow, RunError
 from fedtailor.runs import runner
+from fedtailor.runs.assemble import put_together
 from fedtailor.runs.config import CheckpointSection, RunConfig
 from fedtailor.runs.store import ABOUT, RunFolder, read_json, write_json
 
@@ -145,7 +146,7 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
         if client not in link.sites:
             lines.leave_out(client, "is not connected")
     write_json(path / ROSTER, roster)
-    setting = runner.put_together(config, without_rows(roster))
+    setting = put_together(config, without_rows(roster))
     torch.set_num_threads(config.federation.threads or engines.threads(setting))
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         told = {"clients": roster["clients"], "train_samples": roster["samples"]}

@@ -30,7 +30,7 @@ from fedtailor.engines.flare.vault import Vault
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError
-from fedtailor.runs import runner
+from fedtailor.runs.assemble import put_together
 from fedtailor.runs.config import RunConfig, parse
 from fedtailor.runs.store import read_json, write_json, write_tree
 
@@ -168,7 +168,7 @@ class SiteService:
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples)  # as it was in hello?
         if header["schema"] != data_schema(self._data):
             raise Refused("the server describes other data than this site has")
-        setting = runner.put_together(config, self._data)
+        setting = put_together(config, self._data)
         policy.check_sends(setting.algorithm)
         mine, theirs = promise(setting), header["promise"]
         for part in mine:
