@@ -217,6 +217,24 @@ def trips(bench: Bench) -> str:
     return "median trip, 3 sites: " + ", ".join(told)
 
 
+def secure_sums(bench: Bench) -> str:
+    """FedRep over four sites in secure sums only, against plain sums: the result, the seconds and the bytes."""
+    plain = configured("fedrep")
+    folders = [
+        bench.run(configured("fedrep", *settings), run, sites=4)
+        for run, settings in {"plain-sums": [], "secure-sums": ["privacy.secure_sum=true"]}.items()
+    ]
+    gap = difference(bench.folder, "secure-sums", plain)
+    assert gap <= 1e-6, gap
+    told = []
+    for folder in folders:
+        seconds = sorted(line["seconds"] for line in folder.metrics())
+        assert folder.results is not None
+        traffic = folder.results["traffic"]
+        told.append(f"{1000 * seconds[len(seconds) // 2]:.0f} ms and {traffic['up'] / 12 / 4 / 1000:.1f} kB up")
+    return f"largest difference {gap:.1e}; a round and client: {told[1]}, in the open {told[0]}"
+
+
 def learn2pfed_epoch(bench: Bench) -> str:
     """An epoch of Learn2pFed with ten cells, unrolled over the network."""
     settings = ALGORITHMS["learn2pfed"]
@@ -441,8 +459,8 @@ def strange_requests(bench: Bench) -> str:
     ask(hello | {"model": "mlp", "rounds": 2, "seed": 0})
     assert service._data is not None
     setting = put_together(plain, service._data)
-    start = {"op": "start", "config": config_for(plain, 0), "schema": data_schema(service._data), "first": 0}
-    ask(start | {"promise": promise(setting)})
+    start = {"op": "start", "config": config_for(plain, 0), "client": 0, "schema": data_schema(service._data)}
+    ask(start | {"promise": promise(setting), "first": 0})
     ask({"op": "begin", "round": 1, "kept": 0, "needed": []})
     call = {"round": 1, "call": 0, "placed": [], "taped": False}
     told.append(ask(call | {"function": "client_init"}, ()))
@@ -498,6 +516,7 @@ PARTS: dict[str, Callable[[Bench], str]] = {
     "foreign_certificate": foreign_certificate,
     "capture": capture,
     "fourth_joins": fourth_joins,
+    "secure_sums": secure_sums,
     "older_version": older_version,
     **{hurt.__name__: faulty(hurt) for hurt in (job_killed, site_killed, server_killed, launcher_killed)},
     "site_paused": faulty(site_paused, 400),

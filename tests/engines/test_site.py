@@ -64,6 +64,7 @@ class Asked:
         header = {
             "op": "start",
             "config": config_for(self.config, 0),
+            "client": 0,
             "schema": data_schema(self.site._data),
             "promise": promise(self.setting) | changes,
             "first": 0,

@@ -219,9 +219,9 @@ def test_a_reply_above_the_norm_is_found_by_the_client_itself() -> None:
 
 def test_numbers_beyond_the_range_are_named() -> None:
     fed = federation(Telling(1e5), fraction_bits=44)
-    with pytest.raises(RoundAbandoned, match=r"0 clients are left .* 2 needed; di: secure sum: 1.3e\+06 is not within"):
+    with pytest.raises(RoundAbandoned, match=r"0 clients are left .* 2 needed; di: secure sum: a number is not within"):
         run(fed, 1)
-    assert fed.faults[1].reason == "secure sum: 900000 is not within ±174763, the range of a secure sum"
+    assert fed.faults[1].reason == "secure sum: a number is not within ±174763, the range of a secure sum"
 
 
 def test_a_client_that_seals_its_replies_answers_nothing_else() -> None:

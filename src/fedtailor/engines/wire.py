@@ -31,8 +31,17 @@ Header = dict[str, Any]
 class Site:
     """A client as a remote one would be: bytes in, bytes out; private state and saved inputs stay inside."""
 
-    def __init__(self, setting: Setting, client: int, words: Callable[[Exception], str] = str) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        client: int,
+        words: Callable[[Exception], str] = str,
+        number: int | None = None,
+        sums_of: int = 2,
+    ) -> None:
         self.client = client
+        self._number = client if number is None else number  # by which the others know it
+        self._sums_of = sums_of  # replies of fewer clients are not added up
         self._words = words  # what the server is told of an error
         self.inside = InProcess(setting, [client], recompute=True)
         self._calls: dict[int, Call] = {}
@@ -84,7 +93,7 @@ class Site:
     def _member(self) -> Member:
         from fedtailor.privacy.member import Member  # needs a package that other runs do without
 
-        self.sums = self.sums or Member(self.client)
+        self.sums = self.sums or Member(self._number, self._sums_of)
         return self.sums
 
     def _unusable(self, call: Call, reply: Tree) -> str | None:

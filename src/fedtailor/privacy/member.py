@@ -41,8 +41,9 @@ def context_of(round: int, number: int, term: Term, clients: Sequence[int], thre
 class Member:
     """What one client remembers of the sums of one round."""
 
-    def __init__(self, me: int) -> None:
+    def __init__(self, me: int, sums_of: int = 2) -> None:
         self.me = me
+        self.sums_of = sums_of
         self._replies: dict[int, dict[str, Tensor]] = {}
         self._terms: dict[int, Term] = {}
         self._stages: dict[int, Keys | Dealt | Masked | None] = {}
@@ -93,6 +94,8 @@ class Member:
             # two sums of the same replies over different clients differ by the replies of those who are in one only
             if self._counted.setdefault(call, there) != there:
                 raise ValueError(f"replies to call {call} were summed over other clients before")
+        if len(there) < self.sums_of:
+            raise ValueError(f"a sum of {len(there)} clients; of fewer than {self.sums_of} none is opened here")
         shares = secure_sum.reveal(masked, there)
         return rows_of(shares[c] for c in sorted(shares))
 

@@ -165,8 +165,7 @@ def encoded(values: NDArray[np.float64], fraction_bits: int, clients: int) -> Wo
     """Numbers as multiples of 2**-fraction_bits, to be added up over so many clients; halves are rounded to even."""
     limit = largest(fraction_bits, clients)
     if not bool(np.all(np.abs(values) < limit)):
-        worst = values[int(np.argmax(np.where(np.isnan(values), np.inf, np.abs(values))))]
-        raise ValueError(f"{worst:.6g} is not within ±{limit:.6g}, the range of a secure sum")
+        raise ValueError(f"a number is not within ±{limit:.6g}, the range of a secure sum")
     return np.rint(values * 2.0**fraction_bits).astype(np.int64).view(np.uint64)
 
 

@@ -81,12 +81,14 @@ def _can_be_private(setting: Setting, config: RunConfig, privacy: Privacy) -> No
             import cryptography  # noqa: F401
         except ImportError:
             raise ConfigError(f"privacy.secure_sum: the package cryptography is missing; {noise.INSTALL}") from None
-        if config.federation.engine not in ("auto", "wire"):
+        if config.data.source == "sites":  # over a network, and who takes part is not known yet
+            pass
+        elif config.federation.engine not in ("auto", "wire"):
             raise ConfigError(
                 f'privacy.secure_sum: not with federation.engine = "{config.federation.engine}", where server and '
                 'clients share their memory; use "wire"'
             )
-        if (config.federation.clients_per_round or len(setting.data.clients)) < 2:
+        elif (config.federation.clients_per_round or len(setting.data.clients)) < 2:
             raise ConfigError("privacy.secure_sum: a sum over one client is its reply; at least 2 are needed")
     rehearse(setting, privacy)
 

@@ -22,8 +22,8 @@ class Audit:
         """A message that was answered: what it asked for, and what left."""
         header, tree = codec.decode(request)
         answer, out = codec.decode(reply)
-        what = header.get("op") or header.get("function") or "gradients"
-        line = about | {"asked": what, "round": header.get("round")}
+        what = header.get("op") or header.get("function") or ("secure sum" if "sum" in header else "gradients")
+        line = about | {"asked": what, "round": header.get("round")} | {k: header[k] for k in ("step",) if k in header}
         line["came"] = {"bytes": len(request), "keys": _shapes(tree)}
         line["left"] = {"bytes": len(reply), "keys": _shapes(out)}
         line |= {k: answer[k] for k in ("refused", "error") if k in answer}

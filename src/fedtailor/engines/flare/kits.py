@@ -57,6 +57,7 @@ numeric = ["age"]  # columns of numbers; the same at every site
 algorithms = ["fedavg", "fedrep"]  # what may run here
 models = ["linear", "mlp"]
 sends = ["model", "body", "sample count"]  # what may leave; fedtailor list algorithms names what each one sends
+sums_of = 0  # with 3, replies leave only in secure sums over at least 3 sites
 metrics = true  # whether accuracy and loss on our samples may be told
 min_samples = 20  # with fewer training samples nothing leaves
 max_rounds = 1000

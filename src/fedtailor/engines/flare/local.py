@@ -40,6 +40,7 @@ def prepare(folder: Path, sites: int, config: RunConfig, data_root: Path | None)
         "sends": [*sent_names(algorithm), GRADIENTS],
         "min_samples": 1,
         "max_rounds": config.rounds,
+        "sums_of": 2 if config.privacy.secure_sum else 0,
     }
     for i, name in enumerate(names):
         write_prepared(folder / name / "rows.safetensors", data, i)

@@ -30,6 +30,11 @@ class Policy(BaseModel):
     metrics: bool = Field(
         default=True, description="Whether accuracy and loss on this site's own samples may be told to the server."
     )
+    sums_of: int = Field(
+        default=0,
+        ge=0,
+        description="With a number, replies leave only in secure sums over at least so many sites; 0: also alone.",
+    )
     min_samples: int = Field(default=20, ge=1, description="With fewer training samples than this nothing leaves.")
     max_rounds: int = Field(default=1000, ge=1, description="Most rounds of one run.")
 
@@ -49,6 +54,11 @@ class Policy(BaseModel):
         for name in sent_names(algorithm):
             if name not in self.sends:
                 raise Refused(f'{algorithm.title} sends "{name}", which the policy does not let out')
+
+    def check_sums(self, *, is_sealed: bool) -> None:
+        """Whether the server's way of adding up is good enough."""
+        if self.sums_of and not is_sealed:
+            raise Refused("the policy lets replies out in secure sums only; set privacy.secure_sum = true")
 
     def check_round(self, round: int) -> None:
         """A server may go on for longer than it said."""

@@ -63,7 +63,7 @@ class Flare(Remote):
         """Every site makes ready; who refuses takes no part."""
         told = promise(self.setting)
         header = {"op": "start", "schema": self.schema, "promise": told, "first": self.first}
-        headers = {c: header | {"config": config_for(self.config, c)} for c in self.everybody}
+        headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
         for client, _, wrong in self._tell_each(headers):
             if wrong:
                 self._leave_out(client, wrong)
@@ -79,7 +79,8 @@ class Flare(Remote):
         self.lines.look()
         until = time.monotonic() + self.lines.deadline
         away = self._begin(round, self.everybody)
-        while len(self.everybody) - len(away) < max(1, self.config.federation.min_replies):
+        least = 2 if self.setting.is_sealed else 1
+        while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
             if time.monotonic() > until:
                 why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())
                 raise NotNow(f"round {round}: too few sites are there: {why}")

@@ -87,7 +87,7 @@ class SiteService:
         self._changed = False  # since then
         self._ops: dict[str, tuple[Callable[[Header, bytes], bytes], set[str]]] = {
             "hello": (self._hello, {"op", "version", "run", "algorithm", "model", "rounds", "seed"}),
-            "start": (self._start, {"op", "config", "schema", "promise", "first"}),
+            "start": (self._start, {"op", "config", "client", "schema", "promise", "first"}),
             "restore": (self._restore, {"op", "kept"}),
             "begin": (self._begin, {"op", "round", "kept", "needed"}),
             "keep": (self._keep, {"op", "round"}),
@@ -170,6 +170,7 @@ class SiteService:
             raise Refused("the server describes other data than this site has")
         setting = put_together(config, self._data)
         policy.check_sends(setting.algorithm)
+        policy.check_sums(is_sealed=setting.is_sealed)
         mine, theirs = promise(setting), header["promise"]
         for part in mine:
             if mine[part] != theirs.get(part):
@@ -184,7 +185,8 @@ class SiteService:
         elif read_json(folder / RUN) != identity:
             raise Refused(f"a run {self._run} of another configuration is kept here")
         torch.set_num_threads(config.federation.threads or engines.threads(setting))
-        self._setting, self._client = setting, Client(setting, 0, self._kind_of)
+        self._setting = setting
+        self._client = Client(setting, 0, self._kind_of, header["client"], max(2, policy.sums_of))
         self._client.inside.start()
         self._at, self._changed = header["first"], False
         if self._at not in self._vault.rounds():
@@ -245,11 +247,15 @@ class SiteService:
         write_json(folder / f"{kind}.json", entry | about)
 
     def _train(self, header: Header, message: bytes) -> bytes:
-        """A call or a cotangent: of this round, declared, and answered by what is declared."""
+        """A call, a cotangent or a step of a secure sum: of this round, declared, and answered by what is declared."""
         if self._client is None or self._setting is None:
             raise Refused("a call before a run was started")
         if header["round"] != self._round:
             raise Refused(f"round {header['round']} is not the one that was begun ({self._round})")
+        if "sum" in header:
+            if not self._setting.is_sealed:
+                raise Refused("a secure sum in a run without them")
+            return self._client.handle(message)  # of replies that were declared when they were made
         function, algorithm = header.get("function"), self._setting.algorithm
         if function is not None and function not in client_functions(algorithm):
             raise Refused(f'"{function}" is not a client function of {algorithm.title}')
@@ -259,7 +265,8 @@ class SiteService:
         reply = self._client.handle(message)
         answer, tree = codec.decode(reply)
         if function is not None and "error" not in answer:
-            wrong = schema_difference(schema(tree), schema(sent_example(algorithm, function, self._setting.model)))
+            declared = None if self._setting.is_sealed else sent_example(algorithm, function, self._setting.model)
+            wrong = schema_difference(schema(tree), schema(declared))
             if wrong:
                 raise Refused(f"the reply of {function} {wrong}; it does not leave")
         return reply
