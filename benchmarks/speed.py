@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.speed_core import Figure, Options, Ours, dealt, images, in_turns, on_threads, setting
+from benchmarks.speed_core import Figure, Options, Ours, dealt, images, in_turns, setting
 from benchmarks.speed_growth import growth, learn2pfed
 from benchmarks.speed_limits import PHASES, Clients, Workers, fused, plain, usual
 from benchmarks.speed_tasks import CLASSES, LR, SHAPE, SMALL, TASKS, ConvNet, Task, title
@@ -76,9 +76,9 @@ def workload_c(options: Options) -> Iterator[Figure]:
         algorithm = algorithms.make(method.lower(), own)
         model = build("cnn", SHAPE, CLASSES, seed=0)
         ours = Ours(Setting(algorithm, model, data, Solver(lr=LR, batch_size=10), 0), options.engine)
-        usually = on_threads(1 if options.small else 2, usual(clients, module, 10, method))
+        options.usual.load(usual, clients, module, 10, method)
         options.workers.load(plain, clients, module, 10, PHASES[method])
-        rivals: dict[str, Callable[[], None]] = {"ours": ours, "usual": usually}
+        rivals: dict[str, Callable[[], None]] = {"ours": ours, "usual": partial(options.usual, "usual")}
         rivals |= {way: partial(options.workers, way) for way in LAYOUTS}
         found = in_turns(rivals, options.repeats)
         ours.close()
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny tasks: whether it runs, not how fast it is")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     asked = parser.parse_args()
-    options = Options(Workers(), asked.engine, asked.repeats, asked.small)
+    options = Options(Workers(), Workers(is_usual=True), asked.engine, asked.repeats, asked.small)
     print(f"images: {'MNIST' if os.environ.get('FEDTAILOR_DATA') else 'noise'}; torch {torch.__version__}")
     print(f"{'workload':56} {'ours':>12} {'limit':>12} {'ratio':>6} {'goal':>6}  limit is")
     figures: list[Figure] = []
@@ -127,6 +127,7 @@ def main() -> None:
             figures.append(figure)
             print(line(figure), flush=True)
     options.workers.close()
+    options.usual.close()
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps([f.row() for f in figures], indent=1) + "\n", encoding="utf-8")

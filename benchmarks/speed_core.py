@@ -57,6 +57,7 @@ class Options:
     """What was asked for on the command line."""
 
     workers: Workers
+    usual: Workers
     engine: EngineName = "auto"
     repeats: int = 5
     small: bool = False
@@ -129,8 +130,10 @@ class Ours:
     @property
     def engine_name(self) -> str:
         """What "auto" has chosen."""
-        chunk = getattr(self.engine, "chunk", None)
-        return type(self.engine).__name__.lower() if chunk is None else "vmap" if chunk else "loop"
+        stacks = bool(getattr(self.engine, "chunk", 0))
+        if isinstance(self.engine, InProcess):
+            return "vmap" if stacks else "loop"
+        return "vmap on several processes" if stacks else type(self.engine).__name__.lower()
 
     def close(self) -> None:
         """Engines with processes of their own end them."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from benchmarks.speed_tasks import LR
+from fedtailor.engines import pages
 
 Clients = Sequence[tuple[Tensor, Tensor]]  # images and labels of each
 Round = Callable[[], None]
@@ -41,10 +42,14 @@ PHASES = {
 
 
 class Workers:
-    """One process per core with one thread each: given clients to train, each does its share when called."""
+    """Processes, one per core with one thread each: given clients to train, each does its share when called.
 
-    def __init__(self) -> None:
-        self.cores = len(os.sched_getaffinity(0))
+    One that is `usual` has all threads, and memory as the C library gives it.
+    """
+
+    def __init__(self, *, is_usual: bool = False) -> None:
+        self.is_usual = is_usual
+        self.cores = 1 if is_usual else len(os.sched_getaffinity(0))
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -53,7 +58,7 @@ class Workers:
         for _ in range(self.cores):
             here, there = context.Pipe()
             self.pipes.append(here)
-            self.processes.append(context.Process(target=_serve, args=(there,), daemon=True))
+            self.processes.append(context.Process(target=_serve, args=(there, self.is_usual), daemon=True))
             self.processes[-1].start()
 
     def load(self, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
@@ -86,8 +91,10 @@ def shares(clients: Clients, cores: int) -> list[list[tuple[Tensor, Tensor]]]:
     return out
 
 
-def _serve(pipe: Any) -> None:
-    torch.set_num_threads(1)
+def _serve(pipe: Any, is_usual: bool) -> None:
+    if not is_usual:
+        torch.set_num_threads(1)
+        pages.keep()
     ways: dict[str, Round] = {}
     while (request := pipe.recv())[0] != "end":
         if request[0] == "load":
@@ -169,7 +176,7 @@ def fused_epoch(x: Tensor, y: Tensor, batch: int, u: Tensor, a: Tensor, v: Tenso
         a.add_(e.sum(1, keepdim=True), alpha=step)
 
 
-def usual(clients: Clients, module: nn.Module, batch: int, algorithm: str) -> Round:
+def usual(clients: Clients, module: nn.Module, batch: int, algorithm: str) -> dict[str, Round]:
     """As PFLlib does it: client after client, a DataLoader over a list, deep copies of models, torch.optim."""
     lists: list[Any] = [list(zip(x, y, strict=True)) for x, y in clients]
     server = copy.deepcopy(module)
@@ -223,4 +230,4 @@ def usual(clients: Clients, module: nn.Module, batch: int, algorithm: str) -> Ro
             for v, new in zip(server.parameters(), net.parameters(), strict=True):
                 v.data += new.data * (samples / total)
 
-    return run
+    return {"usual": run}

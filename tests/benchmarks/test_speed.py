@@ -72,7 +72,7 @@ def test_first_turn_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workload", ["A", "B", "C", "D"])
 def test_small_workloads_give_figures(workload: str) -> None:
-    figures = list(speed.WORKLOADS[workload](Options(Here(), repeats=1, small=True)))
+    figures = list(speed.WORKLOADS[workload](Options(Here(), Here(), repeats=1, small=True)))
     assert figures
     assert all(f.ours > 0 and f.limit > 0 and f.workload.startswith(workload) for f in figures)
 

@@ -14,6 +14,7 @@ from fedtailor.core.disk import Disk
 from fedtailor.core.federation import Engine
 from fedtailor.core.me import Setting
 from fedtailor.core.trees import leaves
+from fedtailor.engines import pages
 from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import Pool
 from fedtailor.engines.vmap import fitting, vmap
@@ -45,6 +46,7 @@ def make(
 
     Private states that do not fit the budget of `disk` cannot be shared by processes: these clients run in this one.
     """
+    pages.keep()
     if name == "auto":
         name = choose(setting, cohort, workers).name
     if name == "wire":

@@ -393,7 +393,7 @@ class Pool:
         """Each task with its answer, in the order in which they are done.
 
         A task with an owner goes to it while it lives. The others are handed out as workers get free, the most costly
-        first, many at a time in the beginning and single ones in the end.
+        first, many at a time in the beginning and single ones in the end; stacks are of equal size.
         """
         head = json.dumps(dict(request) | {"tape": self._tape}).removesuffix("}").encode()
         self._complete()
@@ -405,6 +405,7 @@ class Pool:
                 own[owner].append(task)
             else:
                 queue.add(task)
+        even = queue.left / len(self._processes)  # a stack costs time of its own: few, and of equal size
         ended: Counter[int] = Counter()
         self._busy = busy = {}
         done: list[tuple[Task, _Answer]] = []
@@ -413,7 +414,8 @@ class Pool:
                 for process in self._processes:
                     if process.connection in busy:
                         continue
-                    portion = own.pop(process, None) or queue.portion(4 * len(self._processes), ended, self.chunk)
+                    share = even if self.chunk else queue.left / (4 * len(self._processes))
+                    portion = own.pop(process, None) or queue.portion(share, self.chunk, ended)
                     if portion:
                         sent = head + b', "tasks": ' + json.dumps([prepare(task) for task in portion]).encode() + b"}"
                         busy[process.connection] = process, portion, sent
@@ -487,29 +489,25 @@ class _Queue:
     def __init__(self, costs: Sequence[int]) -> None:
         self._costs = costs
         self._tasks: list[Task] = []  # the next one last
-        self._left = 0
+        self.left = 0  # their costs
 
     def add(self, task: Task) -> None:
         """To be done next."""
         self._tasks.append(task)
-        self._left += self._costs[task.client]
+        self.left += self._costs[task.client]
 
-    def portion(self, parts: int, alone: Counter[int], stack: int) -> list[Task]:
-        """Tasks of about one of so many parts of what is left, at least one; those of `alone` each for itself.
-
-        With `stack`, as many as are stacked.
-        """
+    def portion(self, share: float, most: int, alone: Counter[int]) -> list[Task]:
+        """Tasks of about that cost, at least one and at most so many (0: any); those of `alone` each for itself."""
         portion: list[Task] = []
-        share = self._left / parts
         while self._tasks:
             cost = self._costs[self._tasks[-1].client]
-            if portion and (len(portion) == stack if stack else cost > share):
+            if portion and (cost > share + 1e-9 * self.left or len(portion) == most):
                 break
             if portion and (alone[self._tasks[-1].client] or alone[portion[0].client]):
                 break
             portion.append(self._tasks.pop())
             share -= cost
-            self._left -= cost
+            self.left -= cost
         return portion
 
 

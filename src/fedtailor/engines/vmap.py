@@ -5,8 +5,9 @@ from __future__ import annotations
 from fedtailor.core.disk import Disk
 from fedtailor.core.me import Setting
 from fedtailor.engines.inprocess import InProcess
+from fedtailor.local import dense
 
-CACHE = 6 * 2**20  # bytes of parameters that a core works on fast
+AT_MOST = 256
 
 
 def vmap(setting: Setting, chunk: int = 0, disk: Disk | None = None) -> InProcess:
@@ -15,6 +16,6 @@ def vmap(setting: Setting, chunk: int = 0, disk: Disk | None = None) -> InProces
 
 
 def fitting(setting: Setting) -> int:
-    """So many clients that a step finds the parameters of all of them in the cache."""
-    size = sum(v.nbytes for v in setting.model.params.values())
-    return max(1, min(256, CACHE // size))
+    """So many clients that a step finds the parameters of all of them in the cache; dense layers see to that alone."""
+    some = dense.at_a_time({k: v[None] for k, v in setting.model.params.items()})
+    return min(AT_MOST, some * 8 if dense.layers_of(setting.model) and setting.solver.is_plain else some)

@@ -7,17 +7,18 @@ layers; equal to the general path of `training` to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedtailor.core.model import Model, classification_loss, regression_loss
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.local.batches import Batch
 
 Gradient = Callable[[Tensor, Tensor], Tensor]  # of a sample's loss by its output
+CACHE = 6 * 2**20  # bytes of parameters that a core works on fast
 
 
 def _of_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -59,8 +60,50 @@ def train(
     y: Tensor,
     batches: Sequence[Batch],
 ) -> Params:
-    """All steps for clients side by side; `tensors` as in `Training`, each with a leading client dimension."""
-    trained: Params = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors["params"].items()}
+    """All steps for clients side by side; `tensors` as in `Training`, each with a leading client dimension.
+
+    Some clients take all of their steps before the next ones begin, so that their parameters stay in the cache.
+    """
+    start = tensors["params"]
+    trained: Params = {k: torch.empty(v.shape, dtype=v.dtype) for k, v in start.items()}
+    some = at_a_time(start | tensors["frozen"])
+    for first in range(0, len(tensors["lr"]), some):
+        here = slice(first, first + some)
+        part = tree_map(lambda v, here=here: v[here], tensors | {"params": trained})
+        for k, v in part["params"].items():
+            v.copy_(start[k][here])
+        _train(layers, gradient, part, x, y, _of(batches, here))
+    return trained
+
+
+def at_a_time(stack: Params) -> int:
+    """So many clients that the cache holds the parameters of all of them."""
+    return max(1, CACHE // sum(v[0].nbytes for v in stack.values()))
+
+
+def _of(batches: Sequence[Batch], clients: slice) -> Iterator[Batch]:
+    """The batches of some clients of a stack, without the padding that only others need."""
+    for batch in batches:
+        rows, weight, active = batch.rows[clients], batch.weight, batch.active
+        if active is not None and not bool((active := active[clients]).any()):
+            continue
+        if weight is not None:
+            weight = weight[clients]
+            longest = int(weight.sum(1).max())
+            rows, weight = rows[:, :longest], weight[:, :longest]
+        yield Batch(rows, weight, active)
+
+
+def _train(
+    layers: Sequence[Layer],
+    gradient: Gradient,
+    tensors: Tree,
+    x: Tensor,
+    y: Tensor,
+    batches: Iterator[Batch],
+) -> None:
+    """All steps for as many clients as the cache holds; their parameters change in place."""
+    trained = tensors["params"]
     values = tensors["frozen"] | trained
     weights = [values[layer.weight] for layer in layers]
     biases = [None if layer.bias is None else values[layer.bias][:, None] for layer in layers]
@@ -94,7 +137,6 @@ def train(
                     value.lerp_(center[name], amount if own is None else amount * own)
                 _descend(value, d, inputs[i], own)
             d = below
-    return trained
 
 
 def _descend(value: Tensor, d: Tensor, inputs: Tensor, mask: Tensor | None) -> None:
