@@ -61,6 +61,19 @@ def test_by_hand_is_by_autograd(task: str, frozen: tuple[str, ...], prox: bool, 
     assert_equal(trained(task, options, frozen, prox, mask, by_hand=True), wanted, 1e-12)
 
 
+@pytest.mark.parametrize("at_a_time", [1, 2])
+def test_clients_of_one_stack_take_turns_in_the_cache(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"hidden": [5, 4]}
+    wanted = trained("classification", options, (), True, True, by_hand=True)
+    monkeypatch.setattr(dense, "at_a_time", lambda stack: at_a_time)
+    assert_equal(trained("classification", options, (), True, True, by_hand=True), wanted, 1e-14)
+
+
+def test_at_a_time() -> None:
+    assert dense.at_a_time({"w": torch.zeros(3, dense.CACHE // 40)}) == 10
+    assert dense.at_a_time({"w": torch.zeros(3, dense.CACHE)}) == 1
+
+
 def test_a_label_prior_needs_the_general_path() -> None:
     assert dense.layers_of(build("mlp", (4,), 3, seed=0)) != ()
     assert dense.layers_of(build("mlp", (4,), 3, seed=0, prior=True)) == ()

@@ -352,3 +352,25 @@ def test_a_stack_of_clients_is_one_by_one() -> None:
     for i, mine in enumerate(rows):
         wanted, _ = train(replace(fixed, draw=lambda s, mine=mine: mine), tensors(lrs[i]))  # type: ignore[misc]
         assert_equal({k: v[i] for k, v in found.items()}, wanted, 1e-14)
+
+
+@pytest.mark.parametrize(("prox", "mask"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("kind", ["lenet5", "resnet8"])
+def test_steps_in_place_are_those_of_the_general_path(kind: str, prox: bool, mask: bool) -> None:
+    data = make_data(shape=(1, 28, 28))
+    model = make_model(kind, data)
+    never = replace(SOLVER, clip=1e12)  # acts never, but takes the general path
+    found, wanted = (
+        (me := make_me(data, model, 0, solver)).sgd(
+            model.body,
+            epochs=2,
+            frozen=model.head,
+            prox=({k: v + 0.1 for k, v in model.body.items() if "conv" in k}, 0.3) if prox else None,
+            mask={k: v > 0 for k, v in model.body.items()} if mask else None,
+        )
+        | me.buffers
+        for solver in (SOLVER, never)
+    )
+    assert_equal(found, wanted, 1e-10)
+    before = model.trainable
+    assert_equal(dict(model.module.named_parameters()), before, 0)  # the module has its own tensors again

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
@@ -98,6 +100,13 @@ class Model:
         if self.module.training is not training:
             self.module.train(training)
         return torch.func.functional_call(self.module, params, (x,))
+
+    @contextmanager
+    def holding(self, tensors: Params) -> Iterator[nn.Module]:
+        """The module in training with these tensors for its own, for many calls: what `__call__` does for each."""
+        self.module.train()
+        with stateless._reparametrize_module(self.module, tensors, tie_weights=True):
+            yield self.module
 
 
 def classification_loss(output: Tensor, target: Tensor) -> Tensor:

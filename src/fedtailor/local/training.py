@@ -64,9 +64,10 @@ class Training:
         t = rebuild(self.structure, iter(tensors))
         if not differentiable and (layers := self._dense_layers(t)):
             return leaves((self._trained_dense(layers, t), t["buffers"]))
-        alone = not (differentiable or self.is_stacked)
-        if alone and self.model.likes_channels_last:
-            t = t | {part: {k: _channels_last(v) for k, v in t[part].items()} for part in ("params", "frozen")}
+        if not (differentiable or self.is_stacked):
+            t = self._laid_out(t)
+            if self._is_plain(t):
+                return [v.detach().contiguous() for v in leaves(self._descended(t))]
         params: Params = {k: v.clone() for k, v in t["params"].items()}
         buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
         memory: dict[str, list[Tensor]] = {k: [] for k in params}
@@ -84,10 +85,6 @@ class Training:
                     gradient = gradient | pulled
                 if self.solver.clip:
                     gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
-                if alone and gradient and t["mask"] is None:
-                    steps = [self._direction(params[k], g, memory[k], number) for k, g in gradient.items()]
-                    torch._foreach_add_([params[k] for k in gradient], steps, alpha=-float(t["lr"]))
-                    continue
                 for k, g in gradient.items():
                     step = -_wide(t["lr"], g) * self._direction(params[k], g, memory[k], number)
                     if t["mask"] is not None:
@@ -98,6 +95,42 @@ class Training:
                 if batch.active is not None:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return [v.contiguous() for v in leaves((params, buffers))]
+
+    def _laid_out(self, t: Tree) -> Tree:
+        """The same tensors, in memory as convolutions like them."""
+        if not self.model.likes_channels_last:
+            return t
+        parts = [k for k in ("params", "frozen", "center", "mask") if t[k] is not None]
+        return t | {part: {k: _channels_last(v) for k, v in t[part].items()} for part in parts}
+
+    def _is_plain(self, t: Tree) -> bool:
+        return bool(t["params"]) and self.solver.is_plain and self.own_loss is None and not self.model.warm_starts
+
+    def _descended(self, t: Tree) -> tuple[Params, Params]:
+        """Plain SGD of one client, in place: what the general path does, without a new tensor for every step."""
+        params: Params = {k: v.clone().requires_grad_() for k, v in t["params"].items()}
+        buffers: Params = {k: v.clone() for k, v in t["buffers"].items()}
+        frozen = {k: v if k in self.model.trainable else v.clone() for k, v in t["frozen"].items()}
+        trained, lr, center = list(params.values()), float(t["lr"]), t["center"] or {}
+        masks = None if t["mask"] is None else {k: t["mask"][k].to(v.dtype) for k, v in params.items()}
+        with torch.enable_grad(), self.model.holding(params | buffers | frozen) as module:
+            for batch in self.draw(False):
+                x, y = self._samples(batch)
+                total = self.loss(module(_channels_last(x) if self.model.likes_channels_last else x), y).mean()
+                gradients = torch.autograd.grad(total, trained, materialize_grads=True)
+                with torch.no_grad():
+                    for k, c in center.items():
+                        amount = lr * float(t["mu"])
+                        params[k].lerp_(c, amount if masks is None else amount * masks[k])
+                    if masks is None:
+                        torch._foreach_add_(trained, gradients, alpha=-lr)
+                    else:
+                        torch._foreach_addcmul_(trained, gradients, list(masks.values()), value=-lr)
+        return params, buffers
+
+    def _samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, y = _rows(self.x, batch.rows), _rows(self.y, batch.rows)
+        return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
     def _dense_layers(self, t: Tree) -> tuple[dense.Layer, ...]:
         """The layers, if these steps can do without autograd."""
@@ -143,9 +176,7 @@ class Training:
 
         if not params:
             return {}
-        x, y = _rows(self.x, batch.rows), _rows(self.y, batch.rows)
-        if batch.drawn is not None:
-            x = augment(x, batch.drawn[..., :2], batch.drawn[..., 2])
+        x, y = self._samples(batch)
         if self.model.likes_channels_last and not (differentiable or self.is_stacked):
             x = _channels_last(x)
         start = {k: kept.read(batch) for k, kept in starts.items()}
