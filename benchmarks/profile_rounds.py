@@ -3,7 +3,7 @@
     python -m benchmarks.profile_rounds [--workload A,B] [--engine loop] [--rounds 3] [--small]
 
 Every function below is timed without the functions of the list that it calls, so that the parts add up to the whole.
-Clients run in this process: what a worker process does cannot be seen from here.
+Clients run in one process: what a worker process does cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from benchmarks.speed_tasks import SMALL, TASKS, title
 from fedtailor import algorithms, engines
 
 PARTS = {  # what is timed -> where it is
-    "forward pass and loss": ("fedtailor.local.training:Training._gradient",),
+    "forward pass and loss": tuple(f"fedtailor.local.training:Training.{k}" for k in ("_descended", "_gradient")),
     "backward pass": ("torch.autograd:grad",),
-    "dense layers: forward and backward": ("fedtailor.local.dense:train",),
-    "update of parameters": ("fedtailor.local.training:Training.run", "fedtailor.local.dense:_descend"),
+    "dense layers: forward and backward": ("fedtailor.local.dense:_train",),
+    "update of parameters": ("torch:_foreach_add_", "fedtailor.local.dense:_descend"),
+    "copies of parameters": ("fedtailor.local.training:Training.run",),
     "batches: drawing": ("fedtailor.core.me:Me._batches",),
     "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),
     "private states": tuple(f"fedtailor.core.states:States.{k}" for k in ("read", "write", "check", "begin")),
-    "checks of replies": ("fedtailor.core.plausible:implausible", "fedtailor.core.federation:schema_difference"),
+    "checks of replies": ("fedtailor.core.federation:implausible", "fedtailor.core.federation:schema_difference"),
     "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.federation:_size_down"),
     "aggregation": ("fedtailor.core.federation:Federation.mean", "fedtailor.core.federation:in_order"),
 }
@@ -80,7 +81,7 @@ def install(clock: Clock) -> None:
 def profile(workload: str, engine: engines.EngineName, rounds: int, small: bool) -> dict[str, float]:
     """Part of the time of some rounds, by what it was used for."""
     task = (SMALL if small else TASKS)[workload]
-    run = Ours(setting(workload, task, algorithms.make("fedavg", {})), engine, task.cohort)
+    run = Ours(setting(workload, task, algorithms.make("fedavg", {})), engine, task.cohort, workers=1)
     run()
     CLOCK.spent.clear()
     CLOCK.since = time.perf_counter()

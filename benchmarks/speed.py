@@ -11,15 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.speed_core import Figure, Options, Ours, dealt, images, in_turns, setting
 from benchmarks.speed_growth import growth, learn2pfed
-from benchmarks.speed_limits import PHASES, Clients, Workers, fused, plain, usual
+from benchmarks.speed_limits import PHASES, Clients, Round, Workers, fused, plain, usual
 from benchmarks.speed_tasks import CLASSES, LR, SHAPE, SMALL, TASKS, ConvNet, Task, title
 from fedtailor import algorithms, engines
 from fedtailor.core.me import Setting
@@ -28,19 +29,33 @@ from fedtailor.local.training import Solver
 from fedtailor.models import build
 
 
-def beside(name: str, ours: Ours, ways: tuple[str, ...], options: Options, goal: float) -> Figure:
-    """Ours against the best of several ways to do the same without a federation."""
-    found = in_turns({"ours": ours} | {way: partial(options.workers, way) for way in ways}, options.repeats)
+def beside(
+    name: str, ours: Ours, ways: Sequence[str], options: Options, goal: float | None, others: Rivals | None = None
+) -> tuple[dict[str, float], list[Figure]]:
+    """Ours against the best of several ways to do the same without a federation; all seconds, and the figures.
+
+    One limit has memory as the C library gives it. The lower one keeps what is freed for the next step, as ours does.
+    """
+    sides = {"": options.workers, ", freed memory kept": options.keeping}
+    rivals: dict[str, Callable[[], None]] = {"ours": ours} | dict(others or {})
+    rivals |= {way + kept: partial(workers, way) for kept, workers in sides.items() for way in ways}
+    found = in_turns(rivals, options.repeats)
     ours.close()
-    best = min(ways, key=lambda way: found[way])
-    return Figure(name, found["ours"], found[best], plainly(best, options), goal, engine=ours.engine_name)
+    figures = []
+    for kept, workers in sides.items():
+        best = min((way + kept for way in ways), key=lambda way: found[way])
+        against = f"plain torch, {workers.cores} processes, {best}"
+        figures.append(Figure(name, found["ours"], found[best], against, goal, engine=ours.engine_name))
+    return found, figures
 
 
-def plainly(way: str, options: Options) -> str:
-    """What the limit is, in words."""
-    return f"plain torch, {options.workers.cores} processes, {way}"
+def load(options: Options, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
+    """Give both limits the clients of a round."""
+    for workers in (options.workers, options.keeping):
+        workers.load(make, clients, *args)
 
 
+Rivals = Mapping[str, Callable[[], None]]
 LAYOUTS = ("contiguous", "channels_last")
 
 
@@ -53,17 +68,17 @@ def workload_a(options: Options) -> Iterator[Figure]:
     """A convolutional network."""
     task = (SMALL if options.small else TASKS)["A"]
     made = setting("A", task, algorithms.make("fedavg", {}))
-    options.workers.load(plain, cohort_of(made, task), ConvNet(), task.batch, PHASES["FedAvg"])
-    yield beside(title("A", task), Ours(made, options.engine, task.cohort), LAYOUTS, options, 1.08)
+    load(options, plain, cohort_of(made, task), ConvNet(), task.batch, PHASES["FedAvg"])
+    yield from beside(title("A", task), Ours(made, options.engine, task.cohort), LAYOUTS, options, 1.08)[1]
 
 
 def workload_b(options: Options) -> Iterator[Figure]:
     """A dense network at many small clients."""
     task = (SMALL if options.small else TASKS)["B"]
     made = setting("B", task, algorithms.make("fedavg", {}))
-    options.workers.load(fused, cohort_of(made, task), task.batch)
+    load(options, fused, cohort_of(made, task), task.batch)
     ways = ("5 clients per chunk", "10 clients per chunk")
-    yield beside(title("B", task), Ours(made, options.engine, task.cohort), ways, options, 1.25)
+    yield from beside(title("B", task), Ours(made, options.engine, task.cohort), ways, options, 1.25)[1]
 
 
 def workload_c(options: Options) -> Iterator[Figure]:
@@ -76,17 +91,13 @@ def workload_c(options: Options) -> Iterator[Figure]:
         algorithm = algorithms.make(method.lower(), own)
         model = build("cnn", SHAPE, CLASSES, seed=0)
         ours = Ours(Setting(algorithm, model, data, Solver(lr=LR, batch_size=10), 0), options.engine)
-        options.usual.load(usual, clients, module, 10, method)
-        options.workers.load(plain, clients, module, 10, PHASES[method])
-        rivals: dict[str, Callable[[], None]] = {"ours": ours, "usual": partial(options.usual, "usual")}
-        rivals |= {way: partial(options.workers, way) for way in LAYOUTS}
-        found = in_turns(rivals, options.repeats)
-        ours.close()
-        best = min(LAYOUTS, key=lambda way: found[way])
+        options.alone.load(usual, clients, module, 10, method)
+        load(options, plain, clients, module, 10, PHASES[method])
         name = f"C: {method}, {len(parts)} clients, {len(x)} images, batch 10"
-        usual_way, engine = "DataLoader, client after client, 2 threads", ours.engine_name
-        yield Figure(name, found["ours"], found["usual"], usual_way, 1 / 1.7, engine=engine)
-        yield Figure(name, found["ours"], found[best], plainly(best, options), engine=engine)
+        found, limits = beside(name, ours, LAYOUTS, options, None, {"usual": partial(options.alone, "usual")})
+        usual_way = "DataLoader, client after client, 2 threads"
+        yield Figure(name, found["ours"], found["usual"], usual_way, 1 / 1.7, engine=ours.engine_name)
+        yield from limits
 
 
 WORKLOADS: dict[str, Callable[[Options], Iterator[Figure]]] = {
@@ -116,7 +127,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny tasks: whether it runs, not how fast it is")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     asked = parser.parse_args()
-    options = Options(Workers(), Workers(is_usual=True), asked.engine, asked.repeats, asked.small)
+    options = Options(Workers(), Workers(keeps=True), Workers(is_alone=True), asked.engine, asked.repeats, asked.small)
     print(f"images: {'MNIST' if os.environ.get('FEDTAILOR_DATA') else 'noise'}; torch {torch.__version__}")
     print(f"{'workload':56} {'ours':>12} {'limit':>12} {'ratio':>6} {'goal':>6}  limit is")
     figures: list[Figure] = []
@@ -126,8 +137,8 @@ def main() -> None:
         for figure in WORKLOADS[name](options):
             figures.append(figure)
             print(line(figure), flush=True)
-    options.workers.close()
-    options.usual.close()
+    for workers in (options.workers, options.keeping, options.alone):
+        workers.close()
     if asked.json:
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps([f.row() for f in figures], indent=1) + "\n", encoding="utf-8")

@@ -56,8 +56,9 @@ class Figure:
 class Options:
     """What was asked for on the command line."""
 
-    workers: Workers
-    usual: Workers
+    workers: Workers  # memory as the C library gives it
+    keeping: Workers  # freed memory kept for the next step
+    alone: Workers
     engine: EngineName = "auto"
     repeats: int = 5
     small: bool = False
@@ -108,9 +109,9 @@ def on_threads(count: int, run: Callable[[], None]) -> Callable[[], None]:
 class Ours:
     """Rounds of the federation, each with clients drawn anew."""
 
-    def __init__(self, setting: Setting, engine: EngineName, cohort: int = 0) -> None:
+    def __init__(self, setting: Setting, engine: EngineName, cohort: int = 0, workers: int = 0) -> None:
         name = engines.choose(setting, cohort).name if engine == "auto" else engine
-        self.engine = engines.make(name, setting, workers=engines.cores(), cohort=cohort)
+        self.engine = engines.make(name, setting, workers=workers or engines.cores(), cohort=cohort)
         self.engine.start()
         is_alone = isinstance(self.engine, InProcess)
         self.run_on_threads = on_threads(engines.threads(setting) if is_alone else 1, self._run)

@@ -44,12 +44,13 @@ PHASES = {
 class Workers:
     """Processes, one per core with one thread each: given clients to train, each does its share when called.
 
-    One that is `usual` has all threads, and memory as the C library gives it.
+    keeps: memory that is freed is kept for the next step, as our engines do it.
+    is_alone: one process with all threads.
     """
 
-    def __init__(self, *, is_usual: bool = False) -> None:
-        self.is_usual = is_usual
-        self.cores = 1 if is_usual else len(os.sched_getaffinity(0))
+    def __init__(self, *, keeps: bool = False, is_alone: bool = False) -> None:
+        self.keeps, self.is_alone = keeps, is_alone
+        self.cores = 1 if is_alone else len(os.sched_getaffinity(0))
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
 
@@ -58,7 +59,7 @@ class Workers:
         for _ in range(self.cores):
             here, there = context.Pipe()
             self.pipes.append(here)
-            self.processes.append(context.Process(target=_serve, args=(there, self.is_usual), daemon=True))
+            self.processes.append(context.Process(target=_serve, args=(there, self.keeps, self.is_alone), daemon=True))
             self.processes[-1].start()
 
     def load(self, make: Callable[..., dict[str, Round]], clients: Clients, *args: Any) -> None:
@@ -91,10 +92,11 @@ def shares(clients: Clients, cores: int) -> list[list[tuple[Tensor, Tensor]]]:
     return out
 
 
-def _serve(pipe: Any, is_usual: bool) -> None:
-    if not is_usual:
-        torch.set_num_threads(1)
+def _serve(pipe: Any, keeps: bool, is_alone: bool) -> None:
+    if keeps:
         pages.keep()
+    if not is_alone:
+        torch.set_num_threads(1)
     ways: dict[str, Round] = {}
     while (request := pipe.recv())[0] != "end":
         if request[0] == "load":

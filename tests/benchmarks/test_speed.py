@@ -72,7 +72,7 @@ def test_first_turn_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("workload", ["A", "B", "C", "D"])
 def test_small_workloads_give_figures(workload: str) -> None:
-    figures = list(speed.WORKLOADS[workload](Options(Here(), Here(), repeats=1, small=True)))
+    figures = list(speed.WORKLOADS[workload](Options(Here(), Here(), Here(), repeats=1, small=True)))
     assert figures
     assert all(f.ours > 0 and f.limit > 0 and f.workload.startswith(workload) for f in figures)
 
@@ -82,9 +82,11 @@ def test_command_writes_its_figures_and_the_page_shows_them(tmp_path: Path) -> N
     told = subprocess.run(
         [*command, tmp_path / "speed.json"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    (row,) = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
-    assert row["ratio"] == row["ours_s"] / row["limit_s"]
-    assert row["workload"] in told
+    rows = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
+    assert [row["against"].endswith("kept") for row in rows] == [False, True]
+    for row in rows:
+        assert row["ratio"] == row["ours_s"] / row["limit_s"]
+        assert row["workload"] in told
 
 
 def test_page_has_every_figure_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
