@@ -22,9 +22,10 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me, Setting
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines import worker
+from fedtailor.engines.books import Rows
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.loop import loop
-from fedtailor.engines.pool import Pool, Rows
+from fedtailor.engines.pool import Pool
 from fedtailor.engines.shared import Layout, Memory
 from fedtailor.errors import ClientError
 from tests.contract.test_tape import Taped

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shlex
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,10 +14,11 @@ from rich.console import Console
 
 from fedtailor import __version__
 from fedtailor.cli import federation
-from fedtailor.errors import ClientError, ConfigError, RankLost, UserError
+from fedtailor.cli.ending import joined, refuse_torchrun, resumable, say
+from fedtailor.errors import ConfigError, RankLost, UserError
 
 if TYPE_CHECKING:
-    from fedtailor.core.ranks import Ranks
+    pass
 
 app = typer.Typer(
     name="fedtailor",
@@ -103,7 +100,7 @@ def fit(
     again += [] if client_column is None else ["--client-column", client_column]
     again += ["--algorithm", algorithm, "--rounds", str(rounds), "--seed", str(seed)]
     again += [part for s in settings for part in ("--set", s)]
-    with _resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+    with resumable(again, path, begun_by=FIT), grid_shown(console) as told:
         record = fitted(
             source,
             path,
@@ -182,10 +179,10 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
         raise ConfigError(f"{config}: describes a comparison; run it with fedtailor compare {config}")
     checked = parse(tables, RunConfig, str(config))
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
-    with _ranks(checked.federation.timeout) as ranks:
+    with joined(checked.federation.timeout) as ranks:
         path = Path(ranks.told(str(out or new_path(Path("runs"), name)))[0])
         bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
-        with _resumable(["resume", str(path)], path, ranks), bar as listener:
+        with resumable(["resume", str(path)], path, ranks), bar as listener:
             runner.start(checked, path, data_root, listener, ranks)
         if ranks.rank == 0:
             _tell(path)
@@ -201,9 +198,9 @@ def resume(run: Run, data_root: DataRoot = None) -> None:
     from fedtailor.runs.progress import shown
     from fedtailor.runs.store import RunFolder
 
-    with _ranks(RunFolder.open(run).config.federation.timeout) as ranks:
+    with joined(RunFolder.open(run).config.federation.timeout) as ranks:
         bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
-        with _resumable(["resume", str(run)], run, ranks), bar as listener:
+        with resumable(["resume", str(run)], run, ranks), bar as listener:
             runner.resume(run, data_root, listener, ranks)
         if ranks.rank == 0:
             _tell(run)
@@ -230,13 +227,13 @@ def compare(
     from fedtailor.runs.store import new_path, write_atomically
     from fedtailor.runs.tables import files, terminal
 
-    _refuse_torchrun("compare")
+    refuse_torchrun("compare")
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
     again = ["compare", str(config), "--out", str(path), *(part for s in settings for part in ("--set", s))]
     again += [] if data_root is None else ["--data-root", str(data_root)]
-    with _resumable(again, path), grid_shown(console) as told:
+    with resumable(again, path), grid_shown(console) as told:
         grid = run_grid(checked, path, data_root, told)
     table, found = rows(grid), notes(path) if checked.search is not None else []
     for file, text in files(table, found).items():
@@ -274,7 +271,7 @@ def reproduce(
     if table == "list":
         print("\n".join(published.available(configs)))
         return
-    _refuse_torchrun("reproduce")
+    refuse_torchrun("reproduce")
     if scale not in ("cpu", "paper"):
         raise ConfigError(f'--scale: "{scale}" is neither cpu nor paper')
     wanted = published.load(configs, table)
@@ -283,7 +280,7 @@ def reproduce(
     of: published.Scale = "cpu" if scale == "cpu" else "paper"
     which = (wanted, path, of, seeds or wanted.seeds, names)
     again = ["reproduce", table, "--scale", scale, "--seeds", str(seeds), "--rows", rows, "--out", str(path)]
-    with _resumable(again, path), grid_shown(console) as told:
+    with resumable(again, path), grid_shown(console) as told:
         found = published.searched(*which, data_root, told)
         figures = published.run(wanted, published.grid(*which, found), data_root, told)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
@@ -414,73 +411,6 @@ def _tell(run: Path, clients: bool = False) -> None:
     print_run(console, run, clients)
 
 
-def _refuse_torchrun(command: str) -> None:
-    from fedtailor.core.ranks import under_torchrun
-
-    if under_torchrun():
-        raise ConfigError(
-            f"fedtailor {command}: not with torchrun; it runs side by side what compare.workers says. "
-            "torchrun is for fedtailor run and fedtailor resume"
-        )
-
-
-@contextmanager
-def _ranks(timeout: float) -> Iterator[Ranks]:
-    """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
-    from fedtailor.core.ranks import ALONE, under_torchrun
-
-    if not under_torchrun():
-        yield ALONE
-        return
-    from fedtailor.engines.torchrun import join, leave
-
-    ranks = join(timeout)
-    yield ranks
-    leave(ranks)
-
-
-def _say(text: str) -> None:
-    """Why the command ends; of the ranks of torchrun the first says it."""
-    if "RANK" in os.environ:
-        from fedtailor.core.ranks import under_torchrun
-        from fedtailor.engines.torchrun import has_last_word
-
-        if under_torchrun() and not has_last_word():
-            return
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _resumable(
-    command: list[str], path: Path, ranks: Ranks | None = None, begun_by: str = "config.toml"
-) -> Iterator[None]:
-    """However a run is stopped, say how to go on."""
-    started_by = []
-    if ranks is not None and ranks.count > 1:
-        started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
-    hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *command])}"
-    try:
-        yield
-    except KeyboardInterrupt:
-        begun = command[0] == "compare" or (path / begun_by).exists()
-        _say(f"interrupted; {hint}" if begun else "interrupted before the run began")
-        raise typer.Exit(130) from None
-    except RankLost as lost:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks now; this one ends by itself
-        begun = (path / "config.toml").exists()
-        go_on = f"the last checkpoint is intact; {hint} (with any number of ranks)"
-        _say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
-        raise typer.Exit(1) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        _say(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
-        raise typer.Exit(1) from None
-    except ClientError as error:
-        _say(f"error: {error}\nthe last checkpoint is intact; {hint}")
-        raise typer.Exit(1) from None
-
-
 def main() -> None:
     """Entry point: what the user can put right is one line and exit code 2."""
     # threads that wait must not spin: on busy cores that makes two threads many times slower than one
@@ -488,15 +418,15 @@ def main() -> None:
     try:
         app(prog_name="fedtailor")
     except UserError as error:
-        _say(f"error: {' '.join(str(error).splitlines())}")
+        say(f"error: {' '.join(str(error).splitlines())}")
         sys.exit(2)
     except RankLost as lost:
-        _say(f"error: a rank was lost before the run began or after its end ({lost})")
+        say(f"error: a rank was lost before the run began or after its end ({lost})")
         sys.exit(1)
     except OSError as error:
         if error.filename is None:
             raise
-        _say(f"error: {error.filename}: {error.strerror}")
+        say(f"error: {error.filename}: {error.strerror}")
         sys.exit(2)
 
 

@@ -30,6 +30,7 @@ from fedtailor.core.me import Setting
 from fedtailor.core.placed import outline
 from fedtailor.core.states import refuse_other
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, schema, tree_map
+from fedtailor.engines.books import Queue, Rows
 from fedtailor.engines.inprocess import Reply
 from fedtailor.engines.shared import Layout, Memory, Region, lying
 from fedtailor.engines.worker import Spot, Task, Worker, serve
@@ -82,54 +83,6 @@ class _Answer:
     found: Any
     apart: bytes | None
     owner: _Process | None
-
-
-class Rows:
-    """Which row of memory holds what. Rows come back when nothing can ask for them any more."""
-
-    def __init__(self, clients: int) -> None:
-        self.now = list(range(clients))  # row of the private state of each client
-        self.before: dict[int, int] = {}  # where that was when the round began, if it is another
-        self.used = clients
-        self._free: list[int] = []
-        self._held: list[int] = []  # of former calls of a tape
-
-    def fresh(self) -> int:
-        """A row that nobody reads."""
-        if self._free:
-            return self._free.pop()
-        self.used += 1
-        return self.used - 1
-
-    def drop(self, rows: Sequence[int]) -> None:
-        """Nobody reads these any more."""
-        self._free += rows
-
-    def move(self, client: int, to: int, *, taping: bool) -> None:
-        """The private state of a client is in another row from now on."""
-        old, self.now[client] = self.now[client], to
-        if client not in self.before:
-            self.before[client] = old
-        else:
-            (self._held if taping else self._free).append(old)
-
-    def undo(self, clients: Sequence[int]) -> None:
-        """Back to the rows when the round began."""
-        for client in clients:
-            if client in self.before:
-                self._held.append(self.now[client])
-                self.now[client] = self.before.pop(client)
-
-    def forget_tape(self) -> None:
-        """Nothing will be run again."""
-        self._free += self._held
-        self._held = []
-
-    def begin(self) -> None:
-        """What is there now is what undo brings back."""
-        self._free += self.before.values()
-        self.before = {}
-        self.forget_tape()
 
 
 class Pool:
@@ -398,7 +351,7 @@ class Pool:
         head = json.dumps(dict(request) | {"tape": self._tape}).removesuffix("}").encode()
         self._complete()
         own: dict[_Process, list[Task]] = {process: [] for process in self._processes}
-        queue = _Queue(self._costs)
+        queue = Queue(self._costs)
         for task in sorted(tasks, key=lambda task: self._costs[task.client]):
             owner = owners.get(task.client)
             if owner in own:
@@ -481,34 +434,6 @@ class Pool:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 theirs.close()
             self._processes.append(_Process(process, ours))
-
-
-class _Queue:
-    """Tasks that any worker may do."""
-
-    def __init__(self, costs: Sequence[int]) -> None:
-        self._costs = costs
-        self._tasks: list[Task] = []  # the next one last
-        self.left = 0  # their costs
-
-    def add(self, task: Task) -> None:
-        """To be done next."""
-        self._tasks.append(task)
-        self.left += self._costs[task.client]
-
-    def portion(self, share: float, most: int, alone: Counter[int]) -> list[Task]:
-        """Tasks of about that cost, at least one and at most so many (0: any); those of `alone` each for itself."""
-        portion: list[Task] = []
-        while self._tasks:
-            cost = self._costs[self._tasks[-1].client]
-            if portion and (cost > share + 1e-9 * self.left or len(portion) == most):
-                break
-            if portion and (alone[self._tasks[-1].client] or alone[portion[0].client]):
-                break
-            portion.append(self._tasks.pop())
-            share -= cost
-            self.left -= cost
-        return portion
 
 
 def _answers(found: Sequence[Any], apart: Sequence[bytes], owner: _Process | None) -> list[_Answer]:
