@@ -13,9 +13,9 @@ from fedtailor.core.disk import Disk
 from fedtailor.core.me import Setting
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool import Pool
+from fedtailor.engines.vmap import STACKED
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
-from fedtailor.local.dense import CACHE
 from fedtailor.models import build
 from tests.helpers import EVEN_SIZES, F64, SIZES, SOLVER, make_data, make_model
 
@@ -71,7 +71,7 @@ def test_long_rounds_are_spread_over_processes() -> None:
     assert engines.choose(dense, workers=2).name == "vmap"
     stacked = engines.make("vmap", dense, workers=2)
     assert isinstance(stacked, Pool)
-    assert stacked.chunk == 8 * (CACHE // sum(v.nbytes for v in dense.model.params.values())) > 8
+    assert stacked.chunk == STACKED // sum(v.nbytes for v in dense.model.params.values()) > 8
     assert isinstance(engines.make("vmap", setting(), workers=2), InProcess)  # rounds are short
     assert isinstance(engines.make("vmap", dense, workers=2, disk=Disk(Path(), 10**9)), Pool)
     ditto = replace(dense, algorithm=Ditto())  # with private states, too many for the budget

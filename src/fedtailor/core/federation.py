@@ -334,7 +334,7 @@ class Federation:
             wrong = schema_difference(schema(reply.tree, stacked=True), wanted)
             reasons = [wrong and f"reply {wrong}"] * len(reply.clients)
             if not wrong:
-                reasons = implausible(reply.tree, len(reply.clients), positive, self.limits.max_norm)
+                reasons = implausible(reply.tree, len(reply.clients), positive, self.limits.max_norm, reply.norms)
             rejected += [(c, reason) for c, reason in zip(reply.clients, reasons, strict=True) if reason]
             good = [i for i, reason in enumerate(reasons) if not reason]
             if good:

@@ -17,11 +17,16 @@ class Limits:
     max_norm: float = 1e8
 
 
-def implausible(stack: Tree, clients: int, positive: list[str], max_norm: float) -> list[str | None]:
-    """For each client the reason not to believe its reply, or None."""
+def implausible(
+    stack: Tree, clients: int, positive: list[str], max_norm: float, known: list[float] | None = None
+) -> list[str | None]:
+    """For each client the reason not to believe its reply, or None; the norms of replies may be `known`."""
     flat = {path: leaf.reshape(clients, -1) for path, leaf in items(stack) if leaf.is_floating_point()}
-    norms = [torch.linalg.vector_norm(v, dim=1).double() for v in flat.values()]
-    norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
+    if known is None:
+        norms = [torch.linalg.vector_norm(v, dim=1).double() for v in flat.values()]
+        norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
+    else:
+        norm = torch.tensor(known, dtype=torch.float64)
     reasons: list[str | None] = [None] * clients
     for i in (~(norm <= max_norm)).nonzero()[:, 0].tolist():  # a norm tells of what is not finite, too
         wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]

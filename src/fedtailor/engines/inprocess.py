@@ -22,6 +22,7 @@ class Reply:
     clients: tuple[int, ...]
     tree: Tree = None
     error: Exception | None = None
+    norms: list[float] | None = None  # of each client's reply, where they are known
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,9 @@ class Pool:
         places = layout.places(region.bytes)
         for first, last, usual in _spans([_is_usual(answers[c]) for c in clients]):
             if usual:
-                yield Reply(tuple(clients[first:last]), rebuild(layout.tree, (p[first:last] for p in places)))
+                norms = [answers[c].found.get("norm") for c in clients[first:last]]
+                stack = rebuild(layout.tree, (p[first:last] for p in places))
+                yield Reply(tuple(clients[first:last]), stack, norms=None if None in norms else norms)
                 continue
             for at in range(first, last):
                 yield self._reply(call, clients[at], answers[clients[at]], layout.tree, [p[at] for p in places])
@@ -364,6 +366,7 @@ class Pool:
         done: list[tuple[Task, _Answer]] = []
         try:
             while True:
+                ready: list[tuple[_Process, bytes]] = []
                 for process in self._processes:
                     if process.connection in busy:
                         continue
@@ -372,7 +375,9 @@ class Pool:
                     if portion:
                         sent = head + b', "tasks": ' + json.dumps([prepare(task) for task in portion]).encode() + b"}"
                         busy[process.connection] = process, portion, sent
-                        process.send(sent)
+                        ready.append((process, sent))
+                for process, sent in ready:  # not before all are made: a worker that wakes up may take this core
+                    process.send(sent)
                 yield from done
                 if busy is not self._busy:
                     raise RuntimeError("the pool has been given other work before this was done")

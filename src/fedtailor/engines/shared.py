@@ -146,11 +146,11 @@ class Layout:
 
 def put_all(places: Sequence[Tensor], tree: Tree) -> list[Strides]:
     """Copy the tensors of a tree to their places; tells how they lie, nothing if all lie in the usual order."""
-    strides = [_put(place, leaf.detach()) for place, leaf in zip(places, leaves(tree), strict=True)]
+    strides = [put(place, leaf.detach()) for place, leaf in zip(places, leaves(tree), strict=True)]
     return strides if any(strides) else []
 
 
-def _put(place: Tensor, value: Tensor) -> Strides:
+def put(place: Tensor, value: Tensor) -> Strides:
     """The numbers are kept in the order in which they lie: what is computed from them may depend on it."""
     strides = None if value.is_contiguous() or not _is_dense(value) else list(value.stride())
     _lies(place, strides).copy_(value)

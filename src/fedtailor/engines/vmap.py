@@ -7,6 +7,8 @@ from fedtailor.core.me import Setting
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.local import dense
 
+CACHED = 6 * 2**20  # bytes of parameters on which stacked autograd is fast
+STACKED = 8 * CACHED  # dense layers cut a stack to the cache by themselves; what is left is to call them seldom
 AT_MOST = 256
 
 
@@ -16,6 +18,7 @@ def vmap(setting: Setting, chunk: int = 0, disk: Disk | None = None) -> InProces
 
 
 def fitting(setting: Setting) -> int:
-    """So many clients that a step finds the parameters of all of them in the cache; dense layers see to that alone."""
-    some = dense.at_a_time({k: v[None] for k, v in setting.model.params.items()})
-    return min(AT_MOST, some * 8 if dense.layers_of(setting.model) and setting.solver.is_plain else some)
+    """So many clients in a stack that their training is fast."""
+    size = sum(v.nbytes for v in setting.model.params.values())
+    is_dense = bool(dense.layers_of(setting.model)) and setting.solver.is_plain
+    return max(1, min(AT_MOST, (STACKED if is_dense else CACHED) // size))

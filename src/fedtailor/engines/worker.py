@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -28,7 +28,8 @@ from fedtailor.core.me import Setting
 from fedtailor.core.states import changed, refuse_other
 from fedtailor.core.trees import Tree, detach, leaves, schema, tree_map
 from fedtailor.engines.inprocess import explained, grouped, refuse_infinite
-from fedtailor.engines.shared import Layout, Memory, Strides, put_all
+from fedtailor.engines.shared import Layout, Memory, Strides, put, put_all
+from fedtailor.local import dense
 
 Spot = tuple[int, list[Strides]]  # a row, and how the tensors in it lie
 
@@ -57,6 +58,7 @@ class Worker:
         self.state = Layout.of(kept.tree["state"])
         self._schema = schema(kept.tree)
         self._replies: dict[str, Layout] = {}
+        self._elsewhere: set[str] = set()  # functions whose replies are not what training makes first
         self._tape = 0
         self._graphs: dict[tuple[int, int], Outcome] = {}  # of taped calls, by call and client
 
@@ -120,8 +122,10 @@ class Worker:
                 for arg, own in zip(call.args, call.placed, strict=True)
             )
             mine = held["state"], held["buffers"], None if grads[0] is None else _stack(grads)
+            wanted = _together(places, at) if call.function not in self._elsewhere else []
             try:
-                outcome = invoke(self.setting, clients, replace(call, args=args), *mine, is_stacked=True)
+                with dense.into(wanted) as made:
+                    outcome = invoke(self.setting, clients, replace(call, args=args), *mine, is_stacked=True)
                 kept = detach({"state": outcome.state, "buffers": outcome.buffers})
                 refuse_other(schema(kept, stacked=True), self._schema)
                 new = changed(kept, held)
@@ -132,11 +136,31 @@ class Worker:
             is_same = all(v is None for v in new)
             if not layout.fits(_row(reply, 0)):
                 return None
-            for i, task in enumerate(group):
-                if not is_same:
+            if not is_same:
+                for i, task in enumerate(group):
                     self._keep(task.target, _row(kept, i))
-                answers[task.client] = {"same": is_same, "strides": _put(places, task.position, _row(reply, i))}
+            there = [_is_at(v, place) for v, place in zip(leaves(reply), wanted or places, strict=True)]
+            if wanted and not any(there):
+                self._elsewhere.add(call.function)
+            norms = dict(enumerate(_norms(leaves(reply), made.norms).tolist())) if any(there) else {}
+            for i, strides in enumerate(self._delivered(leaves(reply), there, places, at)):
+                answers[clients[i]] = {"same": is_same, "strides": strides, "norm": norms.get(i)}
         return [answers[task.client] for task in tasks]
+
+    def _delivered(
+        self, reply: list[Tensor], there: list[bool], places: Sequence[Tensor], at: Sequence[int]
+    ) -> Iterator[list[Strides]]:
+        """Bring a stacked reply to its places, but for what was made there; tells how the tensors of each row lie."""
+        shared = self.regions.bytes.untyped_storage().data_ptr()
+        # what was made in the place of another must be away before that one comes
+        apart = [
+            v.clone() if not here and v.untyped_storage().data_ptr() == shared else v
+            for v, here in zip(reply, there, strict=True)
+        ]
+        for i, position in enumerate(at):
+            each = zip(apart, there, places, strict=True)
+            strides = [None if here else put(place[position], v[i]) for v, here, place in each]
+            yield strides if any(strides) else []
 
     def _run(self, call: Call, task: Task) -> tuple[Outcome, bool]:
         """One client's call; whether its private state is as it was, else the new one is in its target row."""
@@ -214,6 +238,28 @@ class Worker:
 def _put(places: Sequence[Tensor], position: int, tree: Tree) -> list[Strides]:
     """Put a tree into its row of a stack."""
     return put_all([place[position] for place in places], tree)
+
+
+def _together(places: Sequence[Tensor], at: Sequence[int]) -> list[Tensor]:
+    """The rows `at` of each place as one stack, if they follow one another; else nothing."""
+    first = at[0]
+    return [p[first : first + len(at)] for p in places] if list(at) == list(range(first, first + len(at))) else []
+
+
+def _norms(reply: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor:
+    """The norm of the reply of each client of a stack; that of some tensors is known by their address."""
+    each = [
+        found
+        if (found := known.get(v.data_ptr())) is not None
+        else torch.linalg.vector_norm(v.reshape(len(v), -1), dim=1)
+        for v in reply
+        if v.is_floating_point()
+    ]
+    return torch.stack([v.double() for v in each]).square().sum(0).sqrt()
+
+
+def _is_at(v: Tensor, place: Tensor) -> bool:
+    return (v.data_ptr(), v.shape, v.stride()) == (place.data_ptr(), place.shape, place.stride())
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:
