@@ -56,8 +56,8 @@ bench-peers: $(READY) $(PEERS)/.ready ## The same tasks in Flower, pfl-research 
 	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python --json runs/bench/peers.json
 
 evidence: $(ALL_READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
-	$(BIN)/python benchmarks/evidence.py
 	$(BIN)/python benchmarks/federation.py
+	$(BIN)/python benchmarks/evidence.py
 
 docs: $(ALL_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -37,7 +37,8 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "benchmarks/duw_cost.py",
     ),
     "fedselect": tuple(f"fedselect/{name}" for name in ("table1", "table1-others", "table2", "table3", "figure4")),
-    "fedeq": tuple(f"fedeq/{name}" for name in ("table1", "figure2")),
+    "fedeq": tuple(f"fedeq/{name}" for name in ("table1", "table2", "table1-shakespeare", "figure2", "figure4")),
+    "federation": ("benchmarks/federation.py --table", "benchmarks/secure_sum.py"),
     "fit": ("benchmarks/auto.py",),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
@@ -69,15 +70,18 @@ def main() -> None:
 def shown(part: str) -> str:
     """One part of a page."""
     kinds = {".toml": comparison, ".py": script}
-    return kinds.get(Path(part).suffix, table)(part)
+    return kinds.get(Path(part.split()[0]).suffix, table)(part)
 
 
-def script(path: str) -> str:
+def script(command: str) -> str:
     """What a script prints."""
-    told = subprocess.run([sys.executable, path], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    path = command.split()[0]
+    told = subprocess.run(
+        [sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     title = (ROOT / path).read_text(encoding="utf-8").partition("\n")[0].strip('"')
     body = told if told.startswith("|") or "\n|" in told else f"```\n{told}```\n"
-    return f"## {title}\n\n`python {path}`\n\n{body}"
+    return f"## {title}\n\n`python {command}`\n\n{body}"
 
 
 def write_figures() -> None:

@@ -163,6 +163,7 @@ def equal_to_loop(algorithm: str) -> Callable[[Bench], str]:
     """An algorithm over three sites against the loop engine."""
 
     def part(bench: Bench) -> str:
+        """Three sites against the loop engine, twelve rounds."""
         settings = ALGORITHMS[algorithm]
         config = configured(algorithm, *settings)
         run = f"equal-{algorithm}"
@@ -288,6 +289,7 @@ def faulty(hurt: Callable[[Path, subprocess.Popen[bytes]], str], rounds: int = 1
         seconds = time.monotonic() - begun
         return f"{told}; missed {len(missed)} of {len(lines)} rounds; largest difference {gap:.1e}; {seconds:.0f} s"
 
+    part.__doc__ = hurt.__doc__
     part.__doc__ = hurt.__doc__
     return part
 
@@ -530,11 +532,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/federation-benchmark"))
     parser.add_argument("--again", action="store_true", help="Also what was shown already.")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--table", action="store_true", help="Run nothing; what was shown, as a table.")
     arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     bench = Bench(arguments.out.resolve(), arguments.verbose)
     shown_file = bench.out / "shown.json"
     shown: dict[str, str] = json.loads(shown_file.read_text()) if shown_file.exists() else {}
+    if arguments.table:
+        print("| part | what was seen |\n|---|---|")
+        for name, part in PARTS.items():
+            if name in shown:
+                what = (part.__doc__ or "").partition("\n")[0]
+                print(f"| `{name}`: {what} | {shown[name]} |")
+        return
     failed = False
     try:
         for name in arguments.parts or PARTS:

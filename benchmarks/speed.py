@@ -94,7 +94,7 @@ def workload_c(options: Options) -> Iterator[Figure]:
         options.alone.load(usual, clients, module, 10, method)
         load(options, plain, clients, module, 10, PHASES[method])
         name = f"C: {method}, {len(parts)} clients, {len(x)} images, batch 10"
-        found, limits = beside(name, ours, LAYOUTS, options, None, {"usual": partial(options.alone, "usual")})
+        found, limits = beside(name, ours, LAYOUTS[1:], options, None, {"usual": partial(options.alone, "usual")})
         usual_way = "DataLoader, client after client, 2 threads"
         yield Figure(name, found["ours"], found["usual"], usual_way, 1 / 1.7, engine=ours.engine_name)
         yield from limits
