@@ -68,7 +68,7 @@ def workload_a(options: Options) -> Iterator[Figure]:
     """A convolutional network."""
     task = (SMALL if options.small else TASKS)["A"]
     made = setting("A", task, algorithms.make("fedavg", {}))
-    load(options, plain, cohort_of(made, task), ConvNet(), task.batch, PHASES["FedAvg"])
+    load(options, plain, cohort_of(made, task), ConvNet(pools_first=True), task.batch, PHASES["FedAvg"])
     yield from beside(title("A", task), Ours(made, options.engine, task.cohort), LAYOUTS, options, 1.08)[1]
 
 
@@ -92,7 +92,7 @@ def workload_c(options: Options) -> Iterator[Figure]:
         model = build("cnn", SHAPE, CLASSES, seed=0)
         ours = Ours(Setting(algorithm, model, data, Solver(lr=LR, batch_size=10), 0), options.engine)
         options.alone.load(usual, clients, module, 10, method)
-        load(options, plain, clients, module, 10, PHASES[method])
+        load(options, plain, clients, ConvNet(pools_first=True), 10, PHASES[method])
         name = f"C: {method}, {len(parts)} clients, {len(x)} images, batch 10"
         found, limits = beside(name, ours, LAYOUTS[1:], options, None, {"usual": partial(options.alone, "usual")})
         usual_way = "DataLoader, client after client, 2 threads"

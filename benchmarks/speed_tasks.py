@@ -35,16 +35,21 @@ def title(workload: str, task: Task) -> str:
 
 
 class ConvNet(nn.Module):
-    """Two 5x5 convolutions (32, 64) with max pooling and 512 dense units: 582 026 parameters."""
+    """Two 5x5 convolutions (32, 64) with max pooling and 512 dense units: 582 026 parameters.
 
-    def __init__(self) -> None:
+    To pool first gives the same numbers, and a ReLU of a fourth as many.
+    """
+
+    def __init__(self, *, pools_first: bool = False) -> None:
         super().__init__()
+        self.pools_first = pools_first
         self.conv1, self.conv2 = nn.Conv2d(1, 32, 5), nn.Conv2d(32, 64, 5)
         self.hidden, self.out = nn.Linear(1024, 512), nn.Linear(512, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(torch.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(torch.relu(self.conv2(x)), 2)
+        for convolution in (self.conv1, self.conv2):
+            x = convolution(x)
+            x = torch.relu(F.max_pool2d(x, 2)) if self.pools_first else F.max_pool2d(torch.relu(x), 2)
         return self.out(torch.relu(self.hidden(x.flatten(1))))
 
 

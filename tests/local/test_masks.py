@@ -143,3 +143,14 @@ def test_a_mask_is_told_only_when_it_changed() -> None:
     new = masks.from_bits(masks.heard(stack, torch.stack([old, bits])), 11)
     assert torch.equal(new[0], masks.flat(wider))
     assert torch.equal(new[1], masks.flat(wider))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_are_those_of_a_stable_sort(dtype: torch.dtype) -> None:
+    values = torch.tensor([3.0, -0.0, 0.0, -2.5, 3.0, 1e-40, -1e-40, 7.0, -torch.inf, 0.0], dtype=dtype)
+    for score in (values, -values, torch.randn(500, generator=torch.Generator().manual_seed(0), dtype=dtype)):
+        order = score.argsort(descending=True, stable=True)
+        for count in (0, 1, 2, 4, 7, len(score)):
+            wanted = torch.zeros(len(score), dtype=torch.bool)
+            wanted[order[:count]] = True
+            assert torch.equal(masks.largest(score, torch.ones_like(wanted), torch.tensor(count)), wanted)

@@ -14,8 +14,10 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.data.federated import FederatedData
+from fedtailor.local import dense
 from fedtailor.local.batches import Batch, single
 from fedtailor.local.training import Solver, Training, train
+from fedtailor.models import build
 from tests.helpers import F64, FULL_BATCH, SOLVER, assert_equal, descend, make_data, make_me, make_model
 
 EPOCHS = 3
@@ -358,7 +360,7 @@ def test_a_stack_of_clients_is_one_by_one() -> None:
 @pytest.mark.parametrize("kind", ["lenet5", "resnet8"])
 def test_steps_in_place_are_those_of_the_general_path(kind: str, prox: bool, mask: bool) -> None:
     data = make_data(shape=(1, 28, 28))
-    model = make_model(kind, data)
+    model = build(kind, data.shape, data.outputs, seed=1, dtype=F64)
     never = replace(SOLVER, clip=1e12)  # acts never, but takes the general path
     found, wanted = (
         (me := make_me(data, model, 0, solver)).sgd(
@@ -374,3 +376,31 @@ def test_steps_in_place_are_those_of_the_general_path(kind: str, prox: bool, mas
     assert_equal(found, wanted, 1e-10)
     before = model.trainable
     assert_equal(dict(model.module.named_parameters()), before, 0)  # the module has its own tensors again
+
+
+@pytest.mark.parametrize(("prox", "mask"), [(False, False), (True, True)])
+@pytest.mark.parametrize("kind", ["lenet5", "fmnist-cnn", "cnn"])
+def test_a_head_alone_is_trained_on_what_comes_before_it(kind: str, prox: bool, mask: bool) -> None:
+    data = make_data(shape=(1, 28, 28))
+    model = build(kind, data.shape, data.outputs, seed=1, dtype=F64)
+    assert dense.head_of(model) is not None
+    never = replace(SOLVER, clip=1e12)  # acts never, but takes the general path
+    found, wanted = (
+        make_me(data, model, 0, solver).sgd(
+            model.head,
+            epochs=3,
+            frozen=model.body,
+            prox=({k: v + 0.1 for k, v in model.head.items()}, 0.3) if prox else None,
+            mask={k: v > 0 for k, v in model.head.items()} if mask else None,
+        )
+        for solver in (SOLVER, never)
+    )
+    assert_equal(found, wanted, 1e-10)
+    assert make_me(data, model).sgd(model.head, epochs=0, frozen=model.body).keys() == model.head.keys()
+
+
+def test_statistics_and_priors_have_no_head_alone() -> None:
+    data = make_data(shape=(1, 28, 28))
+    assert dense.head_of(build("resnet8", data.shape, 3, seed=0)) is None  # batch statistics change with every batch
+    assert dense.head_of(build("cnn", (1, 28, 28), 3, seed=0, prior=True)) is None
+    assert dense.head_of(build("cnn", (1, 28, 28), 3, seed=0, head=("hidden", "out"))) is None

@@ -87,6 +87,15 @@ def layers_of(model: Model) -> tuple[Layer, ...]:
     return found if known == model.params.keys() and not model.private_buffers else ()
 
 
+def head_of(model: Model) -> Layer | None:
+    """The last layer of a model whose module tells what comes before it (`before_head`), if that is all of its head."""
+    names: Sequence[str] = getattr(model.module, "head", ())
+    if len(names) != 1 or not hasattr(model.module, "before_head") or model.batch_statistics or model.private_buffers:
+        return None
+    layer = Layer(f"{names[0]}.weight", f"{names[0]}.bias")
+    return layer if set(model.head) == {layer.weight, layer.bias} else None
+
+
 def train(
     layers: Sequence[Layer],
     gradient: Gradient,

@@ -43,9 +43,15 @@ def under(params: Params, parts: Collection[str]) -> Params:
 
 def largest(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     """Where the `count` largest eligible scores of a vector are; of equal ones the first."""
-    order = torch.where(eligible, score, -torch.inf).argsort(descending=True, stable=True)
+    order = (~_as_whole_numbers(torch.where(eligible, score, -torch.inf))).argsort(stable=True)
     rank = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return eligible & (rank < count)
+
+
+def _as_whole_numbers(score: Tensor) -> Tensor:
+    """Numbers in the same order: torch sorts whole ones many times faster."""
+    bits = (score + 0.0).view(torch.int64 if score.dtype == torch.float64 else torch.int32)  # without a negative zero
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def grown(

@@ -20,6 +20,8 @@ from fedtailor.local import dense
 from fedtailor.local.augment import augment
 from fedtailor.local.batches import Batch, PerSample
 
+AT_ONCE = 256  # samples of a pass without gradient
+
 
 @dataclass(frozen=True)
 class Solver:
@@ -66,6 +68,8 @@ class Training:
             return leaves((self._trained_dense(layers, t), t["buffers"]))
         if not (differentiable or self.is_stacked):
             t = self._laid_out(t)
+            if (head := self._head_alone(t)) is not None:
+                return leaves((self._trained_head(head, t), t["buffers"]))
             if self._is_plain(t):
                 return [v.detach().contiguous() for v in leaves(self._descended(t))]
         params: Params = {k: v.clone() for k, v in t["params"].items()}
@@ -132,17 +136,44 @@ class Training:
         x, y = _rows(self.x, batch.rows), _rows(self.y, batch.rows)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
+    def _head_alone(self, t: Tree) -> dense.Layer | None:
+        """The last layer, if it is all that is trained, and by steps that can do without autograd."""
+        head = dense.head_of(self.model)
+        if head is None or set(t["params"]) != {head.weight, head.bias} or self._is_special(t):
+            return None
+        return head
+
+    def _trained_head(self, head: dense.Layer, t: Tree) -> Params:
+        """What comes before the head is the same in every step: it is computed once for each sample."""
+        batches = self.draw(False)
+        rows = torch.cat([self.x.new_zeros(0, dtype=torch.int64), *(b.rows for b in batches)]).unique()
+        with torch.no_grad(), self.model.holding(t["frozen"] | t["params"]) as module:
+            compute: Callable[[Tensor], Tensor] = module.before_head  # type: ignore[assignment]
+            parts = (compute(_channels_last(_rows(self.x, some))) for some in rows.split(AT_ONCE))
+            before = torch.cat([self.x.new_zeros(0, t["params"][head.weight].shape[1]), *parts])
+        mine = [Batch(torch.searchsorted(rows, batch.rows)[None]) for batch in batches]
+        return self._by_hand([head], t | {"frozen": {}}, before, _rows(self.y, rows), mine)
+
     def _dense_layers(self, t: Tree) -> tuple[dense.Layer, ...]:
         """The layers, if these steps can do without autograd."""
-        special = self.own_loss is not None or self.solver.augment or not self.solver.is_plain or t["buffers"]
-        return () if special or self.loss not in dense.GRADIENTS or not t["params"] else dense.layers_of(self.model)
+        return () if self._is_special(t) or not t["params"] else dense.layers_of(self.model)
+
+    def _is_special(self, t: Tree) -> bool:
+        """Whether steps are others than `dense` knows."""
+        is_usual = self.own_loss is None and not self.solver.augment and self.solver.is_plain and not t["buffers"]
+        return not is_usual or self.loss not in dense.GRADIENTS
 
     def _trained_dense(self, layers: Sequence[dense.Layer], t: Tree) -> Params:
-        batches, gradient = self.draw(self.is_stacked), dense.GRADIENTS[self.loss]
+        batches = self.draw(self.is_stacked)
         if self.is_stacked:
-            return dense.train(layers, gradient, t, self.x, self.y, batches)
+            return dense.train(layers, dense.GRADIENTS[self.loss], t, self.x, self.y, batches)
         alone = [replace(batch, rows=batch.rows[None]) for batch in batches]
-        trained = dense.train(layers, gradient, tree_map(lambda v: v[None], t), self.x, self.y, alone)
+        return self._by_hand(layers, t, self.x, self.y, alone)
+
+    def _by_hand(self, layers: Sequence[dense.Layer], t: Tree, x: Tensor, y: Tensor, batches: list[Batch]) -> Params:
+        """A stack of one client."""
+        one = tree_map(lambda v: v[None], t)
+        trained = dense.train(layers, dense.GRADIENTS[self.loss], one, x, y, batches)
         return {k: v[0] for k, v in trained.items()}
 
     def _starts(self, batches: Sequence[Batch]) -> dict[str, PerSample]:

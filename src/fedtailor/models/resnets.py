@@ -93,13 +93,16 @@ class ResNet(nn.Module):
             if isinstance(part, nn.Conv2d):
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def before_head(self, x: Tensor) -> Tensor:
         x = torch.relu(self.bn1(self.conv1(x)))
         if self.shrinks:
             x = F.max_pool2d(x, 3, 2, 1)
         for name in self.stages:
             x = self.get_submodule(name)(x)
-        return self.fc(x.mean((-2, -1)))
+        return x.mean((-2, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.before_head(x))
 
 
 class Block(nn.Module):
