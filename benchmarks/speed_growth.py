@@ -127,7 +127,7 @@ def many_parameters(engine: EngineName, small: bool) -> None:
         "model": {"name": "mlp", "hidden": [1000, 993]},
         "algorithm": {"name": "ditto"},
         "local": {"batch_size": 0, "lr": 1e-4},
-        "federation": {"engine": engine, "clients_per_round": cohort},
+        "federation": {"engine": engine, "clients_per_round": cohort, "memory": 1000},
         "evaluation": {"every": rounds},
         "checkpoint": {"every": rounds},
     }

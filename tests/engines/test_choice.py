@@ -1,5 +1,7 @@
 """Engines by name, the choice of "auto", and how clients are grouped."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,3 +101,11 @@ def test_groups() -> None:
 
 def test_batchnorm_groups_are_of_one_size() -> None:
     assert groups(64, "normed", EVEN_SIZES) == [(2,), (0, 1), (3,)]
+
+
+def test_choosing_imports_no_compiler() -> None:
+    code = (
+        "import sys; from tests.engines.test_choice import large; from fedtailor import engines; "
+        "assert engines.operations(large('cnn', (1, 28, 28))) > 3e10; sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
