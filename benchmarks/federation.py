@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 
+from fedtailor import engines
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
@@ -82,6 +84,7 @@ def replayed(
     """The same run on the loop engine, in which clients miss the rounds that they missed in the federation."""
     data = setting_of(config).data
     setting = put_together(config, data.only(range(sites)))
+    torch.set_num_threads(config.federation.threads or engines.threads(setting))  # as a run, and a site, has it
     engine = loop(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
