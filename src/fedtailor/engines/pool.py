@@ -43,6 +43,7 @@ LIVES = 3  # a client whose worker ends so often is not tried again
 class _Process:
     process: Any
     connection: Connection
+    number: int
 
     def send(self, request: bytes) -> None:
         """That it is no more will be seen when its answer is read."""
@@ -425,9 +426,13 @@ class Pool:
         context = multiprocessing.get_context("fork")
         while len(self._processes) < self.workers:
             ours, theirs = context.Pipe()
+            number = min(set(range(self.workers)) - {process.number for process in self._processes})
             others = [ours, *(process.connection for process in self._processes)]
             process = context.Process(
-                target=serve, args=(self._inside, theirs, others, os.getpid()), name="fedtailor worker", daemon=True
+                target=serve,
+                args=(self._inside, theirs, others, os.getpid(), number),
+                name="fedtailor worker",
+                daemon=True,
             )
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the worker ignores it
             try:
@@ -438,7 +443,7 @@ class Pool:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 theirs.close()
-            self._processes.append(_Process(process, ours))
+            self._processes.append(_Process(process, ours, number))
 
 
 def _answers(found: Sequence[Any], apart: Sequence[bytes], owner: _Process | None) -> list[_Answer]:

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -270,7 +271,7 @@ def _row(tree: Tree, at: int) -> Tree:
     return tree_map(lambda v: v[at], tree)
 
 
-def serve(worker: Worker, connection: Connection, others: Sequence[Connection], parent: int) -> None:
+def serve(worker: Worker, connection: Connection, others: Sequence[Connection], parent: int, number: int) -> None:
     """The life of a worker process: requests until the pool is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interruption is the server's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -278,13 +279,41 @@ def serve(worker: Worker, connection: Connection, others: Sequence[Connection], 
     for other in others:  # else those workers would not see the end of the server
         other.close()
     torch.set_num_threads(1)
+    place = Place(number)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         while True:
-            for part in _answer(worker, connection.recv_bytes()):
+            place.wait_at_home()
+            request = connection.recv_bytes()
+            place.go_anywhere()
+            for part in _answer(worker, request):
                 connection.send_bytes(part)
     except (EOFError, OSError):
         return
+
+
+class Place:
+    """Where a worker runs. Workers that wake up at the same time do so on different cores, and push nobody aside, least
+    of all the server that has others to wake. Once awake they run wherever the system likes.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._all: set[int] = set()
+        with suppress(OSError, AttributeError):  # not every system has this
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            self._all = os.sched_getaffinity(0)
+        self._home = {sorted(self._all)[number % len(self._all)]} if self._all else set()
+
+    def wait_at_home(self) -> None:
+        self._go(self._home)
+
+    def go_anywhere(self) -> None:
+        self._go(self._all)
+
+    def _go(self, cores: set[int]) -> None:
+        if len(self._all) > 1:
+            with suppress(OSError):
+                os.sched_setaffinity(0, cores)
 
 
 def _answer(worker: Worker, request: bytes) -> list[bytes]:
