@@ -1,7 +1,7 @@
 """Memory that a step frees is kept for the next one.
 
 Left alone, the C library gives the pages of large tensors back to the system after every operation and asks for them
-again at the next: a thousand page faults per step of a small convolutional network, up to a third of its time.
+again at the next: a thousand page faults in a step of a small convolutional network, and up to a third of its time.
 """
 
 from __future__ import annotations
