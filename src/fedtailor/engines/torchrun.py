@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later it would keep the ranks' group, and its threads, to the end
 from torch import Tensor
 
 from fedtailor.core.client import METRICS, Call
