@@ -24,13 +24,23 @@ def drawn(like: Params, seed: int) -> Params:
     return {k: torch.randn(CLIENTS, *v.shape, generator=generator, dtype=F64) for k, v in like.items()}
 
 
-def trained(task: Any, options: dict[str, Any], frozen: tuple[str, ...], prox: bool, mask: bool, by_hand: bool) -> Tree:
+def trained(
+    task: Any,
+    options: dict[str, Any],
+    frozen: tuple[str, ...],
+    prox: bool,
+    mask: bool,
+    by_hand: bool,
+    common: bool = False,
+) -> Tree:
     data = make_data(task)
     model = build("mlp", data.shape, data.outputs, seed=0, options=options, dtype=F64)
     if not by_hand:
         model.module.dense = ()  # type: ignore[assignment]
     assert bool(dense.layers_of(model)) == by_hand
     values = drawn(model.params, 1)
+    if common:
+        values = {k: v[:1].expand(v.shape) for k, v in values.items()}
     params = {k: v for k, v in values.items() if k not in frozen}
     tensors = {
         "params": params,
@@ -67,6 +77,42 @@ def test_clients_of_one_stack_take_turns_in_the_cache(at_a_time: int, monkeypatc
     wanted = trained("classification", options, (), True, True, by_hand=True)
     monkeypatch.setattr(dense, "at_a_time", lambda stack: at_a_time)
     assert_equal(trained("classification", options, (), True, True, by_hand=True), wanted, 1e-14)
+
+
+@pytest.mark.parametrize("common", [False, True])
+@pytest.mark.parametrize(
+    ("hidden", "frozen"), [([], ()), ([5, 4], ()), ([5, 4], ("hidden.0.bias",)), ([5, 4], ("out.weight", "out.bias"))]
+)
+@pytest.mark.parametrize(("rows", "steps"), [(4, 1), (7, 2), (8, 2), (1000, 8)])
+def test_several_steps_in_one_pass(
+    common: bool, hidden: list[int], frozen: tuple[str, ...], rows: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0
+
+    def watched(*args: Any) -> list[Any]:
+        nonlocal longest
+        found = passes(*args)
+        longest = max(longest, *map(len, found))
+        return found
+
+    wanted = trained("classification", {"hidden": hidden}, frozen, False, False, by_hand=False, common=common)
+    passes = dense._passes
+    monkeypatch.setattr(dense, "_passes", watched)
+    monkeypatch.setattr(dense, "rows_ahead", lambda weight, tensors: rows)
+    monkeypatch.setattr(dense, "WORTHWHILE", 2)
+    found = trained("classification", {"hidden": hidden}, frozen, False, False, by_hand=True, common=common)
+    assert_equal(found, wanted, 1e-12)
+    assert longest == steps
+
+
+def test_rows_ahead() -> None:
+    values = {"w": torch.zeros(3, 200, 784)}
+    plain = {"params": values, "mask": None, "center": None}
+    assert dense.rows_ahead("w", plain) == 79
+    assert dense.rows_ahead("w", plain | {"center": {"other": values["w"]}}) == 79
+    assert dense.rows_ahead("w", plain | {"center": values}) == 0
+    assert dense.rows_ahead("w", plain | {"mask": values}) == 0
+    assert dense.rows_ahead("other", plain) == 0
 
 
 def test_at_a_time() -> None:
