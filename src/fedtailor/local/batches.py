@@ -59,6 +59,8 @@ def stacked(
     starts: Sequence[int], orders: Sequence[Orders], batch_size: int, dtype: torch.dtype, least: int = 1
 ) -> list[Batch]:
     """The batches of many clients side by side, padded to the longest of a step; some clients may stop early."""
+    if len({len(passes) for passes in orders}) == len({len(order) for passes in orders for order in passes}) == 1:
+        return _unpadded(starts, orders, batch_size, least)
     batches = [[batch for order in passes for batch in cut(order, batch_size, least)] for passes in orders]
     steps = max(map(len, batches), default=0)
     width = max((len(batch) for own in batches for batch in own), default=0)
@@ -76,6 +78,14 @@ def stacked(
         active = torch.from_numpy(here > 0) if (here == 0).any() else None
         out.append(Batch(torch.from_numpy(rows[:, step, :longest]), weight, active))
     return out
+
+
+def _unpadded(starts: Sequence[int], orders: Sequence[Orders], batch_size: int, least: int) -> list[Batch]:
+    """The batches of clients with equally many samples and passes."""
+    rows = np.asarray(orders) + np.asarray(starts)[:, None, None]
+    _, passes, samples = rows.shape
+    spans = [(part[0], part[-1] + 1) for part in cut(np.arange(samples), batch_size, least)]
+    return [Batch(torch.from_numpy(rows[:, i, first:last])) for i in range(passes) for first, last in spans]
 
 
 def with_draws(batches: Sequence[Batch], draws: Sequence[Orders], batch_size: int, least: int = 1) -> list[Batch]:

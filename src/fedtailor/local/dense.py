@@ -113,17 +113,20 @@ def train(
     made = Into.now or Into(())
     trained: Params = {k: made.take(v) for k, v in start.items()}
     count, some = len(tensors["lr"]), at_a_time(start | tensors["frozen"])
-    rows = rows_ahead(layers[0].weight, tensors)
+    first = layers[0].weight
+    rows = rows_ahead(first, tensors)
     # weights that all have in common, and that are written only when all steps are done, do not need the cache
-    is_one_pass = len(_passes(batches, rows)) == 1 < len(batches) and start[layers[0].weight].stride(0) == 0
+    is_one_pass = len(_passes(batches, rows)) == 1 < len(batches) and start[first].stride(0) == 0
     for here in _slices(0, count, count if is_one_pass else some):
         part = tree_map(lambda v, here=here: v[here], tensors | {"trained": trained})
         ahead = _train(layers, gradient, part, x, y, _passes(list(_of(batches, here)), rows))
-        for done in _slices(here.start, here.stop, some):
-            if ahead is not None:
+        if ahead is not None:
+            for done in _slices(here.start, here.stop, some):
                 ahead.finish(slice(done.start - here.start, done.stop - here.start))
-            for v in trained.values():
-                made.look(v, done)
+                made.look(trained[first], done)
+        for k, v in trained.items():
+            if k != first or ahead is None:
+                made.look(v, here)
     return trained
 
 
