@@ -1,5 +1,6 @@
 """Fixed points against the plain iteration, gradients against finite differences, the projection against KKT."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedtailor.errors import ConfigError, EquilibriumError
-from fedtailor.local.equilibrium import Equilibrium, Report, fixed_point, rows_in_l1_ball, told, watched
+from fedtailor.local.equilibrium import (
+    Equilibrium,
+    Report,
+    Solves,
+    Tally,
+    fixed_point,
+    rows_in_l1_ball,
+    tell_watchers,
+    watched,
+)
 from tests.helpers import F64
 
 WIDTH, INPUTS, BATCH = 6, 3, 5
@@ -356,12 +366,17 @@ def test_torchdeq_agrees(gradient: str, theirs: dict[str, Any]) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-8)
 
 
-def test_told_counts_samples_that_did_not_converge() -> None:
+def test_a_tally_counts_samples_that_did_not_converge() -> None:
     fine = Report(torch.tensor([1e-4, 2e-4]), torch.tensor([3, 5]), torch.tensor([True, True]))
     open_ = Report(torch.tensor([[0.5]]), torch.tensor([[30]]), torch.tensor([[False]]))
-    assert told([]) == {}
-    assert told([fine, open_]) == {
-        "solver_open": 1.0,
-        "solver_iterations": pytest.approx(38 / 3),
-        "solver_residual": 0.5,
-    }
+    assert Solves().tally.told == {}
+    wanted = {"solver_open": 1.0, "solver_iterations": pytest.approx(38 / 3), "solver_residual": 0.5}
+    assert Solves([fine, open_]).tally.told == wanted
+    with watched() as outer, watched() as inner:
+        inner.append(fine)
+        tell_watchers(Solves([open_]).tally)
+    assert inner.tally.told == wanted
+    assert outer.tally.told["solver_iterations"] == 30
+    lost = Tally(1, 1, 30, float("nan"))
+    assert math.isnan((lost + outer.tally).residual)
+    assert math.isnan((outer.tally + lost).residual)

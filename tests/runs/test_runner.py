@@ -372,3 +372,13 @@ def test_run_folder_says_what_made_it(tmp_path: Path) -> None:
     assert about["versions"]["torch"] == torch.__version__
     assert about["task_id"] == folder.config.task_id
     assert folder.config.federation.engine == "auto"
+
+
+def test_workers_tell_of_their_solves(tmp_path: Path) -> None:
+    task = DIGITS | {"rounds": 2, "model": {"name": "deq-mlp"}, "algorithm": {"name": "fedeq"}}
+    alone, pool = (
+        [line["report"] for line in runner.start(config(f"federation.engine={e}", task=task), tmp_path / e).metrics()]
+        for e in ("loop", "pool")
+    )
+    assert alone[-1]["solver_iterations"] > 1
+    assert pool == alone

@@ -35,6 +35,7 @@ from fedtailor.engines.inprocess import Reply
 from fedtailor.engines.shared import Layout, Memory, Region, lying
 from fedtailor.engines.worker import Spot, Task, Worker, serve
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
+from fedtailor.local import equilibrium
 
 LIVES = 3  # a client whose worker ends so often is not tried again
 
@@ -419,6 +420,7 @@ class Pool:
             with _one_thread():
                 found, apart = self._inside.handle(json.loads(sent))
             return _answers(found, apart, None)
+        equilibrium.tell_watchers(equilibrium.Tally(*answer["solves"]))
         return _answers(answer["answers"], apart, process)
 
     def _complete(self) -> None:

@@ -30,7 +30,7 @@ from fedtailor.core.states import changed, refuse_other
 from fedtailor.core.trees import Tree, detach, leaves, schema, tree_map
 from fedtailor.engines.inprocess import explained, grouped, refuse_infinite
 from fedtailor.engines.shared import Layout, Memory, Strides, put, put_all
-from fedtailor.local import dense
+from fedtailor.local import dense, equilibrium
 
 Spot = tuple[int, list[Strides]]  # a row, and how the tensors in it lie
 
@@ -152,6 +152,9 @@ class Worker:
         self, reply: list[Tensor], there: list[bool], places: Sequence[Tensor], at: Sequence[int]
     ) -> Iterator[list[Strides]]:
         """Bring a stacked reply to its places, but for what was made there; tells how the tensors of each row lie."""
+        if all(there):
+            yield from ([] for _ in at)
+            return
         shared = self.regions.bytes.untyped_storage().data_ptr()
         # what was made in the place of another must be away before that one comes
         apart = [
@@ -279,6 +282,7 @@ def serve(worker: Worker, connection: Connection, others: Sequence[Connection], 
     for other in others:  # else those workers would not see the end of the server
         other.close()
     torch.set_num_threads(1)
+    equilibrium.leave_watchers()
     place = Place(number)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
@@ -319,8 +323,9 @@ class Place:
 def _answer(worker: Worker, request: bytes) -> list[bytes]:
     apart: list[bytes] = []
     try:
-        answers, apart = worker.handle(json.loads(request))
-        answer: dict[str, Any] = {"answers": answers, "apart": len(apart)}
+        with equilibrium.watched() as solves:
+            answers, apart = worker.handle(json.loads(request))
+        answer: dict[str, Any] = {"answers": answers, "apart": len(apart), "solves": solves.tally}
     except Exception:
         answer = {"failed": traceback.format_exc()}
     sys.stdout.flush()

@@ -9,7 +9,8 @@ Anderson acceleration: Walker, Ni, SIAM J. Numer. Anal. 2011. Jacobian-free grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -78,30 +79,67 @@ class Report(NamedTuple):
         )
 
 
-_watchers: ContextVar[tuple[list[Report], ...]] = ContextVar("watchers", default=())
+class Tally(NamedTuple):
+    """Many solves in numbers that can be told to another process."""
+
+    samples: int = 0
+    open: int = 0  # samples that did not converge
+    iterations: int = 0  # of all samples
+    residual: float = 0.0  # the largest
+
+    def __add__(self, other: Any) -> Tally:
+        samples, still_open, iterations, residual = other
+        larger = max(self.residual, residual, key=lambda v: (math.isnan(v), v))
+        return Tally(self.samples + samples, self.open + still_open, self.iterations + iterations, larger)
+
+    @property
+    def told(self) -> dict[str, float]:
+        """For people: how many samples did not converge, iterations of a sample, the largest residual."""
+        if not self.samples:
+            return {}
+        mean = self.iterations / self.samples
+        return {"solver_open": float(self.open), "solver_iterations": mean, "solver_residual": self.residual}
+
+
+class Solves(list[Report]):
+    """The reports of solves; and the tally of those in other processes."""
+
+    elsewhere = Tally()
+
+    @property
+    def tally(self) -> Tally:
+        """Of all of them."""
+        each = (
+            Tally(r.converged.numel(), int((~r.converged).sum()), int(r.iterations.sum()), float(r.residual.max()))
+            for r in self
+            if r.converged.numel()
+        )
+        return sum(each, start=self.elsewhere)
+
+
+_watchers: ContextVar[tuple[Solves, ...]] = ContextVar("watchers", default=())
 
 
 @contextmanager
-def watched() -> Iterator[list[Report]]:
+def watched() -> Iterator[Solves]:
     """Collects the report of every solve inside the block, those of adjoint equations included."""
-    reports: list[Report] = []
-    token = _watchers.set((*_watchers.get(), reports))
+    solves = Solves()
+    token = _watchers.set((*_watchers.get(), solves))
     try:
-        yield reports
+        yield solves
     finally:
         _watchers.reset(token)
 
 
-def told(reports: Sequence[Report]) -> dict[str, float]:
-    """Solves in numbers for people: how many samples did not converge, iterations of a sample, the largest residual."""
-    if not reports:
-        return {}
-    residual, iterations, converged = (torch.cat([v.flatten() for v in part]) for part in zip(*reports, strict=True))
-    return {
-        "solver_open": float((~converged).sum()),
-        "solver_iterations": float(iterations.double().mean()),
-        "solver_residual": float(residual.max()),
-    }
+def tell_watchers(tally: Tally) -> None:
+    """Of solves that were done for this process by another one."""
+    for solves in _watchers.get():
+        solves.elsewhere += tally
+
+
+def leave_watchers() -> None:
+    """Tell those who watch no more: a forked process has copies of them that nobody will ever ask."""
+    _watchers.set(())
 
 
 def fixed_point(g: Map, start: Tensor, tensors: tuple[Tensor, ...], how: Equilibrium) -> tuple[Tensor, Report]:

@@ -58,7 +58,8 @@ class Run:
                 self.abandoned += 1
         if any(self.fed.missed):
             line["missed"] = [list(m) for m in self.fed.missed] if round < 1 else list(self.fed.missed[0])
-        if report := self.fed.reported | equilibrium.told(solves):
+        tally = sum((equilibrium.Tally(*each) for each in self.fed.ranks.told(solves.tally)), start=equilibrium.Tally())
+        if report := self.fed.reported | tally.told:
             line["report"] = report
         if self.fed.privacy.noise:
             line["epsilon"] = self._spent().epsilon
