@@ -202,7 +202,7 @@ def one_pass(x: Tensor, y: Tensor, batch: int, u: Tensor, v: Tensor, moved: Tens
         if first:
             h.baddbmm_(torch.bmm(x[:, here], x[:, :first].mT), moves[:, :first])
         h.add_(a).relu_()
-        d = torch.baddbmm(b, h, v.mT).softmax(-1).sub_(targets[:, here]).mul_(-LR / batch)
+        d = torch.baddbmm(b, h, v.mT).softmax(-1).sub_(targets[:, here]).mul_(-LR / h.shape[1])
         e = torch.bmm(d, v).mul_(h > 0)
         v.baddbmm_(d.mT, h)
         b.add_(d.sum(1, keepdim=True))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks import peers, profile_rounds, speed, speed_page
 from benchmarks.speed_core import Figure, Options, in_turns
-from benchmarks.speed_limits import Workers, fused_epoch, shares
+from benchmarks.speed_limits import Workers, fused_epoch, one_pass, shares
 from benchmarks.speed_tasks import LR, ConvNet
 
 ROOT = Path(speed.__file__).parent.parent
@@ -53,6 +53,18 @@ def test_fused_epoch_is_sgd_of_every_client() -> None:
             torch.testing.assert_close(found[client], wanted.detach())
 
 
+def test_one_pass_is_the_same_epoch() -> None:
+    x, y = torch.randn(3, 7, 5, dtype=torch.float64), torch.randint(4, (3, 7))
+    u, v = torch.randn(6, 5, dtype=torch.float64), torch.randn(3, 4, 6, dtype=torch.float64)
+    biases = x.new_zeros(3, 1, 6), x.new_zeros(3, 1, 4)
+    wanted = u.repeat(3, 1, 1), biases[0], v.clone(), biases[1]
+    fused_epoch(x, y, 3, *wanted)
+    moved = x.new_empty(3, 6, 5)
+    one_pass(x, y, 3, u, v, moved)
+    torch.testing.assert_close(moved, wanted[0])
+    torch.testing.assert_close(v, wanted[2])
+
+
 def test_every_client_is_shared_out_once_and_evenly() -> None:
     clients = [(torch.zeros(n), torch.zeros(n)) for n in (9, 1, 5, 4, 1)]
     assert [[len(x) for x, _ in share] for share in shares(clients, 2)] == [[9, 1], [5, 4, 1]]
@@ -83,7 +95,8 @@ def test_command_writes_its_figures_and_the_page_shows_them(tmp_path: Path) -> N
         [*command, tmp_path / "speed.json"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     rows = json.loads((tmp_path / "speed.json").read_text(encoding="utf-8"))
-    assert [row["against"].endswith("kept") for row in rows] == [False, True]
+    assert [row["against"].endswith("kept") for row in rows] == [False, True, True]
+    assert [row.get("goal") for row in rows] == [1.25, 1.25, None]
     for row in rows:
         assert row["ratio"] == row["ours_s"] / row["limit_s"]
         assert row["workload"] in told
