@@ -24,7 +24,10 @@ PARTS = {  # what is timed -> where it is
     "forward pass and loss": tuple(f"fedtailor.local.training:Training.{k}" for k in ("_descended", "_gradient")),
     "backward pass": ("torch.autograd:grad",),
     "dense layers: forward and backward": ("fedtailor.local.dense:_train",),
-    "update of parameters": ("torch:_foreach_add_", "fedtailor.local.dense:_descend"),
+    "update of parameters": (
+        "torch:_foreach_add_",
+        *(f"fedtailor.local.dense:{k}" for k in ("_descend", "Ahead.finish")),
+    ),
     "copies of parameters": ("fedtailor.local.training:Training.run",),
     "batches: drawing": ("fedtailor.core.me:Me._batches",),
     "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),

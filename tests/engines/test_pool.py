@@ -103,7 +103,7 @@ def looped(algorithm: Algorithm, **options: Any) -> Federation:
 
 
 def processes(pool: Pool) -> list[int]:
-    return [p.process.pid for p in pool._processes]
+    return [p.process.pid for p in pool._workers.processes]
 
 
 def assert_as_loop(fed: Federation, other: Federation, rounds: int = 2) -> None:

@@ -7,18 +7,9 @@ the same inputs and to the same bits. To bring back a private state is to note t
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import signal
-import warnings
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,34 +21,12 @@ from fedtailor.core.me import Setting
 from fedtailor.core.placed import outline
 from fedtailor.core.states import refuse_other
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, schema, tree_map
-from fedtailor.engines.books import Queue, Rows
+from fedtailor.engines.books import Rows
+from fedtailor.engines.crew import LIVES, Answer, Crew, Process, one_thread
 from fedtailor.engines.inprocess import Reply
 from fedtailor.engines.shared import Layout, Memory, Region, lying
-from fedtailor.engines.worker import Spot, Task, Worker, serve
+from fedtailor.engines.worker import Spot, Task, Worker
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
-from fedtailor.local import equilibrium
-
-LIVES = 3  # a client whose worker ends so often is not tried again
-
-
-@dataclass(eq=False)
-class _Process:
-    process: Any
-    connection: Connection
-    number: int
-
-    def send(self, request: bytes) -> None:
-        """That it is no more will be seen when its answer is read."""
-        with suppress(OSError):
-            self.connection.send_bytes(request)
-
-    def receive(self) -> tuple[dict[str, Any], list[bytes]] | None:
-        """An answer, and the bytes that belong to it; None if the worker is no more."""
-        try:
-            answer = json.loads(self.connection.recv_bytes())
-            return answer, [self.connection.recv_bytes() for _ in range(answer.get("apart", 0))]
-        except (EOFError, OSError):
-            return None
 
 
 @dataclass(frozen=True)
@@ -75,16 +44,7 @@ class _Taped:
     call: Call
     message: _Message
     tasks: dict[int, Task]
-    owners: dict[int, _Process] = field(default_factory=dict)  # who holds the graph
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What came back for a task; None if worker after worker ended over it."""
-
-    found: Any
-    apart: bytes | None
-    owner: _Process | None
+    owners: dict[int, Process] = field(default_factory=dict)  # who holds the graph
 
 
 class Pool:
@@ -98,20 +58,17 @@ class Pool:
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
         self._clients = range(len(setting.data.clients))
         self._costs = (setting.data.train.sizes + 1).tolist()
-        self._processes: list[_Process] = []
-        self._busy: dict[Connection, tuple[_Process, list[Task], bytes]] = {}
-        self._worker: Worker | None = None
+        self._crew: Crew | None = None
         self._where = Rows(len(self._clients))
         self._tape = 0  # workers drop the graphs of another one
         self._taped: dict[int, _Taped] = {}
         self._cotangents: dict[int, Spot] = {}
         self._grads: dict[int, Spot] = {}
         self._model: Layout | None = None  # of a personal model
-        weakref.finalize(self, _end, self._processes, os.getpid())
 
     def start(self) -> None:
         """Give every client its first state."""
-        with _one_thread():
+        with one_thread():
             state, buffers = initial(self.setting, [0], is_stacked=False)
         self._open({"state": state, "buffers": buffers})
         for task, answer in self._work({"do": "start"}, [Task(c, target=c) for c in self._clients]):
@@ -120,8 +77,8 @@ class Pool:
 
     def close(self) -> None:
         """End the workers; they start again when they are needed."""
-        self._busy = {}
-        _end(self._processes, os.getpid())
+        if self._crew is not None:
+            self._crew.close()
 
     def get_states(self) -> Tree:
         """Everything private, stacked in the order of clients; a copy."""
@@ -131,11 +88,11 @@ class Pool:
 
     def set_states(self, rows: Tree) -> None:
         """Put saved states back."""
-        if self._worker is None:
+        if self._crew is None:
             self._open(tree_map(lambda v: v[0].clone(), rows))
         kept = self._inside.kept
         refuse_other(schema(rows, stacked=True), schema(kept.tree))
-        self._settle()
+        self._workers.settle()
         self._forget()
         self._where = Rows(len(self._clients))
         for place, leaf in zip(kept.all_places(self._inside.rows.bytes, len(self._clients)), leaves(rows), strict=True):
@@ -193,7 +150,7 @@ class Pool:
         if call.taped:
             self._taped[call.number] = taped
         request = {"do": "call", "call": call.header, "message": message.found, "rows": len(tasks), "reply": region.at}
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         unused = {task.target for task in tasks}
         try:
             for task, answer in self._work(request, tasks):
@@ -219,7 +176,7 @@ class Pool:
         """Never asked for: clients on one machine have nothing to hide from it."""
         raise NotImplementedError
 
-    def _reply(self, call: Call, client: int, answer: _Answer, tree: Tree, places: Sequence[Tensor]) -> Reply:
+    def _reply(self, call: Call, client: int, answer: Answer, tree: Tree, places: Sequence[Tensor]) -> Reply:
         """Of a client that failed, or whose reply does not lie as declared."""
         if answer.found is None:
             name = type(self.setting.algorithm).__name__
@@ -255,10 +212,10 @@ class Pool:
             "cotangent": down.found,
             "back": layout.json() | {"at": region.at},
         }
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, Answer] = {}
         unused = {task.target for task in tasks}
         try:
-            for task, answer in self._work(request, tasks, taped.owners):
+            for task, answer in self._work(request, tasks, owners=taped.owners):
                 if answer.found is None:
                     raise RoundAbandoned(
                         f"round {call.round}: on the way back of {call.function}, client {self._lost(task.client)}"
@@ -322,150 +279,35 @@ class Pool:
         return f"{self.setting.data.clients[client]}: its worker process ended, {LIVES} times"
 
     @property
-    def _inside(self) -> Worker:
-        if self._worker is None:
+    def _workers(self) -> Crew:
+        if self._crew is None:
             raise RuntimeError("the clients have no states yet: start the engine first")
-        return self._worker
+        return self._crew
+
+    @property
+    def _inside(self) -> Worker:
+        """What the workers were forked with, in this process."""
+        return self._workers.worker
 
     def _open(self, example: Tree) -> None:
         """Memory for states like `example`; it must be there before the workers are."""
         self.close()
         kept = Layout.of(example)
         self._where = Rows(len(self._clients))
-        self._worker = Worker(self.setting, Memory(4 * len(self._clients) * kept.size), Memory(), kept, self.chunk)
+        worker = Worker(self.setting, Memory(4 * len(self._clients) * kept.size), Memory(), kept, self.chunk)
+        self._crew = Crew(worker, self.workers, self._costs)
 
     def _put(self, tree: Tree) -> _Message:
-        self._settle()
+        self._workers.settle()
         layout = Layout.of(tree)
         region = self._inside.regions.take(layout.size)
         return _Message(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
 
-    def _work(
-        self,
-        request: Mapping[str, Any],
-        tasks: Sequence[Task],
-        owners: Mapping[int, _Process] = MappingProxyType({}),
-        prepare: Callable[[Task], Task] = lambda task: task,
-    ) -> Iterator[tuple[Task, _Answer]]:
-        """Each task with its answer, in the order in which they are done.
-
-        A task with an owner goes to it while it lives. The others are handed out as workers get free, the most costly
-        first, many at a time in the beginning and single ones in the end; stacks are of equal size.
-        """
-        head = json.dumps(dict(request) | {"tape": self._tape}).removesuffix("}").encode()
-        self._complete()
-        own: dict[_Process, list[Task]] = {process: [] for process in self._processes}
-        queue = Queue(self._costs)
-        for task in sorted(tasks, key=lambda task: self._costs[task.client]):
-            owner = owners.get(task.client)
-            if owner in own:
-                own[owner].append(task)
-            else:
-                queue.add(task)
-        even = queue.left / len(self._processes)  # a stack costs time of its own: few, and of equal size
-        ended: Counter[int] = Counter()
-        self._busy = busy = {}
-        done: list[tuple[Task, _Answer]] = []
-        try:
-            while True:
-                ready: list[tuple[_Process, bytes]] = []
-                for process in self._processes:
-                    if process.connection in busy:
-                        continue
-                    share = even if self.chunk else queue.left / (4 * len(self._processes))
-                    portion = own.pop(process, None) or queue.portion(share, self.chunk, ended)
-                    if portion:
-                        sent = head + b', "tasks": ' + json.dumps([prepare(task) for task in portion]).encode() + b"}"
-                        busy[process.connection] = process, portion, sent
-                        ready.append((process, sent))
-                for process, sent in ready:  # not before all are made: a worker that wakes up may take this core
-                    process.send(sent)
-                yield from done
-                if busy is not self._busy:
-                    raise RuntimeError("the pool has been given other work before this was done")
-                if not busy:
-                    return
-                done = []
-                for connection in [c for c in wait(list(busy)) if isinstance(c, Connection)]:
-                    process, portion, sent = busy[connection]
-                    received = process.receive()
-                    del busy[connection]
-                    answers = None if received is None else self._answers(process, sent, *received)
-                    if answers is not None:
-                        done += zip(portion, answers, strict=True)
-                        continue
-                    self._processes.remove(process)
-                    _end([process], os.getpid())
-                    ended.update(task.client for task in portion)
-                    for task in [*own.pop(process, ()), *portion]:
-                        if ended[task.client] < LIVES:
-                            queue.add(task)
-                        else:
-                            done.append((task, _Answer(None, None, None)))
-                self._complete()
-        finally:
-            if busy is self._busy:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Work that was left before its end: nobody waits for it, and its memory may be given to others."""
-        left = [process for process, _, _ in self._busy.values()]
-        self._busy = {}
-        self._processes[:] = [process for process in self._processes if process not in left]
-        _end(left, os.getpid())
-
-    def _answers(self, process: _Process, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]) -> list[_Answer]:
-        """What a worker found."""
-        if "failed" in answer:  # the same here fails in the same way, but with the error itself
-            with _one_thread():
-                found, apart = self._inside.handle(json.loads(sent))
-            return _answers(found, apart, None)
-        equilibrium.tell_watchers(equilibrium.Tally(*answer["solves"]))
-        return _answers(answer["answers"], apart, process)
-
-    def _complete(self) -> None:
-        """As many workers as there should be."""
-        context = multiprocessing.get_context("fork")
-        while len(self._processes) < self.workers:
-            ours, theirs = context.Pipe()
-            number = min(set(range(self.workers)) - {process.number for process in self._processes})
-            others = [ours, *(process.connection for process in self._processes)]
-            process = context.Process(
-                target=serve,
-                args=(self._inside, theirs, others, os.getpid(), number),
-                name="fedtailor worker",
-                daemon=True,
-            )
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the worker ignores it
-            try:
-                with warnings.catch_warnings():
-                    # of threads in this process: a worker has one thread and takes no lock that another may hold
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-                theirs.close()
-            self._processes.append(_Process(process, ours, number))
+    def _work(self, request: dict[str, Any], tasks: Sequence[Task], **options: Any) -> Iterator[tuple[Task, Answer]]:
+        return self._workers.work(request | {"tape": self._tape}, tasks, **options)
 
 
-def _answers(found: Sequence[Any], apart: Sequence[bytes], owner: _Process | None) -> list[_Answer]:
-    each = iter(apart)
-    return [_Answer(one, next(each) if one and one.get("apart") else None, owner) for one in found]
-
-
-def _end(processes: list[_Process], owner: int) -> None:
-    """End workers and forget them; a forked process has no say in that."""
-    if os.getpid() != owner:
-        return
-    for process in processes:
-        process.process.kill()
-    for process in processes:
-        process.process.join()
-        process.connection.close()
-    processes.clear()
-
-
-def _is_usual(answer: _Answer) -> bool:
+def _is_usual(answer: Answer) -> bool:
     """Whether a reply lies as it was declared."""
     return answer.found is not None and not any(answer.found.get("strides", (True,)))
 
@@ -477,14 +319,3 @@ def _spans(kinds: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
         if last == len(kinds) or kinds[last] != kinds[first]:
             yield first, last, kinds[first]
             first = last
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As in a worker: sums over several threads round differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
