@@ -122,6 +122,10 @@ def test_packing(case: tuple[Tensor, Tensor]) -> None:
     stacked = torch.func.vmap(lambda v, k: tuple(masks.pack(v, k)))(values, keep)
     assert torch.equal(stacked[0], packed)
     assert torch.equal(stacked[1], length)
+    for found, wanted in zip(
+        masks.pack_each(values[0], keep), masks.pack(values[:1].expand_as(keep), keep), strict=True
+    ):
+        assert torch.equal(found, wanted)
 
 
 @given(kept())

@@ -16,7 +16,7 @@ from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Ragged, Tree
 from fedtailor.local import masks
-from fedtailor.local.masks import flat, pack, unflat, unpack
+from fedtailor.local.masks import flat, pack, pack_each, unflat, unpack
 
 ENTRIES = Sent("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
 MASK = Sent("mask", lambda algorithm, model: Ragged((masks.to_bits(flat(model.trainable).bool()), torch.tensor(0))))
@@ -103,12 +103,12 @@ class FedSelect(Algorithm):
         statistics = {k: v for k, v in server["w"].items() if k not in model.trainable}  # averaged, but never masked
         known = fed.scatter(masks.known(server["masks"], [names[c] for c in fed.cohort], w))
         shared = ~masks.from_bits(known.tree, len(w))
-        message = fed.scatter(pack(w.expand(shared.shape), shared))
+        message = fed.scatter(pack_each(w, shared))
         u, told, rest, n = fed.map(self.local, message, statistics)
         bits = masks.heard(fed.gather(told, "mask of each client"), known.of(told.clients))
         shared = ~masks.from_bits(bits, len(w))
-        w = masks.mean_over_sharers(fed.gather(u, "shared entries of each client"), shared, n.tree, w)
-        fed.report(own=1 - shared.double().mean())
+        w = masks.mean_over_sharers(packed := fed.gather(u, "shared entries of each client"), shared, n.tree, w)
+        fed.report(own=1 - packed[1].double().mean() / len(w))
         now = {names[c]: row for c, row in zip(told.clients, bits, strict=True)}
         return {"w": unflat(w, model.trainable) | fed.mean(rest, n), "masks": server["masks"] | now}
 

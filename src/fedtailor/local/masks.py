@@ -6,6 +6,7 @@ A mask is True where an entry is the client's own. What packs and unpacks takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,36 @@ def under(params: Params, parts: Collection[str]) -> Params:
 
 def largest(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     """Where the `count` largest eligible scores of a vector are; of equal ones the first."""
-    order = (~_as_whole_numbers(torch.where(eligible, score, -torch.inf))).argsort(stable=True)
-    rank = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-    return eligible & (rank < count)
+    chosen: Tensor = _Largest.apply(score, eligible, count)
+    return chosen
+
+
+class _Largest(torch.autograd.Function):
+    """Client by client also in a stack, so that masks that have reached their limit are not ranked any more."""
+
+    @staticmethod
+    def forward(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
+        if count <= 0:
+            return torch.zeros_like(eligible)
+        order = (~_as_whole_numbers(torch.where(eligible, score, -torch.inf))).argsort(stable=True)
+        rank = torch.zeros_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        return eligible & (rank < count)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+        rows = [
+            [v.select(d, i) if d is not None else v for v, d in zip(args, in_dims, strict=True)]
+            for i in range(info.batch_size)
+        ]
+        return torch.stack([_Largest.apply(*row) for row in rows]), 0
 
 
 def _as_whole_numbers(score: Tensor) -> Tensor:
@@ -115,11 +143,12 @@ def heard(told: Ragged, known: Tensor) -> Tensor:
 
 def mean_over_sharers(packed: Ragged, shared: Tensor, weight: Tensor, otherwise: Tensor) -> Tensor:
     """Of every entry the weighted mean over the clients that share it; `otherwise` where nobody does."""
-    if not torch.equal(shared.sum(1), packed[1]):
-        raise RoundAbandoned("a client sent more or fewer entries than its mask shares")
     total, weights = torch.zeros_like(otherwise), torch.zeros_like(otherwise)
     for values, length, keep, w in zip(*packed, shared, weight, strict=True):  # one by one: a stack may be large
-        total += w * unpack(Ragged((values, length)), keep)
+        places = keep.nonzero()[:, 0]
+        if len(places) != length:
+            raise RoundAbandoned("a client sent more or fewer entries than its mask shares")
+        total.index_add_(0, places, w * values[: len(places)])
         weights += w * keep
     return torch.where(weights > 0, total / weights.clamp(min=torch.finfo(total.dtype).tiny), otherwise)
 
@@ -138,6 +167,16 @@ def pack(values: Tensor, keep: Tensor) -> Ragged:
     to = torch.where(keep, keep.cumsum(-1) - 1, places)  # what is not kept falls into a place behind the last
     moved = values.new_zeros(*values.shape[:-1], places + 1).scatter(-1, to, values)
     return Ragged((moved[..., :-1], keep.sum(-1)))
+
+
+def pack_each(values: Tensor, keep: Tensor) -> Ragged:
+    """What `pack` makes of the same entries for every row of a stack of masks; faster, where nothing is batched."""
+    packed, lengths = values.new_zeros(keep.shape), []
+    for row, mine in zip(packed, keep, strict=True):
+        kept = values[mine]
+        row[: len(kept)] = kept
+        lengths.append(len(kept))
+    return Ragged((packed, torch.tensor(lengths)))
 
 
 def unpack(packed: Ragged, keep: Tensor) -> Tensor:
