@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.speed_tasks import LR
 from fedtailor.engines import pages
+from fedtailor.local import winograd
 
 Clients = Sequence[tuple[Tensor, Tensor]]  # images and labels of each
 Round = Callable[[], None]
@@ -107,9 +109,9 @@ def _serve(pipe: Any, keeps: bool, is_alone: bool) -> None:
 
 
 def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phase]) -> dict[str, Round]:
-    """The same steps in plain torch: batches by index, in-place updates; two layouts in memory."""
+    """The same steps in plain torch: batches by index, in-place updates; two layouts in memory, and our convolution."""
 
-    def made(memory: torch.memory_format) -> Round:
+    def made(memory: torch.memory_format, convolution: Callable[..., Any] = nullcontext) -> Round:
         net = copy.deepcopy(module)
         params = dict(net.named_parameters())
         for v in params.values():
@@ -139,12 +141,17 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
             for x, y in clients:
                 with torch.no_grad():
                     torch._foreach_copy_(list(params.values()), list(start.values()))
-                for phase in phases:
-                    epoch(x, y, phase)
+                with convolution(net):
+                    for phase in phases:
+                        epoch(x, y, phase)
 
         return run
 
-    return {"contiguous": made(torch.contiguous_format), "channels_last": made(torch.channels_last)}
+    return {
+        "contiguous": made(torch.contiguous_format),
+        "channels_last": made(torch.channels_last),
+        "channels_last, fewer products": made(torch.channels_last, winograd.inside),
+    }
 
 
 def fused(clients: Clients, batch: int) -> dict[str, Round]:

@@ -8,6 +8,7 @@ clients at once and takes each step for all of them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
-from fedtailor.local import dense
+from fedtailor.local import dense, winograd
 from fedtailor.local.augment import augment
 from fedtailor.local.batches import Batch, PerSample
 
@@ -66,12 +67,18 @@ class Training:
         t = rebuild(self.structure, iter(tensors))
         if not differentiable and (layers := self._dense_layers(t)):
             return leaves((self._trained_dense(layers, t), t["buffers"]))
-        if not (differentiable or self.is_stacked):
-            t = self._laid_out(t)
+        if differentiable or self.is_stacked:
+            return self._stepped(t, differentiable)
+        t = self._laid_out(t)
+        with winograd.inside(self.model.module) if self._may_convolve_by_hand() else nullcontext():
             if (head := self._head_alone(t)) is not None:
                 return leaves((self._trained_head(head, t), t["buffers"]))
             if self._is_plain(t):
                 return [v.detach().contiguous() for v in leaves(self._descended(t))]
+            return self._stepped(t, differentiable)
+
+    def _stepped(self, t: Tree, differentiable: bool) -> list[Tensor]:
+        """What `run` does, whatever the model and the optimizer are."""
         params: Params = {k: v.clone() for k, v in t["params"].items()}
         buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
         memory: dict[str, list[Tensor]] = {k: [] for k in params}
@@ -99,6 +106,10 @@ class Training:
                 if batch.active is not None:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return [v.contiguous() for v in leaves((params, buffers))]
+
+    def _may_convolve_by_hand(self) -> bool:
+        # a loss of the user's own may differentiate the model itself, and then again
+        return self.model.likes_channels_last and self.own_loss is None
 
     def _laid_out(self, t: Tree) -> Tree:
         """The same tensors, in memory as convolutions like them."""
