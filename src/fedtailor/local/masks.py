@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,7 +146,7 @@ def mean_over_sharers(packed: Ragged, shared: Tensor, weight: Tensor, otherwise:
     """Of every entry the weighted mean over the clients that share it; `otherwise` where nobody does."""
     total, weights = torch.zeros_like(otherwise), torch.zeros_like(otherwise)
     for values, length, keep, w in zip(*packed, shared, weight, strict=True):  # one by one: a stack may be large
-        places = keep.nonzero()[:, 0]
+        places = _places_of(keep)
         if len(places) != length:
             raise RoundAbandoned("a client sent more or fewer entries than its mask shares")
         total.index_add_(0, places, w * values[: len(places)])
@@ -173,9 +174,9 @@ def pack_each(values: Tensor, keep: Tensor) -> Ragged:
     """What `pack` makes of the same entries for every row of a stack of masks; faster, where nothing is batched."""
     packed, lengths = values.new_zeros(keep.shape), []
     for row, mine in zip(packed, keep, strict=True):
-        kept = values[mine]
-        row[: len(kept)] = kept
-        lengths.append(len(kept))
+        places = _places_of(mine)
+        row[: len(places)] = values.index_select(0, places)
+        lengths.append(len(places))
     return Ragged((packed, torch.tensor(lengths)))
 
 
@@ -187,13 +188,15 @@ def unpack(packed: Ragged, keep: Tensor) -> Tensor:
 def to_bits(mask: Tensor) -> Tensor:
     """A mask as bytes, eight entries each."""
     eights = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (eights << _places(mask)).sum(-1).to(torch.uint8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(-1).to(torch.uint8)
 
 
 def from_bits(bits: Tensor, entries: int) -> Tensor:
-    """The mask of `to_bits`."""
-    return (bits[..., None] >> _places(bits) & 1).flatten(-2)[..., :entries].bool()
+    """The masks of `to_bits`, where nothing is batched."""
+    unpacked = np.unpackbits(bits.cpu().numpy(), axis=-1, count=entries, bitorder="little")
+    return torch.from_numpy(unpacked.view(bool)).to(bits.device)
 
 
-def _places(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
+def _places_of(keep: Tensor) -> Tensor:
+    """Where a mask is True; numpy finds it many times faster than torch."""
+    return torch.from_numpy(np.flatnonzero(keep.cpu().numpy())).to(keep.device)
