@@ -63,7 +63,7 @@ def load(options: Options, make: Callable[..., dict[str, Round]], clients: Clien
 
 
 Rivals = Mapping[str, Callable[[], None]]
-LAYOUTS, FEWER_PRODUCTS = ("contiguous", "channels_last"), "channels_last, fewer products"
+LAYOUTS, BY_HAND = ("contiguous", "channels_last"), "channels_last, by hand"
 KEPT, PLAIN = ", freed memory kept", f"plain torch, {engines.cores()} processes,"
 
 
@@ -78,7 +78,7 @@ def workload_a(options: Options) -> Iterator[Figure]:
     made = setting("A", task, algorithms.make("fedavg", {}))
     load(options, plain, cohort_of(made, task), ConvNet(pools_first=True), task.batch, PHASES["FedAvg"])
     ours = Ours(made, options.engine, task.cohort)
-    yield from beside(title("A", task), ours, LAYOUTS, FEWER_PRODUCTS, options, 1.08)[1]
+    yield from beside(title("A", task), ours, LAYOUTS, BY_HAND, options, 1.08)[1]
 
 
 def workload_b(options: Options) -> Iterator[Figure]:
@@ -105,7 +105,7 @@ def workload_c(options: Options) -> Iterator[Figure]:
         load(options, plain, clients, ConvNet(pools_first=True), 10, PHASES[method])
         name = f"C: {method}, {len(parts)} clients, {len(x)} images, batch 10"
         others = {"usual": partial(options.alone, "usual")}
-        found, limits = beside(name, ours, LAYOUTS[1:], FEWER_PRODUCTS, options, None, others)
+        found, limits = beside(name, ours, LAYOUTS[1:], BY_HAND, options, None, others)
         usual_way = "DataLoader, client after client, 2 threads"
         yield Figure(name, found["ours"], found["usual"], usual_way, 1 / 1.7, engine=ours.engine_name)
         yield from limits

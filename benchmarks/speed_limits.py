@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.speed_tasks import LR
 from fedtailor.engines import pages
-from fedtailor.local import winograd
+from fedtailor.local import factors, winograd
 
 Clients = Sequence[tuple[Tensor, Tensor]]  # images and labels of each
 Round = Callable[[], None]
@@ -109,9 +109,12 @@ def _serve(pipe: Any, keeps: bool, is_alone: bool) -> None:
 
 
 def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phase]) -> dict[str, Round]:
-    """The same steps in plain torch: batches by index, in-place updates; two layouts in memory, and our convolution."""
+    """The same steps in plain torch: batches by index, in-place updates; two layouts in memory.
 
-    def made(memory: torch.memory_format, convolution: Callable[..., Any] = nullcontext) -> Round:
+    "by hand" has our convolution, and large dense layers that move by the factors of their gradient.
+    """
+
+    def made(memory: torch.memory_format, *, by_hand: bool = False) -> Round:
         net = copy.deepcopy(module)
         params = dict(net.named_parameters())
         for v in params.values():
@@ -120,37 +123,46 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
         start = {k: v.detach().clone() for k, v in params.items()}
         masks = {k: torch.rand_like(v) < 0.3 for k, v in params.items()}
 
-        def epoch(x: Tensor, y: Tensor, phase: Phase) -> None:
-            for name, v in params.items():
-                v.requires_grad_(phase.trains(name))
-            trained: list[Tensor] = [v for v in params.values() if v.requires_grad]
-            centers = [start[k] for k, v in params.items() if v.requires_grad]
-            kept = [(masks[k] == phase.mask).to(v.dtype) for k, v in params.items()] if phase.mask is not None else []
+        def epoch(x: Tensor, y: Tensor, phase: Phase, factored: factors.Factors) -> None:
+            trained = {k: v.requires_grad_(phase.trains(k)) for k, v in params.items() if phase.trains(k)}
+            centers = [start[k] for k in trained]
+            masked = phase.mask is not None
+            kept = {k: (masks[k] == phase.mask).to(v.dtype) for k, v in trained.items()} if masked else {}
             for rows in torch.randperm(len(x)).split(batch):
                 xs = x.index_select(0, rows).to(memory_format=memory)
-                gradients = torch.autograd.grad(F.cross_entropy(net(xs), y[rows]), trained)
+                loss = F.cross_entropy(net(xs), y[rows])
+                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+                found = {k: g for k, g in zip(trained, gradients, strict=True) if g is not None}
+                moved = [trained[k] for k in found]
                 with torch.no_grad():
                     if phase.prox:
-                        torch._foreach_add_(gradients, trained, alpha=phase.prox)
-                        torch._foreach_add_(gradients, centers, alpha=-phase.prox)
+                        torch._foreach_lerp_(list(trained.values()), centers, LR * phase.prox)
                     if kept:
-                        torch._foreach_mul_(gradients, kept)
-                    torch._foreach_add_(trained, gradients, alpha=-LR)
+                        torch._foreach_addcmul_(moved, list(found.values()), [kept[k] for k in found], value=-LR)
+                    else:
+                        torch._foreach_add_(moved, list(found.values()), alpha=-LR)
+                    for k, d, inputs in factored:
+                        trained[k].addmm_(d.T, inputs, alpha=-LR)
+                    factored.clear()
 
         def run() -> None:
             for x, y in clients:
                 with torch.no_grad():
                     torch._foreach_copy_(list(params.values()), list(start.values()))
-                with convolution(net):
-                    for phase in phases:
-                        epoch(x, y, phase)
+                for phase in phases:
+                    for v in params.values():
+                        v.requires_grad_(False)
+                    is_factored = by_hand and phase.mask is None
+                    large = [k for k in params if is_factored and phase.trains(k)]
+                    with winograd.inside(net) if by_hand else nullcontext(), factors.inside(net, large) as factored:
+                        epoch(x, y, phase, factored)
 
         return run
 
     return {
         "contiguous": made(torch.contiguous_format),
         "channels_last": made(torch.channels_last),
-        "channels_last, fewer products": made(torch.channels_last, winograd.inside),
+        "channels_last, by hand": made(torch.channels_last, by_hand=True),
     }
 
 

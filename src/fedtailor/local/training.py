@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
-from fedtailor.local import dense, winograd
+from fedtailor.local import dense, factors, winograd
 from fedtailor.local.augment import augment
 from fedtailor.local.batches import Batch, PerSample
 
@@ -128,19 +128,28 @@ class Training:
         frozen = {k: v if k in self.model.trainable else v.clone() for k, v in t["frozen"].items()}
         trained, lr, center = list(params.values()), float(t["lr"]), t["center"] or {}
         masks = None if t["mask"] is None else {k: t["mask"][k].to(v.dtype) for k, v in params.items()}
-        with torch.enable_grad(), self.model.holding(params | buffers | frozen) as module:
+        with (
+            torch.enable_grad(),
+            self.model.holding(params | buffers | frozen) as module,
+            factors.inside(module, params if masks is None else ()) as kept,  # a mask needs the gradients themselves
+        ):
             for batch in self.draw(False):
                 x, y = self._samples(batch)
                 total = self.loss(module(_channels_last(x) if self.model.likes_channels_last else x), y).mean()
-                gradients = torch.autograd.grad(total, trained, materialize_grads=True)
+                gradients = torch.autograd.grad(total, trained, allow_unused=True)
+                made = {k: g for k, g in zip(params, gradients, strict=True) if g is not None}
+                moved = [params[k] for k in made]
                 with torch.no_grad():
                     for k, c in center.items():
                         amount = lr * float(t["mu"])
                         params[k].lerp_(c, amount if masks is None else amount * masks[k])
-                    if masks is None:
-                        torch._foreach_add_(trained, gradients, alpha=-lr)
-                    else:
-                        torch._foreach_addcmul_(trained, gradients, list(masks.values()), value=-lr)
+                    if masks is not None:
+                        torch._foreach_addcmul_(moved, list(made.values()), [masks[k] for k in made], value=-lr)
+                    elif made:
+                        torch._foreach_add_(moved, list(made.values()), alpha=-lr)
+                    for k, cotangents, inputs in kept:
+                        params[k].addmm_(cotangents.T, inputs, alpha=-lr)
+                    kept.clear()
         return params, buffers
 
     def _samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
