@@ -126,8 +126,9 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
         def epoch(x: Tensor, y: Tensor, phase: Phase, factored: factors.Factors) -> None:
             trained = {k: v.requires_grad_(phase.trains(k)) for k, v in params.items() if phase.trains(k)}
             centers = [start[k] for k in trained]
-            masked = phase.mask is not None
-            kept = {k: (masks[k] == phase.mask).to(v.dtype) for k, v in trained.items()} if masked else {}
+            kept = (
+                {k: torch.eq(masks[k], phase.mask).to(v) for k, v in trained.items()} if phase.mask is not None else {}
+            )
             for rows in torch.randperm(len(x)).split(batch):
                 xs = x.index_select(0, rows).to(memory_format=memory)
                 loss = F.cross_entropy(net(xs), y[rows])
