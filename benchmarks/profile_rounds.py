@@ -3,7 +3,7 @@
     python -m benchmarks.profile_rounds [--workload A,B] [--engine loop] [--rounds 3] [--small]
 
 Every function below is timed without the functions of the list that it calls, so that the parts add up to the whole.
-Clients run in one process: what a worker process does cannot be seen from here.
+Clients run in one process of one thread, as each worker process does, into which one cannot see from here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PARTS = {  # what is timed -> where it is
     "dense layers: forward and backward": ("fedtailor.local.dense:_train",),
     "update of parameters": (
         "torch:_foreach_add_",
+        "torch:Tensor.addmm_",
         *(f"fedtailor.local.dense:{k}" for k in ("_descend", "Ahead.finish")),
     ),
     "copies of parameters": ("fedtailor.local.training:Training.run",),
@@ -84,7 +85,7 @@ def install(clock: Clock) -> None:
 def profile(workload: str, engine: engines.EngineName, rounds: int, small: bool) -> dict[str, float]:
     """Part of the time of some rounds, by what it was used for."""
     task = (SMALL if small else TASKS)[workload]
-    run = Ours(setting(workload, task, algorithms.make("fedavg", {})), engine, task.cohort, workers=1)
+    run = Ours(setting(workload, task, algorithms.make("fedavg", {})), engine, task.cohort, workers=1, threads=1)
     run()
     CLOCK.spent.clear()
     CLOCK.since = time.perf_counter()

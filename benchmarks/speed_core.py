@@ -109,12 +109,14 @@ def on_threads(count: int, run: Callable[[], None]) -> Callable[[], None]:
 class Ours:
     """Rounds of the federation, each with clients drawn anew."""
 
-    def __init__(self, setting: Setting, engine: EngineName, cohort: int = 0, workers: int = 0) -> None:
+    def __init__(
+        self, setting: Setting, engine: EngineName, cohort: int = 0, workers: int = 0, threads: int = 0
+    ) -> None:
         name = engines.choose(setting, cohort).name if engine == "auto" else engine
         self.engine = engines.make(name, setting, workers=workers or engines.cores(), cohort=cohort)
         self.engine.start()
         is_alone = isinstance(self.engine, InProcess)
-        self.run_on_threads = on_threads(engines.threads(setting) if is_alone else 1, self._run)
+        self.run_on_threads = on_threads(threads or (engines.threads(setting) if is_alone else 1), self._run)
         self.federation = Federation(self.engine)
         self.server = setting.algorithm.server_init(setting.model)
         self.cohort, self.round = cohort or len(setting.data.clients), 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -98,29 +98,44 @@ def test_a_single_image_without_a_batch() -> None:
         assert made(torch.randn(64, 6, 6)).shape == (64, 4, 4)
 
 
-def test_an_error_leaves_the_module_as_it_was() -> None:
-    made = layer(64, 64, 3)
-    with pytest.raises(RuntimeError, match="expected input"), winograd.inside(made):
-        made(torch.randn(2, 3, 7, 7))  # too few channels
+@pytest.mark.parametrize(
+    ("shape", "wrong"),
+    [((2, 3, 12, 12), "expected input.* to have 64 channels"), ((2, 64, 2, 2), "Kernel size can't be greater")],
+)
+def test_an_error_is_torchs_and_leaves_the_module_as_it_was(shape: tuple[int, ...], wrong: str) -> None:
+    made = layer(64, 64, 5)
+    with pytest.raises(RuntimeError, match=wrong), winograd.inside(made):
+        made(torch.randn(shape))
     assert "forward" not in vars(made)
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("change", [{}, {"momentum": 0.9}, {"optimizer": "adam", "lr": 0.001}])
-def test_training_uses_it_and_finds_the_same(monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
+def test_training_on_one_thread_uses_it_and_finds_the_same(
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], change: dict[str, object]
+) -> None:
     data = make_data(shape=(1, 28, 28))
     model = build("cnn", data.shape, data.outputs, seed=1, dtype=F64)
     solver = replace(SOLVER, **change)  # type: ignore[arg-type]
     used = Mock(wraps=winograd.convolve)
     monkeypatch.setattr(winograd, "convolve", used)
+    threads(1)
     found = make_me(data, model, 0, solver).sgd(model.params)
     assert used.call_count
     used.reset_mock()
-    monkeypatch.setattr(winograd, "LEAST_WEIGHTS", 10**9)
+    threads(2)
     assert_equal(found, make_me(data, model, 0, solver).sgd(model.params), 1e-10)
     assert not used.call_count
 
 
-def test_a_loss_of_ones_own_may_differentiate_the_model() -> None:
+def test_a_loss_of_ones_own_may_differentiate_the_model(threads: Callable[[int], None]) -> None:
+    threads(1)
     data = make_data(shape=(1, 28, 28))
     model = build("cnn", data.shape, data.outputs, seed=1, dtype=F64)
 

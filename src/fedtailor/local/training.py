@@ -70,7 +70,7 @@ class Training:
         if differentiable or self.is_stacked:
             return self._stepped(t, differentiable)
         t = self._laid_out(t)
-        with winograd.inside(self.model.module) if self._may_convolve_by_hand() else nullcontext():
+        with winograd.inside(self.model.module) if self._convolves_by_hand() else nullcontext():
             if (head := self._head_alone(t)) is not None:
                 return leaves((self._trained_head(head, t), t["buffers"]))
             if self._is_plain(t):
@@ -107,9 +107,9 @@ class Training:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return [v.contiguous() for v in leaves((params, buffers))]
 
-    def _may_convolve_by_hand(self) -> bool:
-        # a loss of the user's own may differentiate the model itself, and then again
-        return self.model.likes_channels_last and self.own_loss is None
+    def _convolves_by_hand(self) -> bool:
+        # its many small products do not gain from a second thread; a loss of the user's own may differentiate twice
+        return self.model.likes_channels_last and self.own_loss is None and torch.get_num_threads() == 1
 
     def _laid_out(self, t: Tree) -> Tree:
         """The same tensors, in memory as convolutions like them."""
