@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fedtailor import engines
 from fedtailor.algorithms.ditto import Ditto
@@ -85,6 +86,13 @@ def test_operations_of_a_pass() -> None:
     made = large("linear", (50,))
     assert engines.operations(made) == 3 * 2 * 50 * 3 * 200 * 6
     assert engines.operations(made, cohort=2) == 3 * 2 * 50 * 3 * 200 * 2
+
+
+def test_threads_are_for_large_steps_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    cnn, dense = large("cnn", (1, 28, 28)), large("mlp", (2000,))
+    for made, batch_size, wanted in ((cnn, 10, 1), (cnn, 64, 2), (cnn, 0, 2), (dense, 0, 1)):
+        assert engines.threads(replace(made, solver=replace(SOLVER, batch_size=batch_size))) == wanted
 
 
 def groups(chunk: int, model: str = "mlp", sizes: Any = SIZES) -> list[tuple[int, ...]]:

@@ -33,6 +33,7 @@ ENGINES = {
     "flare": "a real federation of sites, each with its own data; see fedtailor federation --help",
 }
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
+MUCH_AT_ONCE = 1e9  # and in a step, from which on threads are worth waiting for each other
 
 
 def make(
@@ -78,8 +79,11 @@ def cores() -> int:
 
 
 def threads(setting: Setting) -> int:
-    """Small dense layers are slower on two threads than on one; convolutions are not."""
-    return torch.get_num_threads() if _convolves(setting) else 1
+    """All, for large convolutions. The threads of small steps would wait for each other longer than they compute."""
+    if not _convolves(setting):
+        return 1
+    samples = setting.solver.batch_size or float(setting.data.train.sizes.double().mean())
+    return torch.get_num_threads() if samples * _per_sample(setting) > MUCH_AT_ONCE else 1
 
 
 def _convolves(setting: Setting) -> bool:
@@ -88,10 +92,16 @@ def _convolves(setting: Setting) -> bool:
 
 def operations(setting: Setting, cohort: int = 0) -> float:
     """Floating-point operations of one pass over the training data of so many clients (0 is all), about."""
-    with _Counter() as counter, torch.no_grad():
-        setting.model(setting.model.params | setting.model.private_buffers, setting.data.train.x[:1])
     sizes = setting.data.train.sizes.double()
-    return 3 * counter.operations * float(sizes.mean()) * (cohort or len(sizes))
+    return _per_sample(setting) * float(sizes.mean()) * (cohort or len(sizes))
+
+
+def _per_sample(setting: Setting) -> float:
+    """Operations of a step for each of its samples."""
+    model, x = setting.model, setting.data.train.x
+    with _Counter() as counter, torch.no_grad():
+        model(model.params | model.private_buffers, x.new_zeros(1, *x.shape[1:]))
+    return 3 * counter.operations  # a backward pass costs as much as two forward passes
 
 
 class _Counter(TorchFunctionMode):

@@ -93,7 +93,9 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto picks one of the first three and says why."
     )
-    threads: int = Field(default=0, ge=0, description="Threads of torch; 0 is one for dense models, else all cores.")
+    threads: int = Field(
+        default=0, ge=0, description="Threads of torch; 0 is all cores for large convolutional models, else one."
+    )
     chunk: int = Field(default=0, ge=0, description="Most clients in a stack of vmap; 0 is as many as fit the cache.")
     workers: int = Field(default=0, ge=0, description="Processes of pool and, in long rounds, vmap; 0 is one per core.")
     memory: int = Field(
