@@ -108,7 +108,7 @@ def registered(options: Options) -> Iterator[Figure]:
         model = build("mlp", task.shape, 10, seed=0, options={"hidden": (64,)})
         setting = Setting(algorithms.make("fedrep", {"head_epochs": 2}), model, task, Solver(batch_size=10), 0)
         rivals[str(clients)] = Ours(setting, options.engine, cohort)
-    found = in_turns(rivals, 3 * options.repeats)
+    found = in_turns(rivals, 20 * options.repeats)  # rounds of a hundredth of a second
     for run in rivals.values():
         run.close()
     for clients in counts:
