@@ -124,7 +124,7 @@ def plain(clients: Clients, module: nn.Module, batch: int, phases: Sequence[Phas
         masks = {k: torch.rand_like(v) < 0.3 for k, v in params.items()}
 
         def epoch(x: Tensor, y: Tensor, phase: Phase, factored: factors.Factors) -> None:
-            trained = {k: v.requires_grad_(phase.trains(k)) for k, v in params.items() if phase.trains(k)}
+            trained = {k: v.requires_grad_() for k, v in params.items() if phase.trains(k)}
             centers = [start[k] for k in trained]
             kept = (
                 {k: torch.eq(masks[k], phase.mask).to(v) for k, v in trained.items()} if phase.mask is not None else {}
