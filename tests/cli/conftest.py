@@ -13,6 +13,7 @@ import tomli_w
 from rich.console import Console
 
 from fedtailor.cli import main as cli
+from fedtailor.cli import models
 from tests.runs.small import DIGITS
 
 
@@ -33,7 +34,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FEDTAILOR_DATA", raising=False)
-    monkeypatch.setattr(cli, "console", Console(width=80))
+    for module in (cli, models):
+        monkeypatch.setattr(module, "console", Console(width=80))
     Path("small.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": 2}))
 
     def run(*arguments: str | os.PathLike[str]) -> Said:

@@ -22,18 +22,19 @@ from fedtailor.core.trees import Params, Tree
 from fedtailor.data import SOURCES
 from fedtailor.engines import ENGINES
 from fedtailor.models import MODELS
-from fedtailor.runs import rounds, runner
+from fedtailor.runs import grid, rounds, runner
 from fedtailor.runs.config import RunConfig, parse
 from fedtailor.runs.progress import grid_shown, shown
 from fedtailor.runs.runner import Progress
 from fedtailor.runs.store import RunFolder
 from tests.cli.conftest import Call
-from tests.runs.small import config, records, stop_after
+from tests.runs.small import config, interrupt_after_a_run, one_after_the_other, records, stop_after
 
 COMMANDS = (
     "fit",
     "predict",
     "export",
+    "onboard",
     "run",
     "resume",
     "compare",
@@ -43,7 +44,6 @@ COMMANDS = (
     "explain",
     "report",
     "watch",
-    "onboard",
     "init",
     "download",
 )
@@ -251,12 +251,19 @@ def test_interrupted_comparison_says_how_to_go_on(call: Call, tmp_path: Path, mo
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedtailor.runs.compare.run_grid", interrupt)
+    one_after_the_other(monkeypatch)
     setting = 'compare.algorithms=["local", "fedavg"]'
-    code, _, err = call("compare", "small.toml", "--set", setting, "--data-root", "my data", "--out", "grid")
+    arguments = ["compare", "small.toml", "--set", setting, "--data-root", "my data", "--out", "grid"]
+    with monkeypatch.context() as patch:
+        patch.setattr("fedtailor.runs.compare.run_grid", interrupt)
+        assert call(*arguments) == (130, "", "interrupted before the run began\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(grid, "_pause", interrupt_after_a_run)
+        code, _, err = call(*arguments)
     assert code == 130
     again = shlex.split(err.split("go on with: ")[1])
-    assert again == ["fedtailor", "compare", "small.toml", "--out", "grid", "--set", setting, "--data-root", "my data"]
+    assert again == ["fedtailor", *arguments]
+    assert "fedavg" in call(*again[1:]).out
 
 
 def test_full_disk(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,17 @@
 """Published tables: cells, figures over seeds, what is refused; and what a run says of sharing."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from fedtailor.errors import ConfigError
-from fedtailor.runs import reproduce
+from fedtailor.runs import grid, reproduce
 from fedtailor.runs.explain import explain
 from fedtailor.runs.store import RESULTS, RunFolder, read_json
 from tests.cli.conftest import Call
-from tests.runs.small import one_after_the_other
+from tests.runs.small import interrupt_after_a_run, one_after_the_other
 
 TABLE = """
 title = "A table"
@@ -106,6 +107,20 @@ def test_command_prints_ours_beside_the_papers(call: Call, configs: Path, tmp_pa
     refused = call("explain", tmp_path / "out" / "oracle_one-seed0")
     assert (refused.code, refused.out) == (2, "")
     assert "JointLS does not say to what degree a parameter is shared" in refused.err
+
+
+def test_interrupt_says_how_to_go_on(call: Call, configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_after_the_other(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(grid, "_pause", interrupt_after_a_run)
+        code, _, err = call("reproduce", "paper/table9", "--configs", configs, "--rows", "ours", "--json", "f.json")
+    assert code == 130
+    again = shlex.split(err.removeprefix("interrupted; go on with: "))
+    assert again[:3] == ["fedtailor", "reproduce", "paper/table9"]
+    assert not Path("f.json").exists()
+    assert list(Path("runs/paper-table9-cpu").glob(f"*/{RESULTS}"))
+    assert call(*again[1:]).code == 0
+    assert {figure["row"] for figure in json.loads(Path("f.json").read_text())} == {"ours"}
 
 
 def test_columns_may_read_different_figures_off_the_same_run(call: Call, configs: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,13 @@ def stop_after(rounds: int) -> runner.Listener:
             raise KeyboardInterrupt
 
     return listen
+
+
+def interrupt_after_a_run(waiting: set[Future[None]]) -> None:
+    """Ctrl-C in a grid; to be put in place of the pause between two looks at its runs."""
+    next(as_completed(waiting))
+    wait([run for run in waiting if not run.cancel()])
+    raise KeyboardInterrupt
 
 
 def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

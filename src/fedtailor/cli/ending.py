@@ -56,24 +56,33 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def command(*words: object, **options: object) -> list[str]:
+    """The words of a command line, with the options that were given; a list is an option given several times."""
+    said = [str(word) for word in words]
+    for name, given in options.items():
+        for value in given if isinstance(given, list) else [given] if given else []:
+            said += [f"--{name.replace('_', '-')}", str(value)]
+    return said
+
+
 @contextmanager
 def resumable(
-    command: list[str], path: Path, ranks: Ranks | None = None, begun_by: str = "config.toml"
+    again: list[str], path: Path, ranks: Ranks | None = None, begun_by: str = "config.toml"
 ) -> Iterator[None]:
-    """However a run is stopped, say how to go on."""
+    """However a run is stopped, say how to go on; it has begun when `path` holds `begun_by`."""
     started_by = []
     if ranks is not None and ranks.count > 1:
         started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
-    hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *command])}"
+    hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *again])}"
     try:
         yield
     except KeyboardInterrupt:
-        begun = command[0] == "compare" or (path / begun_by).exists()
+        begun = (path / begun_by).exists()
         say(f"interrupted; {hint}" if begun else "interrupted before the run began")
         raise typer.Exit(130) from None
     except RankLost as lost:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks now; this one ends by itself
-        begun = (path / "config.toml").exists()
+        begun = (path / begun_by).exists()
         go_on = f"the last checkpoint is intact; {hint} (with any number of ranks)"
         say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
         raise typer.Exit(1) from None

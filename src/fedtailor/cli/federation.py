@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from fedtailor.cli.options import Config, Settings
 from fedtailor.errors import ConfigError, RunError
 
 app = typer.Typer(
     name="federation",
-    help="A real federation: each site keeps its data, one server trains with all of them.",
+    help="A real federation: sites keep their data, a server trains with all.",
     epilog="Start with: fedtailor federation local 3 config.toml",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -23,10 +24,6 @@ app = typer.Typer(
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, as init made it.")]
 Admin = Annotated[Path, typer.Option("--admin", help="The administrator's folder.")]
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
-Settings = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
-]
 RunName = Annotated[str, typer.Option("--run", help="Name of the run; else made from the configuration.")]
 
 

@@ -7,18 +7,15 @@ import os
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fedtailor import __version__
-from fedtailor.cli import federation
-from fedtailor.cli.ending import joined, refuse_torchrun, resumable, say
+from fedtailor.cli import federation, models
+from fedtailor.cli.ending import command, joined, refuse_torchrun, resumable, say
+from fedtailor.cli.options import Config, DataRoot, Out, Run, RunOrRuns, Settings, console
 from fedtailor.errors import ConfigError, RankLost, UserError
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     name="fedtailor",
@@ -30,20 +27,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(federation.app)
-console = Console()
-
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
-RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a comparison.")]
-RunOrFit = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a fit.")]
-Site = Annotated[str, typer.Option("--site", help="Whose model.")]
-Settings = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
-]
-DataRoot = Annotated[
-    Path | None, typer.Option("--data-root", help="Folder of the data sets; else FEDTAILOR_DATA or the user's cache.")
-]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to; else a new one under runs/.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -54,113 +37,8 @@ def top(show_version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-@app.command()
-def fit(
-    sites: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SITES", help="A folder with one CSV or Parquet file per site; or a source, as heart-disease."
-        ),
-    ],
-    target: Annotated[str, typer.Option("--target", help="Column of your files to predict.")] = "",
-    client_column: Annotated[
-        str | None, typer.Option("--client-column", help="Column that names the site, if SITES is one file.")
-    ] = None,
-    algorithm: Annotated[str, typer.Option("--algorithm", help="auto: each site gets what serves it best.")] = "auto",
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds of training; 0 is 32.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="All randomness follows from it.")] = 0,
-    settings: Settings = [],  # noqa: B006
-    data_root: DataRoot = None,
-    out: Out = None,
-) -> None:
-    """Give each site of your own data a personal model, and a report.
-
-    Prints for each site how well it does alone, with one common model, and personalized. The same
-    command with --out goes on where it was interrupted.
-    """
-    from fedtailor.cli.listing import print_fit
-    from fedtailor.data import SOURCES
-    from fedtailor.report.write import write
-    from fedtailor.runs.fit import fit as fitted
-    from fedtailor.runs.progress import grid_shown
-    from fedtailor.runs.store import FIT, new_path
-
-    source = {"source": str(sites)}
-    if sites.exists() or str(sites) not in SOURCES:
-        if not target:
-            raise ConfigError(f"{sites}: which column is to be predicted? Name it with --target")
-        source = {"source": "folder", "path": str(sites), "target": target}
-        source |= {} if client_column is None else {"client_column": client_column}
-    elif target or client_column:
-        raise ConfigError(f"fit {sites}: the source knows what to predict; leave out --target and --client-column")
-    path = out or new_path(Path("runs"), f"{sites.resolve().stem}-fit")
-    again = ["fit", str(sites), "--out", str(path)]
-    again += ["--target", target] if target else []
-    again += ["--data-root", str(data_root)] if data_root is not None else []
-    again += [] if client_column is None else ["--client-column", client_column]
-    again += ["--algorithm", algorithm, "--rounds", str(rounds), "--seed", str(seed)]
-    again += [part for s in settings for part in ("--set", s)]
-    with resumable(again, path, begun_by=FIT), grid_shown(console) as told:
-        record = fitted(
-            source,
-            path,
-            algorithm=algorithm,
-            rounds=rounds,
-            seed=seed,
-            settings=settings,
-            data_root=data_root,
-            told=told,
-        )
-    page = write(path)
-    print_fit(console, record)
-    print(f"models     {path}\nreport     {page}")
-
-
-@app.command()
-def predict(
-    run: RunOrFit,
-    site: Site,
-    data: Annotated[Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
-    ] = None,
-    data_root: DataRoot = None,
-) -> None:
-    """Predict new rows with the personal model of a site.
-
-    Rows are prepared as in training. The file that is written has all columns of FILE, the prediction
-    and, for classes, their probabilities.
-    """
-    from fedtailor.data.tables import client_name
-    from fedtailor.runs.serving import personal, predicted, write_frame
-
-    model = personal(run, site, data_root)
-    frame = predicted(model, data)
-    target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")
-    write_frame(target, frame)
-    print("\n".join([*model.notes, f"wrote {target}: {frame.height} rows, predicted by {model.title} for {site}"]))
-
-
-@app.command()
-def export(
-    run: RunOrFit,
-    site: Site,
-    to: Annotated[str, typer.Option("--to", help="onnx, torch or safetensors.")],
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; else SITE with the ending.")] = None,
-    data_root: DataRoot = None,
-) -> None:
-    """Write the personal model of a site for other programs.
-
-    What was written is read again and compared with the run on real rows; if it differs, there is no
-    file. Beside it a JSON file says how rows are prepared.
-    """
-    from fedtailor.runs.export import ENDINGS
-    from fedtailor.runs.export import export as exported
-
-    if to not in ENDINGS:
-        raise ConfigError(f'--to "{to}": known are {", ".join(ENDINGS)}')
-    for file in exported(run, site, to, out, data_root):  # type: ignore[arg-type]
-        print(f"wrote {file}")
+for of_practice in (models.fit, models.predict, models.export, models.onboard):
+    app.command()(of_practice)
 
 
 @app.command()
@@ -182,7 +60,7 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
     with joined(checked.federation.timeout) as ranks:
         path = Path(ranks.told(str(out or new_path(Path("runs"), name)))[0])
         bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
-        with resumable(["resume", str(path)], path, ranks), bar as listener:
+        with resumable(command("resume", path), path, ranks), bar as listener:
             runner.start(checked, path, data_root, listener, ranks)
         if ranks.rank == 0:
             _tell(path)
@@ -200,7 +78,7 @@ def resume(run: Run, data_root: DataRoot = None) -> None:
 
     with joined(RunFolder.open(run).config.federation.timeout) as ranks:
         bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
-        with resumable(["resume", str(run)], run, ranks), bar as listener:
+        with resumable(command("resume", run), run, ranks), bar as listener:
             runner.resume(run, data_root, listener, ranks)
         if ranks.rank == 0:
             _tell(run)
@@ -231,9 +109,8 @@ def compare(
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
-    again = ["compare", str(config), "--out", str(path), *(part for s in settings for part in ("--set", s))]
-    again += [] if data_root is None else ["--data-root", str(data_root)]
-    with resumable(again, path), grid_shown(console) as told:
+    again = command("compare", config, set=settings, data_root=data_root, out=path)
+    with resumable(again, path, begun_by=""), grid_shown(console) as told:
         grid = run_grid(checked, path, data_root, told)
     table, found = rows(grid), notes(path) if checked.search is not None else []
     for file, text in files(table, found).items():
@@ -279,8 +156,9 @@ def reproduce(
     names = published.rows_named(wanted, rows)
     of: published.Scale = "cpu" if scale == "cpu" else "paper"
     which = (wanted, path, of, seeds or wanted.seeds, names)
-    again = ["reproduce", table, "--scale", scale, "--seeds", str(seeds), "--rows", rows, "--out", str(path)]
-    with resumable(again, path), grid_shown(console) as told:
+    options = {"scale": scale, "seeds": seeds, "rows": rows, "json": json_file, "data_root": data_root}
+    again = command("reproduce", table, **options, configs=configs, out=path)
+    with resumable(again, path, begun_by=""), grid_shown(console) as told:
         found = published.searched(*which, data_root, told)
         figures = published.run(wanted, published.grid(*which, found), data_root, told)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
@@ -307,7 +185,10 @@ def list_(
 def show(
     run: Run, clients: Annotated[bool, typer.Option("--clients", help="Also print every client's figures.")] = False
 ) -> None:
-    """Print what a run did: task, results, traffic, rejected replies."""
+    """Print what a run did.
+
+    Task, results, traffic, rejected replies.
+    """
     _tell(run, clients)
 
 
@@ -355,26 +236,6 @@ def watch(
         print(f"watching {run} at {made.address} (Ctrl-C ends)", flush=True)
         with suppress(KeyboardInterrupt):
             made.serve_forever()
-
-
-@app.command()
-def onboard(
-    run: Run,
-    data: Annotated[Path, typer.Option("--data", help="The newcomer's file; or a TOML file with a [data] table.")],
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call it.")],
-    epochs: Annotated[
-        int, typer.Option("--epochs", metavar="N", min=0, help="Epochs in which it trains what is its own.")
-    ] = 3,
-    data_root: DataRoot = None,
-) -> None:
-    """Give a newcomer a personal model from a finished run.
-
-    The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
-    """
-    from fedtailor.cli.listing import print_newcomer
-    from fedtailor.runs.onboard import onboard as join
-
-    print_newcomer(name, join(run, data, name, epochs, data_root))
 
 
 @app.command()

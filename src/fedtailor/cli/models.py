@@ -1,0 +1,134 @@
+"""Commands of a practitioner: a model for each site, predictions, export, newcomers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedtailor.cli.ending import command, resumable
+from fedtailor.cli.options import DataRoot, Out, Run, RunOrFit, Settings, Site, console
+from fedtailor.errors import ConfigError
+
+
+def fit(
+    sites: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SITES", help="A folder with one CSV or Parquet file per site; or a source, as heart-disease."
+        ),
+    ],
+    target: Annotated[str, typer.Option("--target", help="Column of your files to predict.")] = "",
+    client_column: Annotated[
+        str | None, typer.Option("--client-column", help="Column that names the site, if SITES is one file.")
+    ] = None,
+    algorithm: Annotated[str, typer.Option("--algorithm", help="auto: each site gets what serves it best.")] = "auto",
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds of training; 0 is 32.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="All randomness follows from it.")] = 0,
+    settings: Settings = [],  # noqa: B006
+    data_root: DataRoot = None,
+    out: Out = None,
+) -> None:
+    """Give each site of your own data a personal model.
+
+    Prints for each site how well it does alone, with one common model, and personalized, and writes a
+    report. The same command with --out goes on where it was interrupted.
+    """
+    from fedtailor.cli.listing import print_fit
+    from fedtailor.data import SOURCES
+    from fedtailor.report.write import write
+    from fedtailor.runs.fit import fit as fitted
+    from fedtailor.runs.progress import grid_shown
+    from fedtailor.runs.store import FIT, new_path
+
+    source = {"source": str(sites)}
+    if sites.exists() or str(sites) not in SOURCES:
+        if not target:
+            raise ConfigError(f"{sites}: which column is to be predicted? Name it with --target")
+        source = {"source": "folder", "path": str(sites), "target": target}
+        source |= {} if client_column is None else {"client_column": client_column}
+    elif target or client_column:
+        raise ConfigError(f"fit {sites}: the source knows what to predict; leave out --target and --client-column")
+    path = out or new_path(Path("runs"), f"{sites.resolve().stem}-fit")
+    of_source = {"target": target, "client_column": client_column, "data_root": data_root}
+    of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings}
+    again = command("fit", sites, **of_source, **of_training, out=path)
+    with resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+        record = fitted(
+            source,
+            path,
+            algorithm=algorithm,
+            rounds=rounds,
+            seed=seed,
+            settings=settings,
+            data_root=data_root,
+            told=told,
+        )
+    page = write(path)
+    print_fit(console, record)
+    print(f"models     {path}\nreport     {page}")
+
+
+def predict(
+    run: RunOrFit,
+    site: Site,
+    data: Annotated[Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
+    ] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Predict new rows with the personal model of a site.
+
+    Rows are prepared as in training. The file that is written has all columns of FILE, the prediction
+    and, for classes, their probabilities.
+    """
+    from fedtailor.data.tables import client_name
+    from fedtailor.runs.serving import personal, predicted, write_frame
+
+    model = personal(run, site, data_root)
+    frame = predicted(model, data)
+    target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")
+    write_frame(target, frame)
+    print("\n".join([*model.notes, f"wrote {target}: {frame.height} rows, predicted by {model.title} for {site}"]))
+
+
+def export(
+    run: RunOrFit,
+    site: Site,
+    to: Annotated[str, typer.Option("--to", help="onnx, torch or safetensors.")],
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; else SITE with the ending.")] = None,
+    data_root: DataRoot = None,
+) -> None:
+    """Write the personal model of a site for other programs.
+
+    What was written is read again and compared with the run on real rows; if it differs, there is no
+    file. Beside it a JSON file says how rows are prepared.
+    """
+    from fedtailor.runs.export import ENDINGS
+    from fedtailor.runs.export import export as exported
+
+    if to not in ENDINGS:
+        raise ConfigError(f'--to "{to}": known are {", ".join(ENDINGS)}')
+    for file in exported(run, site, to, out, data_root):  # type: ignore[arg-type]
+        print(f"wrote {file}")
+
+
+def onboard(
+    run: Run,
+    data: Annotated[Path, typer.Option("--data", help="The newcomer's file; or a TOML file with a [data] table.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call it.")],
+    epochs: Annotated[
+        int, typer.Option("--epochs", metavar="N", min=0, help="Epochs in which it trains what is its own.")
+    ] = 3,
+    data_root: DataRoot = None,
+) -> None:
+    """Give a newcomer a personal model from a finished run.
+
+    The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
+    """
+    from fedtailor.cli.listing import print_newcomer
+    from fedtailor.runs.onboard import onboard as join
+
+    print_newcomer(name, join(run, data, name, epochs, data_root))
