@@ -53,6 +53,11 @@ def test_states_within_the_budget_stay_in_memory(tmp_path: Path) -> None:
     assert states.all_rows(CLIENTS) is not None
 
 
+def test_a_tensor_without_values_needs_no_room(tmp_path: Path) -> None:
+    made = Disk(tmp_path, MB).zeros((5, 0, 2), torch.float64)
+    assert (made.shape, made.dtype) == ((5, 0, 2), torch.float64)
+
+
 def test_the_budget_is_kept(tmp_path: Path) -> None:
     disk = Disk(tmp_path, budget=8 * MB)
     states = States(range(64), disk)

@@ -1,12 +1,15 @@
 """A module as a function of named tensors: body, head, and the statistics of BatchNorm."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.model import Model, classification_loss, regression_loss
 from fedtailor.errors import ConfigError
-from tests.helpers import F64, Normed, assert_equal, make_data, make_me, make_model
+from tests.helpers import F64, Normed, assert_equal, federate, make_data, make_model, run
 
 
 def test_body_and_head_part_the_parameters() -> None:
@@ -49,12 +52,13 @@ def test_mean_buffers_are_parameters_that_are_not_trained() -> None:
     assert "norm.running_mean" in model.body
 
 
-def test_the_count_of_batches_is_dropped_where_nothing_needs_it() -> None:
+def test_the_count_of_batches_is_dropped_or_refused() -> None:
     model = make_model("normed", make_data())
     assert "norm.num_batches_tracked" not in dict(model.module.named_buffers())
-    cumulative = nn.BatchNorm1d(2, momentum=None)
-    Model(cumulative)
-    assert "num_batches_tracked" in dict(cumulative.named_buffers())
+    with pytest.raises(
+        ConfigError, match=r'"1" of the model averages over all .* \(momentum=None\).*; give it a momentum'
+    ):
+        Model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)))
 
 
 def test_initial_values_are_copies() -> None:
@@ -93,16 +97,45 @@ def test_statistics_change_in_training_only() -> None:
     assert_equal(dict(model.module.named_buffers())["norm.running_mean"], torch.zeros(5, dtype=F64), tolerance=0)
 
 
-def test_dropout_is_reproducible_or_refused() -> None:
-    # it draws from torch's global generator: a client's work would no longer be a function of its inputs
+@pytest.mark.parametrize(
+    "part",
+    [
+        nn.Dropout(0.5),
+        nn.AlphaDropout(0.1),
+        nn.LSTM(4, 4, 2, dropout=0.1),
+        nn.MultiheadAttention(4, 2, dropout=0.1),
+        nn.RReLU(),
+    ],
+)
+def test_random_numbers_of_its_own_are_refused(part: nn.Module) -> None:
+    # they come from torch's global generator: a client's work would no longer be a function of its inputs
+    with pytest.raises(ConfigError, match='the model draws random numbers of its own in "1"'):
+        Model(nn.Sequential(nn.Linear(4, 4), part))
+
+
+def test_without_probability_nothing_is_random() -> None:
+    parts = (nn.Dropout(0.0), nn.LSTM(4, 4, 2), nn.MultiheadAttention(4, 2), nn.Linear(2, 2))
+    assert Model(nn.Sequential(*parts)).trainable
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
+def test_what_is_fixed_stays_and_is_not_sent(engine: str) -> None:
     data = make_data()
-    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(F64)
-    try:
-        model = Model(net)
-    except ConfigError:
-        return
-    first, again = (make_me(data, model).sgd(model.params) for _ in range(2))
-    assert_equal(first, again, tolerance=0)
+    first, last = nn.Linear(4, 8).to(F64), nn.Linear(8, 3).to(F64)
+    before = first.requires_grad_(False).weight.clone()
+    model = Model(nn.Sequential(first, nn.Tanh(), last))
+    assert set(model.params) == {"2.weight", "2.bias"}
+    assert set(model.fixed) == {"0.weight", "0.bias"}
+    trained = run(federate(FedAvg(), data, model, engine=engine), 2)
+    features = replace(data, train=replace(data.train, x=torch.tanh(first(data.train.x))))
+    wanted = run(federate(FedAvg(), features, Model(last), engine=engine), 2)
+    assert_equal({k.removeprefix("2."): v for k, v in trained.items()}, wanted)
+    assert torch.equal(first.weight, before)
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(ConfigError, match="the model has no parameter to train"):
+        Model(nn.Linear(2, 2).requires_grad_(False))
 
 
 def test_losses_are_per_sample() -> None:

@@ -46,6 +46,18 @@ def test_what_is_written_is_a_copy(states: States) -> None:
     assert values(states) == [1, 20, 30, 4]
 
 
+def test_a_view_of_what_was_read_is_another_value() -> None:
+    states = States([0])
+    first = {"a": torch.arange(4.0).view(1, 2, 2), "b": torch.arange(3.0)[None], "same": torch.ones(1, 2)}
+    states.create([0], first)
+    old = states.read([0])
+    states.write([0], old | {"a": old["a"].mT, "b": old["b"][:, :1].expand(1, 3)}, old)
+    new = states.read([0])
+    assert new["a"].tolist() == [[[0, 2], [1, 3]]]
+    assert new["b"].tolist() == [[0, 0, 0]]
+    assert new["same"].tolist() == [[1, 1]]
+
+
 def test_undo_all(states: States) -> None:
     states.write([6, 8], stack(20, 40))
     states.undo()

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from fedtailor.core.model import LOSSES
+from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.core.model import LOSSES, Model
 from fedtailor.core.trees import Params, Tree, leaves
 from fedtailor.local import dense
 from fedtailor.local.batches import stacked
 from fedtailor.local.training import Solver, Training
 from fedtailor.models import build
-from tests.helpers import F64, assert_equal, make_data
+from tests.helpers import F64, assert_equal, federate, make_data, run
 
 CLIENTS = 3
 BODY = ("hidden.0.weight", "hidden.0.bias", "hidden.1.weight", "hidden.1.bias")
@@ -118,6 +120,29 @@ def test_rows_ahead() -> None:
 def test_at_a_time() -> None:
     assert dense.at_a_time({"w": torch.zeros(3, dense.CACHE // 40)}) == 10
     assert dense.at_a_time({"w": torch.zeros(3, dense.CACHE)}) == 1
+
+
+class Named(nn.Module):
+    """Layers that bear the names by which our own models tell of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.head(torch.tanh(self.dense(x)))
+        return made
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_layers_may_be_called_dense_and_head(engine: str) -> None:
+    data = make_data()
+    model = Model(Named().to(F64), head=["head"])
+    assert dense.layers_of(model) == ()
+    assert dense.head_of(model) is None
+    trained = run(federate(FedRep(), data, model, engine=engine), 1)
+    assert any((trained[k] != v).any() for k, v in model.body.items())
 
 
 def test_a_label_prior_needs_the_general_path() -> None:

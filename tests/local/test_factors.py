@@ -63,6 +63,34 @@ def test_steps_are_those_by_gradients(monkeypatch: pytest.MonkeyPatch, part: str
     assert all("forward" not in vars(layer) for layer in model.module.modules())
 
 
+class Descends(nn.Module):
+    """Its forward pass takes gradients of its own, to be differentiated again or not."""
+
+    def __init__(self, inputs: int, outputs: int, again: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.out, self.again = nn.Linear(inputs, 6), nn.Linear(6, outputs), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            moved = x.detach().requires_grad_()
+            height = torch.tanh(self.layer(moved)).square().sum()
+            (slope,) = torch.autograd.grad(height, moved, create_graph=self.again)
+        made: Tensor = self.out(torch.tanh(self.layer(x + slope)))
+        return made
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_inside_the_forward_pass(monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    data = make_data()
+    model = Model(Descends(data.shape[0], data.outputs, again).to(F64))
+    trained = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(factors, "LEAST", least)
+        trained.append(make_me(data, model, 0, SOLVER).sgd(model.params))
+    assert_equal(trained[0], trained[1], 1e-12)
+
+
 def test_a_layer_without_anything_else_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factors, "LEAST", 1)
     data = make_data()

@@ -109,6 +109,32 @@ def test_an_error_is_torchs_and_leaves_the_module_as_it_was(shape: tuple[int, ..
     assert "forward" not in vars(made)
 
 
+def test_it_can_be_differentiated_twice() -> None:
+    x, weight, bias = (torch.randn(shape, dtype=F64) for shape in ((2, 3, 8, 8), (4, 3, 3, 3), (4,)))
+
+    def slopes(convolution: Callable[..., Tensor]) -> list[Tensor]:
+        tensors = [v.clone().requires_grad_() for v in (x, weight, bias)]
+        first = torch.autograd.grad(convolution(*tensors, padding=(1, 1)).tanh().sum(), tensors, create_graph=True)
+        return list(torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), tensors))
+
+    for found, wanted in zip(slopes(winograd.convolve), slopes(F.conv2d), strict=True):
+        assert_equal(found, wanted, 1e-10)
+
+
+@pytest.mark.parametrize("gradient", ["jfb", "implicit"])
+def test_equilibria_of_convolutions(threads: Callable[[int], None], gradient: str) -> None:
+    """The implicit gradient is found with transforms that know only torch's own convolutions."""
+    data = make_data(shape=(1, 8, 8))
+    options = {"norm": "group", "warm_start": False, "gradient": gradient, "tolerance": 1e-10, "max_iterations": 200}
+    model = build("deq-resnet-s", data.shape, data.outputs, seed=1, dtype=F64, options=options)
+    solver = replace(SOLVER, lr=0.01)
+    trained = []
+    for count in (1, 2):
+        threads(count)
+        trained.append(make_me(data, model, 0, solver).sgd(model.params))
+    assert_equal(trained[0], trained[1], 1e-8)
+
+
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()

@@ -40,7 +40,10 @@ class Ditto(Algorithm):
     @on_client(sends=(MODEL, COUNT))
     def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
         v = me.sgd(me.state, epochs=self.personal_epochs, prox=(w, self.lam))
-        return v, (me.sgd(w, epochs=self.epochs), me.n)
+        statistics_of_v = me.buffers
+        trained = me.sgd(w, epochs=self.epochs)
+        me.buffers = statistics_of_v
+        return v, (trained, me.n)
 
     def round(self, fed: Federation, w: Params) -> Params:
         return fed.mean(*fed.map(self.local, w))

@@ -32,6 +32,8 @@ class Disk:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in a file without a name: it is gone with the tensor or the process, however that ends."""
         size = prod(shape) * dtype.itemsize
+        if not size:
+            return torch.zeros(tuple(shape), dtype=dtype)
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             try:

@@ -36,7 +36,8 @@ def label_prior(labels: Tensor, like: Tensor) -> Tensor:
 
 
 class Model:
-    """Wraps any nn.Module. `params` are the initial values that every client and the server start from.
+    """Wraps any nn.Module. `params` are the initial values that every client and the server start from; parameters with
+    requires_grad=False are not among them and stay as the module has them.
 
     `head` lists the modules (or single parameters) of the personal end of the network; the rest is the body.
     Floating-point buffers, such as the statistics of BatchNorm, follow `buffers`:
@@ -46,18 +47,25 @@ class Model:
     """
 
     def __init__(self, module: nn.Module, head: Sequence[str] = (), buffers: BufferPolicy = "private") -> None:
-        for part in module.modules():
-            # the count is an integer that only cumulative averages need; without it every buffer is floating point
-            if getattr(part, "num_batches_tracked", None) is not None and getattr(part, "momentum", None) is not None:
-                part.register_buffer("num_batches_tracked", None)
         for name, part in module.named_modules():
-            if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            if getattr(part, "num_batches_tracked", None) is not None:
+                if getattr(part, "momentum", None) is None:
+                    raise ConfigError(
+                        f'"{name}" of the model averages over all batches that it has seen (momentum=None), whosever '
+                        "they were; give it a momentum, such as 0.1"
+                    )
+                part.register_buffer("num_batches_tracked", None)  # an integer that only those averages need
+            if _is_random(part):
                 raise ConfigError(
                     f'the model draws random numbers of its own in "{name}" (dropout), so that its training could not '
                     "be repeated or recomputed; set p = 0 or use local.weight_decay"
                 )
         self.module = module
-        self.trainable: Params = {k: v.detach().clone() for k, v in module.named_parameters()}
+        parameters = {k: v for k, v in module.named_parameters() if v.requires_grad}
+        if not parameters:
+            raise ConfigError("the model has no parameter to train, none with requires_grad=True")
+        self.trainable: Params = {k: v.detach().clone() for k, v in parameters.items()}
+        self.fixed: Params = {k: v.detach() for k, v in module.named_parameters() if k not in parameters}
         buffers_of = {k: v for k, v in module.named_buffers() if v.is_floating_point()}
         self.warm_starts = {k: v.shape[1:] for k, v in buffers_of.items() if k.rpartition(".")[2] == WARM_START}
         all_buffers = {k: v.detach().clone() for k, v in buffers_of.items() if k not in self.warm_starts}
@@ -107,6 +115,11 @@ class Model:
         self.module.train()
         with stateless._reparametrize_module(self.module, tensors, tie_weights=True):
             yield self.module
+
+
+def _is_random(part: nn.Module) -> bool:
+    amount = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
+    return isinstance(part, nn.RReLU) or (isinstance(amount, int | float) and amount > 0)
 
 
 def classification_loss(output: Tensor, target: Tensor) -> Tensor:

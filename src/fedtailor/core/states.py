@@ -124,4 +124,8 @@ def refuse_other(found: Schema, first: Schema) -> None:
 def changed(new: Tree, old: Tree) -> list[Tensor | None]:
     """The leaves of `new`, with None for those that are the very tensors of `old`."""
     pairs = zip(leaves(new), leaves(old), strict=True)
-    return [None if a.data_ptr() == b.data_ptr() and a.shape == b.shape else a for a, b in pairs]
+    return [None if a.data_ptr() == b.data_ptr() and _form(a) == _form(b) else a for a, b in pairs]
+
+
+def _form(value: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    return value.shape, value.stride()

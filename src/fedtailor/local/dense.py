@@ -82,7 +82,9 @@ class Layer:
 
 def layers_of(model: Model) -> tuple[Layer, ...]:
     """The layers of a model that says it is a stack of dense ones (`dense`, in their order), else none."""
-    names: Sequence[str] = getattr(model.module, "dense", ())
+    names = getattr(model.module, "dense", ())
+    if not isinstance(names, tuple):  # a layer of that name
+        return ()
     found = tuple(Layer(f"{n}.weight", f"{n}.bias" if f"{n}.bias" in model.params else None) for n in names)
     known = {k for layer in found for k in (layer.weight, layer.bias) if k}
     return found if known == model.params.keys() and not model.private_buffers else ()
@@ -90,7 +92,7 @@ def layers_of(model: Model) -> tuple[Layer, ...]:
 
 def head_of(model: Model) -> Layer | None:
     """The last layer of a model whose module tells what comes before it (`before_head`), if that is all of its head."""
-    names: Sequence[str] = getattr(model.module, "head", ())
+    names: Sequence[str] = getattr(type(model.module), "head", ())  # of the class: a layer may have that name
     if len(names) != 1 or not hasattr(model.module, "before_head") or model.batch_statistics or model.private_buffers:
         return None
     layer = Layer(f"{names[0]}.weight", f"{names[0]}.bias")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fedtailor.local.forwards import replaced
@@ -51,10 +50,11 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         wants_x, _, wants_bias, _ = ctx.needs_input_grad
-        d = d.reshape(-1, len(weight))
-        ctx.keep(d, x.reshape(-1, weight.shape[1]))
+        d, rows = d.reshape(-1, len(weight)), x.reshape(-1, weight.shape[1])
+        if torch.is_grad_enabled():  # somebody differentiates in the forward pass
+            return d.mm(weight).view_as(x), d.T.mm(rows), d.sum(0) if wants_bias else None, None
+        ctx.keep(d, rows)
         return d.mm(weight).view_as(x) if wants_x else None, None, d.sum(0) if wants_bias else None, None

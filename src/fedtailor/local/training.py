@@ -108,8 +108,8 @@ class Training:
         return [v.contiguous() for v in leaves((params, buffers))]
 
     def _convolves_by_hand(self) -> bool:
-        # its many small products do not gain from a second thread; a loss of the user's own may differentiate twice
-        return self.model.likes_channels_last and self.own_loss is None and torch.get_num_threads() == 1
+        # its many small products do not gain from a second thread
+        return self.model.likes_channels_last and torch.get_num_threads() == 1
 
     def _laid_out(self, t: Tree) -> Tree:
         """The same tensors, in memory as convolutions like them."""
@@ -136,6 +136,7 @@ class Training:
             for batch in self.draw(False):
                 x, y = self._samples(batch)
                 total = self.loss(module(_channels_last(x) if self.model.likes_channels_last else x), y).mean()
+                kept.clear()  # of a gradient that was taken inside the forward pass
                 gradients = torch.autograd.grad(total, trained, allow_unused=True)
                 made = {k: g for k, g in zip(params, gradients, strict=True) if g is not None}
                 moved = [params[k] for k in made]
@@ -149,7 +150,6 @@ class Training:
                         torch._foreach_add_(moved, list(made.values()), alpha=-lr)
                     for k, cotangents, inputs in kept:
                         params[k].addmm_(cotangents.T, inputs, alpha=-lr)
-                    kept.clear()
         return params, buffers
 
     def _samples(self, batch: Batch) -> tuple[Tensor, Tensor]:

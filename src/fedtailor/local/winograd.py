@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from fedtailor.local.forwards import replaced
 
@@ -73,15 +73,22 @@ class _Convolve(torch.autograd.Function):
         v = along_both(matrix.tile, windows.permute(4, 5, 0, 1, 2, 3)).view(width * width, -1, c)
         u = along_both(matrix.kernel, weight.permute(2, 3, 0, 1)).view(width * width, o, c)
         y = along_both(matrix.out, torch.bmm(v, u.mT).view(width, width, n, rows, columns, o))
-        ctx.save_for_backward(v, u)
-        ctx.shape, ctx.size = x.shape, k
+        ctx.save_for_backward(v, u, x, weight)
         out = y.permute(2, 3, 0, 4, 1, 5).reshape(n, rows * STEP, columns * STEP, o)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d: Tensor) -> Any:
-        (v, u), (n, h, w, c), k = ctx.saved_tensors, ctx.shape, ctx.size
+        v, u, x, weight = ctx.saved_tensors
+        (n, h, w, c), k = x.shape, weight.shape[-1]
+        if torch.is_grad_enabled():  # it will be differentiated again
+            images, wanted = x.permute(0, 3, 1, 2), d.permute(0, 3, 1, 2)
+            dx = conv2d_input(images.shape, weight, wanted).permute(0, 2, 3, 1)
+            return (
+                dx,
+                conv2d_weight(images, weight.shape, wanted),
+                d.sum((0, 1, 2)) if ctx.needs_input_grad[2] else None,
+            )
         matrix, o, width = transforms(k, d.dtype), d.shape[-1], STEP + k - 1
         rows, columns = d.shape[1] // STEP, d.shape[2] // STEP
         dx = dw = db = None
@@ -115,7 +122,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int,
 
 @contextmanager
 def inside(module: nn.Module) -> Iterator[None]:
-    """Convolutions of the module that gain from it are computed so; they cannot be differentiated twice then."""
+    """Convolutions of the module that gain from it are computed so."""
     layers = [m for m in module.modules() if type(m) is nn.Conv2d and _may(m)]
     with replaced({layer: partial(_forward, layer) for layer in layers}):
         yield

@@ -155,7 +155,7 @@ def as_safetensors(own: Personal, config: dict[str, Any], x: Tensor) -> bytes:
         "options": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(own.algorithm).items()},
         "preparation": None if own.preparation is None else own.preparation.model_dump(mode="json"),
     }
-    tensors = {name: value.detach().contiguous() for name, value in own.params.items()}
+    tensors = {name: value.detach().contiguous() for name, value in (own.model.fixed | own.params).items()}
     return safetensors.torch.save(tensors, {"fedtailor": json.dumps(about)})
 
 
