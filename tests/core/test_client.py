@@ -61,6 +61,16 @@ def test_a_split_that_nobody_has(engine: str) -> None:
     assert all(torch.isfinite(metrics[c]["test/loss"]) for c in ("ada", "cy"))
 
 
+@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("engine", EVERYWHERE)
+def test_what_is_not_a_number_is_wrong(engine: str, task: Any) -> None:
+    data = make_data(task, sizes=MANY)
+    _, metrics = evaluate(federate(Own(), data, make_model("mlp", data), engine), torch.tensor(torch.nan, dtype=F64))
+    worst = {"accuracy": 0.0, "loss": torch.inf, "mse": torch.inf, "rmse": torch.inf}
+    assert all(metrics["cy"][f"{s}/{m}"] == worst[m] for s in ("train", "val", "test") for m in METRICS[task])
+    assert all(torch.isnan(metrics["bo"][f"test/{m}"]) for m in METRICS[task])  # it has none
+
+
 @dataclass(frozen=True)
 class Opposite(Algorithm):
     """Predicts in its own way."""

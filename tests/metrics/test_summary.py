@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from fedtailor.metrics.summary import Summary, share_hurt, summarise
+from fedtailor.metrics.summary import Summary, over_seeds, share_hurt, summarise
 
 NAN = math.nan
 
@@ -29,6 +29,19 @@ def test_clients_without_samples_do_not_count() -> None:
     nothing = summarise([NAN, NAN], higher_is_better=True)
     assert nothing.clients == 0
     assert all(math.isnan(v) for v in (nothing.mean, nothing.std, nothing.worst_tenth))
+
+
+def test_a_client_that_is_wrong_without_limit_counts() -> None:
+    assert summarise([1.0, math.inf], higher_is_better=False) == Summary(math.inf, math.inf, math.inf, 2)
+    assert share_hurt([math.inf, 1.0], [2.0, 2.0], higher_is_better=False) == 0.5
+
+
+def test_over_seeds() -> None:
+    assert over_seeds([1.0, 3.0]) == (2.0, math.sqrt(2.0))
+    alone, wild = over_seeds([1.0]), over_seeds([1.0, math.inf])
+    assert (alone[0], wild[0]) == (1.0, math.inf)
+    assert math.isnan(alone[1])
+    assert math.isnan(wild[1])
 
 
 def test_share_hurt_by_hand() -> None:

@@ -229,9 +229,8 @@ def evaluate(
             with torch.no_grad():
                 output = torch.func.vmap(predict)(model, x) if is_stacked else predict(model, x[0])[None]
             for name, values in _measure(setting, output, y).items():
-                totals[name] = totals.get(name, torch.zeros(len(members), dtype=torch.float64)) + (
-                    values.double() * weight
-                ).sum(1)
+                known = torch.where(weight > 0, values.double() * weight, 0.0)  # an error without limit, too
+                totals[name] = totals.get(name, torch.zeros(len(members), dtype=torch.float64)) + known.sum(1)
         count = torch.tensor(sizes, dtype=torch.float64)
         metrics = {name: total / count for name, total in totals.items()}
         for name in METRICS[setting.data.task]:
@@ -249,9 +248,11 @@ HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "rmse": False, "mse": False
 
 
 def _measure(setting: Setting, output: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """Of every sample. A prediction that is not a number is wrong, by any measure."""
     loss = setting.loss(output.flatten(0, 1), y.flatten(0, 1)).reshape(y.shape[:2])
+    loss = torch.where(loss.isnan(), torch.inf, loss)
     if setting.data.task == "classification":
-        return {"loss": loss, "accuracy": output.argmax(-1) == y}
+        return {"loss": loss, "accuracy": (output.argmax(-1) == y) & ~output.isnan().any(-1)}
     return {"mse": loss, "rmse": loss}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,17 @@ def summarise(values: Sequence[float], *, higher_is_better: bool) -> Summary:
     known = sorted(v for v in values if not math.isnan(v))
     if not known:
         return Summary(math.nan, math.nan, math.nan, 0)
-    mean = sum(known) / len(known)
-    std = math.sqrt(sum((v - mean) ** 2 for v in known) / len(known))
+    average = sum(known) / len(known)
+    std = math.sqrt(sum((v - average) ** 2 for v in known) / len(known)) if math.isfinite(average) else math.inf
     tenth = max(1, round(len(known) / 10))
     worst = known[:tenth] if higher_is_better else known[-tenth:]
-    return Summary(mean, std, sum(worst) / tenth, len(known))
+    return Summary(average, std, sum(worst) / tenth, len(known))
+
+
+def over_seeds(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and spread of several runs; the spread is not a number for one of them, or if one failed without limit."""
+    is_spread = len(values) > 1 and all(map(math.isfinite, values))
+    return mean(values), stdev(values) if is_spread else math.nan
 
 
 def share_hurt(values: Sequence[float], local: Sequence[float], *, higher_is_better: bool) -> float:

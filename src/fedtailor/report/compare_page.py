@@ -221,7 +221,7 @@ def table(task: Task) -> Table:
 def sort_keys(row: Row) -> list[Value]:
     """The numbers behind the cells of a row."""
     figures = [row.last[0], row.selected[0], row.client_std, row.worst_tenth, row.hurt, row.up, row.down, row.trips]
-    return [row.label, *(None if math.isnan(x) else x for x in [*figures, row.seconds])]
+    return [row.label, *(x if math.isfinite(x) else None for x in [*figures, row.seconds])]
 
 
 def traffic(task: Task, suffix: str) -> Chart | None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from fedtailor import algorithms
 from fedtailor.errors import ConfigError, RunError, UserError
-from fedtailor.metrics.summary import share_hurt
+from fedtailor.metrics.summary import over_seeds, share_hurt
 from fedtailor.runs import search
 from fedtailor.runs.config import CompareConfig, parse, with_values
 from fedtailor.runs.grid import Cell, Told, folder_name, run_cells
@@ -128,8 +128,8 @@ def rows(grid: list[Cell]) -> list[Row]:
             Row(
                 label,
                 metric,
-                _mean_spread([t["mean"] for t in tests.values()]),
-                _mean_spread([r["selected"]["test"][metric]["mean"] for r in found.values()]),
+                over_seeds([t["mean"] for t in tests.values()]),
+                over_seeds([r["selected"]["test"][metric]["mean"] for r in found.values()]),
                 mean(t["std"] for t in tests.values()),
                 mean(t["worst_tenth"] for t in tests.values()),
                 mean(hurt) if hurt else math.nan,
@@ -141,10 +141,6 @@ def rows(grid: list[Cell]) -> list[Row]:
             )
         )
     return out
-
-
-def _mean_spread(values: list[float]) -> tuple[float, float]:
-    return mean(values), stdev(values) if len(values) > 1 else math.nan
 
 
 def local_reference(folder: RunFolder) -> dict[str, Any] | None:

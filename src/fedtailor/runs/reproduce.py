@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from fedtailor import models
 from fedtailor.algorithms import algorithms
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.metrics.memory import training_step
+from fedtailor.metrics.summary import over_seeds
 from fedtailor.runs import search
 from fedtailor.runs.config import RunConfig, SearchSection, Space, parse, read_toml, with_values
 from fedtailor.runs.explain import overlap_by_classes
@@ -202,12 +202,13 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
         ended = [told_of.get(cell.folder.name, "") for cell in group]
         whole = [not why or reads.startswith(("report.", "largest.")) for why in ended]
         values = [measured(c, reads) if is_whole else math.nan for c, is_whole in zip(group, whole, strict=True)]
+        average, spread = over_seeds(values)
         figures.append(
             Figure(
                 row=row,
                 column=column,
-                mean=mean(values),
-                std=stdev(values) if len(values) > 1 else None,
+                mean=average,
+                std=spread if len(values) > 1 else None,
                 n=len(values),
                 paper=part.paper[place] if part.paper else None,
                 unit=wanted.unit or ("" if wanted.metric else table.unit),
