@@ -72,6 +72,26 @@ def test_the_outlier_stays_alone_and_the_others_share() -> None:
     assert chosen.count("FedAvg") >= 9
 
 
+@pytest.mark.parametrize("size", [1.0, 10.0, 1e4, math.inf, math.nan])
+def test_a_wild_site_does_not_decide_for_the_others(size: float) -> None:
+    rng = np.random.default_rng(0)
+    alone = [-(1 + 0.3 * rng.random(40)) for _ in range(10)]
+    other = [a + 0.5 + 0.1 * rng.standard_normal(40) for a in alone]
+    alone[0] = -size * rng.chisquare(1, 40) if math.isfinite(size) else np.full(40, -size)
+    chosen, _ = choose([View({"Local": alone, "X": other}, 2.0)], "Local")
+    assert chosen[1:] == ["X"] * 9
+    if not math.isfinite(size):
+        assert chosen[0] == "X"  # anything is better
+
+
+def test_a_candidate_that_fails_somewhere_does_not_serve_there() -> None:
+    alone = [samples(0.5, 40)] * 3
+    other = [np.ones(40), np.full(40, math.nan), np.ones(40)]
+    assert choose([View({"Local": alone, "X": other}, 2.0)], "Local")[0] == ["X", "Local", "X"]
+    assert choose([View({"Local": other, "X": other}, 2.0)], "Local")[0] == ["Local"] * 3
+    assert choose([View({"Local": alone[:1], "X": other[1:2]}, 2.0)], "Local")[0] == ["Local"]
+
+
 def test_more_caution_serves_fewer() -> None:
     rng = np.random.default_rng(1)
     alone = [(rng.random(20) < 0.7).astype(float) for _ in range(10)]

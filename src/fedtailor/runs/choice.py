@@ -24,6 +24,10 @@ CAUTION = {"metric": 0.0, "error": 2.0}
 """Standard errors by which a gain must be above zero, if there are many sites; with few it is more."""
 
 
+ENOUGH, OUT_OF_PROPORTION = 4, 10.0
+"""Degrees of freedom from which on a site's own variance is looked at, and how often the usual one is too much."""
+
+
 @dataclass(frozen=True)
 class Gain:
     """By how much a candidate is thought to be better than training alone, and how sure that is."""
@@ -38,32 +42,60 @@ class Gain:
 
 def gains(candidate: Sequence[Floats], alone: Sequence[Floats]) -> list[Gain]:
     """The gain at each site from scores of its validation samples (higher is better), the same samples for both."""
-    apart = [np.asarray(c, float) - np.asarray(a, float) for c, a in zip(candidate, alone, strict=True)]
-    there = [d for d in apart if len(d)]
-    freedom = sum(len(d) - 1 for d in there)
+    apart = [_apart(np.asarray(c, float), np.asarray(a, float)) for c, a in zip(candidate, alone, strict=True)]
+    there = [d for d in apart if len(d) and np.isfinite(d).all()]
     if not there:
-        return [Gain(0.0, math.inf) for _ in apart]
-    within = sum(float(((d - d.mean()) ** 2).sum()) for d in there) / max(freedom, 1)
-    if freedom == 0:  # a single sample each tells nothing of its own spread
-        within = float(np.var([d[0] for d in there])) or 1.0
-    if within == 0:
-        between = float(np.mean([d.mean() for d in there]))
-        return [Gain(float(d.mean()) if len(d) else between, 0.0) for d in apart]
+        return [_without_limit(d) or Gain(0.0, math.inf) for d in apart]
+    of_samples = _variances(there)
     means = np.array([d.mean() for d in there])
-    noise = np.array([within / len(d) for d in there])  # variance of each mean
+    if not of_samples.any():
+        between = float(means.mean())
+        return [_without_limit(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in apart]
+    noise = of_samples / np.array([len(d) for d in there])  # variance of each mean
     spread = _spread(means, noise)
     weight = 1 / (noise + spread)
     center, doubt = float((weight * means).sum() / weight.sum()), float(1 / weight.sum())
+    own_noise = iter(noise)
     out = []
     for d in apart:
         if not len(d):
             out.append(Gain(center, math.sqrt(spread + doubt)))
-            continue
-        own = within / len(d)
-        trust = spread / (spread + own)  # in what the site itself says
-        mean = center + trust * (float(d.mean()) - center)
-        out.append(Gain(mean, math.sqrt(trust * own + (1 - trust) ** 2 * doubt)))
+        elif (endless := _without_limit(d)) is not None:
+            out.append(endless)
+        else:
+            own = float(next(own_noise))
+            trust = spread / (spread + own)  # in what the site itself says
+            mean = center + trust * (float(d.mean()) - center)
+            out.append(Gain(mean, math.sqrt(trust * own + (1 - trust) ** 2 * doubt)))
     return out
+
+
+def _apart(candidate: Floats, alone: Floats) -> Floats:
+    """Differences of scores; a score that is not a number is the worst."""
+    candidate, alone = (np.where(np.isnan(v), -np.inf, v) for v in (candidate, alone))
+    return np.subtract(candidate, alone, out=np.zeros(len(alone)), where=candidate != alone)
+
+
+def _without_limit(apart: Floats) -> Gain | None:
+    """A site at which one of the two fails altogether tells nothing of the others, and needs no estimate."""
+    if np.isfinite(apart).all():
+        return None
+    return Gain(-math.inf if np.isneginf(apart).any() else math.inf, 0.0)
+
+
+def _variances(there: Sequence[Floats]) -> Floats:
+    """Of the samples of each site. Sites have one in common, since few samples tell little of their own; but where
+    it is out of all proportion, a site has its own, and leaves that of the others alone.
+    """
+    freedom = np.array([len(d) - 1 for d in there])
+    if not freedom.any():  # a single sample each tells nothing of its own spread
+        return np.full(len(there), float(np.var([d[0] for d in there])) or 1.0)
+    squares = np.array([float(((d - d.mean()) ** 2).sum()) for d in there])
+    own = squares / np.maximum(freedom, 1)
+    known = freedom >= ENOUGH
+    usual = float(np.median(own[known])) if known.any() else 0.0
+    apart = known & (own > OUT_OF_PROPORTION * usual) & (usual > 0)
+    return np.where(apart, own, squares[~apart].sum() / max(freedom[~apart].sum(), 1))
 
 
 def _spread(means: Floats, noise: Floats) -> float:
