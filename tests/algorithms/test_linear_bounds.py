@@ -1,5 +1,6 @@
 """JointLS and EmpiricalBayes against numpy, and Learn2pFed-Net by hand and at its limits."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,13 @@ import torch
 
 from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.joint_ls import JointLS
+from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
-from fedtailor.data.federated import FederatedData
+from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.models import build
-from tests.helpers import F64, federate, models, run
+from tests.helpers import F64, evaluate, federate, make_data, models, run
 
 
 def polynomial(setting: Any) -> FederatedData:
@@ -56,3 +59,21 @@ def test_a_step_of_empirical_bayes_by_hand() -> None:
     freedom = np.mean([1 - np.diag(c) / t for c in posterior], axis=0)
     torch.testing.assert_close(server["w"][:, 0], torch.from_numpy(v.mean(0)), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(server["t"][:, 0], torch.from_numpy(v.var(0) / freedom), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("samples", [3, 5, 6])
+@pytest.mark.parametrize("kind", [EmpiricalBayes, Learn2pFed])
+def test_sites_with_no_more_samples_than_parameters_learn_together(kind: type[Algorithm], samples: int) -> None:
+    """Alone each fits its samples exactly, which says nothing of the noise; what is common can still be found."""
+    data = make_data("regression", sizes={f"c{i:02d}": (samples, 2, 20) for i in range(20)}, shape=(5,), outputs=1)
+    draw = torch.Generator().manual_seed(0)
+
+    def with_targets(rows: Rows) -> Rows:
+        noise = 0.1 * torch.randn(len(rows.x), 1, generator=draw, dtype=F64)
+        return replace(rows, y=rows.x @ torch.linspace(-1, 1, 5, dtype=F64)[:, None] + 1 + noise)
+
+    data = replace(data, train=with_targets(data.train), val=with_targets(data.val), test=with_targets(data.test))
+    model = build("linear", data.shape, 1, seed=1, dtype=F64)
+    fed = federate(kind(), data, model)
+    _, metrics = evaluate(fed, run(fed, rounds=3))
+    assert np.mean([float(m["test/rmse"]) for m in metrics.values()]) < 0.15

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedtailor.algorithms.joint_ls import NORMAL
 from fedtailor.core.algorithm import NUMBER, Algorithm, Sent, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
@@ -54,13 +55,21 @@ class EmpiricalBayes(Algorithm):
         for _ in range(self.cells):
             replies = fed.map(self.posterior, w, t, noise) if noise > 0 else fed.map(self.alone, w)
             moved, squares, freed, rest, count = replies
+            rest, count = fed.sum(rest), fed.sum(count)
+            if count == 0:
+                # nobody has more samples than parameters: alone they leave no error to learn from, but all together do
+                total = dict(zip(("A", "b", "yy", "n"), fed.sum(fed.map(self.in_common)), strict=True))
+                w = torch.linalg.pinv(total["A"], hermitian=True, rtol=1e-12) @ total["b"]
+                noise = (ridge.squared_error(total, w) / total["n"]).clamp(min=torch.finfo(w.dtype).tiny)
+                t = noise.expand_as(t)
+                continue
             shift = fed.mean(moved)
             spread = (fed.mean(squares) - shift.square()).clamp(min=0)
             # MacKay's form of the M-step: a parameter that is common loses its variance geometrically
             freedom = fed.mean(freed)
             w, t = w + shift, torch.where(freedom > 1e-12, spread / freedom.clamp(min=1e-12), torch.zeros_like(spread))
             steps.append(shift.norm())
-            noise = (fed.sum(rest) / fed.sum(count).clamp(min=1)).clamp(min=torch.finfo(w.dtype).tiny)
+            noise = (rest / count).clamp(min=torch.finfo(w.dtype).tiny)
         fed.report(noise=noise, step_of_w=steps)
         return {"w": w, "t": t, "noise": noise}
 
@@ -70,6 +79,11 @@ class EmpiricalBayes(Algorithm):
         v = ridge.least_squares(d)
         freedom = torch.ones_like(v)
         return me.state, (v - w, (v - w).square(), freedom, ridge.squared_error(d, v), ridge.residual_freedom(d))
+
+    @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER))
+    def in_common(self, me: Me) -> tuple[Tree, Tree]:
+        d = me.state["d"]
+        return me.state, (d["A"], d["b"], d["yy"], d["n"] * d["b"].shape[-1])
 
     @on_client(sends=(VECTOR, VECTOR, VECTOR, NUMBER, NUMBER))
     def posterior(self, me: Me, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:

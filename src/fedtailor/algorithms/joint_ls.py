@@ -20,12 +20,12 @@ from fedtailor.core.trees import Params, Tree
 from fedtailor.local import ridge
 
 
-def _square(algorithm: JointLS, model: Model) -> Tensor:
+def _square(algorithm: Algorithm, model: Model) -> Tensor:
     w = ridge.as_vector(model, model.params)
     return w.new_zeros((len(w), len(w)))
 
 
-NORMAL = Sent("normal equations of the common features", _square)
+NORMAL = Sent("normal equations", _square)
 VECTOR = Sent("vector of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
 
 

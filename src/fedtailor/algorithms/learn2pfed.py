@@ -60,6 +60,7 @@ class Learn2pFed(UnrolledADMM):
         return s | {"v": v, "z": v - server["w"]}
 
     alone: ClassVar[Any] = EmpiricalBayes.alone
+    in_common: ClassVar[Any] = EmpiricalBayes.in_common
     posterior: ClassVar[Any] = EmpiricalBayes.posterior
     bayes: ClassVar[Any] = EmpiricalBayes.round
 

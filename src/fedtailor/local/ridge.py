@@ -81,11 +81,6 @@ def residual_freedom(d: Params) -> Tensor:
     return (d["n"] - rank).clamp(min=0) * d["b"].shape[-1]
 
 
-def error_on(model: Model, data: View, v: Tensor) -> Tensor:
-    """Sum of squared errors on some samples."""
-    return ((design(model, data) @ v - data.y) * data.mask[:, None]).square().sum()
-
-
 def covariance(d: Params, r: Tensor) -> Tensor:
     """(A + Lambda)^(-1) for every output [outputs, k, k], with r = Lambda^(-1/2) of shape [k, outputs]."""
     return r.mT[:, :, None] * torch.linalg.solve(_inner(d, r), torch.diag_embed(r.mT))
