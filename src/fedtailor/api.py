@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from fedtailor.data import saved
 from fedtailor.data.configs import SourceConfig
 from fedtailor.data.federated import FederatedData
 from fedtailor.data.frames import as_frame
-from fedtailor.errors import ConfigError, DataError
+from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.report.write import write as write_report
 from fedtailor.runs import fit as fitting
 from fedtailor.runs import onboard, runner, serving
@@ -26,7 +27,7 @@ from fedtailor.runs.assemble import setting_of
 from fedtailor.runs.config import RunConfig, parse, with_values
 from fedtailor.runs.progress import grid_shown, shown
 from fedtailor.runs.serving import Personal
-from fedtailor.runs.store import FIT, RunFolder, new_path, read_json
+from fedtailor.runs.store import CONFIG, FIT, RunFolder, new_path, read_json, write_atomically
 from fedtailor.runs.tables import number
 
 if TYPE_CHECKING:
@@ -207,18 +208,34 @@ def _keep(sites: Any, folder: Path, client_column: str | None) -> Path:
     if client_column is not None or not isinstance(sites, Mapping):
         if client_column is None:
             raise DataError("sites: one frame needs client_column, the column that names the site")
-        frame = as_frame(sites, "sites")
-        folder.mkdir(parents=True, exist_ok=True)
-        frame.write_parquet(folder / "sites.parquet")
-        return folder / "sites.parquet"
+        return _kept({"sites": as_frame(sites, "sites")}, folder) / "sites.parquet"
     frames = {str(name): as_frame(frame, f'site "{name}"') for name, frame in sites.items()}
     for name in frames:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, frame in frames.items():
-        frame.write_parquet(folder / f"{name}.parquet")
+    return _kept(frames, folder)
+
+
+def _kept(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
+    """A folder that holds these frames, and no others."""
+    import polars as pl
+
+    content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
+    if folder.exists():
+        there = {path.name: pl.read_parquet(path) for path in folder.glob("*.parquet")}
+        given = {name: pl.read_parquet(held) for name, held in content.items()}
+        if there.keys() != given.keys() or not all(frame.equals(there[name]) for name, frame in given.items()):
+            raise DataError(f"{folder}: holds other frames than those given; choose another folder with out")
+        return folder
+    for name, held in content.items():
+        write_atomically(folder / name, held)
     return folder
+
+
+def _parquet(frame: pl.DataFrame) -> bytes:
+    held = io.BytesIO()
+    frame.write_parquet(held)
+    return held.getvalue()
 
 
 def run(
@@ -254,6 +271,8 @@ def run(
     config: RunConfig = parse(tables, origin="run")
     root = None if data_root is None else Path(data_root)
     setting_of(config, root, loaded)  # before anything is written
+    if (path / CONFIG).exists():
+        raise RunError(f"{path}: holds a run already; choose another folder with out")
     if loaded is not None:
         saved.save(loaded, path / "data")
     with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:

@@ -20,7 +20,10 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import load
 from fedtailor.data.configs import DigitsConfig
 from fedtailor.data.frames import as_frame
-from fedtailor.errors import ConfigError, DataError
+from fedtailor.errors import ConfigError, DataError, RunError
+from fedtailor.runs import onboard
+from fedtailor.runs.runner import setting_again
+from fedtailor.runs.store import RunFolder
 from tests.runs.made_sites import make_sites
 
 SMALL = {"model.name": "linear"}
@@ -95,6 +98,29 @@ def test_frames_that_are_refused_leave_nothing(frames: dict[str, pl.DataFrame]) 
     assert not Path("runs").exists() or not any(Path("runs").iterdir())
 
 
+def test_frames_of_a_fit_are_not_overwritten(frames: dict[str, pl.DataFrame]) -> None:
+    run = ft.fit(frames, "outcome", algorithm="ditto", rounds=1, settings=SMALL, progress=False)
+    other = frames | {"s0": frames["s0"].head(15)}
+    for given in (other, {name: frames[name] for name in ("s0", "s1")}):
+        with pytest.raises(DataError, match="holds other frames than those given; choose another folder with out"):
+            ft.fit(given, "outcome", algorithm="ditto", rounds=1, settings=SMALL, out=run.path, progress=False)
+    assert all(pl.read_parquet(run.path / f"data/{name}.parquet").equals(frame) for name, frame in frames.items())
+    same = ft.fit(frames, "outcome", algorithm="ditto", rounds=1, settings=SMALL, out=run.path, progress=False)
+    assert same.record == run.record
+
+
+def test_a_folder_may_move(frames: dict[str, pl.DataFrame], tmp_path: Path) -> None:
+    run = ft.fit(frames, "outcome", algorithm="ditto", rounds=1, settings=SMALL, progress=False)
+    run.path.rename(tmp_path / "moved")
+    newcomer = tmp_path / "late.csv"
+    frames["s0"].write_csv(newcomer)
+    found = onboard.onboard(tmp_path / "moved", newcomer, "late")
+    assert found.samples["train"] > 0
+    made = ft.run("local", load(DigitsConfig(clients=3, max_samples=30), seed=0), rounds=1, progress=False)
+    made.path.rename(tmp_path / "elsewhere")
+    assert setting_again(RunFolder.open(tmp_path / "elsewhere")).data.clients == ("client-00", "client-01", "client-02")
+
+
 def test_pandas_without_importing_it(frames: dict[str, pl.DataFrame]) -> None:
     pandas = pytest.importorskip("pandas")
     made = pandas.DataFrame(
@@ -150,6 +176,9 @@ def test_run_on_data_of_ones_own_can_be_opened_again() -> None:
     stored = load(run.config.data, seed=9)
     assert torch.equal(stored.train.x, data.train.x)
     assert (stored.clients, stored.classes, stored.task) == (data.clients, data.classes, data.task)
+    with pytest.raises(RunError, match="holds a run already; choose another folder with out"):
+        ft.run(ft.Ditto, data.only([0, 1]), rounds=2, settings={"model.hidden": [4]}, out=run.path, progress=False)
+    assert len(load(run.config.data, seed=9).clients) == 3
     (run.path / "data/data.json").write_text("{")
     with pytest.raises(DataError, match="not a folder of data that fedtailor wrote"):
         load(run.config.data, seed=0)

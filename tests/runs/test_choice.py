@@ -78,7 +78,7 @@ def test_a_wild_site_does_not_decide_for_the_others(size: float) -> None:
     alone = [-(1 + 0.3 * rng.random(40)) for _ in range(10)]
     other = [a + 0.5 + 0.1 * rng.standard_normal(40) for a in alone]
     alone[0] = -size * rng.chisquare(1, 40) if math.isfinite(size) else np.full(40, -size)
-    chosen, _ = choose([View({"Local": alone, "X": other}, 2.0)], "Local")
+    chosen, _ = choose([View({"Local": alone, "X": other}, 2.0, is_bounded=False)], "Local")
     assert chosen[1:] == ["X"] * 9
     if not math.isfinite(size):
         assert chosen[0] == "X"  # anything is better

@@ -23,6 +23,7 @@ from fedtailor.runs.config import CompareConfig, parse, with_settings
 from fedtailor.runs.grid import Cell
 from fedtailor.runs.store import RESULTS, RunFolder, read_json, write_json
 from fedtailor.runs.tables import escaped, files, markdown, number, size, spread, terminal
+from tests.runs.made_sites import make_sites
 from tests.runs.small import DIGITS, config, records
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
@@ -310,3 +311,17 @@ def test_local_run_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert local_reference(mine) == local.results
     monkeypatch.chdir(tmp_path / "mine")
     assert local_reference(RunFolder(Path())) == read_json(tmp_path / "z-local" / RESULTS)
+
+
+def test_other_data_is_not_mixed_into_a_comparison(tmp_path: Path) -> None:
+    sites = make_sites(tmp_path / "sites", sites=2, rows=20)
+    source = {"source": "folder", "path": str(sites), "target": "outcome"}
+    task = {"rounds": 1, "data": source, "model": {"name": "linear"}}
+    made: CompareConfig = parse(task | {"compare": {"algorithms": ["local"], "seeds": [0]}}, CompareConfig)
+    run(made, tmp_path / "grid")
+    run(made, tmp_path / "grid")
+    (sites / "s0.csv").write_text((sites / "s1.csv").read_text())
+    with pytest.raises(RunError, match="grid: the data is no longer what it was; use --fresh"):
+        run(made, tmp_path / "grid")
+    shutil.rmtree(sites)
+    run(made, tmp_path / "grid")  # finished: the table needs no data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -202,3 +203,18 @@ def test_a_run_stopped_at_a_round_goes_on_as_if_never_stopped(tmp_path: Path) ->
     runner.resume(tmp_path / "parts", until=3)
     runner.resume(tmp_path / "parts")
     assert records(parts) == records(wanted)
+
+
+def test_other_data_is_not_taken_for_that_of_the_fit(done: Path, sites: Path, tmp_path: Path) -> None:
+    copied, out = tmp_path / "sites", tmp_path / "out"
+    shutil.copytree(sites, copied)
+    fit(source(copied), out, rounds=1, algorithm="ditto", values=SMALL)
+    table = (copied / "s0.csv").read_bytes()
+    (copied / "s0.csv").write_bytes(table.replace(b"well", b"?").replace(b"ill", b"well").replace(b"?", b"ill"))
+    with pytest.raises(RunError, match="out: the data is no longer what it was fitted to; choose another folder"):
+        fit(source(copied), out, rounds=1, algorithm="ditto", values=SMALL)
+    with pytest.raises(RunError, match="ditto-seed0: the data is no longer what the run was started with"):
+        runner.setting_again(RunFolder.open(out / "ditto-seed0"))
+    (copied / "s0.csv").write_bytes(table)
+    (copied / "read.me").write_text("not a table")
+    fit(source(copied), out, rounds=1, algorithm="ditto", values=SMALL)

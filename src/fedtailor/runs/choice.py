@@ -40,13 +40,13 @@ class Gain:
         return self.mean - caution * self.sd
 
 
-def gains(candidate: Sequence[Floats], alone: Sequence[Floats]) -> list[Gain]:
+def gains(candidate: Sequence[Floats], alone: Sequence[Floats], is_bounded: bool = True) -> list[Gain]:
     """The gain at each site from scores of its validation samples (higher is better), the same samples for both."""
     apart = [_apart(np.asarray(c, float), np.asarray(a, float)) for c, a in zip(candidate, alone, strict=True)]
     there = [d for d in apart if len(d) and np.isfinite(d).all()]
     if not there:
         return [_without_limit(d) or Gain(0.0, math.inf) for d in apart]
-    of_samples = _variances(there)
+    of_samples = _variances(there, is_bounded)
     means = np.array([d.mean() for d in there])
     if not of_samples.any():
         between = float(means.mean())
@@ -83,9 +83,9 @@ def _without_limit(apart: Floats) -> Gain | None:
     return Gain(-math.inf if np.isneginf(apart).any() else math.inf, 0.0)
 
 
-def _variances(there: Sequence[Floats]) -> Floats:
+def _variances(there: Sequence[Floats], is_bounded: bool) -> Floats:
     """Of the samples of each site. Sites have one in common, since few samples tell little of their own; but where
-    it is out of all proportion, a site has its own, and leaves that of the others alone.
+    scores may have any size and it is out of all proportion, a site has its own, and leaves that of the others alone.
     """
     freedom = np.array([len(d) - 1 for d in there])
     if not freedom.any():  # a single sample each tells nothing of its own spread
@@ -94,7 +94,7 @@ def _variances(there: Sequence[Floats]) -> Floats:
     own = squares / np.maximum(freedom, 1)
     known = freedom >= ENOUGH
     usual = float(np.median(own[known])) if known.any() else 0.0
-    apart = known & (own > OUT_OF_PROPORTION * usual) & (usual > 0)
+    apart = known & (own > OUT_OF_PROPORTION * usual) & (usual > 0) & (not is_bounded)
     return np.where(apart, own, squares[~apart].sum() / max(freedom[~apart].sum(), 1))
 
 
@@ -121,6 +121,7 @@ class View:
 
     scores: Mapping[str, Sequence[Floats]]  # by candidate
     caution: float
+    is_bounded: bool = True  # scores have limits, as those of probabilities
 
 
 def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
@@ -129,7 +130,11 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
     Also the estimates, per view and candidate.
     """
     found = [
-        {label: gains(per_site, view.scores[alone]) for label, per_site in view.scores.items() if label != alone}
+        {
+            label: gains(per_site, view.scores[alone], view.is_bounded)
+            for label, per_site in view.scores.items()
+            if label != alone
+        }
         for view in views
     ]
     chosen = []

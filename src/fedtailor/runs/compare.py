@@ -11,6 +11,7 @@ from statistics import mean
 from typing import Any
 
 from fedtailor import algorithms
+from fedtailor.data.contents import digest
 from fedtailor.errors import ConfigError, RunError, UserError
 from fedtailor.metrics.summary import over_seeds, share_hurt
 from fedtailor.runs import search
@@ -79,11 +80,17 @@ def _claim(config: CompareConfig, folder: Path) -> None:
     """A folder belongs to one task; its grid may grow by algorithms and seeds, and its search by trials."""
     free = ("compare", "search", "algorithm", "seed", "federation", "tracking")
     fixed = {k: v for k, v in config.plain().items() if k not in free}
-    path = folder / GRID
-    if path.exists() and read_json(path) != fixed:
-        raise RunError(f"{folder}: holds a comparison on another task; use --fresh for a new folder, or --out")
+    path, files = folder / GRID, digest(config.data)
+    if path.exists():
+        there = read_json(path)
+        before = there.pop("files", None)  # older folders do not tell
+        if there != fixed:
+            raise RunError(f"{folder}: holds a comparison on another task; use --fresh for a new folder, or --out")
+        if None not in (before, files) and before != files:
+            raise RunError(f"{folder}: the data is no longer what it was; use --fresh for a new folder, or --out")
+        files = files or before
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, fixed)
+    write_json(path, fixed | {"files": files})
 
 
 @dataclass(frozen=True)

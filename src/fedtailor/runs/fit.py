@@ -18,6 +18,7 @@ import torch
 from fedtailor import algorithms, data
 from fedtailor.core.algorithm import sent_names
 from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
+from fedtailor.data.contents import digest
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ClientError, ConfigError, RunError, UserError
 from fedtailor.metrics.summary import share_hurt, summarise
@@ -177,7 +178,12 @@ def fit(
         data_root=data_root,
         loaded=loaded,
     )
-    claim = {"algorithm": algorithm, "caution": CAUTION, "runs": [cell.config.plain() for cell in made.cells]}
+    claim = {
+        "algorithm": algorithm,
+        "caution": CAUTION,
+        "runs": [cell.config.plain() for cell in made.cells],
+        "files": digest(made.alone.config.data),
+    }
     _claim(out, claim)
     finished, dropped = run_plan(made, data_root, told)
     record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
@@ -189,8 +195,11 @@ def _claim(out: Path, claim: dict[str, Any]) -> None:
     """A folder belongs to one fit, and the same fit goes on in it."""
     path = out / FIT
     if path.exists():
-        if read_json(path)["settings"] != claim:
+        there = {"files": claim["files"]} | read_json(path)["settings"]  # older folders do not tell of files
+        if there | {"files": claim["files"]} != claim:
             raise RunError(f"{out}: holds another fit; choose another folder with --out")
+        if there != claim:
+            raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
         return
     if out.exists() and any(out.glob(f"*/{CONFIG}")):
         raise RunError(f"{out}: holds other runs; choose another folder with --out")
@@ -269,7 +278,8 @@ def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
     scores = {cell.label: validation_scores(cell, made.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
     names = list(scores[made.alone.label])
-    views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name]) for name in names]
+    is_bounded = made.data.task == "classification"
+    views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name], is_bounded) for name in names]
     labels, estimates = choose(views, made.alone.label)
     found = estimates[0]
     if made.algorithm != "auto":
@@ -322,7 +332,7 @@ def _told(found: Mapping[str, Sequence[Gain]], site: int) -> dict[str, Any]:
     return {
         label: {"mean": each[site].mean, "sd": each[site].sd}
         for label, each in found.items()
-        if math.isfinite(each[site].sd)
+        if math.isfinite(each[site].sd) and math.isfinite(each[site].mean)
     }
 
 

@@ -13,7 +13,7 @@ from fedtailor.data.folder import load_newcomer
 from fedtailor.errors import ConfigError, DataError, RunError, nearest
 from fedtailor.runs.config import RunConfig, parse, read_toml
 from fedtailor.runs.newcomers import EPOCHS, onboarded
-from fedtailor.runs.runner import setting_again
+from fedtailor.runs.runner import config_of, setting_again
 from fedtailor.runs.store import FIT, RunFolder, read_json
 
 
@@ -38,7 +38,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
     made_by = folder.about["data_root"]
     root = Path(made_by) if data_root is None and made_by else data_root
-    own = _read(folder.config, file, name, root).to(setting.model.dtype)
+    own = _read(config_of(folder), file, name, root).to(setting.model.dtype)
     for what in ("task", "shape", "outputs"):
         if getattr(own, what) != getattr(setting.data, what):
             raise DataError(

@@ -22,6 +22,7 @@ from fedtailor.core.disk import Disk
 from fedtailor.core.federation import Engine
 from fedtailor.core.me import Setting
 from fedtailor.core.ranks import ALONE, Ranks
+from fedtailor.data.contents import digest
 from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.privacy.sealed import Privacy
@@ -64,6 +65,7 @@ def about(setting: Setting, config: RunConfig, engine: str, data_root: Path | No
         "task_id": config.task_id,
         "data_root": None if data_root is None else str(data_root.resolve()),
         "data": setting.data.name,
+        "files": digest(config.data),
         "task": setting.data.task,
         "clients": list(setting.data.clients),
         "train_samples": setting.data.train.sizes.tolist(),
@@ -155,11 +157,25 @@ def setting_again(folder: RunFolder, data_root: Path | None = None, loaded: Fede
     if data_root is None and made_by["data_root"] is not None:
         data_root = Path(made_by["data_root"])
     torch.set_num_threads(made_by["threads"])  # sums over several threads round differently
-    setting = setting_of(folder.config, data_root, loaded)
-    sizes = setting.data.train.sizes.tolist()
-    if list(setting.data.clients) != made_by["clients"] or sizes != made_by["train_samples"]:
+    config = config_of(folder)
+    setting = setting_of(config, data_root, loaded)
+    found = (list(setting.data.clients), setting.data.train.sizes.tolist(), digest(config.data))
+    files = made_by.get("files") or found[2]  # older folders do not tell
+    if found != (made_by["clients"], made_by["train_samples"], files):
         raise RunError(f"{folder.path}: the data is no longer what the run was started with")
     return setting
+
+
+def config_of(folder: RunFolder) -> RunConfig:
+    """What a run was started with; data that it, or its fit, keeps beside it has moved with it."""
+    config = folder.config
+    path: Path | None = getattr(config.data, "path", None)
+    if path is None or path.exists():
+        return config
+    kept = (base / "data" / ("" if path.name == "data" else path.name) for base in (folder.path, folder.path.parent))
+    for there in filter(Path.exists, kept):
+        return config.model_copy(update={"data": config.data.model_copy(update={"path": there})})
+    return config
 
 
 def _begun(name: engines.EngineName, setting: Setting, config: RunConfig, path: Path, ranks: Ranks, cores: int) -> Run:
