@@ -334,7 +334,8 @@ def test_a_part_without_parameters() -> None:
     # FedRep on a model that is all head trains a body of nothing
     data = make_data()
     model = make_model("linear", data)
-    assert make_me(data, model).sgd({}, frozen=model.params) == {}
+    for solver in (SOLVER, replace(SOLVER, clip=1.0)):
+        assert make_me(data, model, 0, solver).sgd({}, frozen=model.params) == {}
 
 
 def test_a_stack_of_clients_is_one_by_one() -> None:

@@ -218,3 +218,11 @@ def test_other_data_is_not_taken_for_that_of_the_fit(done: Path, sites: Path, tm
     (copied / "s0.csv").write_bytes(table)
     (copied / "read.me").write_text("not a table")
     fit(source(copied), out, rounds=1, algorithm="ditto", values=SMALL)
+
+
+@pytest.mark.parametrize("algorithm", ["fedrep", "fedeq", "fedbabu", "lg-fedavg"])
+def test_what_shares_a_body_gets_a_model_that_has_one(algorithm: str, tmp_path: Path) -> None:
+    few = make_sites(tmp_path / "few", sites=2, rows=20)
+    record = fit(source(few), tmp_path / "out", algorithm=algorithm, rounds=1)
+    assert record["model"] == "mlp"
+    assert fit(source(few), tmp_path / "auto", algorithm="ditto", rounds=1)["model"] == "linear"

@@ -322,6 +322,8 @@ def _wide(value: Tensor, like: Tensor) -> Tensor:
 
 
 def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:
+    if not gradient:  # of a part without parameters
+        return gradient
     squares = [
         g.flatten(int(is_stacked)).square().sum(-1) if g.dim() > int(is_stacked) else g.square()
         for g in gradient.values()

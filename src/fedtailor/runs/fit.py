@@ -48,6 +48,7 @@ LINEAR_CLASSES: tuple[dict[str, Any], ...] = (  # a linear model has no body und
     {"name": "learn2pfed-net"},
     {"name": "fedselect"},
 )
+BODY_AND_HEAD = ("fedper", "fedrep", "fedbabu", "lg-fedavg", "fedpac", "fedeq", "knn-per")  # share one of the two
 LINEAR_NUMBERS: tuple[dict[str, Any], ...] = (
     {"name": "fedavg+ft"},
     {"name": "ditto", "lam": 0.1},
@@ -93,7 +94,7 @@ def plan(
     loaded = loaded or data.load(base.data, seed=base.seed, root=data_root)
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
-    tables = settled(tables, loaded)
+    tables = settled(tables, loaded, algorithm)
     own = dict(tables.pop("algorithm", {}))
     wanted = candidates_for(parse(tables).model.name, loaded) if algorithm == "auto" else [own | {"name": algorithm}]
     alone, common = (_cell(tables, {"name": name}, out) for name in (ALONE, COMMON))
@@ -117,13 +118,13 @@ def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
     return out | dict(source)
 
 
-def settled(tables: dict[str, Any], loaded: FederatedData) -> dict[str, Any]:
+def settled(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "auto") -> dict[str, Any]:
     """Model, step size and batches that suit the data, where nothing else was said."""
     rows, inputs, largest = len(loaded.train.x), math.prod(loaded.shape), int(loaded.train.sizes.max())
     model: dict[str, Any]
     if len(loaded.shape) == 3:
         model = {"name": "lenet5" if loaded.shape[0] == 3 else "fmnist-cnn"}
-    elif rows < 30 * inputs or inputs == 1:
+    elif (rows < 30 * inputs or inputs == 1) and algorithm.lower() not in BODY_AND_HEAD:
         model = {"name": "linear"}
     else:
         model = {"name": "mlp", "hidden": [32] if rows < 10_000 else [64, 64]}
