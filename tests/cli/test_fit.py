@@ -57,6 +57,19 @@ def test_one_file_with_a_column_that_names_the_site(call: Call, tmp_path: Path) 
     assert (tmp_path / "runs/all-fit" / FIT).exists()
 
 
+def test_codes_of_sites_and_classes_keep_their_zeros(call: Call, tmp_path: Path) -> None:
+    lines = [f"{code},{i},{i * i % 7},0{i % 2}" for code in ("007", "7") for i in range(30)]
+    (tmp_path / "all.csv").write_text("\n".join(["site,a,b,outcome", *lines]) + "\n")
+    code, out, err = call("fit", "all.csv", "--client-column", "site", *QUICK, "--out", "out")
+    assert (code, err) == (0, "")
+    assert "│ 007 " in out
+    (tmp_path / "new.csv").write_text("a,b\n1,2\n,\n")
+    assert call("predict", "out", "--site", "007", "new.csv").code == 0
+    found = pl.read_csv(tmp_path / "new-predicted.csv", infer_schema=False)
+    assert found.columns == ["a", "b", "prediction", "probability 00", "probability 01"]
+    assert found["prediction"].is_in(["00", "01"]).all()
+
+
 def test_predict_export_and_onboard(call: Call, fitted: Path, tmp_path: Path) -> None:
     files = {p: p.read_bytes() for p in fitted.rglob("*") if p.is_file()}
     (tmp_path / "new.csv").write_text("a,b,ward\n2,-2,north\n-2,2,west\n")
@@ -104,6 +117,10 @@ def test_mistakes_name_what_to_do(refused: Refused, tmp_path: Path) -> None:
     assert "data.client_column" in refused("fit", "sites/s0.csv", "--target", "outcome")
     assert "--set lr: expected KEY=VALUE" in refused("fit", "sites", "--target", "outcome", "--set", "lr")
     assert not (tmp_path / "runs").exists()
+    assert "p.json: cannot be written; known endings: .csv" in refused(
+        "predict", "out", "--site", "s0", "sites/s0.csv", "--out", "p.json"
+    )
+    assert not (tmp_path / "p.json").exists()
 
 
 def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

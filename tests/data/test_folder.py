@@ -138,6 +138,25 @@ def test_one_file_with_a_column_that_names_the_client(tmp_path: Path) -> None:
     assert 'all.csv[n]: column "age" has the text "old" in data row 2' in error(path / "all.csv", client_column="site")
 
 
+def test_site_codes_are_kept_as_written(tmp_path: Path) -> None:
+    codes = ["0012", "12", "12.0", "1E2", "100", "12345678901234567", "12345678901234568"]
+    lines = [f"{code},{i},{i % 2}\n" for code in codes for i in range(4)]
+    path = folder(tmp_path, all__csv="site,x,y\n" + "".join(lines)) / "all.csv"
+    data = read(path, "y", client_column="site")
+    assert data.clients == ("0012", "100", "12", "12345678901234567", "12345678901234568", "1E2")
+    assert len(rows_of(data, 2)[1]) == 8  # 12 and 12.0 are one
+
+
+def test_classes_are_kept_as_written(tmp_path: Path) -> None:
+    lines = [f"{i},{code}\n" for i in range(4) for code in ("01", "1", "1.0", "2")]
+    data = read(folder(tmp_path, a__csv="x,y\n" + "".join(lines)), "y")
+    assert data.classes == ("01", "1", "2")
+    assert np.bincount(rows_of(data, 0)[1]).tolist() == [4, 8, 4]
+    path = folder(tmp_path / "sites", a__csv="x,y\n" + "".join(f"{i},0{i % 2 + 7}\n" for i in range(8)))
+    assert read(path, "y").classes == ("07", "08")
+    assert read(path, "y", task="regression", standardise_target=False).train.y.unique().tolist() == [7, 8]
+
+
 def test_one_number_as_target_is_an_error(tmp_path: Path) -> None:
     path = folder(tmp_path, a__csv="x,y\n1,0.5\n2,0.5\n", b__csv="x,y\n1,0.5\n2,0.5\n")
     assert 'target column "y" has the single value "0.5" in all files' in error(path, "y")
@@ -262,6 +281,15 @@ def test_constant_column_becomes_zero(tmp_path: Path) -> None:
     assert data.train.x.abs().max().item() < 1e-6
 
 
+def test_columns_of_very_small_numbers_are_not_constant(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv=numbers([i * 1e-15 for i in range(40)]))
+    assert read(path, "y").train.x.std(correction=0).item() == pytest.approx(1.0, abs=1e-6)
+    (path / "a.csv").write_text(numbers([1e-13 / 3] * 30))
+    assert read(path, "y").train.x.abs().max().item() < 1e-6
+    (path / "a.csv").write_text(numbers([0.0] * 30))
+    assert read(path, "y").train.x.abs().max().item() == 0
+
+
 def test_standardised_target(tmp_path: Path) -> None:
     content = "x,y\n" + "".join(f"{i},{i + 0.5}\n" for i in range(40))
     data = read(folder(tmp_path, a__csv=content), "y", standardise_target=True)
@@ -277,9 +305,28 @@ def test_a_client_does_not_change_with_its_neighbours(tmp_path: Path) -> None:
     assert alone.train.of(0)[0].equal(both.train.of(1)[0])
 
 
-def test_blank_lines_are_skipped(tmp_path: Path) -> None:
-    data = read(folder(tmp_path, a__csv=GOOD + "\n\n"))
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_blank_lines_are_skipped(tmp_path: Path, end: str) -> None:
+    content = "\n" + GOOD.replace("\n30", "\n\n30") + "\n,,\nNA,,?\n\n"
+    data = read(folder(tmp_path, a__csv=content.replace("\n", end)))
+    assert data.features == ("age", "ward=A", "ward=B")
     assert len(rows_of(data, 0)[0]) == 12
+
+
+def test_blank_lines_in_quotes_are_kept(tmp_path: Path) -> None:
+    content = GOOD.replace(",A,", ',"A\n\nnew",')
+    assert read(folder(tmp_path, a__csv=content)).features == ("age", "ward=A\n\nnew", "ward=B")
+
+
+def test_old_line_ends_and_very_long_fields(tmp_path: Path) -> None:
+    path = folder(tmp_path, old__csv=GOOD.replace("\n", "\r"))
+    assert len(rows_of(read(path), 0)[0]) == 12
+    note = "n" * 140_000
+    (path / "old.csv").write_text(f"age,note,sick,last\n1,{note},0,\n2,b,1,4\n3,c,0,5\n4,d,1,6\n")
+    data = read(path, ignore=("note",))
+    assert len(rows_of(data, 0)[0]) == 4
+    (path / "old.csv").write_text(f"age,note,sick,last\r1,{note},0,\r2,b,1\r3,c,0,5\r")
+    assert "old.csv: line 3 has 3 fields, the header has 4" in error(path)
 
 
 def test_folder_errors(tmp_path: Path) -> None:

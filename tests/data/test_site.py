@@ -65,6 +65,12 @@ def test_a_number_to_predict_is_scaled_as_agreed(tmp_path: Path) -> None:
     assert data.train.y[:, 0].tolist() == [-1, 0, 1]
 
 
+def test_classes_with_leading_zeros_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,01\n2,1\n3,1.0\n")
+    changes: dict[str, Any] = {"target": "y", "classes": ("1", "01"), "numeric": ("x",), "categories": {}}
+    assert load_site(described(tmp_path / "a.csv", **changes, test=0, val=0), "a", seed=0).train.y.tolist() == [1, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

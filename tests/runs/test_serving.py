@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from fedtailor.data.tables import read_table
+from fedtailor.data.tables import read_rows, read_table, table_of
 from fedtailor.errors import DataError, RunError
 from fedtailor.runs import runner
 from fedtailor.runs.config import parse
@@ -92,6 +94,61 @@ def test_a_file_keeps_its_columns(run: Path, tmp_path: Path) -> None:
     assert pl.read_parquet(tmp_path / "out.parquet").equals(frame)
     write_frame(tmp_path / "out.csv", frame)
     assert pl.read_csv(tmp_path / "out.csv")["prediction"].to_list() == frame["prediction"].to_list()
+
+
+def test_every_row_comes_back_as_it_was_written(run: Path, tmp_path: Path) -> None:
+    lines = ["id;country;a;b;ward", "007;NA;1,5;2;north", ";;;;", "", "?;NA;NA;;", "1,20;  x;;1.0;south", ';"";;;']
+    file = write(tmp_path, "\n".join(lines))
+    own = personal(run, "s0")
+    frame = predicted(own, file)
+    assert frame["id"].to_list() == ["007", None, "?", "1,20", None]
+    assert frame["country"].to_list() == ["NA", None, "NA", "  x", ""]
+    assert frame["a"].to_list() == ["1,5", None, "NA", None, None]
+    rows = {"a": [1.5, None, None, None, None], "b": [2, None, None, 1, None]}
+    wards = ["north", None, None, "south", None]
+    assert frame["prediction"].to_list() == own.predict(rows | {"ward": wards}).tolist()
+    write_frame(tmp_path / "out.csv", frame)
+    written = (tmp_path / "out.csv").read_text().splitlines()
+    assert written[1].startswith('007,NA,"1,5",2,north,')
+    assert written[2].startswith(",,,,,")
+    assert len(predicted(own, tmp_path / write(tmp_path, HEAD + ",,\nNA,,\n"))) == 2
+
+
+def test_columns_that_the_model_does_not_use_do_not_matter(run: Path, tmp_path: Path) -> None:
+    rows = {"a": [1.0, None], "b": [2.0, 3.0], "ward": ["north", "south"]}
+    others = {"l": [[1], None], "d": [timedelta(1), None], "s": [{"x": 1}, None], "r": [b"r", None], "e": [None] * 2}
+    pl.DataFrame(rows | others).write_parquet(tmp_path / "new.parquet")
+    own = personal(run, "s0")
+    frame = predicted(own, tmp_path / "new.parquet")
+    assert (
+        frame["prediction"].to_list() == own.predict(rows).tolist() == own.predict(pl.DataFrame(rows | others)).tolist()
+    )
+    write_frame(tmp_path / "out.parquet", frame)
+    assert pl.read_parquet(tmp_path / "out.parquet").equals(frame)
+    write_frame(tmp_path / "out.csv", frame)
+    assert pl.read_csv(tmp_path / "out.csv")["l"].to_list() == ["[1]", None]
+    with pytest.raises(DataError, match='no column "ward", which the model needs; did you mean "wards"'):
+        own.predict({"a": [1], "b": [1], "wards": ["north"]})
+
+
+def test_what_is_written_follows_from_the_ending(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"x": ["a,b", "c"], "prediction": [0.5, 1.5]})
+    for name in ("o.csv", "o.tsv", "o.csv.gz", "o.tsv.gz", "o.parquet", "O.PARQUET"):
+        write_frame(tmp_path / name, frame)
+        back = table_of(tmp_path, read_rows(tmp_path / name)[0]).columns
+        assert back["x"].text.to_list() == ["a,b", "c"]
+        assert back["prediction"].number.to_list() == [0.5, 1.5]
+    assert (tmp_path / "o.tsv").read_text().startswith("x\tprediction\na,b\t0.5\n")
+    for name in ("o.json", "o.xlsx", "o", "o.gz"):
+        with pytest.raises(RunError, match=f"{name}: cannot be written; known endings: .csv, .tsv, "):
+            write_frame(tmp_path / name, frame)
+        assert not (tmp_path / name).exists()
+
+
+def test_classes_with_leading_zeros_stay_text(run: Path) -> None:
+    own = personal(run, "s0")
+    assert replace(own, classes=("0", "1")).labels.tolist() == [0, 1]
+    assert replace(own, classes=("01", "1")).labels.tolist() == ["01", "1"]
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,10 @@ def predict(
     and, for classes, their probabilities.
     """
     from fedtailor.data.tables import client_name
-    from fedtailor.runs.serving import personal, predicted, write_frame
+    from fedtailor.runs.serving import check_ending, personal, predicted, write_frame
 
+    if out is not None:
+        check_ending(out)
     model = personal(run, site, data_root)
     frame = predicted(model, data)
     target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ def _target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
         report_text({"": table}, column, "remove the row")
         return numbers(table.columns[column])
     position = {label: i for i, label in enumerate(target.classes)}
-    labels = table.columns[column].labels()
+    labels = table.columns[column].names()
     if unknown := [label for label in labels.unique(maintain_order=True).to_list() if label not in position]:
         raise DataError(
             f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '
@@ -208,7 +208,7 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
         f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
         f"data.ignore = ['{column}']",
     )
-    distinct = _distinct(columns)
+    distinct = _distinct(c.labels() for c in columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
             f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
@@ -294,11 +294,11 @@ def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target
         if all((y == targets[0][0]).all() for y in targets):
             _refuse_constant(columns[0].text[0], config)
         return Target("regression", standardise=config.standardise_target, name=config.target), targets, note
-    classes = sort_values(_distinct(columns))
+    classes = sort_values(_distinct(c.names() for c in columns))
     if len(classes) == 1:
         _refuse_constant(classes[0], config)
     made = Target("classification", tuple(classes), name=config.target)
-    return made, [_codes(c.labels(), classes) for c in columns], note
+    return made, [_codes(c.names(), classes) for c in columns], note
 
 
 def _refuse_constant(value: object, config: FolderConfig) -> None:
@@ -308,8 +308,8 @@ def _refuse_constant(value: object, config: FolderConfig) -> None:
     )
 
 
-def _distinct(columns: Sequence[Column]) -> set[str]:
-    return {label for c in columns for label in c.labels().drop_nulls().unique().to_list()}
+def _distinct(labels: Iterable[pl.Series]) -> set[str]:
+    return {label for series in labels for label in series.drop_nulls().unique().to_list()}
 
 
 def _codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
@@ -323,7 +323,7 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
         _all_text(tables, target, "set data.task = 'classification'")
     elif not all(((c.number % 1) == 0).all() for c in columns):
         return "regression", "inferred: its values are not whole numbers"
-    distinct = len(_distinct(columns))
+    distinct = len(_distinct(c.names() for c in columns))
     what = "texts" if has_text else "whole numbers"
     if distinct <= FEW:
         return "classification", f"inferred: {distinct} distinct {what}, at most {FEW}"

@@ -98,7 +98,7 @@ def _target(table: Table, config: SiteData) -> NDArray[Any]:
         mean, spread = config.target_scale or (0.0, 1.0)
         return (values - mean) / spread
     position = {label: i for i, label in enumerate(config.classes)}
-    labels = [str(label) for label in table.columns[config.target].labels()]
+    labels = [str(label) for label in table.columns[config.target].names()]
     if unknown := [label for label in labels if label not in position]:
         raise DataError(
             f'{table.path}: target column "{config.target}" has the class "{unknown[0]}", which is not among '

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.files import read_bytes
 from fedtailor.errors import DataError, nearest
@@ -24,6 +25,8 @@ _CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)
 # dates whose parts cannot be mistaken, and which part is year, month and day
 _DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
 _DOUBTFUL_DATE = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}\b"  # which of them is the day?
+# digits that are a name: leading zeros, more of them than a number can hold, 12E4
+_CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
 SEPARATORS = ",;\t|"
 
 
@@ -57,6 +60,10 @@ class Column:
         named = self.number.replace_strict(distinct, names, return_dtype=pl.String, default=None)
         return named.fill_null(self.text)
 
+    def names(self) -> pl.Series:
+        """Labels of sites and classes: codes such as 007 are kept as they are written."""
+        return self.labels().zip_with(~self.text.str.contains(_CODE).fill_null(False), self.text)
+
 
 @dataclass(frozen=True)
 class Table:
@@ -78,21 +85,46 @@ def client_name(path: Path) -> str | None:
 
 def read_table(path: Path, ignore: Sequence[str] = ()) -> Table:
     """Read a file but for the columns to ignore; at least two rows, unique column names."""
-    frame = read_frame(path)
+    frame = _read_filled(path)
     if frame.height == 1:
         raise DataError(f"{path}: has only one row, too few to split; a client needs at least 2")
     return table_of(path, frame, ignore)
 
 
-def read_frame(path: Path) -> pl.DataFrame:
-    """A file as it is, with text wherever it is CSV; at least one row."""
+def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """All rows of a file as they are written, text wherever it is CSV, and the same with decimal points for commas."""
+    import polars as pl
+
     content = read_bytes(path)
     if not content.strip():
         raise DataError(f"{path}: empty file; put the client's rows there or remove it")
-    frame = _read_parquet(path, content) if path.name.lower().endswith(".parquet") else _read_csv(path, content)
+    if path.name.lower().endswith(".parquet"):
+        written, separator = _read_parquet(path, content), ","
+    else:
+        written, separator = _read_csv(path, content)
+    _some_rows(path, written)
+    if separator != ";":
+        return written, written
+    return written, written.with_columns(pl.all().str.replace(_DECIMAL_COMMA, "$1.$2"))
+
+
+def _read_filled(path: Path) -> pl.DataFrame:
+    """The rows of a file that have a value: spreadsheets leave empty ones at the end."""
+    import polars as pl
+
+    _, frame = read_rows(path)
+    gaps = [
+        series.is_null() | series.is_in(MISSING_VALUES) if series.dtype == pl.String else series.is_null()
+        for series in frame
+    ]
+    frame = frame.filter(~pl.all_horizontal(gaps))
+    _some_rows(path, frame)
+    return frame
+
+
+def _some_rows(path: Path, frame: pl.DataFrame) -> None:
     if frame.height == 0:
         raise DataError(f"{path}: has a header but no rows; put the client's rows there or remove it")
-    return frame
 
 
 def table_of(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()) -> Table:
@@ -105,10 +137,10 @@ def split_by(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, T
     """One file that holds several clients: the rows of each, by its name in a column."""
     import polars as pl
 
-    frame = read_frame(path)
+    frame = _read_filled(path)
     if column not in frame.columns:
         raise DataError(f'{path}: no client column "{column}"; {nearest(column, frame.columns)}')
-    names = _column(path, frame[column]).labels()
+    names = _column(path, frame[column]).names()
     if gaps := names.null_count():
         raise DataError(
             f'{path}: client column "{column}" has no value in {gaps} of {frame.height} rows; complete or remove them'
@@ -134,30 +166,33 @@ def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
         raise DataError(f"{path}: truncated or corrupt Parquet file ({_first_line(e)}); write it again") from e
 
 
-def _read_csv(path: Path, content: bytes) -> pl.DataFrame:
+def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
+    """The rows as text, null where nothing is written, and what separates the columns."""
     import polars as pl
 
     text = _decode(path, content)
-    header_line = text.split("\n", 1)[0]
-    separator = _separator(header_line)
-    header = _header(path, text, separator)
+    lines = _lines(text)
+    separator = _separator(lines.split("\n", 1)[0])
+    header = _header(path, lines, separator)
     try:
-        frame = pl.read_csv(
-            io.BytesIO(text.encode()),
-            separator=separator,
-            infer_schema=False,
-            null_values=MISSING_VALUES,
-            new_columns=header,
-        )
+        frame = pl.read_csv(io.BytesIO(lines.encode()), separator=separator, infer_schema=False, new_columns=header)
     except pl.exceptions.PolarsError as e:
         raise DataError(f"{path}: {_bad_line(text, separator, len(header)) or _first_line(e)}") from e
-    frame = frame.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
     # polars fills up short lines in silence; they show as gaps in the last column
     if frame[header[-1]].null_count() and (bad := _bad_line(text, separator, len(header))):
         raise DataError(f"{path}: {bad}")
-    if separator == ";":
-        frame = frame.with_columns(pl.all().str.replace(_DECIMAL_COMMA, "$1.$2"))
-    return frame
+    return frame, separator
+
+
+def _lines(text: str) -> str:
+    """Text with line ends that any reader knows, without blank lines; what stands in quotes is left as it is."""
+    text = text.strip("\r\n") + "\n"
+    has_old_ends = text.count("\r") > text.count("\r\n")
+    if not has_old_ends and "\n\n" not in text and "\n\r\n" not in text:
+        return text  # most files; the rest is slow
+    parts = text.split('"')
+    parts[::2] = [re.sub(r"[\r\n]+", "\n", part) for part in parts[::2]]
+    return '"'.join(parts)
 
 
 def _decode(path: Path, content: bytes) -> str:
@@ -183,7 +218,7 @@ def _separator(header: str) -> str:
 
 
 def _header(path: Path, text: str, separator: str) -> list[str]:
-    names = [name.strip() for name in next(csv.reader(io.StringIO(text), delimiter=separator))]
+    names = [name.strip() for name in next(_records(text, separator))]
     twice = [name for name, count in Counter(names).items() if count > 1 and name]
     if twice:
         raise DataError(f'{path}: column "{twice[0]}" appears more than once; rename or remove one')
@@ -194,9 +229,14 @@ def _header(path: Path, text: str, separator: str) -> list[str]:
     return names
 
 
+def _records(text: str, separator: str) -> Any:
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a field may be long
+    return csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+
+
 def _bad_line(text: str, separator: str, width: int) -> str | None:
     """The first line with more or fewer fields than the header, told for people."""
-    reader = csv.reader(io.StringIO(text), delimiter=separator)
+    reader = _records(text, separator)
     for row in reader:
         if row and len(row) != width:
             return f"line {reader.line_num} has {len(row)} fields, the header has {width}; correct it"

@@ -159,8 +159,9 @@ def _moments(parts: Sequence[Floats]) -> tuple[float, float]:
     count = sum(len(part) for part in parts)
     mean = sum(float(part.sum()) for part in parts) / count
     sd = float(np.sqrt(sum(float(((part - mean) ** 2).sum()) for part in parts) / count))
+    largest = max(float(np.abs(part).max(initial=0.0)) for part in parts)
     # rounding alone gives a constant column a spread of about 1e-16 of its value
-    return mean, sd if sd > 1e-12 * max(1.0, abs(mean)) else 1.0
+    return mean, sd if sd > 1e-12 * largest else 1.0
 
 
 def _categories(column: str, sites: Sequence[Site]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     run = folder.path
     saved = folder.load_checkpoint()
     if folder.results is None or saved is None:
-        raise RunError(f"{run}: not finished yet; fedtailor resume {run} goes on with it")
+        raise RunError(f"{run}: not finished yet; fedtailor resume {shlex.quote(str(run))} goes on with it")
     folder.new_newcomer(name)
     setting = setting_again(folder, data_root)
     if name in setting.data.clients:
@@ -59,7 +60,7 @@ def joined_run(path: Path) -> Path:
         return path
     chosen = read_json(path / FIT)
     if "newcomers" not in chosen:
-        raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {path} goes on with it")
+        raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on")
     return path / chosen["newcomers"]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ from fedtailor.data.files import read_npz
 from fedtailor.data.folder import check_numbers, numbers
 from fedtailor.data.frames import as_frame
 from fedtailor.data.preparation import NumberColumn, Preparation
-from fedtailor.data.tables import SUFFIXES, Table, client_name, read_frame, table_of
+from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.runs.assemble import model_of
 from fedtailor.runs.runner import setting_again
@@ -54,9 +57,11 @@ class Personal:
     def labels(self) -> NDArray[Any]:
         """Classes in the order of the outputs, as whole numbers if all of them are; none where they have no names."""
         try:
-            return np.array([int(name) for name in self.classes], dtype=np.int64)
-        except ValueError:
+            whole = np.array([int(name) for name in self.classes], dtype=np.int64)
+        except (ValueError, OverflowError):
             return np.array(self.classes)
+        # 01 and 1 are two classes
+        return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
     def outputs(self, x: Tensor) -> Tensor:
         """What the model says of samples, as in training: logits, or standardised numbers."""
@@ -90,8 +95,13 @@ class Personal:
             x = torch.as_tensor(rows)
             x = x.to(self.model.dtype) if x.is_floating_point() else x
         else:
-            x = self.encode(table_of(Path("rows"), as_frame(rows)))
+            x = self.encode(self.table(Path("rows"), as_frame(rows)))
         return self.readable(self.outputs(x)).double().numpy()
+
+    def table(self, path: Path, frame: pl.DataFrame) -> Table:
+        """The columns of a frame that the model uses; `path` is its name in messages."""
+        used = [] if self.preparation is None else [column.name for column in self.preparation.columns]
+        return table_of(path, frame, ignore=[name for name in frame.columns if name not in used])
 
     def encode(self, table: Table) -> Tensor:
         """The features of a table's rows; it may have other columns too, and need not have the target."""
@@ -101,7 +111,7 @@ class Personal:
             )
         for column in self.preparation.columns:
             if column.name not in table.columns:
-                hint = nearest(column.name, table.columns)
+                hint = nearest(column.name, table.names)
                 raise DataError(f'{table.path}: no column "{column.name}", which the model needs; {hint}')
             if isinstance(column, NumberColumn):
                 check_numbers(table, column.name, column.is_date)
@@ -124,7 +134,9 @@ def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
     else:
         chosen = read_json(path / FIT)
         if "sites" not in chosen:
-            raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {path} goes on with it")
+            raise RunError(
+                f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on"
+            )
         joined = path / chosen["newcomers"]
         known = {name: path / row["run"] for name, row in chosen["sites"].items()}
         known |= dict.fromkeys(_newcomers(joined), joined)
@@ -132,7 +144,9 @@ def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
             raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
         folder, kind = RunFolder.open(known[site]), chosen["kind"]
     if folder.results is None:
-        raise RunError(f"{folder.path}: not finished yet; fedtailor resume {folder.path} goes on with it")
+        raise RunError(
+            f"{folder.path}: not finished yet; fedtailor resume {shlex.quote(str(folder.path))} goes on with it"
+        )
     return folder, kind
 
 
@@ -184,8 +198,8 @@ def predicted(model: Personal, file: Path) -> pl.DataFrame:
     elif client_name(file) is None:
         raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
     else:
-        frame = read_frame(file)
-        x = model.encode(table_of(file, frame))
+        frame, values = read_rows(file)
+        x = model.encode(model.table(file, values))
     try:
         found = model.readable(model.outputs(x))
     except RuntimeError as error:
@@ -206,11 +220,27 @@ def predicted(model: Personal, file: Path) -> pl.DataFrame:
 
 def write_frame(path: Path, frame: pl.DataFrame) -> None:
     """As Parquet or CSV, by the ending; whole or not at all."""
-    import io
-
-    content = io.BytesIO()
-    if path.suffix == ".parquet":
+    check_ending(path)
+    name, content = path.name.lower(), io.BytesIO()
+    if name.endswith(".parquet"):
         frame.write_parquet(content)
     else:
-        frame.write_csv(content)
-    write_atomically(path, content.getvalue())
+        _plain(frame).write_csv(content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ",")
+    write_atomically(path, gzip.compress(content.getvalue(), mtime=0) if name.endswith(".gz") else content.getvalue())
+
+
+def check_ending(path: Path) -> None:
+    """Fail unless predictions can be written to a file of this name."""
+    if not path.name.lower().endswith(SUFFIXES):
+        raise RunError(f"{path}: cannot be written; known endings: {', '.join(SUFFIXES)}")
+
+
+def _plain(frame: pl.DataFrame) -> pl.DataFrame:
+    """A frame with text for what CSV has no form of, such as lists."""
+    import polars as pl
+
+    odd = [s for s in frame if s.dtype.is_nested() or s.dtype in (pl.Duration, pl.Binary, pl.Object)]
+    return frame.with_columns(
+        pl.Series(s.name, [None if value is None else str(value) for value in s.to_list()], dtype=pl.String)
+        for s in odd
+    )
