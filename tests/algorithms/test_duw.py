@@ -152,6 +152,8 @@ def test_what_cannot_be_is_refused() -> None:
     data = make_data("regression")
     with pytest.raises(ConfigError, match="first-order gradient only"):
         replace(DUW, gradient="exact").check(make_model("mlp", data), "regression")
+    with pytest.raises(ConfigError, match="statistics move by no gradient"):
+        DUW.check(make_model("normed", data, "mean"), "regression")
     with pytest.raises(ConfigError, match="use plain sgd"):
         DUW.check_solver(Solver(lr=0.1, momentum=0.9))
 

@@ -1,5 +1,6 @@
 """FedNova, DR-FedAvg, FedAdp and FedFa: a round by hand each, and where they are FedAvg."""
 
+from dataclasses import replace
 from math import acos, exp, log2
 from typing import Any
 
@@ -17,7 +18,7 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
 from fedtailor.local.training import Solver
-from tests.helpers import FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
+from tests.helpers import EVEN_SIZES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
 
 N = [9, 1, 6, 13]
 
@@ -108,3 +109,20 @@ def test_fedfa_by_hand() -> None:
     assert_equal(one_round(FedFa(epochs=3), "classification")["w"], weighted(models, weights), 1e-6)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="for classification, not regression"):
         FedFa().check(model, "regression")
+
+
+@pytest.mark.parametrize("kind", [FedNova, DUWFedNova])
+def test_statistics_are_averaged_and_not_scaled(kind: type[Algorithm]) -> None:
+    """A client with many steps scales moves up; a variance moved beyond the mean may be negative."""
+    data = make_data(sizes={"many": (200, 2, 2), "a": (4, 2, 2), "b": (4, 2, 2)})
+    data = replace(data, train=replace(data.train, x=0.1 * data.train.x))
+    algorithm: Any = kind(outer="holdout", outer_iterations=0) if kind is DUWFedNova else kind()
+    fed = federate(algorithm, data, make_model("normed", data, "mean"), solver=Solver(lr=0.05, batch_size=4))
+    server: Any = run(fed, 1)
+    assert (server.get("w", server)["norm.running_var"] > 0).all()
+
+
+def test_the_angle_of_fedadp_is_of_what_is_trained() -> None:
+    data = make_data(sizes=EVEN_SIZES)
+    private, mean = (run(federate(FedAdp(), data, make_model("normed", data, p)), 1) for p in ("private", "mean"))
+    assert_equal(mean["angles"], private["angles"])

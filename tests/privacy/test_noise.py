@@ -17,6 +17,7 @@ from dp_accounting import (
 )
 from dp_accounting.privacy_accountant import NeighboringRelation
 from dp_accounting.rdp import RdpAccountant
+from torch import nn
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
@@ -31,7 +32,7 @@ from fedtailor.privacy.rehearsal import rehearse
 from fedtailor.privacy.sealed import Privacy
 from fedtailor.runs import runner
 from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model
-from tests.runs.small import config, records, stop_after
+from tests.runs.small import DIGITS, config, records, stop_after
 
 NOISE = ("privacy.clip=0.5", "privacy.noise=2.0", "algorithm.name=fedavg")
 
@@ -257,3 +258,14 @@ def test_what_cannot_be_kept_is_refused_before_there_is_a_folder(
         runner.start(config(*settings), tmp_path / "run")
     assert told in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+def normed(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """A model that has variances."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
+
+
+def test_averaged_variances_have_no_noise(tmp_path: Path) -> None:
+    task = DIGITS | {"model": {"name": f"{__name__}:normed", "buffers": "mean"}}
+    with pytest.raises(ConfigError, match="variances with noise may be negative; set model"):
+        runner.start(config(*NOISE, task=task), tmp_path / "run")

@@ -51,7 +51,7 @@ class DUW(Algorithm, ABC):
         return self.outer_iterations
 
     def check(self, model: Model, task: str) -> None:
-        unfolding.check(self.gradient, self.outer)
+        unfolding.check(self.gradient, self.outer, model)
 
     def server_init(self, model: Model) -> Tree:
         return {"w": model.params, "start": model.params}

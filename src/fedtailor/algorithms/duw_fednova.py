@@ -34,6 +34,8 @@ class DUWFedNova(DUW):
 
         def moved(k: str) -> Any:
             rows = models.tree[k]
+            if k not in fed.engine.setting.model.trainable:  # a statistic
+                return rows
             return w[k] + scale.to(rows.dtype).reshape(-1, *[1] * w[k].dim()) * (rows - w[k])
 
         return Placed(models.clients, {k: moved(k) for k in w})

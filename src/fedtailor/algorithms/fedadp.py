@@ -17,7 +17,6 @@ from fedtailor.core.federation import Federation, Placed
 from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.local.unfolding import vector
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class FedAdp(Algorithm):
         none = torch.zeros(fed.clients, dtype=torch.float64)
         w, angles, rounds = server["w"], server.get("angles", none), server.get("rounds", none)
         models, n = fed.map(self.local, w)
-        moves = vector(fed.gather(models, "models"), stacked=True).double() - vector(w).double()
+        there, trained = fed.gather(models, "models"), fed.engine.setting.model.trainable
+        moves = torch.cat([(there[k] - w[k]).double().flatten(1) for k in trained], dim=1)
         mean = (n.tree / n.tree.sum()).double() @ moves
         cosine = (moves @ mean) / (moves.norm(dim=1) * mean.norm()).clamp(min=1e-30)
         at = torch.tensor(models.clients)

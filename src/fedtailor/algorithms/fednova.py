@@ -60,7 +60,8 @@ class FedNova(Algorithm):
         models, by_weight, times_weight = fed.map(self.local, w)
         n = fed.samples(fed.asked if fed.environment.missing == "stale" else fed.cohort).sum()
         tau_eff, scale = fed.sum(times_weight) / n, fed.sum(by_weight) / n
-        mean = fed.mean(models, by_weight)
-        return {k: v + (tau_eff * scale).to(v.dtype) * (mean[k] - v) for k, v in w.items()}
+        mean, trained = fed.mean(models, by_weight), fed.engine.setting.model.trainable
+        # statistics are averaged: beyond the mean a variance may be negative
+        return {k: v + (tau_eff * scale).to(v.dtype) * (mean[k] - v) if k in trained else mean[k] for k, v in w.items()}
 
     personal = FedAvg.personal

@@ -44,7 +44,7 @@ class PFedMe(Algorithm):
 }"""
 
     def check(self, model: Model, task: str) -> None:
-        if self.beta > 1 and model.params.keys() != model.trainable.keys():
+        if self.beta > 1 and model.has_common_statistics:
             raise ConfigError("algorithm.beta: above 1 averaged variances may become negative; keep statistics private")
 
     def server_init(self, model: Model) -> Params:

@@ -98,6 +98,11 @@ class Model:
         return {k: v for k, v in self.params.items() if k not in self._head}
 
     @property
+    def has_common_statistics(self) -> bool:
+        """Whether some of `params` are not trained but counted, as BatchNorm's variances are."""
+        return self.params.keys() != self.trainable.keys()
+
+    @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.params.values())).dtype
 

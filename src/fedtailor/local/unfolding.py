@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.federation import Placed
+from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, leaves, rebuild
 from fedtailor.errors import ConfigError
 from fedtailor.local.training import Solver
@@ -93,8 +94,10 @@ def _at(placed: Placed, rows: Sequence[int]) -> Tensor:
     return torch.tensor([list(rows).index(c) for c in placed.clients])
 
 
-def check(gradient: str, outer: str) -> None:
+def check(gradient: str, outer: str, model: Model) -> None:
     """Refuse what has no derivative."""
+    if outer == "path" and model.has_common_statistics:
+        raise ConfigError('algorithm.outer = "path": statistics move by no gradient; set model.buffers = "private"')
     if gradient == "exact" and outer == "path":
         raise ConfigError('algorithm.outer = "path" has a first-order gradient only; use "final" or "holdout"')
 

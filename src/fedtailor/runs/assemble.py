@@ -76,6 +76,8 @@ def _can_be_private(setting: Setting, config: RunConfig, privacy: Privacy) -> No
         noise.require()
         if config.environment.missing == "stale":
             raise ConfigError('privacy.noise: not with environment.missing = "stale", which counts by sample counts')
+        if setting.model.has_common_statistics:
+            raise ConfigError('privacy.noise: variances with noise may be negative; set model.buffers = "private"')
     if privacy.secure_sum:
         try:
             import cryptography  # noqa: F401
