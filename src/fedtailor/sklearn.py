@@ -102,6 +102,9 @@ class _Personalized(BaseEstimator):
             )
             names = [str(n) for n in getattr(self, "feature_names_in_", range(numbers.shape[1]))]
             frame = pl.DataFrame({name: numbers[:, i] for i, name in enumerate(names)})
+        if not frame.height:
+            words = f"Found array with 0 sample(s) (shape=(0, {frame.width})) while a minimum of 1 is required"
+            raise ValueError(f"{words} by {type(self).__name__}.")
         if groups is None:
             return frame, np.full(frame.height, ONE, dtype=object)
         sites = np.array([str(group) for group in np.asarray(groups).ravel()], dtype=object)

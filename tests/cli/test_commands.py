@@ -15,6 +15,7 @@ from rich.console import Console
 
 from fedtailor import __version__, algorithms
 from fedtailor.cli import main as cli
+from fedtailor.cli.listing import print_table
 from fedtailor.core.algorithm import COUNT, Algorithm, on_client
 from fedtailor.core.federation import Federation
 from fedtailor.core.me import Me
@@ -26,7 +27,7 @@ from fedtailor.runs import grid, rounds, runner
 from fedtailor.runs.config import RunConfig, parse
 from fedtailor.runs.progress import grid_shown, shown
 from fedtailor.runs.runner import Progress
-from fedtailor.runs.store import RunFolder
+from fedtailor.runs.store import RunFolder, read_json
 from tests.cli.conftest import Call
 from tests.runs.small import config, interrupt_after_a_run, one_after_the_other, records, stop_after
 
@@ -170,6 +171,42 @@ def test_client_names_are_printed_as_they_are(call: Call, tmp_path: Path) -> Non
     out = call("show", "run", "--clients").out
     assert "[red]ward" in out
     assert "b[1]" in out
+
+
+LONG = "hospital_of_a_long_name_in_the_north_of_the_country_"
+
+
+def test_figures_of_many_columns_and_long_names_are_not_cut(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "sites").mkdir()
+    for site in range(3):
+        lines = [",".join([*(str((7 * i + k * k + site) % 11) for k in range(10)), str(i + site)]) for i in range(30)]
+        header = ",".join([*(f"feature_number_{k}" for k in range(10)), "y"])
+        (tmp_path / "sites" / f"{LONG}{site}.csv").write_text("\n".join([header, *lines]) + "\n")
+    of_data = {"source": "folder", "path": "sites", "target": "y", "task": "regression"}
+    task = {"rounds": 1, "data": of_data, "model": {"name": "linear"}, "algorithm": {"name": "learn2pfed"}}
+    results = runner.start(config(task=task), tmp_path / "run").results
+    assert results is not None
+    shown, explained = call("show", "run", "--clients").out, call("explain", "run").out
+    for value in results["last"]["clients"]["rmse"]:
+        assert f" {value:.4g} " in shown
+    parts = read_json(tmp_path / "run/shares.json")["clients"]
+    for name in (f"feature_number_{k}" for k in range(10)):
+        row = next(line for line in explained.splitlines() if f" {name} " in line)
+        assert [cell.strip() for cell in row.split("│")[2:-1]] == [f"{client[name]:.2f}" for client in parts.values()]
+    for out in (shown, explained):
+        tables = [line for line in out.splitlines() if line[:1] in "┃│"]
+        assert not any("…" in line for line in tables)
+        assert max(map(len, tables)) <= 80
+
+
+def test_table_of_too_many_columns_is_several(capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ["round", *(f"[b]site {k}" for k in range(30))]
+    print_table(Console(width=80), "weights", columns, [[str(r), *(f"{r}.{k:03d}" for k in range(30))] for r in (1, 2)])
+    out = capsys.readouterr().out
+    assert out.count("weights") == out.count("round") == 6  # five stand beside the first
+    for k in range(30):
+        assert f" [b]site {k} " in out
+        assert f" 1.{k:03d} " in out
 
 
 @dataclass(frozen=True)

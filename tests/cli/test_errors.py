@@ -35,6 +35,11 @@ GOOD = "age,sick\n" + "".join(f"{20 + i},{i % 2}\n" for i in range(12))
         ('model.head=["ouut"]', 'the model has no part "ouut" for its head; did you mean "out"?'),
         ("model={name='lenet5'}", "model.name: lenet5 does not fit samples of shape [1, 8, 8]"),
         ("data={source='mnist'}", 'train-images-idx3-ubyte.gz: not found; run "fedtailor download mnist" or set'),
+        ("federation.max_norm=inf", "small.toml: federation.max_norm = inf: must be a finite number"),
+        ("local.lr=inf", "small.toml: local.lr = inf: must be a finite number"),
+        ("model.hidden=[0]", "model.hidden: 0 is not a whole number above 0"),
+        ("model.hidden=16", "model.hidden = 16: must be a list such as [16]"),
+        ("model.hidden=[16", "model.hidden = '[16': must be a list such as [16]"),
         ("federation.clients_per_round=5", "federation.clients_per_round = 5: there are only 4 clients"),
     ],
 )
@@ -133,6 +138,29 @@ def test_resuming_what_is_no_run(refused: Refused, tmp_path: Path) -> None:
         assert refused("resume", name) == f"{name}: not a run folder (no config.toml); fedtailor run CONFIG makes one"
         assert "not a run folder" in refused("show", name)
     assert files(tmp_path) == ["small.toml"]
+
+
+@pytest.mark.parametrize("command", ["resume", "explain"])
+def test_a_folder_of_runs_is_no_run_but_names_them(refused: Refused, tmp_path: Path, command: str) -> None:
+    for name in ("fedavg-seed0", "local-seed0"):
+        (tmp_path / "my fit" / name).mkdir(parents=True)
+        (tmp_path / "my fit" / name / "run.json").write_text("{}")
+    runs = "or name one of its runs (fedavg-seed0, local-seed0), such as 'my fit/fedavg-seed0'"
+    message = "my fit: a folder of runs, not a single run; the same command with --out 'my fit' goes on with it; "
+    assert refused(command, "my fit") == message + runs
+    (tmp_path / "my fit" / "fit.json").write_text("{}")
+    message = "my fit: a fit, not a single run; the same fedtailor fit with --out 'my fit' goes on with it; "
+    assert refused(command, "my fit") == message + runs
+
+
+def test_hints_quote_paths(refused: Refused, call: Call, half: Path, tmp_path: Path) -> None:
+    half.rename(tmp_path / "my run")
+    assert refused("run", "small.toml", "--out", "my run").endswith("fedtailor resume 'my run' goes on with it")
+    assert call("show", "my run").out.endswith("go on with: fedtailor resume 'my run'\n")
+    assert call("init", "my config.toml").out.endswith("run it with: fedtailor run 'my config.toml'\n")
+    (tmp_path / "my grid").mkdir()
+    (tmp_path / "my grid" / "compare.json").write_text("{}")
+    assert "fedtailor compare CONFIG --out 'my grid' goes on" in refused("show", "my grid")
 
 
 def test_resuming_a_damaged_run(refused: Refused, half: Path) -> None:

@@ -61,6 +61,14 @@ def test_a_step_may_take_in_several_times() -> None:
         build("lstm", (7,), 1, seed=0, options={"per_step": 3})
 
 
+def test_its_graph_is_for_any_number_of_samples() -> None:
+    module = build("lstm", (6,), 1, seed=0).module
+    rows = torch.export.Dim("rows", min=1)
+    program = torch.export.export(module, (torch.zeros(5, 6),), dynamic_shapes={"x": {0: rows}})
+    x = samples(9, 6).float()
+    assert_equal(program.module()(x), module(x), tolerance=1e-6)
+
+
 def test_initial_values_are_in_the_range_of_torch() -> None:
     model = build("lstm", (5,), 1, seed=0, options={"hidden": 16})
     for name, value in model.body.items():

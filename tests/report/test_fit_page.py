@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from fedtailor.report.fit_page import fit_page
+from fedtailor.report.run_page import run_page
 from fedtailor.report.write import page_of, write
 from fedtailor.runs import fit as fitting
-from fedtailor.runs.store import FIT, read_json, write_json
+from fedtailor.runs.store import FIT, RunFolder, read_json, write_json
 from tests.runs.made_sites import make_sites
 
 
@@ -37,6 +38,19 @@ def test_page_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<sites>" not in text.split("<script")[0]
     write_json(out / FIT, {"settings": record["settings"]})  # not finished: a page on the runs that there are
     assert page_of(out).kind == "Comparison"
+
+
+def test_a_number_is_told_with_its_units(tmp_path: Path) -> None:
+    sites = make_sites(tmp_path / "sites", sites=2, rows=30, numbers=True)
+    fitting.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=2)
+    by_id = {section.id: section for section in fit_page(tmp_path / "out").sections}
+    prepared = RunFolder(tmp_path / "out" / "local-seed0").preparation
+    assert prepared is not None
+    note = f"Errors here are in standard deviations of outcome: 1 is {prepared.target.sd:.6g}."
+    assert "in the units of outcome" in by_id["sites"].text[0]
+    for name in ("halving", "task", "gain"):
+        assert by_id[name].text == (note,)
+    assert note in run_page(tmp_path / "out" / "local-seed0").sections[0].text
 
 
 def test_record_is_what_was_returned(tmp_path: Path) -> None:

@@ -56,12 +56,21 @@ def test_misspelt_name_points_to_the_nearest(setting: str, message: str) -> None
         ("rounds=many", "my.toml: rounds = 'many': Input should be a valid integer"),
         ("local.lr=-0.1", "my.toml: local.lr = -0.1: Input should be greater than 0"),
         ("local.lr=", "my.toml: local.lr = '': Input should be a valid number"),
+        ("local.clip=inf", "my.toml: local.clip = inf: must be a finite number"),
+        ("algorithm.head_epochs=-inf", "my.toml: algorithm.head_epochs = -inf: must be a finite number"),
+        ("environment.speed=[1.0, nan]", "my.toml: environment.speed = nan: must be a finite number"),
+        (
+            "model.head=[out]",
+            "my.toml: model.head = '[out]': Input should be a valid list such as [\"out\"]; from a shell: "
+            "--set 'model.head=[\"out\"]'",
+        ),
+        ("environment.epochs=3", "my.toml: environment.epochs = 3: Input should be a valid list such as [3]; "),
         ("local=3", "my.toml: local = 3: Input should be a valid dictionary"),
         ("data=digits", "my.toml: data = 'digits': Input should be a valid dictionary"),
         ("data.partition=dirichelt", "my.toml: data.partition = 'dirichelt': Input should be 'iid', 'dirichlet'"),
         ("data.max_samples=0", "my.toml: data.max_samples = 0: Input should be greater than or equal to 1"),
         ("model.dtype=float16", "my.toml: model.dtype = 'float16': Input should be 'float32' or 'float64'"),
-        ("model.head=out", "my.toml: model.head = 'out': Input should be a valid tuple"),
+        ("model.head=out", "my.toml: model.head = 'out': Input should be a valid list such as [\"out\"]; "),
         ("data.source=folder", "my.toml: data.path: not given; Folder with one .csv"),
         ("federation.engine=gpu", "my.toml: federation.engine = 'gpu': Input should be 'auto', 'loop', 'vmap'"),
         ("data.alpha=0", "data.alpha = 0.0: must be above 0"),
@@ -127,6 +136,13 @@ def test_template_is_the_defaults() -> None:
         assert "None" not in text  # every key has its sentence
     lines = template().splitlines()
     assert lines[lines.index(next(x for x in lines if x.startswith("[data]"))) + 1].startswith('source = "digits"')
+
+
+def test_template_has_the_options_of_the_default_model_and_algorithm_as_comments() -> None:
+    lines = [line.split("  #")[0] for line in template().splitlines()]
+    assert lines[lines.index("[algorithm]") + 1 :][:3] == ['name = "fedrep"', "# head_epochs = 10", "# body_epochs = 1"]
+    assert "# hidden = [128, 128]" in lines[lines.index("[model]") : lines.index("[algorithm]")]
+    parse(tomllib.loads(template().replace('"fedrep"', '"ditto"').replace('"mlp"', '"linear"')))
 
 
 def test_plain_form_reads_back() -> None:

@@ -74,6 +74,15 @@ def test_a_frame_names_the_site_and_may_have_text() -> None:
         made.predict(frame.drop("site"))
 
 
+def test_a_frame_without_rows_is_refused_as_scikit_learn_does() -> None:
+    x, y, site = rows()
+    frame = pl.DataFrame({"a": x[:, 0], "site": site})
+    made = PersonalizedClassifier(client="site", algorithm="local", rounds=1).fit(frame, y)
+    for empty in (frame.head(0), frame.clear()):
+        with pytest.raises(ValueError, match=r"Found array with 0 sample\(s\) .* required by PersonalizedClassifier"):
+            made.predict(empty)
+
+
 def test_numbers() -> None:
     x, _, site = rows(n=80)
     y = 100 + 10 * x[:, 0] * np.where(site == "north", 1, -1)

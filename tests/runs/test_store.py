@@ -166,9 +166,12 @@ def test_folder_is_created_once_and_opened_only_if_it_is_a_run(tmp_path: Path) -
     with pytest.raises(RunError, match="holds a run already; fedtailor resume"):
         RunFolder.create(path, made, {})
     assert RunFolder.open(path).config == made
-    for other in (tmp_path, tmp_path / "none"):
-        with pytest.raises(RunError, match="not a run folder"):
-            RunFolder.open(other)
+    with pytest.raises(RunError, match="not a run folder"):
+        RunFolder.open(tmp_path / "none")
+    with pytest.raises(
+        RunError, match=r"a folder of runs, not a single run; .* one of its runs \(run\), such as .*/run$"
+    ):
+        RunFolder.open(tmp_path)
 
 
 def test_metrics_are_appended_and_cut(tmp_path: Path) -> None:

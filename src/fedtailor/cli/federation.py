@@ -68,12 +68,13 @@ def start(
     kits.needs_flare()
     if role not in ("server", "site"):
         raise ConfigError(f'"{role}" is neither server nor site')
+    to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
         pid = processes.start(role, folder)
-        print(f"{role} runs as process {pid}; log: {folder / processes.LOG}; end: fedtailor federation stop {folder}")
+        print(f"{role} runs as process {pid}; log: {folder / processes.LOG}; end: {to_end}")
         return
     if processes.running(folder) is not None:
-        raise RunError(f"{folder}: runs already; fedtailor federation stop {folder} ends it")
+        raise RunError(f"{folder}: runs already; {to_end} ends it")
     processes.start(role, folder)
     print(f"{role} runs; log: {folder / processes.LOG}; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

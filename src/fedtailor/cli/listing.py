@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -19,6 +21,9 @@ from fedtailor.errors import ConfigError, RunError, nearest
 
 if TYPE_CHECKING:
     from fedtailor.runs.onboard import Newcomer
+
+NAME, TITLE = 20, 12  # widths that names and titles of columns keep where a table is too wide; they are folded
+FRAME = 3  # width of the lines and blanks of a column
 
 
 def print_listing(console: Console, what: str) -> None:
@@ -79,11 +84,43 @@ def _engines() -> Entries:
         yield name, what, {}
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, no_wrap=number == 0)
-    return table
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()
+) -> None:
+    """A table whose first column names the rows. Figures are never cut: what does not fit stands in further tables."""
+    cells = [list(row) for row in (*rows, last) if row]
+    room = console.width - 1
+    widths = _widths([list(columns), *cells])
+    if _with_frame(widths) > room:
+        bodies = _widths(cells)
+        widths = [max(min(body, NAME), min(whole, TITLE)) for body, whole in zip(bodies, widths, strict=True)]
+    for block in _blocks(widths, room):
+        left = room - FRAME - _with_frame([widths[i] for i in block])
+        names = min(left, max(cell_len(row[0]) for row in [columns, *cells]))
+        table = Table(title=escape(title), title_justify="left", header_style="bold")
+        for i, width in ((0, max(names, widths[0])), *((i, widths[i]) for i in block)):
+            table.add_column(escape(columns[i]), width=width, overflow="fold")
+        for number, row in enumerate(cells):
+            table.add_row(*(escape(row[i]) for i in (0, *block)), end_section=bool(last) and number == len(rows) - 1)
+        console.print(table)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+
+
+def _with_frame(widths: Sequence[int]) -> int:
+    return sum(widths) + FRAME * len(widths)
+
+
+def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns after the first, as many side by side with it as there is room for."""
+    blocks: list[list[int]] = [[]]
+    for i in range(1, len(widths)):
+        if blocks[-1] and _with_frame([widths[k] for k in (0, *blocks[-1], i)]) > room:
+            blocks.append([])
+        blocks[-1].append(i)
+    return blocks
 
 
 def print_run(console: Console, path: Path, clients: bool) -> None:
@@ -92,15 +129,18 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     from fedtailor.runs.store import FIT, RunFolder, read_json
     from fedtailor.runs.tables import number, private_words, size
 
+    quoted = shlex.quote(str(path))
     if (path / FIT).exists():
         record = read_json(path / FIT)
         if "sites" not in record:
-            raise RunError(f"{path}: a fit that is not finished; the same fedtailor fit with --out {path} goes on")
+            raise RunError(f"{path}: a fit that is not finished; the same fedtailor fit with --out {quoted} goes on")
         print_fit(console, record)
         return
     if (path / GRID).exists():
         if not (path / TABLE).exists():
-            raise RunError(f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {path} goes on")
+            raise RunError(
+                f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {quoted} goes on"
+            )
         print((path / TABLE).read_text(encoding="utf-8"), end="")
         return
     folder = RunFolder.open(path)
@@ -117,10 +157,10 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     print(f"engine     {made_by['engine']}{ranks}{why}")
     if results is None:
         rounds = len(folder.metrics())
-        print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {path}")
+        print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {quoted}")
         return
     local = local_reference(folder)
-    console.print(_results_table(results, local))
+    _print_results(console, results, local)
     if "unseen" in results:
         gap = number(results["metric"], results["unseen"]["gap"][results["metric"]])
         print(f"gap        {gap}: mean of the clients that trained minus that of the unseen ones, last round")
@@ -137,15 +177,15 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
             for fault in line.get("faults", []):
                 print(f"           round {fault['round']}, {fault['client']}, {fault['function']}: {fault['reason']}")
     if clients:
-        console.print(_clients_table(made_by, results))
+        _print_clients(console, made_by, results)
 
 
-def _results_table(results: dict[str, Any], local: dict[str, Any] | None) -> Table:
+def _print_results(console: Console, results: dict[str, Any], local: dict[str, Any] | None) -> None:
     from fedtailor.metrics.summary import share_hurt
     from fedtailor.runs.tables import number
 
     metric, higher = results["metric"], results["higher_is_better"]
-    table = _table(f"test {metric}{_unit(metric)}", "", "round", "mean", "client std", "worst tenth", "hurt")
+    rows = []
     titles = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
     for kind, title in titles.items():
         if kind not in results:
@@ -155,15 +195,11 @@ def _results_table(results: dict[str, Any], local: dict[str, Any] | None) -> Tab
         if local is not None and kind != "unseen":
             mine, theirs = results[kind]["clients"][metric], local[kind]["clients"][metric]
             hurt = share_hurt(mine, theirs, higher_is_better=higher)
-        table.add_row(
-            title,
-            str(results[kind]["round"]),
-            number(metric, found["mean"]),
-            number(metric, found["std"]),
-            number(metric, found["worst_tenth"]),
-            "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %",
-        )
-    return table
+        figures = [number(metric, found[k]) for k in ("mean", "std", "worst_tenth")]
+        share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
+        rows.append([title, str(results[kind]["round"]), *figures, share])
+    columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
+    print_table(console, f"test {metric}{_unit(metric)}", columns, rows)
 
 
 def print_newcomer(name: str, newcomer: Newcomer) -> None:
@@ -184,14 +220,13 @@ def print_fit(console: Console, record: dict[str, Any]) -> None:
     metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
     print("\n".join(record["notes"]))
     print(f"task       {task}, model {record['model']}, {record['rounds']} rounds")
-    table = _table(f"test {metric}{_unit(metric)}", "site", "rows", "alone", "in common", "personal", "served by")
+    rows = []
     for name, row in record["sites"].items():
         shown = [number(metric, row[k]) for k in ("alone", "common", "personal")]
-        table.add_row(escape(name), str(row["train"] + row["val"] + row["test"]), *shown, escape(row["served"]))
+        rows.append([name, str(row["train"] + row["val"] + row["test"]), *shown, row["served"]])
     means = [number(metric, record["means"][k]) for k in ("alone", "common", "personal")]
-    table.add_section()
-    table.add_row("mean", "", *means, "")
-    console.print(table)
+    columns = ("site", "rows", "alone", "in common", "personal", "served by")
+    print_table(console, f"test {metric}{_unit(metric)}", columns, rows, ["mean", "", *means, ""])
     for label, words in record["shared"].items():
         print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
     print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
@@ -201,14 +236,16 @@ def _unit(metric: str) -> str:
     return " %" if metric == "accuracy" else ""
 
 
-def _clients_table(made_by: dict[str, Any], results: dict[str, Any]) -> Table:
+def _print_clients(console: Console, made_by: dict[str, Any], results: dict[str, Any]) -> None:
     from fedtailor.runs.tables import number
 
     metrics = list(results["last"]["clients"])
-    table = _table("clients, last round", "client", "training samples", *(f"test {m}" for m in metrics))
-    for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True)):
-        table.add_row(escape(client), str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics))
-    return table
+    rows = [
+        [client, str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics)]
+        for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True))
+    ]
+    columns = ("client", "training samples", *(f"test {m}" for m in metrics))
+    print_table(console, "clients, last round", columns, rows)
 
 
 def print_weights(console: Console, path: Path) -> bool:
@@ -220,10 +257,8 @@ def print_weights(console: Console, path: Path) -> bool:
         return False
     clients = list(dict.fromkeys(client for row in found.values() for client in row))
     shown = [r for i, r in enumerate(found) if i in (0, len(found) - 1) or i % -(-len(found) // 20) == 0]
-    table = _table("weight of each client in the average", "round", *clients)
-    for round in shown:
-        table.add_row(str(round), *(f"{found[round][c]:.3f}" if c in found[round] else "-" for c in clients))
-    console.print(table)
+    rows = [[str(r), *(f"{found[r][c]:.3f}" if c in found[r] else "-" for c in clients)] for r in shown]
+    print_table(console, "weight of each client in the average", ("round", *clients), rows)
     print(f"every round: {path / WEIGHTS}")
     return True
 
@@ -239,10 +274,12 @@ def print_shares(console: Console, path: Path, data_root: Path | None) -> None:
     }
     for title, (rows, form) in titles.items():
         if rows:
-            table = _table(title, "client", *names)
-            for client, row in rows.items():
-                table.add_row(escape(client), *(f"{row[name]:{form}}" for name in names))
-            console.print(table)
+            table = [["client", *names]]
+            table += [[client, *(f"{row[name]:{form}}" for name in names)] for client, row in rows.items()]
+            if len(names) > len(rows) and _with_frame(_widths(table)) >= console.width:
+                table = [list(row) for row in zip(*table, strict=True)]
+                table[0][0] = "part"
+            print_table(console, title, table[0], table[1:])
     print(f"every parameter: {path / SHARES}")
 
 

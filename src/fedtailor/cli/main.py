@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -54,7 +55,9 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
 
     tables = with_settings(read_toml(config), settings)
     if "compare" in tables:
-        raise ConfigError(f"{config}: describes a comparison; run it with fedtailor compare {config}")
+        raise ConfigError(
+            f"{config}: describes a comparison; run it with {shlex.join(['fedtailor', 'compare', str(config)])}"
+        )
     checked = parse(tables, RunConfig, str(config))
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
     with joined(checked.federation.timeout) as ranks:
@@ -243,13 +246,16 @@ def init(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write.")] = Path("config.toml"),
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a commented configuration with every key at its default."""
+    """Write a commented configuration with every key at its default.
+
+    Options of the model and of the algorithm are in comments: another one has others.
+    """
     from fedtailor.runs.template import template
 
     if path.exists() and not force:
         raise ConfigError(f"{path}: exists already; --force replaces it")
     path.write_text(template(), encoding="utf-8")
-    print(f"wrote {path}; run it with: fedtailor run {path}")
+    print(f"wrote {path}; run it with: {shlex.join(['fedtailor', 'run', str(path)])}")
 
 
 @app.command()

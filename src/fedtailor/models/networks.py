@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedtailor.errors import ConfigError
+
 
 class Linear(nn.Module):
     """One affine map; the head is all of it."""
@@ -32,6 +34,9 @@ class MLP(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], outputs: int, hidden: tuple[int, ...] = (128, 128)) -> None:
         super().__init__()
+        if not isinstance(hidden, list | tuple):
+            raise ConfigError(f"model.hidden = {hidden!r}: must be a list such as [16]")
+        _check_sizes("hidden", *hidden)
         widths = (prod(shape), *hidden)
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.out = nn.Linear(widths[-1], outputs)
@@ -58,6 +63,8 @@ class LSTM(nn.Module):
         self, shape: tuple[int, ...], outputs: int, hidden: int = 12, layers: int = 2, per_step: int = 1
     ) -> None:
         super().__init__()
+        _check_sizes("hidden", hidden)
+        _check_sizes("layers", layers)
         if per_step < 1 or shape[0] % per_step:
             raise ValueError(f"a window of {shape[0]} is not a whole number of steps of {per_step}")
         self.by_step = (shape[0] // per_step, per_step)
@@ -83,7 +90,7 @@ class LSTMLayer(nn.Module):
             nn.init.uniform_(parameter, -(hidden**-0.5), hidden**-0.5)  # the range of nn.LSTM
 
     def forward(self, steps: Sequence[Tensor]) -> list[Tensor]:
-        state = memory = steps[0].new_zeros(len(steps[0]), self.hidden)
+        state = memory = steps[0].new_zeros(steps[0].shape[0], self.hidden)
         states: list[Tensor] = []
         for x in steps:
             gates, news = self.gates(torch.cat([x, state], dim=1)).split([3 * self.hidden, self.hidden], dim=1)
@@ -153,6 +160,8 @@ class CNN(nn.Module):
         super().__init__()
         colours, height, width = shape
         _at_least(16, height, width)
+        _check_sizes("channels", *channels)
+        _check_sizes("hidden", hidden)
         first, second = channels
         self.conv1 = nn.Conv2d(colours, first, 5)
         self.conv2 = nn.Conv2d(first, second, 5)
@@ -166,6 +175,12 @@ class CNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.before_head(x))
+
+
+def _check_sizes(option: str, *sizes: int) -> None:
+    for size in sizes:
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"model.{option}: {size!r} is not a whole number above 0")
 
 
 def _at_least(size: int, height: int, width: int) -> None:

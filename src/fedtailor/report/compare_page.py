@@ -194,20 +194,21 @@ def best(task: Task) -> str:
 def task_sections(task: Task, suffix: str) -> list[Section]:
     """Table and charts of a task."""
     title = task.name or "Results"
+    units = tuple(filter(None, [task.all[0].units]))
     if not task.rows:
         curves = learning(task, suffix)
         if curves is None:
             return [Section(f"task{suffix}", title, missing="no run on it is finished")]
-        return [Section(f"task{suffix}", title, ("No run is finished yet.",), charts=(curves,))]
+        return [Section(f"task{suffix}", title, ("No run is finished yet.", *units), charts=(curves,))]
     charts = [traffic(task, suffix), learning(task, suffix), fairness(task, suffix), hurt(task, suffix)]
     there = [chart for chart in charts if chart is not None]
-    first = Section(f"task{suffix}", title, charts=tuple(there), tables=(table(task),), tables_first=True)
+    first = Section(f"task{suffix}", title, units, charts=tuple(there), tables=(table(task),), tables_first=True)
     gain = gain_chart(task, suffix)
     ending = f": {task.name}" if task.name else ""
     if gain is None:
         why = "there is no finished run of Local with the same seeds"
         return [first, Section(f"gain{suffix}", f"Gain over Local{ending}", missing=why)]
-    return [first, Section(f"gain{suffix}", f"Gain over Local{ending}", charts=(gain,))]
+    return [first, Section(f"gain{suffix}", f"Gain over Local{ending}", units, charts=(gain,))]
 
 
 def table(task: Task) -> Table:

@@ -17,7 +17,8 @@ def fit_page(path: Path) -> Page:
     record = read_json(path / FIT)
     found = [run for run in runs_in(path)[0] if run.results is not None]
     tasks = tasks_of(found, places(path, found))
-    sections = [summary(record), sites(record), sharing(record), halving(record)]
+    units = next((run.units for run in found), "")
+    sections = [summary(record), sites(record), sharing(record), halving(record, units)]
     for number_, task in enumerate(tasks):
         sections += task_sections(task, f"-{number_}" if number_ else "")
     sections += [configuration(tasks), citations(found)]
@@ -61,11 +62,12 @@ def sites(record: dict[str, Any]) -> Section:
         drawn.append((name, gain, row["served"]))
     unit = " %" if metric == "accuracy" else ""
     columns = ("site", "training rows", f"alone{unit}", f"in common{unit}", f"personalized{unit}", "served by")
+    of = f"Test {metric}" + (f", in the units of {record['target']}" if metric == "rmse" and record["target"] else "")
     text = (
-        f"Test {metric}. A site is served by another model than its own only where validation data says that this is "
+        f"{of}. A site is served by another model than its own only where validation data says that this is "
         "better, by more than its uncertainty."
         if record["settings"]["algorithm"] == "auto"
-        else f"Test {metric}.",
+        else f"{of}.",
     )
     chart = Chart(
         "site-gains",
@@ -89,7 +91,7 @@ def sharing(record: dict[str, Any]) -> Section:
     return Section("shared", "What is shared", tables=(table,))
 
 
-def halving(record: dict[str, Any]) -> Section:
+def halving(record: dict[str, Any], units: str) -> Section:
     """Who was dropped, and when."""
     section = Section("halving", "Candidates dropped on the way")
     if not record["dropped"]:
@@ -100,4 +102,4 @@ def halving(record: dict[str, Any]) -> Section:
         for d in record["dropped"]
     ]
     table = Table("On validation data", ("", "after round", metric, "why"), rows, words=True)
-    return Section(section.id, section.title, tables=(table,))
+    return Section(section.id, section.title, tuple(filter(None, [units])), tables=(table,))

@@ -56,6 +56,14 @@ class Recorded:
         return (self.kind and self.kind.title) or self.config.algorithm.name
 
     @property
+    def units(self) -> str:
+        """A sentence on what errors are measured in, where the target of a table is standardised."""
+        prepared = RunFolder(self.path).preparation
+        if prepared is None or self.about["task"] != "regression" or prepared.target.sd == 1:
+            return ""
+        return f"Errors here are in standard deviations of {prepared.target.name}: 1 is {prepared.target.sd:.6g}."
+
+    @property
     def tested(self) -> list[float]:
         """The main metric of every client in the last round, on test data; nothing before the end."""
         return [] if self.results is None else list(self.results["last"]["clients"][self.metric])

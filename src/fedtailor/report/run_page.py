@@ -63,7 +63,7 @@ def state(run: Recorded) -> str:
 
 def summary(run: Recorded, others: References) -> Section:
     """In plain words."""
-    text = [what(run), outcome(run)]
+    text = [what(run), outcome(run), *filter(None, [run.units])]
     text += [against(run, other) for other in others.values() if run.results is not None]
     if run.unreadable:
         text.append(f"{count(run.unreadable, 'line')} of metrics.jsonl could not be read and are not shown.")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -342,6 +343,7 @@ def _put(table: dict[str, Any], path: str, value: Any, origin: str) -> None:
 def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str = "config") -> Any:
     """A checked configuration; the first thing wrong is a `ConfigError` that names its key."""
     tables = dict(tables)
+    _check_finite(tables, origin)
     if isinstance(data := tables.get("data"), dict):
         tables["data"] = {"source": "digits"} | data
     for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
@@ -352,6 +354,14 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
         return kind.model_validate(tables)
     except ValidationError as error:
         raise ConfigError(f"{origin}: {_explain(error, kind)}") from None
+
+
+def _check_finite(tables: dict[str, Any], origin: str) -> None:
+    """JSON, and with it the record of a run, has no infinity."""
+    for key, value in dotted(tables).items():
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number")
 
 
 def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
@@ -375,4 +385,18 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
         return f'data.source: no data source "{tag}"; {nearest(tag, SOURCES)}'
     if first["type"] == "missing":
         return f"{key}: not given; {model.model_fields[path[-1]].description}"
+    if first["type"] in ("tuple_type", "list_type"):
+        listed = _as_list(first["input"])
+        quoted = shlex.quote(f"{key}={listed}")
+        return (
+            f"{key} = {first['input']!r}: Input should be a valid list such as {listed}; from a shell: --set {quoted}"
+        )
     return f"{key} = {first['input']!r}: {first['msg']}"
+
+
+def _as_list(given: Any) -> str:
+    """What was probably meant: a shell takes the quotes away from ["id"], and leaves [id]."""
+    if not isinstance(given, str):
+        return json.dumps([given], default=str)
+    parts = [part.strip(" \"'") for part in given.strip(" []").split(",")]
+    return json.dumps([int(part) if part.isdecimal() else part for part in parts])

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class RunFolder:
         """A new folder with the resolved configuration, what made it and, of tables, how columns are prepared."""
         folder = cls(path)
         if (path / CONFIG).exists():
-            raise RunError(f"{path}: holds a run already; fedtailor resume {path} goes on with it")
+            raise RunError(f"{path}: holds a run already; fedtailor resume {shlex.quote(str(path))} goes on with it")
         content = tomli_w.dumps(config.plain()).encode()
         if preparation is not None:
             write_json(path / PREPARATION, preparation.model_dump(mode="json"))
@@ -142,7 +143,7 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """An existing run."""
         if not (path / CONFIG).is_file() or not (path / ABOUT).is_file():
-            raise RunError(f"{path}: not a run folder (no {CONFIG}); fedtailor run CONFIG makes one")
+            raise RunError(f"{path}: {_instead_of_a_run(path)}")
         return cls(path)
 
     @property
@@ -295,6 +296,20 @@ class RunFolder:
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
+
+
+def _instead_of_a_run(path: Path) -> str:
+    """What a folder without a run is, and which runs are in it."""
+    inside = sorted(about.parent.name for about in path.glob(f"*/{ABOUT}"))
+    is_fit = (path / FIT).is_file()
+    if not inside and not is_fit:
+        return f"not a run folder (no {CONFIG}); fedtailor run CONFIG makes one"
+    what, command = ("a fit", "fedtailor fit") if is_fit else ("a folder of runs", "command")
+    told = f"{what}, not a single run; the same {command} with --out {shlex.quote(str(path))} goes on with it"
+    if not inside:
+        return told
+    names = ", ".join(inside[:8]) + (", ..." if inside[8:] else "")
+    return f"{told}; or name one of its runs ({names}), such as {shlex.quote(str(path / inside[0]))}"
 
 
 def _file_name(client: str) -> str:

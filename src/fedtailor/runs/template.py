@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel
 
-from fedtailor.runs.config import RunConfig
+from fedtailor.algorithms import algorithms
+from fedtailor.models import MODELS
+from fedtailor.runs.config import AlgorithmSection, ModelSection, RunConfig
 
 
 def template(kind: type[RunConfig] = RunConfig) -> str:
-    """A commented configuration with every key at its default."""
+    """A commented configuration with every key at its default; options of model and algorithm as comments."""
     defaults = kind()
     lines = [
         f"{name} = {_toml(getattr(defaults, name))}  # {kind.model_fields[name].description}"
@@ -27,8 +31,27 @@ def template(kind: type[RunConfig] = RunConfig) -> str:
             value = getattr(section, key)
             line = f"{key} = {_toml(value)}" if value is not None else f"# {key} ="
             lines.append(f"{line}  # {field.description}")
+        lines += _options(section)
     return "\n".join(lines) + "\n"
 
 
+def _options(section: BaseModel) -> list[str]:
+    """Options of the default model or algorithm; not as keys, because they would be wrong with another name."""
+    match section:
+        case ModelSection():
+            parameters = inspect.signature(MODELS[section.name]).parameters.values()
+            options = {p.name: p.default for p in parameters if p.name not in ("shape", "outputs")}
+            kind = "models"
+        case AlgorithmSection():
+            options = {f.name: f.default for f in dataclasses.fields(algorithms()[section.name])}
+            kind = "algorithms"
+        case _:
+            return []
+    told = f"Option of {section.name}; fedtailor list {kind} shows those of others."
+    return [f"# {key} = {_toml(value)}  # {told}" for key, value in options.items()]
+
+
 def _toml(value: Any) -> str:
-    return tomli_w.dumps({"v": list(value) if isinstance(value, tuple) else value}).removeprefix("v = ").rstrip()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"  # in one line, so that it can be a comment
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip()
