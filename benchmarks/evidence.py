@@ -39,7 +39,10 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
     "fedselect": tuple(f"fedselect/{name}" for name in ("table1", "table1-others", "table2", "table3", "figure4")),
     "fedeq": tuple(
         f"fedeq/{name}"
-        for name in ("table1", "table2", "table1-shakespeare", "figure2", "figure4", "figure4-equal", "figure5")
+        for name in (
+            *("table1", "table2", "table1-shakespeare"),
+            *("figure2", "figure3", "figure4", "figure4-equal", "figure5", "figure6"),
+        )
     ),
     "federation": ("benchmarks/federation.py --table", "benchmarks/secure_sum.py"),
     "fit": ("benchmarks/auto.py",),
