@@ -180,6 +180,22 @@ def test_below_the_threshold_the_round_is_abandoned(step: str, monkeypatch: pyte
     assert_equal(states(secure), before, 0.0)
 
 
+def test_who_is_lost_after_the_sums_were_opened_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second sum, without its reply, would tell what that was."""
+    for secure in (federation("ditto"), federation("ditto", is_secure=False)):
+        before = states(secure)
+        lost = iter([{1: "connection lost"}])
+        monkeypatch.setattr(secure.engine, "end_round", lambda clients, lost=lost: next(lost, {}))
+        if not secure.privacy.secure_sum:  # the server knows every reply anyway
+            run(secure, 1)
+            assert secure.cohort == (0, 2, 3)
+            continue
+        with pytest.raises(RoundAbandoned, match="lost after their replies were summed: bo"):
+            run(secure, 1)
+        assert_equal(states(secure), before, 0.0)
+        assert [(fault.client, fault.reason) for fault in secure.faults] == [("bo", "connection lost")]
+
+
 def test_two_sums_of_the_same_replies_are_over_the_same_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     secure = federation("fednova")  # sums twice before it takes the mean of the models
     lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == "mask" and header["sum"] == 3)

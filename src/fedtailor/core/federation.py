@@ -300,6 +300,10 @@ class Federation:
             if not lost:
                 return made
             self.engine.undo()  # their replies are in what was made, their new states are nowhere: again without them
+            if self.secure_sums:  # a second sum, of the same replies but theirs, would show theirs
+                self.faults += [Fault(self._name(c), round, "end", why) for c, why in lost.items()]
+                names = ", ".join(map(self._name, lost))
+                raise RoundAbandoned(f"round {round}: lost after their replies were summed: {names}")
             if not is_first or len(self.cohort) - len(lost) >= max(1, self.limits.min_replies):
                 self._leave_out(lost, "end")
             is_first = False  # too few would be left: once more with all, for they may just have gone
