@@ -387,10 +387,8 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
         return f"{key}: not given; {model.model_fields[path[-1]].description}"
     if first["type"] in ("tuple_type", "list_type"):
         listed = _as_list(first["input"])
-        quoted = shlex.quote(f"{key}={listed}")
-        return (
-            f"{key} = {first['input']!r}: Input should be a valid list such as {listed}; from a shell: --set {quoted}"
-        )
+        told = f"{key} = {first['input']!r}: Input should be a valid list such as {listed}"
+        return f"{told}; from a shell: --set {shlex.quote(f'{key}={listed}')}"
     return f"{key} = {first['input']!r}: {first['msg']}"
 
 
