@@ -29,7 +29,6 @@ from fedtailor.privacy.shamir import SHARE, Entropy
 
 Words = NDArray[np.uint64]  # numbers modulo 2**64
 KEY = 32  # bytes of a key or a seed
-ADVERT = 2 * KEY
 
 
 @dataclass(frozen=True)
