@@ -32,10 +32,12 @@ demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (und
 test: $(ALL_READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
 	$(BIN)/python -m pytest -n 2
 
-lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks
+lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers and the structure of src
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/structure.py src/fedtailor
 
 bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python -m benchmarks.speed --json runs/bench/speed.json

@@ -1,12 +1,15 @@
 """Settings of the whole test run: one thread, the same examples every time, real data where it is at hand."""
 
 import os
+import tempfile
 
 import pytest
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)  # tensors here are tiny; threads only cost, and tests run side by side
+HOME = tempfile.TemporaryDirectory()
+os.environ["XDG_CONFIG_HOME"] = HOME.name  # what tests run is not what the developer trusts
 settings.register_profile("same-every-time", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("same-every-time")
 

@@ -1,91 +1,42 @@
-"""Small federations made in the test: four unequal clients, one of them with a single sample and nothing to test on."""
+"""What tests share: small federations, of which most are those of `fedtailor.testing`, and references by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fedtailor import algorithms, engines
+from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.environment import Environment
-from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me, Setting
-from fedtailor.core.model import BufferPolicy, Model
-from fedtailor.core.plausible import Limits
-from fedtailor.core.random import stream, torch_stream
-from fedtailor.core.trees import Params, Tree, items, tree_map
-from fedtailor.data.federated import FederatedData, Rows, TaskKind
-from fedtailor.errors import ConfigError
-from fedtailor.local.training import Solver
-from fedtailor.models import build
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.model import Model
+from fedtailor.core.samples import FederatedData
+from fedtailor.core.trees import Params, Tree, items
+from fedtailor.testing.federations import ENGINES as ENGINES
+from fedtailor.testing.federations import EVEN_SIZES as EVEN_SIZES
+from fedtailor.testing.federations import F64 as F64
+from fedtailor.testing.federations import FULL_BATCH as FULL_BATCH
+from fedtailor.testing.federations import OTHERS as OTHERS
+from fedtailor.testing.federations import POOL as POOL
+from fedtailor.testing.federations import SIZES as SIZES
+from fedtailor.testing.federations import SOLVER as SOLVER
+from fedtailor.testing.federations import Normed as Normed
+from fedtailor.testing.federations import SmallConv as SmallConv
+from fedtailor.testing.federations import evaluate as evaluate
+from fedtailor.testing.federations import everything as everything
+from fedtailor.testing.federations import federate as federate
+from fedtailor.testing.federations import make_data as make_data
+from fedtailor.testing.federations import make_model as make_model
+from fedtailor.testing.federations import models as models
+from fedtailor.testing.federations import run as run
+from fedtailor.testing.federations import states as states
+from fedtailor.testing.federations import suits as suits
+from fedtailor.testing.federations import usual as usual
+from fedtailor.training.solver import Solver
 
-F64 = torch.float64
-SIZES = {"ada": (9, 3, 4), "bo": (1, 0, 0), "cy": (6, 2, 5), "di": (13, 4, 1)}  # train, val, test
-EVEN_SIZES = {"ada": (8, 3, 4), "bo": (8, 0, 0), "cy": (6, 2, 5), "di": (10, 4, 1)}  # no batch of 4 leaves one sample
-ENGINES: dict[str, dict[str, Any]] = {
-    "loop": {"name": "loop"},
-    "vmap": {"name": "vmap"},
-    "vmap2": {"name": "vmap", "chunk": 2},
-    "wire": {"name": "wire"},
-}
-OTHERS = ("vmap", "vmap2", "wire")
-POOL: dict[str, Any] = {"name": "pool", "workers": 2}  # that it is loop bit for bit, tests/contract/test_pool.py shows
 EVERYWHERE = ("pool", *ENGINES)
-SOLVER = Solver(lr=0.1, batch_size=4)
-FULL_BATCH = Solver(lr=0.1, batch_size=0)
-
-
-def make_data(
-    task: TaskKind = "classification",
-    names: Sequence[str] | None = None,
-    sizes: Mapping[str, tuple[int, int, int]] = SIZES,
-    shape: tuple[int, ...] = (4,),
-    outputs: int = 3,
-) -> FederatedData:
-    """A client's samples depend on its name only, so that the same clients can be put in another order."""
-    names = tuple(sizes) if names is None else tuple(names)
-    made: dict[str, Rows] = {}
-    for part, split in enumerate(("train", "val", "test")):
-        xs, ys = [], []
-        for name in names:
-            rng = stream("samples", name, split)
-            n = sizes[name][part]
-            xs.append(torch.from_numpy(rng.normal(size=(n, *shape))))
-            if task == "classification":
-                ys.append(torch.from_numpy(rng.integers(outputs, size=n)))
-            else:
-                ys.append(torch.from_numpy(rng.normal(size=(n, outputs))))
-        starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
-        made[split] = Rows(torch.cat(xs), torch.cat(ys), starts)
-    return FederatedData("made", task, names, made["train"], made["val"], made["test"], outputs)
-
-
-class Normed(nn.Module):
-    """Dense layers with BatchNorm in the body."""
-
-    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(shape[0], 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.out = nn.Linear(5, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.norm(self.first(x))))
-
-
-class SmallConv(nn.Module):
-    """One convolution on small grey images."""
-
-    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(shape[0], 2, 3)
-        self.out = nn.Linear(2 * ((shape[1] - 2) // 2) * ((shape[2] - 2) // 2), outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(nn.functional.max_pool2d(torch.relu(self.conv(x)), 2).flatten(1))
 
 
 def variants() -> dict[str, Algorithm]:
@@ -97,92 +48,6 @@ def variants() -> dict[str, Algorithm]:
     return found
 
 
-def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
-    """Whether an algorithm can serve the model and task of a case."""
-    data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
-    try:
-        algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
-        algorithm.check_solver(case.get("solver", SOLVER))
-    except ConfigError:
-        return False
-    return True
-
-
-def usual(algorithm: Algorithm) -> dict[str, Any]:
-    """The first case that an algorithm can serve."""
-    return next(c for c in ({}, {"model": "linear", "task": "regression"}) if suits(algorithm, c))
-
-
-def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:
-    """In float64: "mlp", "linear", "normed" or "conv"; the head is the last layer."""
-    if name in ("mlp", "linear"):
-        options = {"hidden": (5,)} if name == "mlp" else {}
-        return build(name, data.shape, data.outputs, seed=1, options=options, dtype=F64)
-    with torch_stream("initial values"):
-        module = (Normed if name == "normed" else SmallConv)(data.shape, data.outputs).to(F64)
-    return Model(module, head=["out"], buffers=buffers)
-
-
-def federate(
-    algorithm: Algorithm,
-    data: FederatedData,
-    model: Model,
-    engine: str = "loop",
-    solver: Solver = SOLVER,
-    limits: Limits | None = None,
-    environment: Environment | None = None,
-) -> Federation:
-    """A federation whose clients have their first state."""
-    setting = Setting(algorithm, model, data, solver, 3, environment or Environment())
-    made = engines.make(setting=setting, **(POOL if engine == "pool" else ENGINES[engine]))
-    made.start()
-    return Federation(made, limits or Limits())
-
-
-def run(fed: Federation, rounds: int = 3, cohort: Sequence[int] | None = None) -> Tree:
-    """The server's state after some rounds."""
-    setting = fed.engine.setting
-    server = setting.algorithm.server_init(setting.model)
-    for round in range(rounds):
-        server = fed.run_round(round, range(len(setting.data.clients)) if cohort is None else cohort, server)
-    return server
-
-
-def states(fed: Federation) -> dict[str, Tree]:
-    """Copies of everything private, by name of the client."""
-    rows = fed.engine.get_states()
-    return {c: tree_map(lambda v, i=i: v[i].clone(), rows) for i, c in enumerate(fed.engine.setting.data.clients)}
-
-
-def evaluate(fed: Federation, server: Tree, round: int = 3) -> tuple[dict[str, Params], dict[str, dict[str, Tensor]]]:
-    """Personal models and metrics, such as `metrics["ada"]["test/accuracy"]`, by name of the client."""
-    clients = fed.engine.setting.data.clients
-    models, metrics = {}, {}
-    for group, found, stack in fed.engine.evaluate(range(len(clients)), round, server, ("train", "val", "test")):
-        for row, client in enumerate(group):
-            models[clients[client]] = {k: v[row].clone() for k, v in stack.items()}
-            metrics[clients[client]] = {path: v[row].clone() for path, v in items(found)}
-    return models, metrics
-
-
-def models(fed: Federation, server: Tree) -> dict[str, Params]:
-    """Personal models, by name of the client."""
-    return evaluate(fed, server)[0]
-
-
-def everything(fed: Federation, server: Tree) -> dict[str, Any]:
-    """All that a run has made, per client by name: what must not depend on where it ran."""
-    models, metrics = evaluate(fed, server)
-    clients, tables = fed.engine.setting.data.clients, fed.engine.setting.algorithm.by_client
-
-    def named(v: Tensor) -> Tree:
-        """A table of the server by name of the client."""
-        return {c: v[..., i] for i, c in enumerate(clients)} if v.dim() and v.shape[-1] == len(clients) else v
-
-    server = {k: tree_map(named, v) if k in tables else v for k, v in server.items()} if tables else server
-    return dict(items({"server": server, "states": states(fed), "models": models, "metrics": metrics}))
-
-
 def assert_equal(found: Tree, wanted: Tree, tolerance: float = 1e-10) -> None:
     """The same paths with the same values; what is not a number must be so on both sides."""
     torch.testing.assert_close(dict(items(found)), dict(items(wanted)), rtol=0, atol=tolerance, equal_nan=True)
@@ -190,11 +55,11 @@ def assert_equal(found: Tree, wanted: Tree, tolerance: float = 1e-10) -> None:
 
 def make_me(
     data: FederatedData, model: Model, client: int = 0, solver: Solver = SOLVER, algorithm: Algorithm | None = None
-) -> Me:
+) -> ClientContext:
     """A client outside of any federation."""
-    setting = Setting(algorithm or Algorithm(), model, data, solver, seed=3)
+    setting = Experiment(algorithm or Algorithm(), model, data, solver, seed=3)
     n = torch.tensor(float(data.train.sizes[client]), dtype=F64)
-    return Me(setting, [client], ("alone",), 0, n, {}, model.private_buffers, None)
+    return ClientContext(setting, [client], ("alone",), 0, n, {}, model.private_buffers, None)
 
 
 def descend(

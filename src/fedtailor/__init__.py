@@ -1,6 +1,7 @@
 """fedtailor: personalized federated learning that learns what each client should share.
 
 import fedtailor as ft; ft.fit gives each site of your own data a personal model, ft.run trains one algorithm.
+Authors of a method find all they need here too: from fedtailor import Algorithm, on_client, MODEL, COUNT.
 """
 
 from __future__ import annotations
@@ -8,19 +9,45 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fedtailor.version import __version__ as __version__
+
 if TYPE_CHECKING:
+    from fedtailor.algorithms import register as register
     from fedtailor.api import fit as fit
     from fedtailor.api import load as load
     from fedtailor.api import run as run
+    from fedtailor.core.algorithm import BODY as BODY
+    from fedtailor.core.algorithm import COUNT as COUNT
+    from fedtailor.core.algorithm import HEAD as HEAD
+    from fedtailor.core.algorithm import MODEL as MODEL
+    from fedtailor.core.algorithm import NUMBER as NUMBER
+    from fedtailor.core.algorithm import Algorithm as Algorithm
+    from fedtailor.core.algorithm import ReplySpec as ReplySpec
+    from fedtailor.core.algorithm import on_client as on_client
+    from fedtailor.core.context import ClientContext as ClientContext
+    from fedtailor.core.federation import Federation as Federation
+    from fedtailor.core.model import Model as Model
+    from fedtailor.core.samples import FederatedData as FederatedData
+    from fedtailor.core.samples import Rows as Rows
+    from fedtailor.core.trees import Params as Params
+    from fedtailor.core.trees import Tree as Tree
 
-__version__ = "0.1.0"
-
-_LAZY = ("fit", "load", "run")  # torch is imported by the first use
+_PUBLIC = {  # by module: torch is imported by the first use
+    "fedtailor.api": ("fit", "load", "run"),
+    "fedtailor.algorithms": ("register",),
+    "fedtailor.core.algorithm": ("Algorithm", "ReplySpec", "on_client", "MODEL", "BODY", "HEAD", "COUNT", "NUMBER"),
+    "fedtailor.core.context": ("ClientContext",),
+    "fedtailor.core.federation": ("Federation",),
+    "fedtailor.core.model": ("Model",),
+    "fedtailor.core.samples": ("FederatedData", "Rows"),
+    "fedtailor.core.trees": ("Params", "Tree"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module("fedtailor.api"), name)
+    for module, names in _PUBLIC.items():
+        if name in names:
+            return getattr(import_module(module), name)
     if name[:1].isupper():
         from fedtailor.algorithms import algorithms
 
@@ -31,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_LAZY]
+    return [*globals(), *(name for names in _PUBLIC.values() for name in names)]

@@ -15,20 +15,24 @@ from rich.console import Console
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import saved
 from fedtailor.data.configs import SourceConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.data.frames import as_frame
 from fedtailor.errors import ConfigError, DataError, RunError
+from fedtailor.experiments import runner
+from fedtailor.experiments.building import build_experiment
+from fedtailor.experiments.config import RunConfig, parse, with_values
+from fedtailor.experiments.progress import grid_shown, shown
+from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json, write_atomically
+from fedtailor.experiments.trust import accept_folder
+from fedtailor.plugins import name_of
 from fedtailor.report.write import write as write_report
-from fedtailor.runs import fit as fitting
-from fedtailor.runs import onboard, runner, serving
-from fedtailor.runs.assemble import setting_of
-from fedtailor.runs.config import RunConfig, parse, with_values
-from fedtailor.runs.progress import grid_shown, shown
-from fedtailor.runs.serving import Personal
-from fedtailor.runs.store import CONFIG, FIT, RunFolder, new_path, read_json, write_atomically
-from fedtailor.runs.tables import number
+from fedtailor.serving import onboard
+from fedtailor.serving import personal as serving
+from fedtailor.serving.personal import Personal
+from fedtailor.studies import fit as fitting
+from fedtailor.studies.tables import number
 
 if TYPE_CHECKING:
     import polars as pl
@@ -270,7 +274,7 @@ def run(
         tables["data"] = {"source": "saved", "path": str(path / "data")}
     config: RunConfig = parse(tables, origin="run")
     root = None if data_root is None else Path(data_root)
-    setting_of(config, root, loaded)  # before anything is written
+    build_experiment(config, root, loaded)  # before anything is written
     if (path / CONFIG).exists():
         raise RunError(f"{path}: holds a run already; choose another folder with out")
     if loaded is not None:
@@ -281,17 +285,19 @@ def run(
 
 
 def _section(algorithm: Algorithm | type[Algorithm] | str) -> dict[str, Any]:
-    """An algorithm as a configuration names it; one that is not known yet is registered."""
+    """An algorithm as a configuration names it; one that no other process can import is registered in this one."""
     if isinstance(algorithm, str):
         return {"name": algorithm}
     made = algorithm() if isinstance(algorithm, type) else algorithm
     kind = type(made)
-    names = [name for name, known in algorithms.algorithms().items() if known is kind]
-    if not names:
-        algorithms.register(kind)
-        names = [name for name, known in algorithms.algorithms().items() if known is kind]
+    is_ours = kind.__module__.startswith(f"{algorithms.__name__}.")
+    name = None if is_ours else name_of(kind)
+    if name is None:
+        if not is_ours:
+            algorithms.register(kind)
+        name = next(known for known, of in algorithms.algorithms().items() if of is kind)
     changed = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if getattr(made, f.name) != f.default}
-    return {"name": names[0]} | {k: list(v) if isinstance(v, tuple) else v for k, v in changed.items()}
+    return {"name": name} | {k: list(v) if isinstance(v, tuple) else v for k, v in changed.items()}
 
 
 def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dict[str, Any]:
@@ -308,9 +314,14 @@ def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dic
     )
 
 
-def load(path: str | Path) -> Fit | Run:
-    """What lies in a folder: a fit or a run."""
+def load(path: str | Path, trust: bool = False) -> Fit | Run:
+    """What lies in a folder: a fit or a run.
+
+    trust: run code outside fedtailor that the folder names ("module:Class"), although you never ran it yourself.
+    """
     path = Path(path)
+    if trust:
+        accept_folder(path)
     if (path / FIT).exists():
         if "sites" not in read_json(path / FIT):
             raise ConfigError(f"{path}: the fit is not finished; call the same fit with out={str(path)!r}")

@@ -22,7 +22,7 @@ class RunError(UserError):
     """A run folder cannot be read, resumed or written."""
 
 
-class NotNow(RunError):
+class RetryableError(RunError):
     """A run cannot go on at the moment; the same may work later."""
 
 

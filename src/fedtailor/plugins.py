@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextvars import ContextVar
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedtailor.errors import ConfigError
+
+MAIN = ("__main__", "__mp_main__")  # the program itself, and that program in a process it has started
+_importing: ContextVar[str] = ContextVar("importing", default="")
 
 
 def imported(key: str, name: str) -> Any:
@@ -16,7 +22,90 @@ def imported(key: str, name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    before = _importing.set(module)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(_program() if module == _program_name() else importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f'{key}: cannot import "{name}": {error}') from None
+    finally:
+        _importing.reset(before)
+
+
+def located(key: str, name: str) -> Path | None:
+    """The file that `imported` would run for a name; nothing is run to find out. None if it has no file."""
+    module = name.partition(":")[0]
+    loaded = _program() if module == _program_name() else sys.modules.get(module)
+    if loaded is not None:
+        return file_of(loaded)
+    spec, folders = None, None
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:end]), folders)
+        if spec is None:
+            raise ConfigError(f"{key}: cannot import \"{name}\": No module named '{'.'.join(parts[:end])}'")
+        folders = list(spec.submodule_search_locations or [])
+    return Path(spec.origin).resolve() if spec and spec.origin and Path(spec.origin).is_file() else None
+
+
+def _spec(module: str, folders: list[str] | None) -> ModuleSpec | None:
+    """Where Python, which would look into the current folder last, finds a module of these folders."""
+    for finder in sys.meta_path:
+        if (spec := finder.find_spec(module, folders)) is not None:
+            return spec
+    return PathFinder.find_spec(module, [str(Path.cwd())]) if folders is None else None
+
+
+def name_of(kind: type) -> str | None:
+    """The name by which another process can import a class; None for one of a console, a notebook or a function."""
+    module = sys.modules.get(kind.__module__)
+    name = _name(module)
+    if name is None or import_folder(module) is None or getattr(module, kind.__qualname__, None) is not kind:
+        return None
+    return f"{name}:{kind.__qualname__}"
+
+
+def module_of(name: str, kind: Any) -> ModuleType | None:
+    """The module that holds what goes by `name`: "module:Class", or the registered name of a class."""
+    module = name.partition(":")[0] if ":" in name else str(getattr(kind, "__module__", ""))
+    return _program() if module == _program_name() else sys.modules.get(module)
+
+
+def file_of(module: ModuleType | None) -> Path | None:
+    """The file of a module; None if it has none, as a console and a notebook."""
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file is not None and Path(file).is_file() else None
+
+
+def import_folder(module: ModuleType | None) -> Path | None:
+    """The folder in which Python finds a module by its name; None if no folder is one."""
+    file, name = file_of(module), _name(module)
+    return None if file is None or name is None else folder_above(file, name)
+
+
+def folder_above(file: Path, module: str) -> Path | None:
+    """The folder in which Python finds a file by the name of its module; None if the two do not fit."""
+    path, parts = file.parent if file.name == "__init__.py" else file.with_suffix(""), tuple(module.split("."))
+    return path.parents[len(parts) - 1] if path.parts[-len(parts) :] == parts else None
+
+
+def _name(module: ModuleType | None) -> str | None:
+    return _program_name() if module is _program() else getattr(module, "__name__", None)
+
+
+def refuse_while_importing() -> None:
+    """Nothing is trained by a file that is only read for the class in it."""
+    if name := _importing.get():
+        raise ConfigError(f'{name}: starts a run when it is imported; put that below: if __name__ == "__main__":')
+
+
+def _program() -> ModuleType | None:
+    return sys.modules.get("__main__")
+
+
+def _program_name() -> str | None:
+    """What the program would be called if it were imported, which would run it once more; None if it has no file."""
+    spec = getattr(_program(), "__spec__", None)
+    if spec is not None and spec.name not in MAIN:  # python -m package.module
+        return str(spec.name)
+    file = file_of(_program())
+    return None if file is None else file.stem

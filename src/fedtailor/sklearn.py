@@ -22,9 +22,9 @@ from fedtailor.data.configs import FolderConfig
 from fedtailor.data.folder import prepared
 from fedtailor.data.frames import as_frame
 from fedtailor.data.tables import table_of
-from fedtailor.runs.fit import fit as fitted
-from fedtailor.runs.serving import Personal, personal
-from fedtailor.runs.store import RunFolder
+from fedtailor.experiments.store import RunFolder
+from fedtailor.serving.personal import Personal, personal
+from fedtailor.studies.fit import fit as fitted
 
 ONE = "all"  # the site of rows that name none
 TARGET = "target of fit"

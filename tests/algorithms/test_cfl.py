@@ -12,8 +12,8 @@ from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree, schema
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.errors import ConfigError
 from tests.helpers import (
     ENGINES,
@@ -112,7 +112,7 @@ def test_two_groups_are_found(engine: str) -> None:
     fed = federate(CFL(epochs=2), data, model, engine)
     server = run(fed, 60)
     assert nodes(fed) in ([1, 2] * 3, [2, 1] * 3)
-    assert fed.looked_at == {"cluster of each client", "model of each client", "sample counts"}
+    assert fed.record.gathered == {"cluster of each client", "model of each client", "sample counts"}
     one = federate(FedAvg(epochs=2), data, model)
     assert min(accuracies(fed, server)) > 0.8 > max(accuracies(one, run(one, 60)))
 
@@ -138,7 +138,7 @@ def test_a_lost_client_stays_where_it_is() -> None:
     data.train.of(1)[0].fill_(torch.inf)
     fed = federate(AT_ONCE, data, make_model("mlp", data))
     run(fed, 1)
-    assert [f.client for f in fed.faults] == ["bo"]
+    assert [f.client for f in fed.record.faults] == ["bo"]
     assert nodes(fed)[1] == 0
     assert sorted({nodes(fed)[i] for i in (0, 2, 3)}) == [1, 2]
 

@@ -13,7 +13,7 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.local.training import Solver
+from fedtailor.training.solver import Solver
 from tests.helpers import ENGINES, F64, FULL_BATCH, assert_equal, federate, make_data, make_model
 
 SIZES = torch.tensor([9, 1, 6, 13], dtype=F64)
@@ -24,7 +24,7 @@ def prepared(algorithm: DUWFedAvg, engine: str = "loop", **options: Any) -> tupl
     """A federation after its preparing rounds."""
     data = make_data("regression")
     fed = federate(algorithm, data, make_model("mlp", data), engine, options.pop("solver", FULL_BATCH), **options)
-    server = algorithm.server_init(fed.engine.setting.model)
+    server = algorithm.server_init(fed.engine.experiment.model)
     for round in range(1 - algorithm.preparation, 1):
         server = fed.run_round(round, range(4), server)
     return fed, server
@@ -122,13 +122,13 @@ def test_learning_lowers_the_outer_loss(outer: Any, weights: Any) -> None:
     algorithm = DUWFedAvg(horizon=3, outer=outer, weights=weights, outer_lr=0.05, outer_iterations=8)
     data = make_data("regression")
     fed = federate(algorithm, data, make_model("mlp", data), "vmap", FULL_BATCH)
-    server, losses = algorithm.server_init(fed.engine.setting.model), []
+    server, losses = algorithm.server_init(fed.engine.experiment.model), []
     for round in range(-7, 1):
         server = fed.run_round(round, range(4), server)
-        losses.append(fed.reported["outer_loss"])
+        losses.append(fed.record.reported["outer_loss"])
     assert losses[-1] < losses[0]  # type: ignore[operator]
     after = fed.run_round(1, range(4), server)
-    assert abs(sum(fed.reported["weights"]) - 1) < 1e-12  # type: ignore[arg-type]
+    assert abs(sum(fed.record.reported["weights"]) - 1) < 1e-12  # type: ignore[arg-type]
     assert set(after) == set(server)
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_a_rule_goes_on_in_another_federation() -> None:
     learner = DUWFedAvg(horizon=3, outer_iterations=4, outer_lr=0.1, weights="rule")
     fed, server = prepared(learner)
-    rule = tuple(fed.reported["theta"])  # type: ignore[arg-type]
+    rule = tuple(fed.record.reported["theta"])  # type: ignore[arg-type]
     assert rule == tuple(server["theta"].tolist())
     assert max(map(abs, rule)) > 0.1
     sizes = {"eve": (5, 0, 0), "fay": (30, 0, 0), "gus": (12, 0, 0), "hal": (7, 0, 0), "ida": (9, 0, 0)}
@@ -170,25 +170,25 @@ def test_a_rule_goes_on_in_another_federation() -> None:
     for given in ((), rule):
         user = replace(learner, outer_iterations=0, theta=given)
         other = federate(user, data, make_model("mlp", data), "loop", FULL_BATCH)
-        other.run_round(1, range(5), user.server_init(other.engine.setting.model))
-        weights[given] = torch.tensor(other.reported["weights"], dtype=F64)
+        other.run_round(1, range(5), user.server_init(other.engine.experiment.model))
+        weights[given] = torch.tensor(other.record.reported["weights"], dtype=F64)
     n = torch.tensor([5, 30, 12, 7, 9], dtype=F64)
     torch.testing.assert_close(weights[()], n / n.sum())  # without a rule, those of FedAvg
     assert float((weights[rule] - weights[()]).abs().max()) > 0.01
     assert float(weights[rule].sum()) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"algorithm\.theta: 1 numbers, where 10 of a rule"):
+    with pytest.raises(ConfigError, match=r"algorithm\.theta: 1 numbers; 10 of a rule"):
         prepared(replace(learner, theta=(1.0,)))
 
 
 def test_a_learned_table_drives_other_runs() -> None:
     learner = DUWFedAvg(horizon=3, outer_iterations=4, outer_lr=0.1)
     fed, server = prepared(learner)
-    given = tuple(fed.reported["theta"])  # type: ignore[arg-type]
+    given = tuple(fed.record.reported["theta"])  # type: ignore[arg-type]
     other, _ = prepared(replace(learner, outer_iterations=0, theta=given))
-    for federation, state in ((fed, server), (other, learner.server_init(other.engine.setting.model))):
+    for federation, state in ((fed, server), (other, learner.server_init(other.engine.experiment.model))):
         federation.run_round(1, range(4), state)
-    assert other.reported["weights"] == fed.reported["weights"]
-    with pytest.raises(ConfigError, match=r"algorithm\.theta: 2 numbers, where 3 rounds x 4 clients"):
+    assert other.record.reported["weights"] == fed.record.reported["weights"]
+    with pytest.raises(ConfigError, match=r"algorithm\.theta: 2 numbers; 3 rounds x 4 clients"):
         prepared(replace(learner, theta=(1.0, 2.0)))
 
 
@@ -201,7 +201,7 @@ def test_a_client_without_samples_has_no_say_and_no_nan(engine: str, weights: An
     for names in (tuple(sizes), ("ada", "cy")):
         data = make_data("regression", names, sizes)
         fed = federate(algorithm, data, make_model("mlp", data), engine, FULL_BATCH)
-        server = algorithm.server_init(fed.engine.setting.model)
+        server = algorithm.server_init(fed.engine.experiment.model)
         for round in (-1, 0, 1):
             server = fed.run_round(round, range(len(names)), server)
         found[names] = server

@@ -16,10 +16,10 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.client import onboard
 from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
+from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
-from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError
-from fedtailor.local.training import Solver
+from fedtailor.training.solver import Solver
 from tests.helpers import (
     ENGINES,
     F64,
@@ -115,7 +115,7 @@ def test_rounds_by_hand(options: dict[str, Any]) -> None:
     server = model.body
     for number, cohort in enumerate(COHORTS):
         server = fed.run_round(number, cohort, server)
-        assert fed.reported["augmented_lagrangian"] == pytest.approx(told[number], abs=1e-10)
+        assert fed.record.reported["augmented_lagrangian"] == pytest.approx(told[number], abs=1e-10)
     assert_equal(server, theta)
     for mine, (name, found) in zip(clients, states(fed).items(), strict=True):
         assert_equal({k: found["state"][k] for k in ("theta", "w")}, {k: mine[k] for k in ("theta", "w")})
@@ -177,7 +177,7 @@ def test_theorem_4_5(average: Any) -> None:
     server, told = algorithm.server_init(model), []
     for number in range(150):
         server = fed.run_round(number, range(4), server)
-        told.append((fed.reported["augmented_lagrangian"], fed.reported["consensus_residual"]))
+        told.append((fed.record.reported["augmented_lagrangian"], fed.record.reported["consensus_residual"]))
     values, residuals = zip(*told, strict=True)
     assert all(later < earlier for earlier, later in pairwise(values))
     assert min(values) > 0
@@ -222,4 +222,4 @@ def test_a_newcomer_fits_a_head_to_the_common_representation(preset: str | None)
     fed = federate(make("fedeq", {"preset": preset} if preset else {}), data, model, solver=FULL_BATCH)
     theta = run(fed, cohort=[0, 1])
     head = descend(model, model.head, *data.train.of(3), steps=4, frozen=theta)
-    assert_equal(onboard(fed.engine.setting, 3, theta, 4), theta | head)
+    assert_equal(onboard(fed.engine.experiment, 3, theta, 4), theta | head)

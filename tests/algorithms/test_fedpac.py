@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fedtailor.algorithms.fedpac import FedPAC, collaboration
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.model import Model
+from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
-from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError
 from tests.helpers import (
     EVEN_SIZES,
@@ -199,13 +199,13 @@ def test_what_the_server_looks_at() -> None:
     data = make_data()
     fed = federate(FedPAC(), data, make_model("mlp", data))
     run(fed, rounds=1)
-    assert fed.looked_at == {"class means of each client", "their variances", "head of each client"}
+    assert fed.record.gathered == {"class means of each client", "their variances", "head of each client"}
     assert fed.traffic.trips == 2
 
 
 def test_mistakes() -> None:
     data = make_data("regression")
-    with pytest.raises(ConfigError, match="FedPAC compares means of classes; it does not serve regression"):
+    with pytest.raises(ConfigError, match=r"algorithm.name: FedPAC .* not regression"):
         FedPAC().check(make_model("mlp", data), data.task)
-    with pytest.raises(ConfigError, match="heads of one dense layer"):
+    with pytest.raises(ConfigError, match="FedPAC needs a head of one dense layer"):
         FedPAC().check(Model(nn.Linear(4, 3)), "classification")

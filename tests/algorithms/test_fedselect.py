@@ -141,7 +141,7 @@ def test_masks_only_grow_and_the_limit_is_exact(engine: str, options: dict[str, 
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(FedSelect(rate=0.2, alpha=0.4, **options), data, model, engine)
-    server = fed.engine.setting.algorithm.server_init(model)
+    server = fed.engine.experiment.algorithm.server_init(model)
     d = sum(v.numel() for v in model.params.values())
     before = tree_map(torch.clone, own(fed, "next"))
     for number in range(5):
@@ -171,7 +171,7 @@ def test_released() -> None:
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(make("fedselect", {"preset": "released", "alpha": 0.3, "epochs": 1}), data, model)
-    server = fed.engine.setting.algorithm.server_init(model)
+    server = fed.engine.experiment.algorithm.server_init(model)
     seen = []
     for number in range(1, 13):
         server = fed.run_round(number, range(4), server)
@@ -187,7 +187,7 @@ def test_changes_since_the_last_growth() -> None:
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(FedSelect(since="growth", interval=2, rate=0.1), data, model, solver=FULL_BATCH)
-    server = fed.run_round(1, range(4), fed.engine.setting.algorithm.server_init(model))
+    server = fed.run_round(1, range(4), fed.engine.experiment.algorithm.server_init(model))
     fed.run_round(2, range(4), server)
     for name, state in states(fed).items():
         s = state["state"]
@@ -202,7 +202,7 @@ def test_traffic_falls_as_masks_grow(engine: str) -> None:
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(FedSelect(rate=0.3, alpha=0.6), data, model, engine)
-    server = fed.engine.setting.algorithm.server_init(model)
+    server = fed.engine.experiment.algorithm.server_init(model)
     d = sum(v.numel() for v in model.params.values())
     counts, up, down = [], [], []
     for number in range(8):
@@ -225,17 +225,17 @@ def test_the_mask_is_sent_when_it_changes_and_only_then() -> None:
     told: list[list[int]] = []
     gather = fed.gather
 
-    def recording(x: Any, what: str) -> Any:
+    def recording(x: Any, what: str, clients: Any = None) -> Any:
         if what == "mask of each client":
-            told.append(x.tree[1].tolist())
-        return gather(x, what)
+            told.append(gather(x, what)[1].tolist())
+        return gather(x, what, clients)
 
     fed.gather = recording  # type: ignore[method-assign]
-    server = fed.engine.setting.algorithm.server_init(fed.engine.setting.model)
+    server = fed.engine.experiment.algorithm.server_init(fed.engine.experiment.model)
     for number in range(5):
         server = fed.run_round(number, range(4), server)
     assert told == [[0] * 4, [6] * 4, [0] * 4, [6] * 4, [0] * 4]  # 43 entries are six bytes
-    assert fed.looked_at == {"mask of each client", "shared entries of each client"}
+    assert fed.record.gathered == {"mask of each client", "sample counts", "shared entries of each client"}
     for name, state in states(fed).items():  # what the server remembers is what the client uses
         mask = torch.cat([state["state"]["m"][k].flatten() for k in sorted(state["state"]["m"])])
         assert [int(b) >> j & 1 for b in server["masks"][name] for j in range(8)][:43] == mask.int().tolist()
@@ -247,10 +247,10 @@ def test_clients_that_take_part_rarely_keep_their_masks() -> None:
     found = []
     for engine in ("loop", "wire"):
         fed = federate(FedSelect(rate=0.3, alpha=0.7), data, model, engine)
-        server = fed.engine.setting.algorithm.server_init(model)
+        server = fed.engine.experiment.algorithm.server_init(model)
         for number, cohort in enumerate([(0, 1), (2, 3), (1, 2), (0, 3), (3, 1)]):
             server = fed.run_round(number, cohort, server)
-            assert fed.faults == []
+            assert fed.record.faults == []
         found.append((server, states(fed), models(fed, server)))
     assert_equal(found[1], found[0])
 
@@ -270,7 +270,7 @@ def test_shares_say_what_is_own() -> None:
     fed = federate(FedSelect(), data, model)
     server = run(fed)
     for i, (name, state) in enumerate(states(fed).items()):
-        found, _ = shares(fed.engine.setting, i, state["state"], state["buffers"], server)
+        found, _ = shares(fed.engine.experiment, i, state["state"], state["buffers"], server)
         assert_equal(found, {k: 1.0 - m.double() for k, m in state["state"]["m"].items()}, 0)
         mine = models(fed, server)[name]
         assert all(torch.equal(mine[k][found[k] == 1], server["w"][k][found[k] == 1]) for k in mine)

@@ -89,7 +89,7 @@ def test_a_new_client_starts_from_the_common_model_and_degrees(preset: str | Non
     model = make_model("mlp", data)
     fed = federate(make("learn2pfed-net", {"preset": preset} if preset else {}), data, model)
     server = run(fed, cohort=[0, 1, 2])
-    setting = fed.engine.setting
+    setting = fed.engine.experiment
     state, buffers = initial(setting, [3], server, is_stacked=False)
     newcomer = personal(setting, [3], 3, state, buffers, server, is_stacked=False)
     x, y = data.train.of(3)

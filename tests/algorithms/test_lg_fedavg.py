@@ -63,5 +63,5 @@ def test_only_the_head_is_common() -> None:
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(LGFedAvg(), data, model)
-    found, _ = shares(fed.engine.setting, 0, model.body, {}, model.head)
+    found, _ = shares(fed.engine.experiment, 0, model.body, {}, model.head)
     assert_equal(found, {k: torch.full_like(v, float(k in model.head)) for k, v in model.params.items()})

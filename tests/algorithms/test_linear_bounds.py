@@ -11,9 +11,9 @@ from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.joint_ls import JointLS
 from fedtailor.algorithms.learn2pfed import Learn2pFed
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.models import build
 from tests.helpers import F64, evaluate, federate, make_data, models, run
 

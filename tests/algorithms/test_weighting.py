@@ -17,7 +17,7 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.environment import Environment
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.local.training import Solver
+from fedtailor.training.solver import Solver
 from tests.helpers import EVEN_SIZES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
 
 N = [9, 1, 6, 13]
@@ -32,7 +32,7 @@ def trained(steps: list[int], kind: Any = "regression") -> tuple[Params, list[Pa
 def one_round(algorithm: Algorithm, kind: Any = "regression", **options: Any) -> Tree:
     data = make_data(kind)
     fed = federate(algorithm, data, make_model("mlp", data), solver=FULL_BATCH, **options)
-    return fed.run_round(1, range(4), algorithm.server_init(fed.engine.setting.model))
+    return fed.run_round(1, range(4), algorithm.server_init(fed.engine.experiment.model))
 
 
 def test_fednova_by_hand() -> None:
@@ -56,9 +56,11 @@ def test_fednova_with_momentum_weighs_the_steps_as_the_paper() -> None:
         moved += speed
     plain = federate(FedAvg(epochs=3), data, make_model("mlp", data), solver=solver)
     assert_equal(run(fed, 1), run(plain, 1))  # equal steps: FedAvg
-    _, by, times = fed.map(fed.engine.setting.algorithm.local, fed.engine.setting.model.params)  # type: ignore[attr-defined]
-    torch.testing.assert_close(times.tree / torch.tensor(N), torch.full((4,), moved, dtype=torch.float64))
-    torch.testing.assert_close(by.tree / torch.tensor(N), torch.full((4,), 1 / moved, dtype=torch.float64))
+    _, by, times = fed.map(fed.engine.experiment.algorithm.local, fed.engine.experiment.model.params)  # type: ignore[attr-defined]
+    torch.testing.assert_close(
+        fed.gather(times, "times") / torch.tensor(N), torch.full((4,), moved, dtype=torch.float64)
+    )
+    torch.testing.assert_close(fed.gather(by, "by") / torch.tensor(N), torch.full((4,), 1 / moved, dtype=torch.float64))
     with pytest.raises(ConfigError, match="steps of sgd"):
         FedNova().check_solver(Solver(optimizer="adam"))
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedtailor.cli import main as cli
 from fedtailor.cli import models
-from tests.runs.small import DIGITS
+from tests.small import DIGITS
 
 
 class Said(NamedTuple):

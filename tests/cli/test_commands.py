@@ -16,26 +16,29 @@ from rich.console import Console
 from fedtailor import __version__, algorithms
 from fedtailor.cli import main as cli
 from fedtailor.cli.listing import print_table
-from fedtailor.core.algorithm import COUNT, Algorithm, on_client
+from fedtailor.core.algorithm import COUNT, LEARNS, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Params, Tree
 from fedtailor.data import SOURCES
 from fedtailor.engines import ENGINES
+from fedtailor.experiments import run_state as rounds
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.progress import grid_shown, shown
+from fedtailor.experiments.runner import Progress
+from fedtailor.experiments.store import RunFolder, read_json
 from fedtailor.models import MODELS
-from fedtailor.runs import grid, rounds, runner
-from fedtailor.runs.config import RunConfig, parse
-from fedtailor.runs.progress import grid_shown, shown
-from fedtailor.runs.runner import Progress
-from fedtailor.runs.store import RunFolder, read_json
+from fedtailor.studies import grid
 from tests.cli.conftest import Call
-from tests.runs.small import config, interrupt_after_a_run, one_after_the_other, records, stop_after
+from tests.small import config, interrupt_after_a_run, one_after_the_other, records, stop_after
 
 COMMANDS = (
     "fit",
     "predict",
     "export",
     "onboard",
+    "check",
     "run",
     "resume",
     "compare",
@@ -78,8 +81,9 @@ def test_unknown_command_and_missing_argument(call: Call) -> None:
 def test_list_names_all_there_is(call: Call, kind: str, names: dict[str, Any]) -> None:
     code, out, err = call("list", kind)
     assert (code, err) == (0, "")
-    first = [line.split()[0] for line in out.splitlines() if line.strip() and not line.startswith(" ")]
-    assert first == [*names, *(["module:Class"] if kind == "models" else [])]
+    first = [line.split()[0] for line in out.splitlines() if line.strip() and not line.startswith((" ", "learns "))]
+    wanted = [*names, *(["module:Class"] if kind == "models" else [])]
+    assert (sorted(first) if kind == "algorithms" else first) == wanted
     assert max(map(len, out.splitlines())) <= 80
     everything = call("list").out
     assert out in everything
@@ -87,11 +91,32 @@ def test_list_names_all_there_is(call: Call, kind: str, names: dict[str, Any]) -
 
 
 def test_list_says_what_is_private_sent_and_optional(call: Call) -> None:
-    ditto = call("list", "algorithms").out.split("fedavg")[0]
+    ditto = call("list", "algorithms").out.split("\nditto")[1].split("\nfedavg")[0]
     assert "private: a whole personal model" in ditto
     assert "sent: model, sample count" in ditto
     assert "options: epochs = 1, personal_epochs = 1, lam = 1.0" in ditto
     assert "hidden = (128, 128)" in call("list", "models").out
+
+
+def test_list_searches_in_what_is_learned_and_kept(call: Call) -> None:
+    def found(*options: str) -> list[str]:
+        lines = call("list", "algorithms", *options).out.splitlines()
+        return [line.split()[0] for line in lines if line.strip() and not line.startswith((" ", "learns "))]
+
+    out = call("list", "algorithms").out
+    titles = [line.split()[1].rstrip(":") for line in out.splitlines() if line.startswith("learns ")]
+    assert titles == list(LEARNS)
+    assert {"duw-fedavg", "fedlaw", "pfedla"} <= set(found("--learns", "weights"))
+    assert {"fedper", "fedrep", "fedpac"} <= set(found("--keeps", "head"))
+    assert found("--learns", "groups") == ["cfl", "ifca"]
+    assert found("--learns", "masks", "--keeps", "entries") == ["fedselect"]
+    assert sorted(name for key in LEARNS for name in found("--learns", key)) == list(algorithms.algorithms())
+    for options, message in (
+        (("--learns", "weight"), 'error: list: --learns: nothing called "weight"; did you mean "weights"?'),
+        (("--learns", "groups", "--keeps", "head"), 'error: list: no algorithm learns "groups" and keeps "head"'),
+    ):
+        assert call("list", "algorithms", *options) == (2, "", message + "\n")
+    assert "--learns and --keeps are for algorithms" in call("list", "data", "--keeps", "head").err
 
 
 def test_list_of_something_unknown(call: Call) -> None:
@@ -219,20 +244,20 @@ class Broken(Algorithm):
     title: ClassVar[str] = "Broken"
 
     @on_client(sends=COUNT)
-    def local(self, me: Me) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext) -> tuple[Tree, Tree]:
         bad = me.round >= self.fails_from
         if bad and self.how == "error":
             raise ValueError("my own mistake")
         return None, me.n * 0 - 1 if bad else me.n
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         fed.map(self.local)
         return server
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return me.model.params
 
 
@@ -279,7 +304,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
     assert records(RunFolder(tmp_path / "it's mine")) == records(whole)
     (tmp_path / "empty").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "setting_of", interrupt)
+        patch.setattr(runner, "build_experiment", interrupt)
         assert call("run", "small.toml", "--out", "empty") == (130, "", "interrupted before the run began\n")
         assert call("resume", "it's mine").code == 0  # finished: nothing to interrupt
 
@@ -292,7 +317,7 @@ def test_interrupted_comparison_says_how_to_go_on(call: Call, tmp_path: Path, mo
     setting = 'compare.algorithms=["local", "fedavg"]'
     arguments = ["compare", "small.toml", "--set", setting, "--data-root", "my data", "--out", "grid"]
     with monkeypatch.context() as patch:
-        patch.setattr("fedtailor.runs.compare.run_grid", interrupt)
+        patch.setattr("fedtailor.studies.compare.run_grid", interrupt)
         assert call(*arguments) == (130, "", "interrupted before the run began\n")
     with monkeypatch.context() as patch:
         patch.setattr(grid, "_pause", interrupt_after_a_run)
@@ -360,7 +385,7 @@ def test_plain_lines_are_at_most_one_a_second_and_the_last(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([10.0, 10.0, 10.5, 11.2, 11.2, 11.3, 11.3])
-    monkeypatch.setattr("fedtailor.runs.progress.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("fedtailor.experiments.progress.time.monotonic", lambda: next(now))
     with shown(Console(), "ditto") as listener:
         for round in range(1, 5):
             news = ("round 2: b rejected: not finite",) if round == 2 else ()

@@ -14,9 +14,9 @@ from threading import Thread
 import pytest
 
 from fedtailor.data.download import REMOTES
-from fedtailor.runs import runner
+from fedtailor.experiments import runner
 from tests.cli.conftest import Call
-from tests.runs.small import config, files, stop_after
+from tests.small import config, files, stop_after
 
 Refused = Callable[..., str]
 GOOD = "age,sick\n" + "".join(f"{20 + i},{i % 2}\n" for i in range(12))

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.engines.flare import kits, processes
-from fedtailor.engines.flare.kits import TEMPLATE
-from fedtailor.engines.flare.site import read_site
-from fedtailor.runs.store import write_json
+from fedtailor.deploy.flare import processes
+from fedtailor.deploy.flare import provisioning as kits
+from fedtailor.deploy.flare.provisioning import TEMPLATE
+from fedtailor.deploy.flare.site import read_site
+from fedtailor.experiments.store import write_json
 from tests.cli.conftest import Call
 
 Refused = Callable[..., str]

@@ -9,10 +9,10 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from fedtailor.runs import fit as fitting
-from fedtailor.runs.store import FIT, read_json
+from fedtailor.experiments.store import FIT, read_json
+from fedtailor.studies import fit as fitting
 from tests.cli.conftest import Call
-from tests.runs.made_sites import make_sites
+from tests.made_sites import make_sites
 
 Refused = Callable[..., str]
 QUICK = ("--target", "outcome", "--rounds", "2", "--algorithm", "fedper", "--set", "model.name=mlp")

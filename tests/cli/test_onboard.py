@@ -5,10 +5,10 @@ from pathlib import Path
 
 import tomli_w
 
-from fedtailor.runs import runner
-from fedtailor.runs.store import read_json
+from fedtailor.experiments import runner
+from fedtailor.experiments.store import read_json
 from tests.cli.conftest import Call
-from tests.runs.small import DIGITS, config
+from tests.small import DIGITS, config
 
 
 def test_a_newcomer(call: Call, refused: Callable[..., str], tmp_path: Path) -> None:

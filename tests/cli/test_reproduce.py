@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fedtailor.errors import ConfigError
-from fedtailor.runs import grid, reproduce
-from fedtailor.runs.explain import explain
-from fedtailor.runs.store import RESULTS, RunFolder, read_json
+from fedtailor.experiments.store import RESULTS, RunFolder, read_json
+from fedtailor.studies import grid, reproduce
+from fedtailor.studies.explain import explain
 from tests.cli.conftest import Call
-from tests.runs.small import interrupt_after_a_run, one_after_the_other
+from tests.small import interrupt_after_a_run, one_after_the_other
 
 TABLE = """
 title = "A table"

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from fedtailor.algorithms import make
-from fedtailor.core.client import evaluate, onboard
+from fedtailor.core.client import onboard
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.metrics.evaluation import evaluate
 from tests.helpers import (
     EVEN_SIZES,
     FULL_BATCH,
@@ -43,7 +44,7 @@ def federation(algorithm: str) -> Federation:
 def test_a_newcomer_has_a_model_and_the_others_are_untouched(algorithm: str) -> None:
     fed = federation(algorithm)
     server = run(fed, cohort=[0, 1, 2])
-    setting, before = fed.engine.setting, tree_map(torch.clone, (server, states(fed)))
+    setting, before = fed.engine.experiment, tree_map(torch.clone, (server, states(fed)))
     model = onboard(setting, NEW, server, 4)
     assert_equal((server, states(fed)), before, tolerance=0)
     assert_equal(onboard(setting, NEW, server, 4), model, tolerance=0)
@@ -76,7 +77,7 @@ def test_what_a_newcomer_trains(name: str) -> None:
     own, frozen = TRAINED[name](model, server)
     mu = 1.0 if name in ("ditto", "pfedme") else 0.0  # these hold it near the common model
     wanted = descend(model, own, *data.train.of(NEW), steps=4, frozen=frozen, center=own, mu=mu)
-    assert_equal(onboard(fed.engine.setting, NEW, server, 4), frozen | wanted)
+    assert_equal(onboard(fed.engine.experiment, NEW, server, 4), frozen | wanted)
 
 
 @pytest.mark.parametrize("name", ["fedavg+ft", "fedprox+ft", "fedbabu", "knn-per"])
@@ -84,4 +85,4 @@ def test_what_fits_each_client_anyway_fits_a_newcomer(name: str) -> None:
     data = make_data()
     fed = federate(make(name, {}), data, make_model("mlp", data), solver=FULL_BATCH)
     server = run(fed, cohort=[0, 1, 2])
-    assert_equal(onboard(fed.engine.setting, NEW, server, 4), models(fed, server)["di"])
+    assert_equal(onboard(fed.engine.experiment, NEW, server, 4), models(fed, server)["di"])

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.environment import Environment
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Setting
 from fedtailor.core.trees import items, tree_map
 from fedtailor.engines.loop import loop
-from fedtailor.engines.pool import Pool
-from fedtailor.local.training import Solver
+from fedtailor.engines.pool.engine import Pool
+from fedtailor.training.solver import Solver
 from tests.contract.test_tape import MODELS, Taped
 from tests.helpers import (
     EVEN_SIZES,
@@ -38,24 +38,24 @@ CASES: dict[str, dict[str, Any]] = {
 SEVERAL = ["fedavg", "fedrep", "fedselect", "duw-fedavg", "learn2pfed-net"]  # states, masks, ragged replies, a tape
 
 
-def setting(algorithm: str, case: dict[str, Any]) -> Setting:
+def setting(algorithm: str, case: dict[str, Any]) -> Experiment:
     case = dict(case)
     model, buffers = case.pop("model", "mlp"), case.pop("buffers", "private")
     solver = case.pop("solver", SOLVER)
     data = make_data(**case)
-    return Setting(VARIANTS[algorithm], make_model(model, data, buffers), data, solver, 3, Environment())
+    return Experiment(VARIANTS[algorithm], make_model(model, data, buffers), data, solver, 3, Environment())
 
 
 def outcome(engine: Any) -> tuple[dict[str, Tensor], Any]:
     """After rounds with all clients, then with states put back, then with some of the clients."""
     engine.start()
     fed = Federation(engine)
-    algorithm, model = engine.setting.algorithm, engine.setting.model
+    algorithm, model = engine.experiment.algorithm, engine.experiment.model
     server = fed.run_round(0, range(4), algorithm.server_init(model))
     engine.set_states(tree_map(torch.clone, engine.get_states()))
     server = fed.run_round(1, (0, 2), server)
     server = fed.run_round(2, (3, 0, 1), server)
-    assert fed.faults == []
+    assert fed.record.faults == []
     return everything(fed, server), fed.traffic
 
 
@@ -106,7 +106,7 @@ def test_several_models(algorithm: str, case: str) -> None:
 def test_tape(model: str) -> None:
     data = make_data(**MODELS[model])
     name, _, policy = model.partition("-")
-    made = Setting(Taped(), make_model(name, data, "mean" if policy else "private"), data, SOLVER, 3)
+    made = Experiment(Taped(), make_model(name, data, "mean" if policy else "private"), data, SOLVER, 3)
     outcomes = []
     for engine in (loop(made), Pool(made, 2)):
         engine.start()

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
+from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree, items, tree_map
-from fedtailor.data.federated import FederatedData
 from fedtailor.errors import RoundAbandoned
-from fedtailor.local.training import Solver
+from fedtailor.training.solver import Solver
 from tests.helpers import EVEN_SIZES, EVERYWHERE, F64, OTHERS, assert_equal, federate, make_data, make_model, states
 
 SOLVERS = {
@@ -38,22 +38,22 @@ class Taped(Algorithm):
     def server_init(self, model: Model) -> Tree:
         return {"w": tree_map(lambda v: v + 0.1, model.params), "lr": torch.tensor([0.1, 0.2, 0.15, 0.05], dtype=F64)}
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         own = {k: v + 0.01 * me.n for k, v in me.model.params.items()}
         return {"log_mu": -1 + 0.1 * me.n, "own": own, "calls": (0 * me.n).long()}
 
     @on_client(sends=(MODEL, COUNT))
-    def cell(self, me: Me, w: Params, lr: Tensor) -> tuple[Tree, Tree]:
+    def cell(self, me: ClientContext, w: Params, lr: Tensor) -> tuple[Tree, Tree]:
         own = me.sgd(me.state["own"], epochs=EPOCHS, prox=(w, me.state["log_mu"].exp()), lr=lr)
         return me.state | {"own": own, "calls": me.state["calls"] + 1}, (own, me.n)
 
     @on_client(sends=NUMBER)
-    def shrink(self, me: Me) -> tuple[Tree, Tree]:
+    def shrink(self, me: ClientContext) -> tuple[Tree, Tree]:
         own = {k: v * torch.sigmoid(me.state["log_mu"]) for k, v in me.state["own"].items()}
         return me.state | {"own": own}, me.n
 
     @on_client(sends=NUMBER)
-    def outer(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def outer(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         own = me.state["own"]
         apart = sum(((own[k] - w[k]) ** 2).sum() for k in own)
         loss = me.loss(own, "val") + 0.5 * me.loss(w, "train") + 0.3 * apart
@@ -61,8 +61,8 @@ class Taped(Algorithm):
             loss = torch.where(me.n < 2, torch.nan, loss)
         return me.state, loss
 
-    @on_client(sends=Sent("gradient", _private))
-    def reveal(self, me: Me) -> tuple[Tree, Tree]:
+    @on_client(sends=ReplySpec("gradient", _private))
+    def reveal(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.grad
 
     def round(self, fed: Federation, server: Tree) -> Tree:
@@ -86,7 +86,7 @@ def federation(
 
 
 def one_round(fed: Federation, round: int = 0) -> Tree:
-    setting = fed.engine.setting
+    setting = fed.engine.experiment
     return fed.run_round(round, range(4), setting.algorithm.server_init(setting.model))
 
 
@@ -133,7 +133,7 @@ def central(data: FederatedData, solver: Solver, server: Tree, mine: list[Tree])
 @pytest.mark.parametrize("engine", EVERYWHERE)
 def test_equals_central_autograd(engine: str, solver: str) -> None:
     fed = federation(engine, SOLVERS[solver])
-    setting = fed.engine.setting
+    setting = fed.engine.experiment
 
     def leaf(v: Tensor) -> Tensor:
         return v.clone().requires_grad_() if v.is_floating_point() else v.clone()
@@ -156,7 +156,7 @@ def test_equals_central_autograd(engine: str, solver: str) -> None:
 def test_equals_finite_differences(engine: str, solver: str) -> None:
     # here with several batches per epoch and a loss that is not quadratic
     fed = federation(engine, replace(SOLVERS[solver], batch_size=4), task="classification")
-    setting = fed.engine.setting
+    setting = fed.engine.experiment
     server = setting.algorithm.server_init(setting.model)
     rows = tree_map(torch.clone, fed.engine.get_states())
 
@@ -214,25 +214,25 @@ def test_engines_agree(model: str, engine: str) -> None:
 class Passing(Algorithm):
     """Replies, one of them an integer, go back to whom they came from without the server looking."""
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"a": 0.1 * me.n}
 
-    @on_client(sends=(NUMBER, Sent("integer", lambda algorithm, model: torch.zeros((), dtype=torch.int64))))
-    def there(self, me: Me, k: Tensor) -> tuple[Tree, Tree]:
+    @on_client(sends=(NUMBER, ReplySpec("integer", lambda algorithm, model: torch.zeros((), dtype=torch.int64))))
+    def there(self, me: ClientContext, k: Tensor) -> tuple[Tree, Tree]:
         return me.state, (k * me.state["a"] ** 2, me.n.long() + k)
 
     @on_client(sends=NUMBER)
-    def back(self, me: Me, mine: Tensor, k: Tensor) -> tuple[Tree, Tree]:
+    def back(self, me: ClientContext, mine: Tensor, k: Tensor) -> tuple[Tree, Tree]:
         return me.state, mine**2 * k
 
     @on_client(sends=NUMBER)
-    def reveal(self, me: Me) -> tuple[Tree, Tree]:
+    def reveal(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.grad["a"]
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         scale = fed.tape(server)
         loss = scale * fed.sum(fed.map(self.back, *fed.map(self.there, torch.tensor(2))))
-        return {"scale": fed.backward(loss), "a": fed.map(self.reveal).tree}
+        return {"scale": fed.backward(loss), "a": fed.gather(fed.map(self.reveal), "a")}
 
 
 @pytest.mark.parametrize("cohort", [(0, 1, 2, 3), (3, 0, 2)])
@@ -260,7 +260,7 @@ def test_the_backward_pass_is_traffic(engine: str) -> None:
 def test_looks_and_integers(engine: str) -> None:
     fed = federation(engine, SOLVERS["sgd"])
     one_round(fed)
-    assert fed.looked_at == {"gradients"}
+    assert fed.record.gathered == {"gradients"}
     assert [int(s["state"]["calls"]) for s in states(fed).values()] == [CELLS] * 4
 
 
@@ -271,7 +271,7 @@ def test_a_lost_client_ends_a_taped_round(engine: str) -> None:
     with pytest.raises(RoundAbandoned, match="3 of 4 clients gave a usable reply to outer; a taped round needs all"):
         one_round(fed)
     assert_equal(states(fed), before, tolerance=0)
-    assert [f.client for f in fed.faults] == ["bo"]
+    assert [f.client for f in fed.record.faults] == ["bo"]
     # the next round has nothing of the lost one's tape
     assert_equal(one_round(fed, round=1), one_round(federation(engine, SOLVERS["sgd"]), round=1), tolerance=0)
 
@@ -283,7 +283,7 @@ class Misused(Algorithm):
     twice: bool = False
 
     @on_client(sends=NUMBER)
-    def one(self, me: Me) -> tuple[Tree, Tree]:
+    def one(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.n
 
     def round(self, fed: Federation, server: Tree) -> Tree:

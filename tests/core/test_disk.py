@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedtailor.core.disk import Disk
-from fedtailor.core.states import States
 from fedtailor.core.trees import Tree
+from fedtailor.engines.disk import Disk
+from fedtailor.engines.states import States
 from fedtailor.errors import RunError
 from tests.helpers import assert_equal
 

@@ -9,7 +9,7 @@ from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Federation
 from fedtailor.errors import ConfigError
-from fedtailor.runs.config import EnvironmentSection
+from fedtailor.experiments.sections import EnvironmentSection
 from tests.helpers import EVERYWHERE, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
 
 CLIENTS = (0, 1, 2, 3)
@@ -72,8 +72,8 @@ def _failing(missing: str, answer: tuple[float, ...]) -> tuple[Federation, dict[
 @pytest.mark.parametrize(("missing", "counted"), [("renormalise", 0.0), ("stale", 7.0)])
 def test_a_missing_reply_is_left_out_or_counts_as_the_model_that_was_sent(missing: str, counted: float) -> None:
     fed, w = _failing(missing, (1.0, 0.0, 0.0, 1.0))
-    assert (fed.cohort, fed.missed) == ((0, 3), [(1, 2)])
-    model, data = fed.engine.setting.model, fed.engine.setting.data
+    assert (fed.cohort, fed.attendance.missed) == ((0, 3), [(1, 2)])
+    model, data = fed.engine.experiment.model, fed.engine.experiment.data
     trained = [descend(model, model.params, *data.train.of(i), steps=1) for i in (0, 3)]
     assert_equal(w, weighted([*trained, model.params], [9, 13, int(counted)]))
 
@@ -81,8 +81,8 @@ def test_a_missing_reply_is_left_out_or_counts_as_the_model_that_was_sent(missin
 @pytest.mark.parametrize("missing", ["renormalise", "stale"])
 def test_when_nobody_answers_everything_is_as_before(missing: str) -> None:
     fed, w = _failing(missing, (0.0,) * 4)
-    assert all(torch.equal(v, w[k]) for k, v in fed.engine.setting.model.params.items())
-    assert (fed.traffic.up, fed.missed) == (0, [CLIENTS])
+    assert all(torch.equal(v, w[k]) for k, v in fed.engine.experiment.model.params.items())
+    assert (fed.traffic.up, fed.attendance.missed) == (0, [CLIENTS])
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.model import PRIOR, BufferPolicy, Model
-from fedtailor.data.federated import FederatedData
+from fedtailor.core.samples import FederatedData
 from fedtailor.models import build
 from tests.helpers import EVERYWHERE, F64, assert_equal, everything, federate, make_data, models, run
 

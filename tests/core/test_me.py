@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.core.algorithm import Algorithm, Sent, on_client
+from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Params, Tree
 from tests.helpers import ENGINES, F64, FULL_BATCH, SOLVER, assert_equal, federate, make_data, make_me, make_model
 
@@ -50,12 +50,12 @@ def test_an_own_loss_by_hand() -> None:
 class Drawing(Algorithm):
     """Sends random numbers."""
 
-    @on_client(sends=Sent("numbers", lambda algorithm, model: torch.zeros(1000, dtype=F64)))
-    def draw(self, me: Me) -> tuple[Tree, Tree]:
+    @on_client(sends=ReplySpec("numbers", lambda algorithm, model: torch.zeros(1000, dtype=F64)))
+    def draw(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.uniform(1000)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        return [fed.map(self.draw).tree for _ in range(2)]
+        return [fed.gather(fed.map(self.draw), "numbers") for _ in range(2)]
 
 
 def test_random_numbers_belong_to_round_call_and_client() -> None:

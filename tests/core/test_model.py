@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.core.model import Model, classification_loss, regression_loss
+from fedtailor.core.model import Model
+from fedtailor.core.samples import SPLITS
+from fedtailor.core.task import classification_loss, regression_loss
 from fedtailor.errors import ConfigError
 from tests.helpers import F64, Normed, assert_equal, federate, make_data, make_model, run
 
@@ -97,27 +99,6 @@ def test_statistics_change_in_training_only() -> None:
     assert_equal(dict(model.module.named_buffers())["norm.running_mean"], torch.zeros(5, dtype=F64), tolerance=0)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        nn.Dropout(0.5),
-        nn.AlphaDropout(0.1),
-        nn.LSTM(4, 4, 2, dropout=0.1),
-        nn.MultiheadAttention(4, 2, dropout=0.1),
-        nn.RReLU(),
-    ],
-)
-def test_random_numbers_of_its_own_are_refused(part: nn.Module) -> None:
-    # they come from torch's global generator: a client's work would no longer be a function of its inputs
-    with pytest.raises(ConfigError, match='the model draws random numbers of its own in "1"'):
-        Model(nn.Sequential(nn.Linear(4, 4), part))
-
-
-def test_without_probability_nothing_is_random() -> None:
-    parts = (nn.Dropout(0.0), nn.LSTM(4, 4, 2), nn.MultiheadAttention(4, 2), nn.Linear(2, 2))
-    assert Model(nn.Sequential(*parts)).trainable
-
-
 @pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
 def test_what_is_fixed_stays_and_is_not_sent(engine: str) -> None:
     data = make_data()
@@ -127,7 +108,8 @@ def test_what_is_fixed_stays_and_is_not_sent(engine: str) -> None:
     assert set(model.params) == {"2.weight", "2.bias"}
     assert set(model.fixed) == {"0.weight", "0.bias"}
     trained = run(federate(FedAvg(), data, model, engine=engine), 2)
-    features = replace(data, train=replace(data.train, x=torch.tanh(first(data.train.x))))
+    seen = {split: replace(rows := getattr(data, split), x=torch.tanh(first(rows.x))) for split in SPLITS}
+    features = replace(data, **seen)
     wanted = run(federate(FedAvg(), features, Model(last), engine=engine), 2)
     assert_equal({k.removeprefix("2."): v for k, v in trained.items()}, wanted)
     assert torch.equal(first.weight, before)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.algorithm import NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Ragged, Tree, is_ragged, items, schema, tree_map
 from fedtailor.engines.wire import Wire
 from tests.helpers import EVERYWHERE, F64, federate, make_data, make_model
@@ -77,14 +77,14 @@ class Uneven(Algorithm):
 
     taped: bool = False
 
-    @on_client(sends=(Sent("numbers", lambda algorithm, model: ragged(PLACES, 0)), NUMBER))
-    def some(self, me: Me, x: Ragged, scale: Tensor) -> tuple[Tree, Tree]:
+    @on_client(sends=(ReplySpec("numbers", lambda algorithm, model: ragged(PLACES, 0)), NUMBER))
+    def some(self, me: ClientContext, x: Ragged, scale: Tensor) -> tuple[Tree, Tree]:
         keep = torch.arange(PLACES) < x[1] // 2
         return me.state, (Ragged((x[0] * scale * keep, x[1] // 2)), me.n)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         scale = fed.tape(server) if self.taped else server
-        n = torch.tensor([int(fed.engine.setting.data.train.sizes[c]) for c in fed.cohort])
+        n = torch.tensor([int(fed.engine.experiment.data.train.sizes[c]) for c in fed.cohort])
         rows = torch.arange(1.0, PLACES + 1, dtype=F64) * (torch.arange(PLACES) < n[:, None])
         numbers, _ = fed.map(self.some, fed.scatter(Ragged((rows, n))), scale)
         return fed.gather(numbers, "numbers")
@@ -124,4 +124,4 @@ def test_a_reply_that_is_too_long_is_rejected(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(codec, "encode", longer)
     fed.run_round(0, range(4), torch.tensor(2.0, dtype=F64))
-    assert [(f.client, f.reason) for f in fed.faults] == [("cy", 'reply "0/0" has shape [21], not [20]')]
+    assert [(f.client, f.reason) for f in fed.record.faults] == [("cy", 'reply "0/0" has shape [21], not [20]')]

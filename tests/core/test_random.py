@@ -1,11 +1,13 @@
 """Streams are named: equal names give equal numbers, other names others, and nobody else's generator moves."""
 
+from threading import Thread
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedtailor.core.random import stream, torch_stream
+from fedtailor.core.random import brief_stream, stream, torch_stream
 
 keys = st.lists(st.integers(-3, 30) | st.text("ab0123", max_size=3), max_size=3)
 
@@ -42,3 +44,21 @@ def test_torch_stream() -> None:
     with torch_stream(1, "model"):
         torch.rand(3)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@given(keys, st.integers(1, 50))
+def test_a_brief_stream_gives_the_numbers_of_a_stream(key: list[int | str], n: int) -> None:
+    other = brief_stream("another")
+    other.integers(3)  # leaves half a word behind
+    long, brief = stream(*key), brief_stream(*key)
+    assert np.array_equal(long.permutation(n), brief.permutation(n))
+    assert np.array_equal(long.integers(2**32, size=3, dtype="uint64"), brief.integers(2**32, size=3, dtype="uint64"))
+    assert long.normal() == brief.normal()
+
+
+def test_brief_streams_of_threads_are_apart() -> None:
+    first = brief_stream("first")
+    thread = Thread(target=lambda: brief_stream("second").random(7))
+    thread.start()
+    thread.join()
+    assert first.random() == stream("first").random()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedtailor.core.states import States
 from fedtailor.core.trees import Tree
+from fedtailor.engines.states import States
 
 
 def stack(*values: float) -> Tree:

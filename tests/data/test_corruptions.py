@@ -12,10 +12,10 @@ from scipy.ndimage import convolve, gaussian_filter  # type: ignore[import-untyp
 from torch import Tensor
 
 from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data import load
 from fedtailor.data.configs import Cifar10Config, Corruption, DigitsConfig, PartitionConfig
 from fedtailor.data.corruptions import KINDS, LUMINANCE, corrupt, corrupt_clients
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.errors import DataError
 from tests.helpers import assert_equal
 
@@ -206,7 +206,7 @@ def test_by_configuration() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(DataError, match=r"data\.severity = 2: of no corruption; set data\.corruption"):
+    with pytest.raises(DataError, match=r"data\.severity requires data\.corruption"):
         PartitionConfig(severity=2)
     with pytest.raises(DataError, match=r'data\.corruption = "saturate": these images have no colours'):
         load(DigitsConfig(corruption="saturate"), seed=0)

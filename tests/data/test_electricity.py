@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import ElectricityConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.errors import DataError
 
 HOURS, METERS = 100, 6
@@ -41,9 +41,9 @@ def test_windows_are_the_hours_before_the_target(root: Path) -> None:
             x, y = rows.of(meter)
             assert len(x) == last - first
             for k, hour in enumerate(range(first, last)):
-                wanted = torch.from_numpy(scaled[hour - 4 : hour, meter]).float()
+                wanted = torch.from_numpy(scaled[hour - 4 : hour, meter])
                 torch.testing.assert_close(x[k], wanted)
-                torch.testing.assert_close(y[k, 0], torch.tensor(scaled[hour, meter]).float())
+                torch.testing.assert_close(y[k, 0], torch.tensor(scaled[hour, meter]))
 
 
 def test_distinct_meters_are_chosen_the_same_way_each_time(root: Path) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import polars as pl
 import pytest
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.errors import DataError
 
 GOOD = "age,ward,sick\n" + "".join(f"{20 + i},{'AB'[i % 2]},{i % 2}\n" for i in range(12))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fedtailor.algorithms import make
 from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import ShakespeareConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.errors import ConfigError, DataError
-from fedtailor.runs.assemble import setting_of
-from fedtailor.runs.config import parse
+from fedtailor.experiments.building import build_experiment
+from fedtailor.experiments.config import parse
 from tests.helpers import F64, OTHERS, assert_equal, everything, federate, run
 
 FILE = "shakespeare/playshakespeare_by_role.json.gz"
@@ -119,7 +119,7 @@ def test_integers_on_every_engine(root: Path, name: str) -> None:
     for engine in ("loop", *OTHERS):
         fed = federate(make(name, {}), data, model, engine)
         found.append(everything(fed, run(fed, 2)))
-        assert fed.faults == []
+        assert fed.record.faults == []
     for other in found[1:]:
         assert_equal(other, found[0])
 
@@ -127,8 +127,8 @@ def test_integers_on_every_engine(root: Path, name: str) -> None:
 def test_a_model_that_does_not_read_is_refused(root: Path) -> None:
     data = {"source": "shakespeare", "clients": 3, "min_characters": 200}
     with pytest.raises(ConfigError, match=r"model\.name: mlp does not read shakespeare, which is text"):
-        setting_of(parse({"data": data}), root)
-    setting_of(parse({"data": data, "model": {"name": "tests.data.test_shakespeare:Reader"}}), root)
+        build_experiment(parse({"data": data}), root)
+    build_experiment(parse({"data": data, "model": {"name": "tests.data.test_shakespeare:Reader"}}), root)
 
 
 @pytest.mark.data

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import SOURCES, DataConfig, files, load
 from fedtailor.data.configs import (
     Cifar10Config,
@@ -26,7 +27,6 @@ from fedtailor.data.configs import (
     PolynomialConfig,
     QmnistConfig,
 )
-from fedtailor.data.federated import FederatedData
 from fedtailor.data.polynomial import coefficients
 from fedtailor.errors import DataError
 

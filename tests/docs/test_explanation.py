@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import hypergradients
 from fedtailor.algorithms import algorithms
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
 from tests.docs.pages import ROOT, blocks, run_page
 
 
@@ -42,6 +43,19 @@ def test_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "worst tenth" in out
 
 
+ROW = re.compile(r"^\| ([\w-]+) \| (\d+) \| ([\d-]+) \| ([\d.e-]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_hypergradients(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/explanation/hypergradients.md").read_text(encoding="utf-8")
+    assert "```sh\npython benchmarks/hypergradients.py\n```" in page
+    hypergradients.main()
+    shown, found = ROW.findall(page), ROW.findall(capsys.readouterr().out)
+    assert len(shown) == 12
+    assert [row[:3] + row[4:] for row in shown] == [row[:3] + row[4:] for row in found]
+    assert [float(row[3]) for row in shown] == pytest.approx([float(row[3]) for row in found], rel=0.1)
+
+
 def test_personalization(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/explanation/personalization.md", monkeypatch)
 
@@ -65,9 +79,11 @@ def test_every_algorithm_is_in_the_table_of_what_the_server_sees() -> None:
 
 @pytest.mark.parametrize("name", sorted(n for n, k in algorithms().items() if k.__module__.startswith("fedtailor.")))
 def test_what_the_server_sees_is_what_the_page_says(name: str, tmp_path: Path) -> None:
-    is_linear = name in ("learn2pfed", "empiricalbayes", "jointls")
+    is_linear = name in ("learn2pfed", "empiricalbayes", "jointls", "mocha")
     data = {"source": "polynomial", "samples": 40} if is_linear else {"source": "digits", "max_samples": 20}
     model: dict[str, Any] = {"name": "linear", "bias": False} if is_linear else {"hidden": [4]}
+    if name == "fedbn":
+        model = {"name": "resnet8", "width": 8}
     options = {"outer_iterations": 1, "horizon": 2} if name.startswith("duw") else {}
     made = {"rounds": 2, "data": data | {"clients": 3}, "model": model, "algorithm": {"name": name, **options}}
     folder = runner.start(parse(made), tmp_path / "run")

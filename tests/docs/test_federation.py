@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.engines.flare import processes
-from fedtailor.engines.flare.kits import TEMPLATE
-from fedtailor.engines.flare.policy import Policy
+from fedtailor.deploy.flare import processes
+from fedtailor.deploy.flare.policy import Policy
+from fedtailor.deploy.flare.provisioning import TEMPLATE
 from tests.docs.pages import ROOT, run_page
 
 
@@ -27,4 +27,4 @@ def test_federation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 def test_the_template_of_a_site_has_every_key_of_the_policy() -> None:
-    assert all(f"\n{key} = " in TEMPLATE for key in Policy.model_fields)
+    assert all(f"\n{key} = " in TEMPLATE or f"[policy.{key}]" in TEMPLATE for key in Policy.model_fields)

@@ -6,7 +6,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from fedtailor.runs import choice, fit
+from fedtailor.studies import fit
+from fedtailor.studies import model_selection as choice
 from tests.docs.pages import ROOT, run_page
 
 PAGE = ROOT / "docs/how-to/fit.md"

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.runs.config import FederationSection, SearchSection
-from fedtailor.runs.store import RunFolder
-from fedtailor.runs.tracking import of_results, of_round
+from fedtailor.algorithms import algorithms
+from fedtailor.core.algorithm import KEEPS, LEARNS
+from fedtailor.experiments.sections import FederationSection, SearchSection
+from fedtailor.experiments.store import RunFolder
+from fedtailor.experiments.tracking import of_results, of_round
 from tests.docs.pages import ROOT, run_page
-from tests.runs.small import one_after_the_other
+from tests.small import one_after_the_other
 
 
 def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,10 +26,19 @@ def test_messages_of_the_page_on_runs_are_in_the_code() -> None:
     code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src/fedtailor").rglob("*.py"))
     code = code.replace("{CONFIG}", "config.toml")
     messages = [line.split("`")[1] for line in page.split("exit code 2:\n")[1].splitlines() if line.startswith("| `")]
-    assert len(messages) == 6
+    assert len(messages) == 7
     for message in [*messages, "no space left on the disk; the last checkpoint is intact. Free some, then "]:
         assert message in code
         assert message in page
+
+
+def test_every_method_is_in_the_guide_where_it_says_itself() -> None:
+    page = (ROOT / "docs/how-to/choose.md").read_text(encoding="utf-8")
+    ours = [kind for kind in algorithms().values() if kind.__module__.startswith("fedtailor.")]
+    for learns, words in LEARNS.items():
+        by_part = {keeps: [k.title for k in ours if (k.learns, k.keeps) == (learns, keeps)] for keeps in KEEPS}
+        row = "; ".join(f"*{keeps}*: {', '.join(titles)}" for keeps, titles in by_part.items() if titles)
+        assert f"| {learns}: {words} | {row} |" in page
 
 
 def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

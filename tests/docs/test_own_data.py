@@ -9,7 +9,7 @@ import pytest
 from fedtailor import data
 from fedtailor.data.configs import FolderConfig
 from fedtailor.errors import DataError
-from fedtailor.runs.config import parse
+from fedtailor.experiments.config import parse
 from tests.docs.pages import ROOT, make_sites, run_page
 
 PAGE = ROOT / "docs/how-to/own-data.md"

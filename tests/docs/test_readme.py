@@ -10,10 +10,11 @@ from rich.console import Console
 from fedtailor import __version__
 from fedtailor.algorithms import algorithms
 from fedtailor.engines import ENGINES
-from fedtailor.runs import compare, runner
-from fedtailor.runs.compare import cells
-from fedtailor.runs.config import CompareConfig, parse, read_toml
-from fedtailor.runs.tables import terminal
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import CompareConfig, parse, read_toml
+from fedtailor.studies import compare
+from fedtailor.studies.compare import cells
+from fedtailor.studies.tables import terminal
 from tests.docs.pages import ROOT, blocks, make_sites, run_page
 
 README = ROOT / "README.md"

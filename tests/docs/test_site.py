@@ -18,7 +18,8 @@ from fedtailor.algorithms import algorithms
 from fedtailor.cli.main import app
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import SOURCES
-from fedtailor.runs.config import CompareConfig, SearchSection
+from fedtailor.experiments.config import CompareConfig
+from fedtailor.experiments.sections import SearchSection
 from tests.docs.pages import ROOT, run_page
 
 
@@ -47,7 +48,7 @@ def test_every_key_of_a_configuration_is_listed_with_its_default() -> None:
     for source, info in SOURCES.items():
         for key in info.config.model_fields.keys() - {"source"}:
             assert row(f'### source = "{source}"', key)
-    assert row("## `[local]`", "lr") == "| `lr` | `0.05` | number > 0 | Step size. |"
+    assert row("## `[local]`", "lr") == "| `lr` | `0.05` | number > 0 | Learning rate. |"
     assert row("## `[federation]`", "max_norm").split(" | ")[1] == "`1e+08`"
     assert row("## `[compare]`", "algorithms").split(" | ")[1] == '`["local", "fedavg"]`'
     assert row("## `[evaluation]`", "unseen").split(" | ")[1:3] == ["none", "number > 0 and < 1"]
@@ -106,7 +107,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     page = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
-    for name in ("Algorithm", "on_client", "Sent", "Me", "Federation", "Model", "Solver", "start"):
+    for name in ("Algorithm", "on_client", "ReplySpec", "ClientContext", "Federation", "Model", "Solver", "start"):
         assert f">{name}<" in page.replace("</span>", "<"), name
     assert not list((tmp_path / "site").rglob("*intro*"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, run_page
-from tests.runs.small import one_after_the_other
+from tests.small import one_after_the_other
 
 PAGE = ROOT / "docs/tutorial.md"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from fedtailor.runs import runner
-from fedtailor.runs.store import RunFolder
-from tests.engines.sites import on_loop, tensors
+from fedtailor.experiments import runner
+from fedtailor.experiments.store import RunFolder
+from tests.deploy.sites import on_loop, tensors
 from tests.helpers import assert_equal
-from tests.runs.small import config
+from tests.small import config
 
 needs_flare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import tomli_w
 
 from benchmarks.kill_and_resume import kill_and_resume
-from fedtailor.runs import runner
-from fedtailor.runs.store import METRICS, RunFolder
-from tests.runs.small import DIGITS, config, records
+from fedtailor.experiments import runner
+from fedtailor.experiments.store import METRICS, RunFolder
+from tests.small import DIGITS, config, records
 
 # a shell that starts tests in the background lets them ignore SIGINT; a user's terminal does not
 FEDTAILOR = [

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -22,21 +22,21 @@ class Mortal(Algorithm):
     def server_init(self, model: Model) -> Tree:
         return model.params
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"log_lr": torch.full_like(me.n, -3.0)}
 
     @on_client(sends=(MODEL, COUNT))
-    def train(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def train(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         if me.round == 3 and "MORTAL" in os.environ and os.environ["MORTAL"] == os.environ.get("RANK"):
             os.kill(os.getpid(), signal.SIGKILL)
         return me.state, (me.sgd(w, lr=me.state["log_lr"].exp()), me.n)
 
     @on_client(sends=NUMBER)
-    def judge(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def judge(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return me.state, me.loss(w, "val")
 
     @on_client()
-    def learn(self, me: Me) -> tuple[Tree, Tree]:
+    def learn(self, me: ClientContext) -> tuple[Tree, Tree]:
         return {"log_lr": me.state["log_lr"] - me.grad["log_lr"]}, None
 
     def round(self, fed: Federation, w: Params) -> Tree:
@@ -46,5 +46,5 @@ class Mortal(Algorithm):
         fed.map(self.learn)
         return w
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return {k: v * (2 + 0.1 * me.state["log_lr"]) for k, v in w.items()}

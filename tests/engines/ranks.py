@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from fedtailor import engines
-from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.environment import Environment
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me, Setting
 from fedtailor.core.model import Model
-from fedtailor.core.placed import Placed
-from fedtailor.core.plausible import Limits
-from fedtailor.core.ranks import ALONE, Ranks
+from fedtailor.core.process_group import ALONE, ProcessGroup
+from fedtailor.core.reply_validation import Limits
 from fedtailor.core.trees import Params, Tree, items, tree_map
-from fedtailor.engines.torchrun import Group, Sharded, join, leave
+from fedtailor.engines.ranks import Group, Sharded, join, leave
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
-from fedtailor.runs import runner
-from fedtailor.runs.rounds import measure
+from fedtailor.experiments import runner
+from fedtailor.experiments.run_state import measure
 from tests.contract.test_tape import SOLVERS, Passing, Taped
 from tests.core.test_federation import ANYWHERE, ONE_BY_ONE, Faulty, Loses
 from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, make_data, make_model, usual, variants
@@ -49,12 +49,12 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def from_first(self, tree: Tree) -> Tree:
+    def broadcast(self, tree: Tree) -> Tree:
         digest = hashlib.sha256()
         for path, v in items(tree):
             digest.update(path.encode() + v.contiguous().numpy().tobytes())
-        assert len(set(self._group.told(digest.hexdigest()))) == 1, "the server differs between ranks"
-        return self._group.from_first(tree)
+        assert len(set(self._group.all_gather_object(digest.hexdigest()))) == 1, "the server differs between ranks"
+        return self._group.broadcast(tree)
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,20 @@ class Mixed(Algorithm):
     def server_init(self, model: Model) -> Tree:
         return {"w": model.params, "lr": torch.tensor([0.1, 0.2, 0.15, 0.05], dtype=F64)}
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"log_mu": -1 + 0.1 * me.n}
 
     @on_client(sends=(MODEL, COUNT, NUMBER))
-    def train(self, me: Me, w: Params, lr: Tensor) -> tuple[Tree, Tree]:
+    def train(self, me: ClientContext, w: Params, lr: Tensor) -> tuple[Tree, Tree]:
         own = me.sgd(w, prox=(w, me.state["log_mu"].exp()), lr=lr)
         return me.state, (own, me.n, me.loss(own, "train"))
 
     @on_client(sends=NUMBER)
-    def judge(self, me: Me, w: Params, mine: Params, number: Tensor) -> tuple[Tree, Tree]:
+    def judge(self, me: ClientContext, w: Params, mine: Params, number: Tensor) -> tuple[Tree, Tree]:
         return me.state, me.loss(w, "val") + number * me.loss(mine, "train") * me.state["log_mu"]
 
-    @on_client(sends=Sent("gradient", lambda algorithm, model: {"log_mu": torch.zeros((), dtype=F64)}))
-    def reveal(self, me: Me) -> tuple[Tree, Tree]:
+    @on_client(sends=ReplySpec("gradient", lambda algorithm, model: {"log_mu": torch.zeros((), dtype=F64)}))
+    def reveal(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.grad
 
     def round(self, fed: Federation, server: Tree) -> Tree:
@@ -87,10 +87,12 @@ class Mixed(Algorithm):
         with torch.no_grad():
             fed.report(seen=fed.gather(loss, "losses").sum())  # looked at before it is needed with its graph
         rows = fed.gather(loss, "losses")
-        weight = Placed(models.clients, torch.softmax(-rows, 0) * n.tree)
+        weight = fed.scatter(torch.softmax(-rows, 0) * fed.gather(n, "counts"))
         w = fed.mean(models, weight)  # weights of the server, that depend on single replies
         plain, weighted = fed.mean(models), fed.mean(loss, n)
-        near = fed.scatter({k: w[k] + 0.1 * v for k, v in models.tree.items()})  # a row of each goes back to it
+        near = fed.scatter(
+            {k: w[k] + 0.1 * v for k, v in fed.gather(models, "models").items()}
+        )  # a row of each goes back to it
         told = fed.map(self.judge, plain, near, loss)
         outer = fed.sum(told) * weighted + rows.square().sum() + sum(v.sum() for v in w.values()) * fed.sum(weight)
         gradient = fed.backward(outer)
@@ -109,37 +111,42 @@ class Case:
     environment: Environment = field(default_factory=Environment)
     first: Tree = None  # the server's first state, if not the algorithm's own; and then that of every round
 
-    def federation(self, ranks: Ranks, engine: str) -> Federation:
+    def federation(self, ranks: ProcessGroup, engine: str) -> Federation:
         """On `ranks`; or in this process, one client after the other."""
         task = dict(self.task)
         model, solver = task.pop("model", "mlp"), task.pop("solver", SOLVER)
         data = make_data(**task)
-        setting = Setting(self.algorithm, make_model(model, data), data, solver, 3, self.environment)
+        setting = Experiment(self.algorithm, make_model(model, data), data, solver, 3, self.environment)
         made = engines.make("loop", setting) if ranks is ALONE else Sharded(setting, engine, 64, ranks)
         made.start()
         return Federation(made, self.limits, ranks)
 
-    def outcome(self, ranks: Ranks, engine: str) -> tuple[Tree, dict[str, Any]]:
+    def outcome(self, ranks: ProcessGroup, engine: str) -> tuple[Tree, dict[str, Any]]:
         """All that the rounds come to: numbers, and what must be equal to the letter."""
         fed = self.federation(ranks, engine)
-        setting, reports, said = fed.engine.setting, [], []
+        setting, reports, said = fed.engine.experiment, [], []
         server = setting.algorithm.server_init(setting.model) if self.first is None else self.first
         for round, cohort in enumerate(self.cohorts):
             try:
                 server = fed.run_round(round, cohort, server if self.first is None else self.first)
             except (RoundAbandoned, ClientError) as error:
                 said.append(f"{type(error).__name__}: {error}")
-            reports.append({k: torch.tensor(v) for k, v in fed.reported.items()})
+            reports.append({k: torch.tensor(v) for k, v in fed.record.reported.items()})
         clients = range(len(setting.data.clients))
-        states = ranks.at_first(fed.engine.get_states(), clients)
+        states = ranks.gather_to_root(fed.engine.get_states(), clients)
         numbers = {"server": server, "reports": reports, "states": states}
         if type(setting.algorithm).personal is not Algorithm.personal:
             models: dict[int, Params] = {}
             metrics = measure(fed.engine, 9, server, ["train", "val", "test"], models.__setitem__)
             rows = tree_map(lambda *each: torch.stack(each), *(models[c] for c in sorted(models))) if models else None
-            numbers["models"] = ranks.at_first(rows, clients)
+            numbers["models"] = ranks.gather_to_root(rows, clients)
             numbers["metrics"] = [torch.tensor(v, dtype=F64) for by_name in metrics.values() for v in by_name.values()]
-        words = {"traffic": asdict(fed.traffic), "faults": fed.faults, "seen": sorted(fed.looked_at), "said": said}
+        words = {
+            "traffic": asdict(fed.traffic),
+            "faults": fed.record.faults,
+            "seen": sorted(fed.record.gathered),
+            "said": said,
+        }
         return numbers, words
 
 
@@ -191,11 +198,11 @@ PARTS: dict[str, Callable[[str], Iterator[Case]]] = {
 }
 
 
-def words_arrive(ranks: Ranks) -> None:
+def words_arrive(ranks: ProcessGroup) -> None:
     """Long and short texts, and the mistake of one rank as that of all."""
     for length in (0, 200, 5000):
         said = {"rank": ranks.rank, "text": "ä" * (length * ranks.rank)}
-        assert ranks.told(said) == [{"rank": r, "text": "ä" * (length * r)} for r in range(ranks.count)]
+        assert ranks.all_gather_object(said) == [{"rank": r, "text": "ä" * (length * r)} for r in range(ranks.count)]
 
     def mistaken() -> None:
         if ranks.rank == 1:

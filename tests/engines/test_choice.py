@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fedtailor import engines
 from fedtailor.algorithms.ditto import Ditto
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.core.disk import Disk
-from fedtailor.core.me import Setting
+from fedtailor.core.experiment import Experiment
+from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.engines.pool import Pool
+from fedtailor.engines.pool.engine import Pool
 from fedtailor.engines.vmap import STACKED
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
@@ -23,9 +22,9 @@ from fedtailor.models import build
 from tests.helpers import EVEN_SIZES, F64, SIZES, SOLVER, make_data, make_model
 
 
-def setting(model: str = "mlp", **options: Any) -> Setting:
+def setting(model: str = "mlp", **options: Any) -> Experiment:
     data = make_data(**options)
-    return Setting(FedAvg(), make_model(model, data), data, SOLVER, seed=0)
+    return Experiment(FedAvg(), make_model(model, data), data, SOLVER, seed=0)
 
 
 def test_names() -> None:
@@ -59,9 +58,9 @@ def test_auto(model: str, options: dict[str, Any], name: str) -> None:
     assert bool(made.chunk) == (name == "vmap")
 
 
-def large(model: str, shape: tuple[int, ...]) -> Setting:
+def large(model: str, shape: tuple[int, ...]) -> Experiment:
     data = make_data(shape=shape, sizes={f"c{i}": (200, 1, 1) for i in range(6)})
-    return Setting(FedAvg(), build(model, shape, data.outputs, seed=0, dtype=F64), data, SOLVER, seed=0)
+    return Experiment(FedAvg(), build(model, shape, data.outputs, seed=0, dtype=F64), data, SOLVER, seed=0)
 
 
 def test_long_rounds_are_spread_over_processes() -> None:
@@ -74,7 +73,10 @@ def test_long_rounds_are_spread_over_processes() -> None:
     assert engines.choose(dense, workers=2).name == "vmap"
     stacked = engines.make("vmap", dense, workers=2)
     assert isinstance(stacked, Pool)
-    assert stacked.chunk == STACKED // sum(v.nbytes for v in dense.model.params.values()) > 8
+    assert stacked.chunk == 2 < STACKED // sum(v.nbytes for v in dense.model.params.values())  # four stacks of six
+    alone = engines.make("vmap", dense, workers=1)
+    assert isinstance(alone, InProcess)
+    assert alone.chunk == 2  # as many on every machine
     assert isinstance(engines.make("vmap", setting(), workers=2), InProcess)  # rounds are short
     assert isinstance(engines.make("vmap", dense, workers=2, disk=Disk(Path(), 10**9)), Pool)
     ditto = replace(dense, algorithm=Ditto())  # with private states, too many for the budget
@@ -88,16 +90,9 @@ def test_operations_of_a_pass() -> None:
     assert engines.operations(made, cohort=2) == 3 * 2 * 50 * 3 * 200 * 2
 
 
-def test_threads_are_for_large_steps_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    cnn, dense = large("cnn", (1, 28, 28)), large("mlp", (2000,))
-    for made, batch_size, wanted in ((cnn, 10, 1), (cnn, 64, 2), (cnn, 0, 2), (dense, 0, 1)):
-        assert engines.threads(replace(made, solver=replace(SOLVER, batch_size=batch_size))) == wanted
-
-
 def groups(chunk: int, model: str = "mlp", sizes: Any = SIZES) -> list[tuple[int, ...]]:
     made = setting(model, sizes=sizes)
-    return list(InProcess(made, range(4), chunk=chunk).groups([3, 0, 1, 2]))
+    return [group.clients for group in InProcess(made, range(4), chunk=chunk).groups([3, 0, 1, 2])]
 
 
 def test_groups() -> None:

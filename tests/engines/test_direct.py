@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me, Setting
 from fedtailor.core.model import Model
-from fedtailor.core.plausible import Limits
+from fedtailor.core.reply_validation import Limits
 from fedtailor.core.trees import Params, Tree, tree_map
-from fedtailor.engines import worker
 from fedtailor.engines.loop import loop
-from fedtailor.engines.pool import Pool
-from fedtailor.engines.shared import Layout
-from fedtailor.engines.worker import Task
-from fedtailor.local import dense
+from fedtailor.engines.pool import worker
+from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.shared_memory import Layout
+from fedtailor.engines.pool.worker import Task
+from fedtailor.training.kernels.output_buffers import OutputBuffers
 from tests.helpers import F64, SOLVER, assert_equal, everything, make_data, make_model
 
 EQUAL = dict.fromkeys(("ada", "bo", "cy", "di", "ed", "flo"), (8, 2, 2))
@@ -35,11 +36,11 @@ class Own(Algorithm):
     def server_init(self, model: Model) -> Params:
         return model.params
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
     @on_client(sends=(MODEL, MODEL, NUMBER))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         first = me.sgd(w)
         last = me.sgd(me.state, lr=0.02)
         sent = {
@@ -55,22 +56,22 @@ class Own(Algorithm):
         fed.report(samples=fed.sum(n))
         return tree_map(lambda x, y: 0.7 * x + 0.3 * y, fed.mean(a, n), fed.mean(b))
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.state
 
 
 def made(engine: Any, limits: Limits | None = None) -> tuple[dict[str, Tensor], Federation]:
     engine.start()
     fed = Federation(engine, limits or Limits())
-    server = engine.setting.algorithm.server_init(engine.setting.model)
+    server = engine.experiment.algorithm.server_init(engine.experiment.model)
     for round, cohort in enumerate(([0, 1, 2, 3, 4, 5], [1, 3, 4], [0, 1, 2, 5])):
         server = fed.run_round(round, cohort, server)
     return everything(fed, server), fed
 
 
-def setting(algorithm: Algorithm) -> Setting:
+def setting(algorithm: Algorithm) -> Experiment:
     data = make_data(sizes=EQUAL)
-    return Setting(algorithm, make_model("mlp", data), data, SOLVER, 3)
+    return Experiment(algorithm, make_model("mlp", data), data, SOLVER, 3)
 
 
 @pytest.mark.parametrize("sends", ["first", "last", "twice", "made of it"])
@@ -79,7 +80,7 @@ def test_whatever_is_sent_arrives(sends: str) -> None:
     found, fed = made(pool)
     pool.close()
     wanted, _ = made(loop(setting(Own(sends))))
-    assert fed.faults == []
+    assert fed.record.faults == []
     assert_equal(found, wanted, 1e-10)
 
 
@@ -91,13 +92,13 @@ class Large(Algorithm):
         return model.params
 
     @on_client(sends=MODEL)
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, me.sgd(w, lr=me.n * 0 + torch.where(me.uniform(1)[0] > 0.5, 1e3, 0.01))
 
     def round(self, fed: Federation, w: Params) -> Params:
         return fed.mean(fed.map(self.local, w))
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return w
 
 
@@ -107,10 +108,10 @@ def test_a_norm_that_was_found_on_the_way_is_the_norm() -> None:
     found, fed = made(pool, limits)
     pool.close()
     wanted, by_loop = made(loop(setting(Large())), limits)
-    assert [(f.client, f.round, f.reason) for f in fed.faults] == [
-        (f.client, f.round, f.reason) for f in by_loop.faults
+    assert [(f.client, f.round, f.reason) for f in fed.record.faults] == [
+        (f.client, f.round, f.reason) for f in by_loop.record.faults
     ]
-    assert len(fed.faults) > 2
+    assert len(fed.record.faults) > 2
     assert_equal(found, wanted, 1e-8)
 
 
@@ -127,7 +128,7 @@ def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start()
     inside = pool._inside
 
-    model = pool.setting.model
+    model = pool.experiment.model
     message = pool._put((model.params,))
     layout = Layout.of(inside.reply_layout("local").tree, 6)
     region = inside.regions.take(layout.size)
@@ -136,9 +137,7 @@ def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "tape": 0,
         "call": {"function": "local", "round": 1, "call": 0, "placed": [False], "taped": False},
         "message": message.found,
-        "rows": 6,
-        "reply": region.at,
-        "tasks": [Task(c, c, pool._where.now[c], pool._where.fresh()) for c in range(6)],
+        "tasks": [Task(c, c, pool._where.now[c], pool._where.fresh(), at=region.at, row=c) for c in range(6)],
     }
     answers, _ = inside.handle(request)
     pool.close()
@@ -149,7 +148,7 @@ def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stacks_are_taken_once_and_only_where_they_fit() -> None:
     places = [torch.zeros(2, 3, dtype=F64), torch.zeros(2, 4), torch.zeros(2, 3)]
-    into = dense.Into(places)
+    into = OutputBuffers(places)
     assert into.take(torch.ones(2, 3)) is places[2]
     assert into.take(torch.ones(2, 3)) is not places[2]
     assert into.take(torch.ones(2, 4)) is places[1]

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from fedtailor import engines
-from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.client import Call
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me, Setting
 from fedtailor.core.trees import Params, Tree
-from fedtailor.engines import worker
-from fedtailor.engines.books import Rows
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.loop import loop
-from fedtailor.engines.pool import Pool
-from fedtailor.engines.shared import Layout, Memory
+from fedtailor.engines.pool import worker
+from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.scheduler import Rows
+from fedtailor.engines.pool.shared_memory import Layout, Memory
 from fedtailor.errors import ClientError
 from tests.contract.test_tape import Taped
 from tests.helpers import F64, SOLVER, assert_equal, evaluate, make_data, make_model, run, states
@@ -48,11 +49,11 @@ class Fragile(Algorithm):
     def server_init(self, model: Any) -> Tree:
         return model.params
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"w": me.model.params, "seen": (0 * me.n).long()}
 
     @on_client(sends=(MODEL, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         if me.n == self.where and (self.again or (self.marker and not Path(self.marker).exists())):
             if self.marker:
                 Path(self.marker).touch()
@@ -66,8 +67,8 @@ class Fragile(Algorithm):
         v = me.sgd(w, prox=(me.state["w"], 0.1))
         return {"w": v, "seen": me.state["seen"] + 1}, (v, me.n)
 
-    @on_client(sends=(Sent("flipped", _flipped), NUMBER))
-    def flipped(self, me: Me) -> tuple[Tree, Tree]:
+    @on_client(sends=(ReplySpec("flipped", _flipped), NUMBER))
+    def flipped(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, (me.state["w"]["out.weight"].T, me.n)
 
     def round(self, fed: Federation, w: Params) -> Params:
@@ -75,17 +76,17 @@ class Fragile(Algorithm):
         back, n = fed.map(self.flipped)
         held = fed.gather(back, "flipped").clone()
         w = fed.mean(*fed.map(self.local, w))
-        assert torch.equal(held, back.tree)  # a reply is not written over by the next ones
+        assert torch.equal(held, fed.gather(back, "flipped"))  # a reply is not written over by the next ones
         shift: Tensor = fed.mean(back, n)
         return {k: v + 0.1 * shift.T if k == "out.weight" else v for k, v in w.items()}
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.state["w"]
 
 
-def setting(algorithm: Algorithm, model: str = "linear", task: Any = "classification") -> Setting:
+def setting(algorithm: Algorithm, model: str = "linear", task: Any = "classification") -> Experiment:
     data = make_data(task)
-    return Setting(algorithm, make_model(model, data), data, SOLVER, seed=3)
+    return Experiment(algorithm, make_model(model, data), data, SOLVER, seed=3)
 
 
 @contextmanager
@@ -111,7 +112,7 @@ def assert_as_loop(fed: Federation, other: Federation, rounds: int = 2) -> None:
     server, wanted = run(fed, rounds), run(other, rounds)
     assert_equal((server, states(fed)), (wanted, states(other)), tolerance=0)
     assert_equal(evaluate(fed, server), evaluate(other, wanted), tolerance=0)
-    assert (fed.faults, fed.traffic) == (other.faults, other.traffic)
+    assert (fed.record.faults, fed.traffic) == (other.record.faults, other.traffic)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -133,9 +134,9 @@ def once(original: Callable[..., Any], marker: Path, number: int) -> Callable[..
         calls = len(list(marker.parent.glob("call*")))
         (marker.parent / f"call{calls}-{os.getpid()}").touch()
         if calls == number and os.getpid() != server:
-            if isinstance(args[0], worker.Worker):
-                half = args[0].rows.bytes[args[1] * args[0].kept.size :]
-                half[: args[0].kept.size // 2] = 7
+            if isinstance(args[0], worker.StateRows):
+                half = args[0].memory.bytes[args[1] * args[0].layout.size :]
+                half[: args[0].layout.size // 2] = 7
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
 
@@ -143,7 +144,7 @@ def once(original: Callable[..., Any], marker: Path, number: int) -> Callable[..
 
 
 def test_killed_while_it_writes_a_private_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.Worker, "_keep", once(worker.Worker._keep, tmp_path / "x", 4 + 5))
+    monkeypatch.setattr(worker.StateRows, "write", once(worker.StateRows.write, tmp_path / "x", 4 + 5))
     with pooled(Fragile()) as (fed, _):
         assert_as_loop(fed, looped(Fragile()))
     assert len(list(tmp_path.glob("call*"))) > 9
@@ -164,12 +165,12 @@ def test_a_client_that_ends_every_worker_is_left_out(tmp_path: Path) -> None:
     with pooled(Fragile(what="kill", again=True)) as (fed, pool):
         before = states(fed)["ada"]
         server = run(fed, 1)
-        assert [(f.client, f.reason) for f in fed.faults] == [
+        assert [(f.client, f.reason) for f in fed.record.faults] == [
             ("ada", "Fragile.local, round 0, client ada: its worker process ended, 3 times")
         ]
         assert_equal(states(fed)["ada"], before, tolerance=0)
         other = looped(Fragile())
-        wanted = other.run_round(0, (1, 2, 3), other.engine.setting.model.params)
+        wanted = other.run_round(0, (1, 2, 3), other.engine.experiment.model.params)
         assert_equal(server, wanted, tolerance=0)
         assert len(processes(pool)) == 2
 
@@ -179,13 +180,13 @@ def test_an_error_of_a_client_is_that_of_loop(where: int) -> None:
     fragile = Fragile(what="raise", where=where, again=True)
     with pooled(fragile) as (fed, _):
         assert_as_loop(fed, looped(fragile))
-        assert len(fed.faults) == 2
-        assert "ValueError: no such thing" in fed.faults[0].reason
+        assert len(fed.record.faults) == 2
+        assert "ValueError: no such thing" in fed.record.faults[0].reason
 
 
 def test_an_error_of_a_client_tells_where() -> None:
     with pooled(Fragile(what="raise", again=True)) as (_, pool):
-        call = Call("local", 0, 0, (pool.setting.model.params,), (False,))
+        call = Call("local", 0, 0, (pool.experiment.model.params,), (False,))
         (reply,) = pool.call(call, (0,))
         assert isinstance(reply.error, ClientError)
         assert 'raise ValueError("no such thing")' in reply.error.__notes__[0]
@@ -197,12 +198,12 @@ class Refuses(Algorithm):
 
     start: bool = False
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         if self.start and me.n == 13:
             raise LookupError("no start")
         return {}
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         raise ZeroDivisionError("no model")
 
 
@@ -300,7 +301,7 @@ def test_rows_come_back() -> None:
     with pooled(Taped(), task="regression") as (fed, pool):
         rows: list[int] = []
         for number in range(3):
-            fed.run_round(number, range(4), fed.engine.setting.algorithm.server_init(fed.engine.setting.model))
+            fed.run_round(number, range(4), fed.engine.experiment.algorithm.server_init(fed.engine.experiment.model))
             rows.append(pool._where.used)
         assert rows == [rows[0]] * 3
 
@@ -374,7 +375,7 @@ def test_states_may_be_put_in_without_a_start() -> None:
     pool.set_states(other.engine.get_states())
     fed = Federation(pool)
     assert_equal(states(fed), states(other), tolerance=0)
-    server = other.engine.setting.model.params
+    server = other.engine.experiment.model.params
     assert_equal(fed.run_round(1, range(4), server), other.run_round(1, range(4), server), tolerance=0)
     with pytest.raises(TypeError, match='private state lacks "state/seen"'):
         pool.set_states({"state": {"w": other.engine.get_states()["state"]["w"]}, "buffers": {}})

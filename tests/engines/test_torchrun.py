@@ -16,9 +16,9 @@ import tomli_w
 import torch
 
 from fedtailor.core.trees import items
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import RunFolder
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import RunFolder
 from tests.helpers import assert_equal
 
 ROOT = Path(__file__).parents[2]

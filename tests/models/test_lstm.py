@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor import algorithms, engines
-from fedtailor.core.me import Setting
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
@@ -109,7 +109,7 @@ def test_engines_agree(name: str) -> None:
     def outcome(engine: str) -> dict[str, Tensor]:
         fed = federate(algorithm, data, model, engine)
         server = run(fed)
-        assert fed.faults == []
+        assert fed.record.faults == []
         return everything(fed, server)
 
     wanted = outcome("loop")
@@ -120,4 +120,4 @@ def test_engines_agree(name: str) -> None:
 def test_several_clients_are_stacked_by_default() -> None:
     data = make_data("regression", outputs=1)
     model = build("lstm", data.shape, 1, seed=0, dtype=F64)
-    assert engines.choose(Setting(algorithms.make("fedavg", {}), model, data, SOLVER, seed=0)).name == "vmap"
+    assert engines.choose(Experiment(algorithms.make("fedavg", {}), model, data, SOLVER, seed=0)).name == "vmap"

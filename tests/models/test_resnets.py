@@ -131,7 +131,7 @@ def test_engines_agree(norm: str) -> None:
     def outcome(engine: str) -> dict[str, Tensor]:
         fed = federate(algorithms.make("fedrep", {}), data, model, engine)
         server = run(fed, rounds=2)
-        assert fed.faults == []
+        assert fed.record.faults == []
         return everything(fed, server)
 
     wanted = outcome("loop")

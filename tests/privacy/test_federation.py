@@ -13,27 +13,37 @@ from torch import Tensor
 
 from fedtailor.core import codec
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Tree, items
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.errors import ConfigError, RoundAbandoned
-from fedtailor.privacy.member import Member, Term
-from fedtailor.privacy.rehearsal import rehearse
-from fedtailor.privacy.sealed import Privacy
+from fedtailor.privacy.aggregate_only import Privacy
+from fedtailor.privacy.dry_run import rehearse
+from fedtailor.privacy.secure_sum_client import Member, Party, Term, joined, packed
 from tests.helpers import assert_equal, everything, federate, make_data, make_model, run, states, usual, variants
 
 VARIANTS = variants()
 LOOKS = {
     "cfl": 'CFL looks at single replies ("cluster of each client")',
-    "duw-fedavg": 'DUW-FedAvg looks at single replies ("model")',
-    "duw-fednova": 'DUW-FedNova looks at single replies ("sample count")',
+    "duw-fedavg": 'DUW-FedAvg looks at single replies ("model of each client")',
+    "duw-fednova": 'DUW-FedNova looks at single replies ("steps of each client")',
     "fedadp": 'FedAdp looks at single replies ("models")',
+    "fedamp": 'FedAMP looks at single replies ("model of each client")',
+    "fedamp:heuristic": 'FedAMP looks at single replies ("model of each client")',
     "fedfa": 'FedFa looks at single replies ("training accuracies")',
+    "fedfomo": 'FedFomo looks at single replies ("model of each client")',
+    "fedl2p": "FedL2P differentiates through its rounds (a tape)",
+    "fedlaw": 'FedLAW looks at single replies ("model of each client")',
     "fedpac": 'FedPAC looks at single replies ("class means of each client")',
     "fedselect": 'FedSelect looks at single replies ("mask of each client")',
     "fedselect:paper": 'FedSelect looks at single replies ("mask of each client")',
     "fedselect:released": 'FedSelect looks at single replies ("mask of each client")',
+    "mocha": 'MOCHA looks at single replies ("dual variables of each client")',
+    "pefll": "PeFLL differentiates through its rounds (a tape)",
+    "pfedhn": 'pFedHN looks at single replies ("embedding of each client")',
+    "pfedla": 'pFedLA looks at single replies ("model of each client")',
+    "pfedla:exact": "pFedLA differentiates through its rounds (a tape)",
     "learn2pfed:paper": "Learn2pFed differentiates through its rounds (a tape)",
 }
 SUMS = [name for name in VARIANTS if name not in LOOKS]
@@ -44,10 +54,16 @@ PLAIN = ("fedavg", "fedprox", "fedper", "fedrep", "fedbabu", "ditto", "lg-fedavg
 def federation(algorithm: str | Algorithm, *, is_secure: bool = True, fraction_bits: int = 32) -> Federation:
     made = VARIANTS[algorithm] if isinstance(algorithm, str) else algorithm
     case = usual(made)
-    data = make_data(case.get("task", "classification"))
-    fed = federate(made, data, make_model(case.get("model", "mlp"), data), "wire")
-    fed.privacy = Privacy(secure_sum=is_secure, fraction_bits=fraction_bits, is_sealed=is_secure)
+    model = case.pop("model", "mlp")
+    data = make_data(**case)
+    fed = federate(made, data, make_model(model, data), "wire")
+    if is_secure:
+        fed.engine.experiment = replace(fed.engine.experiment, aggregation=privacy(fraction_bits))
     return fed
+
+
+def privacy(fraction_bits: int = 32) -> Privacy:
+    return Privacy(secure_sum=True, fraction_bits=fraction_bits, is_closed=True)
 
 
 @pytest.mark.parametrize("algorithm", PLAIN)
@@ -56,7 +72,7 @@ def test_results_are_those_of_plain_sums(algorithm: str) -> None:
     found, wanted = everything(secure, run(secure)), everything(plain, run(plain))
     # a weighted sum is off by 4 halves of 2**-32 at most, its mean by that over 29 samples; training carries it on
     assert_equal(found, wanted, 1e-9)
-    assert secure.looked_at == set()
+    assert secure.record.gathered == set()
 
 
 @pytest.mark.parametrize("algorithm", SUMS)
@@ -66,13 +82,13 @@ def test_every_algorithm_that_only_sums_can_do_without_replies(algorithm: str) -
     assert_equal(everything(secure, run(secure, rounds)), everything(plain, run(plain, rounds)), tolerance)
     assert isinstance(secure.engine, Wire)
     assert (secure.traffic.up, secure.traffic.down) == (secure.engine.up, secure.engine.down)
-    rehearse(secure.engine.setting, secure.privacy)
+    rehearse(secure.engine.experiment, privacy())
 
 
 @pytest.mark.parametrize("algorithm", LOOKS)
 def test_the_others_are_refused_before_and_in_the_first_round(algorithm: str) -> None:
     fed = federation(algorithm)
-    for attempt in (lambda: rehearse(fed.engine.setting, fed.privacy), lambda: run(fed)):
+    for attempt in (lambda: rehearse(fed.engine.experiment, privacy()), lambda: run(fed)):
         with pytest.raises(ConfigError) as refused:
             attempt()
         assert f"privacy.secure_sum: {LOOKS[algorithm]}; choose one that only sums" in str(refused.value)
@@ -83,7 +99,7 @@ def test_the_server_never_holds_a_single_reply(monkeypatch: pytest.MonkeyPatch) 
     kept: list[dict[str, Tensor]] = []
     record(monkeypatch, crossed, kept)
     fed = federation("fedavg")
-    server = fed.engine.setting.model.params
+    server = fed.engine.experiment.model.params
     known = np.concatenate([v.numpy().ravel() for v in server.values()])
     fed.run_round(0, range(4), server)
     memory = b"".join(crossed)
@@ -128,9 +144,9 @@ def record(patch: pytest.MonkeyPatch, crossed: list[bytes], kept: list[dict[str,
         crossed.extend((request, reply))
         return reply
 
-    def keeping(self: Member, call: int, reply: Tree) -> None:
+    def keeping(self: Member, call: int, reply: Tree, message: str = "") -> None:
         kept.append(dict(items(reply)))
-        keep(self, call, reply)
+        keep(self, call, reply, message)
 
     patch.setattr(Site, "handle", recording)
     patch.setattr(Member, "keep", keeping)
@@ -156,7 +172,7 @@ def test_the_sum_of_the_others_is_exact_when_one_is_lost(step: str, monkeypatch:
     lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == step)
     assert_equal(run(secure, 1), end, 1e-9)
     assert secure.cohort == (0, 1, 3)
-    assert [(f.client, f.reason) for f in secure.faults] == [("cy", "cannot be reached: gone")]
+    assert [(f.client, f.reason) for f in secure.record.faults] == [("cy", "cannot be reached: gone")]
     assert_equal(states(secure), states(wanted), 0.0)  # cy's is as before the round
 
 
@@ -185,21 +201,22 @@ def test_who_is_lost_after_the_sums_were_opened_ends_the_round(monkeypatch: pyte
     for secure in (federation("ditto"), federation("ditto", is_secure=False)):
         before = states(secure)
         lost = iter([{1: "connection lost"}])
-        monkeypatch.setattr(secure.engine, "end_round", lambda clients, lost=lost: next(lost, {}))
-        if not secure.privacy.secure_sum:  # the server knows every reply anyway
+        monkeypatch.setattr(secure.engine, "end_round", lambda clients, lost=lost: next(lost, {}), raising=False)
+        monkeypatch.setattr(secure.engine, "saved", lambda states: None, raising=False)
+        if not secure.engine.experiment.aggregation.secure_sum:  # the server knows every reply anyway
             run(secure, 1)
             assert secure.cohort == (0, 2, 3)
             continue
         with pytest.raises(RoundAbandoned, match="lost after their replies were summed: bo"):
             run(secure, 1)
         assert_equal(states(secure), before, 0.0)
-        assert [(fault.client, fault.reason) for fault in secure.faults] == [("bo", "connection lost")]
+        assert [(fault.client, fault.reason) for fault in secure.record.faults] == [("bo", "connection lost")]
 
 
 def test_two_sums_of_the_same_replies_are_over_the_same_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     secure = federation("fednova")  # sums twice before it takes the mean of the models
     lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == "mask" and header["sum"] == 3)
-    with pytest.raises(RoundAbandoned, match="replies to call 0 were summed over other clients before"):
+    with pytest.raises(RoundAbandoned, match="replies to call 0 of round 0 were summed over other clients before"):
         run(secure, 1)
 
 
@@ -214,7 +231,7 @@ class Telling(Algorithm):
         return torch.zeros((), dtype=torch.float64)
 
     @on_client(sends=NUMBER)
-    def tell(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
+    def tell(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
         return {}, torch.where(me.n > 1, me.n * self.factor, torch.nan)
 
     def round(self, fed: Federation, w: Tensor) -> Tensor:
@@ -224,33 +241,35 @@ class Telling(Algorithm):
 def test_a_reply_that_is_no_number_is_found_by_the_client_itself() -> None:
     fed = federation(Telling())
     assert float(run(fed, 1)) == 9 + 6 + 13
-    assert [(f.client, f.reason) for f in fed.faults] == [("bo", 'reply "number" is not finite')]
+    assert [(f.client, f.reason) for f in fed.record.faults] == [("bo", 'reply "number" is not finite')]
 
 
 def test_a_reply_above_the_norm_is_found_by_the_client_itself() -> None:
     fed = federation(Telling(1e7))
     assert float(run(fed, 1)) == 9e7 + 6e7
-    assert fed.faults[-1].reason == "reply has norm 1.3e+08, above the limit 1e+08"
+    assert fed.record.faults[-1].reason == "reply has norm 1.3e+08, above the limit 1e+08"
 
 
 def test_numbers_beyond_the_range_are_named() -> None:
     fed = federation(Telling(1e5), fraction_bits=44)
     with pytest.raises(RoundAbandoned, match=r"0 clients are left .* 2 needed; di: secure sum: a number is not within"):
         run(fed, 1)
-    assert fed.faults[1].reason == "secure sum: a number is not within ±174763, the range of a secure sum"
+    assert fed.record.faults[1].reason == "secure sum: a number is not within ±174763, the range of a secure sum"
 
 
 def test_a_client_that_seals_its_replies_answers_nothing_else() -> None:
     fed = federation("fedavg", is_secure=False)
     assert isinstance(fed.engine, Wire)
     inside = fed.engine.sites[0].inside
-    inside.setting = replace(inside.setting, is_sealed=True)
+    inside.experiment = replace(inside.experiment, aggregation=privacy())
     run(fed, 1)
-    assert [(f.client, f.reason) for f in fed.faults] == [("ada", "replies leave this client in secure sums only")]
+    assert [(f.client, f.reason) for f in fed.record.faults] == [
+        ("ada", "replies leave this client in secure sums only")
+    ]
 
 
 def test_a_client_refuses_steps_out_of_order_and_low_thresholds() -> None:
-    member = Member(0)
+    member = Member(Party(0))
     member.keep(0, {"w": torch.ones(3, dtype=torch.float64)})
     term = Term(0, ("w",)).header
 
@@ -259,11 +278,11 @@ def test_a_client_refuses_steps_out_of_order_and_low_thresholds() -> None:
         return str(member.answer({"round": 1, "sum": 1, "step": step} | more, tree)[0].get("error"))
 
     assert ask("keys", term=Term(0, ("v",)).header) == 'no reply "v" of call 0 is kept here'
-    assert ask("mask", dealers=[], fraction_bits=32) == "sum 1 is not at this step"
+    assert ask("mask", dealers=[]) == "sum 1 is not at this step"
     assert ask("keys", term=term) == "None"
     assert ask("keys", term=term) == "sum 1 was begun before"
-    assert "2 of 4 clients: at least 3" in ask(
-        "deal", clients=[0, 1, 2, 3], threshold=2, tree=torch.arange(256, dtype=torch.uint8).reshape(4, 64)
-    )
-    assert ask("deal", clients=[0, 1], threshold=2, tree=torch.zeros(2, 64)) == "sum 1 is not at this step"
+    cards = packed(joined([bytes([c]) * 64]) for c in range(4))
+    given = {"clients": [0, 1, 2, 3], "threshold": 2, "fraction_bits": 32, "tree": cards}
+    assert "2 of 4 clients: at least 3" in ask("deal", **given)
+    assert ask("deal", **given) == "sum 1 is not at this step"
     assert "'open'" in ask("open")

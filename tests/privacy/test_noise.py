@@ -21,18 +21,18 @@ from torch import nn
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import ConfigError
+from fedtailor.experiments import runner
 from fedtailor.models import build
+from fedtailor.privacy.aggregate_only import Privacy
+from fedtailor.privacy.dry_run import rehearse
 from fedtailor.privacy.noise import changed_parts, clipped, noisy, spent
-from fedtailor.privacy.rehearsal import rehearse
-from fedtailor.privacy.sealed import Privacy
-from fedtailor.runs import runner
 from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model
-from tests.runs.small import DIGITS, config, records, stop_after
+from tests.small import DIGITS, config, records, stop_after
 
 NOISE = ("privacy.clip=0.5", "privacy.noise=2.0", "algorithm.name=fedavg")
 
@@ -77,7 +77,7 @@ class Watched(Algorithm):
         return model.params
 
     @on_client(sends=(MODEL, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, (me.sgd(w, epochs=3), me.n)
 
     def round(self, fed: Federation, w: Params) -> Tree:
@@ -90,17 +90,21 @@ def changes(engine: str, clip: float) -> torch.Tensor:
     data = make_data()
     fed = federate(Watched(), data, make_model("mlp", data), engine)
     with_clip(fed, clip)
-    start = fed.engine.setting.model.params
+    start = fed.engine.experiment.model.params
     models = fed.run_round(1, range(4), start)
     return torch.cat([(models[k] - start[k]).flatten(1) for k in sorted(start)], 1)
 
 
 def with_clip(fed: Federation, clip: float) -> None:
     """As a run is set up that has `privacy.clip`."""
-    setting = replace(fed.engine.setting, clip=clip)
+    with_privacy(fed, Privacy(clip=clip))
+
+
+def with_privacy(fed: Federation, privacy: Privacy) -> None:
+    setting = replace(fed.engine.experiment, aggregation=privacy)
     for inside in [site.inside for site in getattr(fed.engine, "sites", [])] or [fed.engine]:
-        inside.setting = setting
-    fed.engine.setting = setting
+        inside.experiment = setting
+    fed.engine.experiment = setting
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -123,12 +127,10 @@ def noised(engine: str, noise: float, *, secure: bool = False, round: int = 1, s
     data = make_data()
     model = build("mlp", data.shape, data.outputs, seed=1, options={"hidden": (1000,)}, dtype=F64)
     fed = federate(algorithms.make("fedavg", {}), data, model, engine)
-    with_clip(fed, 0.5)
-    fed.privacy = Privacy(secure, 40, 0.5, noise, secret, is_sealed=secure or noise > 0)
-    if not noise:  # the mean without noise is weighted; here all must count the same
-        fed.privacy = replace(fed.privacy, is_sealed=True, noise=1e-300)
+    # the mean without noise is weighted; here all must count the same
+    with_privacy(fed, Privacy(secure, 40, 0.5, noise or 1e-300, secret, is_closed=True))
     found: Params = fed.run_round(round, range(4), model.params)
-    assert fed.noisy_sums == {round: 1}
+    assert fed.sums.noisy == {round: 1}
     return found
 
 
@@ -156,7 +158,7 @@ def test_sums_of_other_things_than_changes_are_refused(algorithm: str, what: str
     data = make_data("regression")
     fed = federate(algorithms.make(algorithm, {}), data, make_model("linear", data))
     with pytest.raises(ConfigError, match=f'sums "{what}", which is not a new version of what clients were sent'):
-        rehearse(fed.engine.setting, Privacy(clip=1.0, noise=1.0, is_sealed=True))
+        rehearse(fed.engine.experiment, Privacy(clip=1.0, noise=1.0, is_closed=True))
 
 
 def _cdf(x: float) -> float:
@@ -233,7 +235,7 @@ def test_a_run_with_secure_sums_takes_the_wire(tmp_path: Path) -> None:
     assert folder.results is not None
     assert plain.results is not None
     assert folder.results["privacy"] == {"secure_sum": True, "clip": 0.0, "noise": 0.0}
-    assert folder.results["traffic"]["trips"] == 5 * plain.results["traffic"]["trips"]
+    assert folder.results["traffic"]["trips"] == 6 * plain.results["traffic"]["trips"]
     assert folder.results["last"]["test"]["loss"]["mean"] == pytest.approx(
         plain.results["last"]["test"]["loss"]["mean"], abs=1e-5
     )
@@ -243,7 +245,7 @@ def test_a_run_with_secure_sums_takes_the_wire(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (("privacy.noise=1",), "privacy.noise: without privacy.clip nothing limits"),
+        (("privacy.noise=1",), "privacy.noise requires privacy.clip"),
         (("privacy.secure_sum=true", "federation.engine=vmap"), 'not with federation.engine = "vmap"'),
         (("privacy.secure_sum=true", "algorithm.name=cfl"), "CFL looks at single replies"),
         (("privacy.secure_sum=true", "federation.clients_per_round=1"), "a sum over one client is its reply"),

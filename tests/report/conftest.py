@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.runs import runner
-from tests.runs.small import config
+from fedtailor.experiments import runner
+from tests.small import config
 
 NAMES = ("local", "fedavg", "fedrep")
 

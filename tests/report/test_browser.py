@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from fedtailor.experiments.store import read_json, write_json
 from fedtailor.report import render
 from fedtailor.report.write import write
-from fedtailor.runs.fit import fit
-from fedtailor.runs.store import read_json, write_json
-from tests.runs.made_sites import make_sites
+from fedtailor.studies.fit import fit
+from tests.made_sites import make_sites
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 AXE, AXE_SUM = "axe-core@4.14.0", "20c09fe157a8a34a30e241aaa1fcdade657734f08ab379ecfbeb7d45cc46e878"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fedtailor.errors import RunError
+from fedtailor.experiments import runner
+from fedtailor.experiments.store import RunFolder, write_json
 from fedtailor.report.write import write
-from fedtailor.runs import runner
-from fedtailor.runs.store import RunFolder, write_json
 from tests.report.pages import report
-from tests.runs.small import config, stop_after
+from tests.small import config, stop_after
 
 
 def means(runs: Path) -> dict[str, float]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fedtailor.experiments.store import FIT, RunFolder, read_json, write_json
 from fedtailor.report.fit_page import fit_page
 from fedtailor.report.run_page import run_page
 from fedtailor.report.write import page_of, write
-from fedtailor.runs import fit as fitting
-from fedtailor.runs.store import FIT, RunFolder, read_json, write_json
-from tests.runs.made_sites import make_sites
+from fedtailor.studies import fit as fitting
+from tests.made_sites import make_sites
 
 
 def test_page_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def make(name: str, options: dict[str, Any]) -> Algorithm:
     """An algorithm by name, or an own one as "module:Class"; a wrong name, option or value is a `ConfigError`."""
     from pydantic import TypeAdapter, ValidationError
 
-    kind = _find(name)
+    kind = find(name)
     options = dict(options)
     if (preset := options.pop("preset", None)) is not None:
         if preset not in kind.presets:
@@ -59,7 +59,8 @@ def make(name: str, options: dict[str, Any]) -> Algorithm:
     return kind(**checked)
 
 
-def _find(name: str) -> type[Algorithm]:
+def find(name: str) -> type[Algorithm]:
+    """The class that a name stands for, or "module:Class"."""
     if ":" in name:
         kind = imported("algorithm.name", name)
         if not (isinstance(kind, type) and issubclass(kind, Algorithm)):

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
 
-CLUSTER = Sent("cluster", lambda algorithm, model: torch.zeros((), dtype=torch.int64))
+CLUSTER = ReplySpec("cluster", lambda algorithm, model: torch.zeros((), dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,15 @@ class CFL(Algorithm):
     eps2: float = 1.0
     """Pulling apart: the update of some client is longer than this times the same."""
     first_rounds: int = 20
-    """Rounds in which no cluster is split."""
+    """Number of first rounds without a split."""
     min_clients: int = 3
-    """Clients that a cluster must have in a round to be split."""
+    """Minimum clients of a cluster in a round for a split."""
     max_clusters: int = 8
-    """Clusters at most; 1 is FedAvg."""
+    """Maximum number of clusters; 1 is FedAvg."""
 
     title: ClassVar[str] = "CFL"
+    learns: ClassVar[str] = "groups"
+    keeps: ClassVar[str] = "group"
     citation: ClassVar[str] = """@article{sattler2020clustered,
   title={Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy Constraints},
   author={Sattler, Felix and M{\\"u}ller, Klaus-Robert and Samek, Wojciech},
@@ -60,31 +62,42 @@ class CFL(Algorithm):
             "child": torch.zeros(nodes, dtype=torch.int64),  # the first of two neighbours; 0 at a leaf
         }
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"node": torch.zeros_like(me.n, dtype=torch.int64)}
 
+    def join(self, me: ClientContext, server: Tree) -> Tree:
+        """A newcomer goes down to a leaf, with one local training at every split on its way."""
+        node = self.client_init(me)["node"]
+        for _ in range(levels(server["child"].tolist())):  # the tree is the same for all who join
+            w, child = at_node(node, server["w"]), at_node(node, server["child"])
+            trained = me.sgd(w, epochs=self.epochs)
+            update = torch.cat([(trained[k] - w[k]).flatten() for k in me.model.trainable])
+            node = torch.where(child > 0, child + nearer_half(update, server["direction"], child), node)
+        return {"node": node}
+
     @on_client(sends=CLUSTER)
-    def where(self, me: Me) -> tuple[Tree, Tree]:
+    def where(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.state["node"]
 
     @on_client(sends=(MODEL, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return me.state, (me.sgd(w, epochs=self.epochs), me.n)
 
     @on_client()
-    def move(self, me: Me, node: Tensor) -> tuple[Tree, Tree]:
+    def move(self, me: ClientContext, node: Tensor) -> tuple[Tree, Tree]:
         return {"node": node}, None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         at = fed.gather(told := fed.map(self.where), "cluster of each client")
         w, n = fed.map(self.local, fed.scatter({k: v[at] for k, v in server["w"].items()}))
-        at, w, n = told.of(w.clients), fed.gather(w, "model of each client"), fed.gather(n, "sample counts")
-        update = torch.cat([(w[k] - server["w"][k][at]).flatten(1) for k in fed.engine.setting.model.trainable], 1)
+        at = fed.gather(told, "cluster of each client", w.clients)
+        w, n = fed.gather(w, "model of each client"), fed.gather(n, "sample counts")
+        update = torch.cat([(w[k] - server["w"][k][at]).flatten(1) for k in fed.model.trainable], 1)
         server, to = tree_map(torch.clone, server), at.clone()
         for node in at.unique().tolist():
             here = (at == node).nonzero()[:, 0]
             if child := int(server["child"][node]):  # split while these clients were away
-                to[here] = child + (update[here] @ normalize(server["direction"][child : child + 2]).T).argmax(1)
+                to[here] = child + nearer_half(update[here], server["direction"], server["child"][node])
                 continue
             if self.is_split(fed.round, server, update[here], n[here]):
                 server["child"][node] = child = 1 + 2 * int(server["child"].count_nonzero())
@@ -107,8 +120,23 @@ class CFL(Algorithm):
         has_room = server["child"].count_nonzero() < self.max_clusters - 1 and len(n) >= self.min_clients
         return bool(is_torn and has_room and round > self.first_rounds)
 
-    def personal(self, me: Me, server: Tree) -> Params:
-        return {k: w[me.state["node"][None]][0] for k, w in server["w"].items()}
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        return at_node(me.state["node"], server["w"])
+
+
+def at_node(node: Tensor, rows: Tree) -> Tree:
+    """What a table of all nodes holds for one."""
+    return tree_map(lambda v: v[node[None]][0], rows)
+
+
+def levels(child: list[int], node: int = 0) -> int:
+    """Splits on the longest way down from a node."""
+    return 1 + max(levels(child, half) for half in (child[node], child[node] + 1)) if child[node] else 0
+
+
+def nearer_half(update: Tensor, direction: Tensor, child: Tensor) -> Tensor:
+    """0 or 1 for every update: which of two halves it has the larger cosine with."""
+    return (update @ normalize(direction[torch.stack([child, child + 1])]).T).argmax(-1)
 
 
 def bipartition(update: Tensor) -> Tensor:

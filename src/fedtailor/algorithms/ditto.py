@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -24,6 +24,8 @@ class Ditto(Algorithm):
     """Pull of the personal model towards the common one; 0 is Local."""
 
     title: ClassVar[str] = "Ditto"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "a whole personal model"
     citation: ClassVar[str] = """@inproceedings{li2021ditto,
   title={Ditto: Fair and Robust Federated Learning Through Personalization},
@@ -34,11 +36,11 @@ class Ditto(Algorithm):
     def server_init(self, model: Model) -> Params:
         return model.params
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
     @on_client(sends=(MODEL, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         v = me.sgd(me.state, epochs=self.personal_epochs, prox=(w, self.lam))
         statistics_of_v = me.buffers
         trained = me.sgd(w, epochs=self.epochs)
@@ -48,8 +50,8 @@ class Ditto(Algorithm):
     def round(self, fed: Federation, w: Params) -> Params:
         return fed.mean(*fed.map(self.local, w))
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.state
 
-    def adapt(self, me: Me, w: Params, epochs: int) -> Params:
+    def adapt(self, me: ClientContext, w: Params, epochs: int) -> Params:
         return me.sgd(w, epochs=epochs, prox=(w, self.lam))

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Params, Tree
 
 
@@ -24,6 +24,8 @@ class DRFedAvg(Algorithm):
     """F is the loss times the client's steps, as in code released with the DUW paper, or the mean loss."""
 
     title: ClassVar[str] = "DR-FedAvg"
+    learns: ClassVar[str] = "weights"
+    keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{zhao2022dynamic,
   title={A Dynamic Reweighting Strategy for Fair Federated Learning},
@@ -34,7 +36,7 @@ class DRFedAvg(Algorithm):
     server_init = FedAvg.server_init
 
     @on_client(sends=(MODEL, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         loss = me.loss(w) * (me.steps(self.epochs) if self.summed else 1)
         return {}, (me.sgd(w, epochs=self.epochs), me.n * loss.clamp(min=1e-6) ** (self.q + 1))
 

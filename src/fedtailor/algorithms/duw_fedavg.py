@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedtailor.algorithms.duw import DUW
+from fedtailor.algorithms._shared import unfolding
+from fedtailor.algorithms._shared.duw import DUW
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.core.federation import Federation, Placed
+from fedtailor.core.experiment import LocalSolver
+from fedtailor.core.federation import Federation
+from fedtailor.core.per_client import PerClient
 from fedtailor.core.trees import Params
-from fedtailor.local import unfolding
-from fedtailor.local.training import Solver
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,13 @@ class DUWFedAvg(DUW):
     """FedAvg with learned weights; without outer iterations it is FedAvg."""
 
     title: ClassVar[str] = "DUW-FedAvg"
+    learns: ClassVar[str] = "weights"
+    keeps: ClassVar[str] = "nothing"
 
-    def check_solver(self, solver: Solver) -> None:
+    def check_solver(self, solver: LocalSolver) -> None:
         unfolding.check_solver(self.outer, solver)
 
     local: ClassVar[Any] = FedAvg.local
 
-    def models(self, fed: Federation, w: Params) -> Placed:
+    def models(self, fed: Federation, w: Params) -> PerClient:
         return fed.map(self.local, w)[0]

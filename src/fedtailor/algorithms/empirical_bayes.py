@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.joint_ls import NORMAL
-from fedtailor.core.algorithm import NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.local import ridge
+from fedtailor.numerics import ridge
 
-VECTOR = Sent("vectors of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
+VECTOR = ReplySpec("vectors of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class EmpiricalBayes(Algorithm):
     """Steps of EM per round."""
 
     title: ClassVar[str] = "EmpiricalBayes"
+    learns: ClassVar[str] = "degrees"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
     fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{laird1982random,
@@ -46,7 +48,7 @@ class EmpiricalBayes(Algorithm):
         w = ridge.as_vector(model, model.params)
         return {"w": w, "t": torch.zeros_like(w), "noise": w.new_zeros(())}
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"d": ridge.statistics(me.model, me.train)}
 
     def round(self, fed: Federation, server: Tree) -> Tree:
@@ -74,19 +76,19 @@ class EmpiricalBayes(Algorithm):
         return {"w": w, "t": t, "noise": noise}
 
     @on_client(sends=(VECTOR, VECTOR, VECTOR, NUMBER, NUMBER))
-    def alone(self, me: Me, w: Tensor) -> tuple[Tree, Tree]:
+    def alone(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
         d = me.state["d"]
         v = ridge.least_squares(d)
         freedom = torch.ones_like(v)
         return me.state, (v - w, (v - w).square(), freedom, ridge.squared_error(d, v), ridge.residual_freedom(d))
 
     @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER))
-    def in_common(self, me: Me) -> tuple[Tree, Tree]:
+    def in_common(self, me: ClientContext) -> tuple[Tree, Tree]:
         d = me.state["d"]
         return me.state, (d["A"], d["b"], d["yy"], d["n"] * d["b"].shape[-1])
 
     @on_client(sends=(VECTOR, VECTOR, VECTOR, NUMBER, NUMBER))
-    def posterior(self, me: Me, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:
+    def posterior(self, me: ClientContext, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:
         d, r = me.state["d"], (t / noise).sqrt()
         c, v = ridge.covariance(d, r), ridge.shrunk(d, r, w)
         freedom = ridge.determined(d, r)
@@ -98,11 +100,11 @@ class EmpiricalBayes(Algorithm):
         """Lambda^(-1/2) of each parameter: 0 is common to all."""
         return (server["t"] / server["noise"].clamp(min=torch.finfo(server["t"].dtype).tiny)).sqrt()
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots(server), server["w"]))
 
-    def effective_degrees(self, me: Me, server: Tree) -> Params:
+    def effective_degrees(self, me: ClientContext, server: Tree) -> Params:
         return ridge.as_params(me.model, self.roots(server) ** -2)
 
-    def shares(self, me: Me, server: Tree) -> Params:
+    def shares(self, me: ClientContext, server: Tree) -> Params:
         return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots(server)))

@@ -13,8 +13,8 @@ import torch
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.federation import Federation, Placed
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -29,6 +29,8 @@ class FedAdp(Algorithm):
     """Steepness of the Gompertz function."""
 
     title: ClassVar[str] = "FedAdp"
+    learns: ClassVar[str] = "weights"
+    keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
     by_client: ClassVar[tuple[str, ...]] = ("angles", "rounds")
     citation: ClassVar[str] = """@article{wu2021fast,
@@ -46,17 +48,17 @@ class FedAdp(Algorithm):
         none = torch.zeros(fed.clients, dtype=torch.float64)
         w, angles, rounds = server["w"], server.get("angles", none), server.get("rounds", none)
         models, n = fed.map(self.local, w)
-        there, trained = fed.gather(models, "models"), fed.engine.setting.model.trainable
-        moves = torch.cat([(there[k] - w[k]).double().flatten(1) for k in trained], dim=1)
-        mean = (n.tree / n.tree.sum()).double() @ moves
+        each, counts = fed.gather(models, "models"), fed.gather(n, "sample counts")
+        moves = torch.cat([(each[k] - w[k]).double().flatten(1) for k in fed.model.trainable], dim=1)
+        mean = (counts / counts.sum()).double() @ moves
         cosine = (moves @ mean) / (moves.norm(dim=1) * mean.norm()).clamp(min=1e-30)
         at = torch.tensor(models.clients)
         rounds = rounds.index_add(0, at, torch.ones(len(at), dtype=rounds.dtype))
         angle = angles[at] + (cosine.clamp(-1, 1).arccos() - angles[at]) / rounds[at]
         score = self.alpha * (1 - (-(-self.alpha * (angle - 1)).exp()).exp())
-        weight = Placed(models.clients, n.tree * (score - score.max()).exp().to(n.tree.dtype))
+        weight = fed.scatter(counts * (score - score.max()).exp().to(counts.dtype))
         angles = angles.index_copy(0, at, angle)
         return {"w": fed.mean(models, weight, stale=w), "angles": angles, "rounds": rounds}
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return server["w"]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
 from fedtailor.core.trees import Params
 
 
@@ -21,6 +21,8 @@ class FedAvgFT(Algorithm):
     """Epochs of fine-tuning before a client predicts."""
 
     title: ClassVar[str] = "FedAvg+FT"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
     fits: ClassVar[bool] = True
     stale: ClassVar[bool] = True
@@ -34,5 +36,5 @@ class FedAvgFT(Algorithm):
     local = FedAvg.local
     round = FedAvg.round
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.sgd(w, epochs=self.tune_epochs)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
 from fedtailor.core.trees import Params, Tree
 
 
@@ -21,6 +21,8 @@ class FedBABU(Algorithm):
     """Epochs of fine-tuning, of body and head, before a client predicts."""
 
     title: ClassVar[str] = "FedBABU"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
     fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{oh2022fedbabu,
@@ -33,8 +35,8 @@ class FedBABU(Algorithm):
     round = FedRep.round
 
     @on_client(sends=(BODY, COUNT))
-    def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         return {}, (me.sgd(body, epochs=self.epochs, frozen=me.model.head), me.n)
 
-    def personal(self, me: Me, body: Params) -> Params:
+    def personal(self, me: ClientContext, body: Params) -> Params:
         return me.sgd(body | me.model.head, epochs=self.tune_epochs)

@@ -13,12 +13,12 @@ import torch
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.local.masks import unflat
+from fedtailor.numerics.masks import unflat
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,17 @@ class FeDEQ(Algorithm):
     head_on: Literal["common", "start"] = "common"
     """Under what the head is fitted: theta (paper), or theta_i as it begins."""
     mean: Literal["samples", "clients"] = "samples"
-    """Whether clients count by their samples, or equally."""
+    """Weight clients by their samples, or equally."""
     serve: Literal["common", "own"] = "common"
-    """Predict with the common representation, or with the own one (paper)."""
+    """Predict with the common representation, or with the client's own (paper)."""
     dual_start: float = 0.0
     """The first lambda is drawn from -dual_start to dual_start."""
     diagnostics: bool = False
     """Report augmented Lagrangian, consensus residual and dual norm of the round's clients; costs a trip."""
 
     title: ClassVar[str] = "FeDEQ"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head, own representation, dual"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"start": "own", "mean": "clients", "serve": "own", "dual_start": 0.01},
@@ -67,18 +69,18 @@ class FeDEQ(Algorithm):
         if self.rho < 0 or (self.rho == 0 and self.dual_start):
             raise ConfigError("algorithm.rho: FeDEQ needs rho of at least 0, and above 0 for a dual that is not 0")
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         u = {k: torch.zeros_like(v) for k, v in me.model.body.items() if k in me.model.trainable}  # not statistics
         if self.dual_start:
             u = unflat((2 * me.uniform(sum(v.numel() for v in u.values())) - 1) * self.dual_start / self.rho, u)
         never = torch.full_like(me.n, -2, dtype=torch.int64)
         return {"theta": me.model.body, "w": me.model.head, "u": u, "round": never}
 
-    def join(self, me: Me, theta: Params) -> Tree:
+    def join(self, me: ClientContext, theta: Params) -> Tree:
         return self.client_init(me) | {"theta": theta}
 
     @on_client(sends=(BODY, COUNT))
-    def local(self, me: Me, theta: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         s, w = me.state, me.state["w"]
         begun = theta if self.start == "common" else s["theta"]
         if self.start == "recent":
@@ -96,7 +98,7 @@ class FeDEQ(Algorithm):
         return {"theta": theta_i, "w": w, "u": u, "round": torch.full_like(s["round"], me.round)}, (sent, n)
 
     @on_client(sends=(NUMBER, NUMBER, NUMBER))
-    def diagnose(self, me: Me, theta: Params) -> tuple[Tree, Tree]:
+    def diagnose(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         s, u = me.state, me.state["u"]
         apart = {k: s["theta"][k] - theta[k] for k in u}
         lagrangian = me.loss(s["theta"] | s["w"]) + self.rho * (dot(u, apart) + dot(apart, apart) / 2)  # (5)
@@ -110,7 +112,7 @@ class FeDEQ(Algorithm):
             fed.report(dual_norm=self.rho * fed.sum(dual).sqrt())
         return mean
 
-    def personal(self, me: Me, theta: Params) -> Params:
+    def personal(self, me: ClientContext, theta: Params) -> Params:
         return (theta if self.serve == "common" else me.state["theta"]) | me.state["w"]
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
-from fedtailor.core.federation import Federation, Placed
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
@@ -30,6 +30,8 @@ class FedFa(Algorithm):
     """How much participation counts beside accuracy."""
 
     title: ClassVar[str] = "FedFa"
+    learns: ClassVar[str] = "weights"
+    keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
     by_client: ClassVar[tuple[str, ...]] = ("took_part",)
     citation: ClassVar[str] = """@article{huang2022fairness,
@@ -46,11 +48,12 @@ class FedFa(Algorithm):
         return {"w": model.params}
 
     @on_client(sends=(MODEL, NUMBER))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         trained = me.sgd(w, epochs=self.epochs)
-        x, y, mask = me.train
-        right = (me.model(me.buffers | trained, x).argmax(-1) == y).to(mask.dtype)
-        return {}, (trained, (right * mask).sum() / mask.sum().clamp(min=1))
+        right = me.n.new_zeros(())
+        for x, y, mask in me.train.parts():
+            right = right + ((me.model(me.buffers | trained, x).argmax(-1) == y) * mask).sum()
+        return {}, (trained, right / me.n.clamp(min=1))
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         models, accuracy = fed.map(self.local, server["w"])
@@ -61,10 +64,10 @@ class FedFa(Algorithm):
         often = took_part[at] / took_part[at].sum()
         by_part = _shares(-(1 - often).clamp(min=1e-6).log2())
         weight = (1 - self.gamma) * by_accuracy + self.gamma * by_part
-        mean = fed.mean(models, Placed(models.clients, weight), stale=server["w"])
+        mean = fed.mean(models, fed.scatter(weight), stale=server["w"])
         return {"w": mean, "took_part": took_part}
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return server["w"]
 
 

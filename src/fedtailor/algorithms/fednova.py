@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import LocalSolver
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.local.training import Solver
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class FedNova(Algorithm):
     """Weight of a proximal term in the local loss, as in FedProx."""
 
     title: ClassVar[str] = "FedNova"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{wang2020tackling,
   title={Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization},
@@ -37,21 +39,21 @@ class FedNova(Algorithm):
   booktitle={NeurIPS}, year={2020}
 }"""
 
-    def check_solver(self, solver: Solver) -> None:
-        if solver.optimizer != "sgd" or (self.mu and solver.momentum):
-            raise ConfigError("local: FedNova knows how steps of sgd add up, with momentum or with mu")
+    def check_solver(self, solver: LocalSolver) -> None:
+        if solver.optimizer != "sgd" or not solver.is_even or (self.mu and solver.momentum):
+            raise ConfigError("local: FedNova knows how equal steps of sgd add up, with momentum or with mu")
 
     server_init = FedAvg.server_init
 
     @on_client(sends=(MODEL, COUNT, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         a = self.weight_of_steps(me)
         return {}, (me.sgd(w, epochs=self.epochs, prox=(w, self.mu) if self.mu else None), me.n / a, me.n * a)
 
-    def weight_of_steps(self, me: Me) -> Tensor:
+    def weight_of_steps(self, me: ClientContext) -> Tensor:
         tau, solver = me.steps(self.epochs), me.solver
         if self.mu:
-            keep = 1 - solver.lr * self.mu  # a step shrinks what came before it
+            keep = 1 - me.lr * self.mu  # a step shrinks what came before it
             return (1 - keep**tau) / (1 - keep)
         rho = solver.momentum
         return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
@@ -60,7 +62,7 @@ class FedNova(Algorithm):
         models, by_weight, times_weight = fed.map(self.local, w)
         n = fed.samples(fed.asked if fed.environment.missing == "stale" else fed.cohort).sum()
         tau_eff, scale = fed.sum(times_weight) / n, fed.sum(by_weight) / n
-        mean, trained = fed.mean(models, by_weight), fed.engine.setting.model.trainable
+        mean, trained = fed.mean(models, by_weight), fed.model.trainable
         # statistics are averaged: beyond the mean a variance may be negative
         return {k: v + (tau_eff * scale).to(v.dtype) * (mean[k] - v) if k in trained else mean[k] for k, v in w.items()}
 

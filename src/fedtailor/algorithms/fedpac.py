@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.algorithms.knn_per import features_and_logits
-from fedtailor.core.algorithm import BODY, COUNT, HEAD, NUMBER, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import BODY, COUNT, HEAD, NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.local.simplex import least_on_simplex
+from fedtailor.numerics.simplex import least_on_simplex
 
-H = Sent("class means", lambda algorithm, model: torch.zeros_like(weight_of_head(model)))
-SUMS = Sent("class sums", H.example)
-COUNTS = Sent("class counts", lambda algorithm, model: torch.zeros_like(weight_of_head(model)[:, 0]))
+H = ReplySpec("class means", lambda algorithm, model: torch.zeros_like(weight_of_head(model)))
+SUMS = ReplySpec("class sums", H.example)
+COUNTS = ReplySpec("class counts", lambda algorithm, model: torch.zeros_like(weight_of_head(model)[:, 0]))
 CENTERS, IS_KNOWN = "fedpac.centers", "fedpac.is_known"
 
 
@@ -34,17 +35,19 @@ class FedPAC(Algorithm):
     """The body is averaged; a client's head is the mean of those heads that suit its own class means best."""
 
     epochs: int = 1
-    """Local epochs of the body per round, with the head held still."""
+    """Local epochs of the body per round, with the head frozen."""
     head_epochs: int = 1
     """Local epochs of the head per round, before the body."""
     head_lr: float | None = None
-    """Step size of the head; without one that of local training (paper: 0.1 beside 0.01)."""
+    """Learning rate of the head; local.lr by default (paper: 0.1 beside 0.01)."""
     lam: float = 1.0
     """Pull of a sample's features to the mean of its class over all clients."""
     collaborate: bool = True
-    """Whether heads are combined; if not, they stay the clients' own."""
+    """Whether heads are combined; if not, they stay private."""
 
     title: ClassVar[str] = "FedPAC"
+    learns: ClassVar[str] = "weights"
+    keeps: ClassVar[str] = "head"
     citation: ClassVar[str] = """@inproceedings{xu2023personalized,
   title={Personalized Federated Learning with Feature Alignment and Classifier Collaboration},
   author={Xu, Jian and Tong, Xinyi and Huang, Shao-Lun},
@@ -55,16 +58,15 @@ class FedPAC(Algorithm):
 
     def check(self, model: Model, task: str) -> None:
         if task != "classification":
-            raise ConfigError(f"algorithm.name: FedPAC compares means of classes; it does not serve {task}")
-        if [v.dim() for v in model.head.values() if v.dim() > 1] != [2]:
-            raise ConfigError("model.head: FedPAC combines heads of one dense layer; this model's head is another")
+            raise ConfigError(f"algorithm.name: FedPAC compares means of classes; it is for classification, not {task}")
+        check_dense_head(model, self.title)
 
     def server_init(self, model: Model) -> Tree:
         c = torch.zeros_like(weight_of_head(model))
         return {"body": model.body, "c": c, "is_known": c[:, 0]}
 
     @on_client(sends=(BODY, HEAD, H, NUMBER, SUMS, COUNTS, COUNT))
-    def local(self, me: Me, body: Params, c: Tensor, is_known: Tensor) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, body: Params, c: Tensor, is_known: Tensor) -> tuple[Tree, Tree]:
         sums, squares, _ = class_sums(me, body | me.state)
         h = sums / me.n
         v = ((squares / me.n - h.square().sum()) / me.n).clamp(min=0)
@@ -80,7 +82,7 @@ class FedPAC(Algorithm):
         return head, (body, head, h, v, sums, counts, me.n)
 
     @on_client()
-    def adopt(self, me: Me, head: Params) -> tuple[Tree, Tree]:
+    def adopt(self, me: ClientContext, head: Params) -> tuple[Tree, Tree]:
         return head, None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
@@ -93,21 +95,19 @@ class FedPAC(Algorithm):
         c = torch.where(total[:, None] > 0, fed.sum(sums) / total.clamp(min=1)[:, None], server["c"])
         return {"body": fed.mean(body, n), "c": c, "is_known": ((total > 0) | (server["is_known"] > 0)).to(c.dtype)}
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return server["body"] | me.state
 
 
-def weight_of_head(model: Model) -> Tensor:
-    """The matrix [classes, features] of the head."""
-    return next(v for v in model.head.values() if v.dim() == 2)
-
-
-def class_sums(me: Me, params: Params) -> tuple[Tensor, Tensor, Tensor]:
+def class_sums(me: ClientContext, params: Params) -> tuple[Tensor, Tensor, Tensor]:
     """Of a client's training samples: the sum of features of each class, of all squares, and the number of each."""
-    x, y, mask = me.train
-    f, logits = features_and_logits(me.model, me.buffers | params, x)
-    belongs = (y[:, None] == torch.arange(logits.shape[1], device=y.device)) * mask[:, None]
-    return belongs.T @ f, (f.square() * mask[:, None]).sum(), belongs.sum(0)
+    sums, squares, counts = torch.zeros_like(weight_of_head(me.model)), me.n.new_zeros(()), me.n.new_zeros(())
+    for x, y, mask in me.train.parts():
+        f, logits = features_and_logits(me.model, me.buffers | params, x)
+        belongs = (y[:, None] == torch.arange(logits.shape[1], device=y.device)) * mask[:, None]
+        squares = squares + torch.where(mask > 0, f.square().sum(1), 0).sum()
+        sums, counts = sums + belongs.T @ f, counts + belongs.sum(0)
+    return sums, squares, counts
 
 
 def collaboration(h: Tensor, v: Tensor) -> Tensor:

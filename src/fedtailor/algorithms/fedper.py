@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
 from fedtailor.core.trees import Params, Tree
 
 
@@ -19,6 +19,8 @@ class FedPer(Algorithm):
     """Local epochs per round."""
 
     title: ClassVar[str] = "FedPer"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head"
     citation: ClassVar[str] = """@article{arivazhagan2019federated,
   title={Federated Learning with Personalization Layers},
@@ -33,6 +35,6 @@ class FedPer(Algorithm):
     shares = FedRep.shares
 
     @on_client(sends=(BODY, COUNT))
-    def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         w = me.sgd(body | me.state, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in body}, me.n)

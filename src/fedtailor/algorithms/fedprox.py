@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -22,6 +22,8 @@ class FedProx(Algorithm):
     """Weight of the proximal term."""
 
     title: ClassVar[str] = "FedProx"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{li2020federated,
   title={Federated Optimization in Heterogeneous Networks},
@@ -34,12 +36,12 @@ class FedProx(Algorithm):
         return model.params
 
     @on_client(sends=(MODEL, COUNT))
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, (me.sgd(w, epochs=self.epochs, prox=(w, self.mu)), me.n)
 
     def round(self, fed: Federation, w: Params) -> Params:
         models, n = fed.map(self.local, w)
         return fed.mean(models, n, stale=w)
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return w

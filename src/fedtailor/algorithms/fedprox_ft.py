@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedtailor.algorithms.fedprox import FedProx
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
 from fedtailor.core.trees import Params
 
 
@@ -23,6 +23,8 @@ class FedProxFT(Algorithm):
     """Epochs of fine-tuning before a client predicts."""
 
     title: ClassVar[str] = "FedProx+FT"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
     fits: ClassVar[bool] = True
     stale: ClassVar[bool] = True
@@ -32,5 +34,5 @@ class FedProxFT(Algorithm):
     local = FedProx.local
     round = FedProx.round
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.sgd(w, epochs=self.tune_epochs)

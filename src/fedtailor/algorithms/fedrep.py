@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -19,11 +19,13 @@ class FedRep(Algorithm):
     """The head is fitted to the common body first, then the body to the head; only the body is averaged."""
 
     head_epochs: int = 10
-    """Local epochs of the head, with the body held still."""
+    """Local epochs of the head, with the body frozen."""
     body_epochs: int = 1
-    """Local epochs of the body, with the head held still."""
+    """Local epochs of the body, with the head frozen."""
 
     title: ClassVar[str] = "FedRep"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head"
     citation: ClassVar[str] = """@inproceedings{collins2021exploiting,
   title={Exploiting Shared Representations for Personalized Federated Learning},
@@ -34,11 +36,11 @@ class FedRep(Algorithm):
     def server_init(self, model: Model) -> Params:
         return model.body
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.head
 
     @on_client(sends=(BODY, COUNT))
-    def local(self, me: Me, body: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         head = me.sgd(me.state, epochs=self.head_epochs, frozen=body)
         body = me.sgd(body, epochs=self.body_epochs, frozen=head)
         return head, (body, me.n)
@@ -46,8 +48,8 @@ class FedRep(Algorithm):
     def round(self, fed: Federation, body: Params) -> Params:
         return fed.mean(*fed.map(self.local, body))
 
-    def personal(self, me: Me, body: Params) -> Params:
+    def personal(self, me: ClientContext, body: Params) -> Params:
         return body | me.state
 
-    def shares(self, me: Me, body: Params) -> Params:
+    def shares(self, me: ClientContext, body: Params) -> Params:
         return {k: torch.full_like(v, float(k in body)) for k, v in me.model.trainable.items()}

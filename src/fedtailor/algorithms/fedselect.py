@@ -10,17 +10,21 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from fedtailor.core.algorithm import COUNT, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Ragged, Tree
-from fedtailor.local import masks
-from fedtailor.local.masks import flat, pack, pack_each, unflat, unpack
+from fedtailor.numerics import masks
+from fedtailor.numerics.masks import flat, pack, pack_each, unflat, unpack
 
-ENTRIES = Sent("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
-MASK = Sent("mask", lambda algorithm, model: Ragged((masks.to_bits(flat(model.trainable).bool()), torch.tensor(0))))
-REST = Sent("statistics", lambda algorithm, model: {k: v for k, v in model.params.items() if k not in model.trainable})
+ENTRIES = ReplySpec("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
+MASK = ReplySpec(
+    "mask", lambda algorithm, model: Ragged((masks.to_bits(flat(model.trainable).bool()), torch.tensor(0)))
+)
+REST = ReplySpec(
+    "statistics", lambda algorithm, model: {k: v for k, v in model.params.items() if k not in model.trainable}
+)
 
 
 @dataclass(frozen=True)
@@ -28,33 +32,35 @@ class FedSelect(Algorithm):
     """Own and shared entries are trained in turn; an entry is averaged over the clients that share it."""
 
     epochs: int = 1
-    """Local epochs per round, each a pass over the data for own entries and one for shared ones."""
+    """Local epochs per round, each a pass over the data for personal entries and one for shared ones."""
     rate: float = 0.25
-    """Part of the entries still shared that becomes own when a mask grows (p)."""
+    """Fraction of the shared entries that become personal when a mask grows (p)."""
     alpha: float = 0.3
-    """Limit of the part of entries that are own; 0 is FedAvg."""
+    """Maximum fraction of personal entries; 0 is FedAvg."""
     interval: int = 1
-    """Rounds between two growths of the masks."""
+    """Rounds between mask growths."""
     choice: Literal["most", "least", "random"] = "most"
-    """What becomes own: entries that changed most, or least, or any."""
+    """Which entries become personal: those that changed most, least, or random ones."""
     ranking: Literal["model", "tensor"] = "model"
-    """Within what entries are ranked, and rate and limit are counted."""
+    """Scope in which entries are ranked, and rate and limit apply."""
     normalise: bool = False
     """Whether changes are ranked in units of the mean change of their tensor."""
     since: Literal["round", "growth"] = "round"
-    """Changes since when: the start of the round, or the last growth of the mask."""
+    """Measure changes since the start of the round, or since the last mask growth."""
     biases: bool = True
-    """Whether parameters that are not weights may become own."""
+    """Whether parameters other than weights may become personal."""
     overshoot: bool = False
-    """Whether the last growth is taken whole, and may pass the limit."""
+    """Whether the last growth may exceed the limit."""
     layers: tuple[str, ...] = ()
-    """Parts of the model that are own from the start; then masks do not grow."""
+    """Parts of the model that are personal from the start; masks then do not grow."""
     personal_lr: float | None = None
-    """Step size of own entries; without one that of local training."""
+    """Learning rate of personal entries; local.lr by default."""
     mean: Literal["samples", "clients"] = "samples"
     """Whether clients count by their samples, or equally."""
 
     title: ClassVar[str] = "FedSelect"
+    learns: ClassVar[str] = "masks"
+    keeps: ClassVar[str] = "entries"
     private: ClassVar[str] = "entries that its mask selects"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"epochs": 3, "mean": "clients"},
@@ -73,13 +79,13 @@ class FedSelect(Algorithm):
     def server_init(self, model: Model) -> Tree:
         return {"w": model.params, "masks": {}}  # by name of a client the mask that it told last
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         v = me.model.trainable
         before = v if self.since == "growth" else {}
         return {"v": v, "m": masks.under(v, ()), "next": masks.under(v, self.layers), "before": before}
 
     @on_client(sends=(ENTRIES, MASK, REST, COUNT))
-    def local(self, me: Me, message: Ragged, statistics: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, message: Ragged, statistics: Params) -> tuple[Tree, Tree]:
         v, old, m, before = (me.state[k] for k in ("v", "m", "next", "before"))
         u = unflat(unpack(message, ~flat(old)), v)
         start = {k: torch.where(old[k], v[k], u[k]) for k in v}  # what has just become own begins at the common value
@@ -98,22 +104,24 @@ class FedSelect(Algorithm):
         return {"v": v, "m": m, "next": wider, "before": before}, reply
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        model, names = fed.engine.setting.model, fed.engine.setting.data.clients
+        model, names = fed.model, fed.names
         w = flat({k: server["w"][k] for k in model.trainable})
         statistics = {k: v for k, v in server["w"].items() if k not in model.trainable}  # averaged, but never masked
-        known = fed.scatter(masks.known(server["masks"], [names[c] for c in fed.cohort], w))
-        shared = ~masks.from_bits(known.tree, len(w))
+        asked = fed.cohort
+        known = masks.known(server["masks"], [names[c] for c in asked], w)
+        shared = ~masks.from_bits(known, len(w))
         message = fed.scatter(pack_each(w, shared))
         u, told, rest, n = fed.map(self.local, message, statistics)
-        bits = masks.heard(fed.gather(told, "mask of each client"), known.of(told.clients))
+        known = known[[asked.index(c) for c in told.clients]]
+        bits, n_each = masks.heard(fed.gather(told, "mask of each client"), known), fed.gather(n, "sample counts")
         shared = ~masks.from_bits(bits, len(w))
-        w = masks.mean_over_sharers(packed := fed.gather(u, "shared entries of each client"), shared, n.tree, w)
+        w = masks.mean_over_sharers(packed := fed.gather(u, "shared entries of each client"), shared, n_each, w)
         fed.report(own=1 - packed[1].double().mean() / len(w))
         now = {names[c]: row for c, row in zip(told.clients, bits, strict=True)}
         return {"w": unflat(w, model.trainable) | fed.mean(rest, n), "masks": server["masks"] | now}
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return server["w"] | {k: torch.where(m, me.state["v"][k], server["w"][k]) for k, m in me.state["m"].items()}
 
-    def shares(self, me: Me, server: Tree) -> Params:
+    def shares(self, me: ClientContext, server: Tree) -> Params:
         return {k: (~m).to(me.n.dtype) for k, m in me.state["m"].items()}

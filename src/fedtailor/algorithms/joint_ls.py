@@ -12,12 +12,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.core.algorithm import Algorithm, Sent, on_client
+from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.local import ridge
+from fedtailor.numerics import ridge
 
 
 def _square(algorithm: Algorithm, model: Model) -> Tensor:
@@ -25,8 +25,8 @@ def _square(algorithm: Algorithm, model: Model) -> Tensor:
     return w.new_zeros((len(w), len(w)))
 
 
-NORMAL = Sent("normal equations", _square)
-VECTOR = Sent("vector of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
+NORMAL = ReplySpec("normal equations", _square)
+VECTOR = ReplySpec("vector of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,11 @@ class JointLS(Algorithm):
     """Which features are personal is given, not learned."""
 
     personal_features: tuple[int, ...] | None = None
-    """Numbers of the personal features, from 0; all of them if not given."""
+    """Indices of the personal features, from 0; all by default."""
 
     title: ClassVar[str] = "JointLS"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "entries"
     private: ClassVar[str] = "personal coefficients"
     fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@book{golub2013matrix,
@@ -51,7 +53,7 @@ class JointLS(Algorithm):
     def server_init(self, model: Model) -> Tensor:
         return torch.zeros_like(ridge.as_vector(model, model.params))
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return ridge.statistics(me.model, me.train)
 
     def own(self, w: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ class JointLS(Algorithm):
         return torch.linalg.pinv(a, hermitian=True, rtol=1e-12) @ (own[:, None] * rest)
 
     @on_client(sends=(NORMAL, VECTOR))
-    def local(self, me: Me) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext) -> tuple[Tree, Tree]:
         d, common = me.state, 1 - self.own(me.state["b"])
         a = d["A"] - d["A"] @ self.fitted(d, d["A"])
         b = d["b"] - d["A"] @ self.fitted(d, d["b"])
@@ -79,6 +81,6 @@ class JointLS(Algorithm):
         a, b = fed.sum(fed.map(self.local))
         return torch.linalg.pinv(a, hermitian=True, rtol=1e-12) @ b
 
-    def personal(self, me: Me, w: Tensor) -> Params:
+    def personal(self, me: ClientContext, w: Tensor) -> Params:
         d = me.state
         return ridge.as_params(me.model, w + self.fitted(d, d["b"] - d["A"] @ w))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext, View
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
@@ -26,7 +27,7 @@ class KNNPer(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     k: int = 10
-    """Neighbours that vote."""
+    """Number of neighbours."""
     scale: float = 1.0
     """A vote weighs exp(-|f - f'|^2 / (scale * number of features))."""
     lams: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -34,9 +35,11 @@ class KNNPer(Algorithm):
     default_lam: float = 0.5
     """The share of a client without validation samples."""
     capacity: int = 1000
-    """Training samples that a client keeps features of; of more, evenly spaced ones."""
+    """Maximum training samples per client to keep features of, evenly spaced."""
 
     title: ClassVar[str] = "kNN-Per"
+    learns: ClassVar[str] = "degrees"
+    keeps: ClassVar[str] = "features"
     private: ClassVar[str] = "features of samples, their share"
     fits: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{marfoq2022personalized,
@@ -49,28 +52,35 @@ class KNNPer(Algorithm):
 
     def check(self, model: Model, task: str) -> None:
         if task != "classification":
-            raise ConfigError(f"algorithm.name: kNN-Per lets neighbours vote for classes; it does not serve {task}")
+            raise ConfigError(
+                f"algorithm.name: kNN-Per lets neighbours vote for classes; it is for classification, not {task}"
+            )
         if not model.head:
             raise ConfigError("model.head: kNN-Per compares the features before the head, but the model has none")
         if min(self.k, self.capacity, len(self.lams)) < 1 or self.scale <= 0:
             raise ConfigError("algorithm: kNN-Per needs k, capacity and scale above 0, and at least one of lams")
 
-    def personal(self, me: Me, w: Params) -> Params:
-        x, y, _ = me.train
+    def personal(self, me: ClientContext, w: Params) -> Params:
+        x, y, _ = view = me.train if len(me.train.x) else empty(me.train)
         row = torch.arange(self.capacity, device=me.n.device)
         sample = (row * (me.n / self.capacity).clamp(min=1)).long().clamp(max=len(x) - 1)
         is_kept = row < me.n
-        features, _ = features_and_logits(me.model, me.buffers | w, x)
+        if len(x) > self.capacity:
+            view = View(x[sample], y[sample], is_kept)
+            y, sample = view.y, row
+        features = torch.cat([features_and_logits(me.model, me.buffers | w, part.x)[0] for part in view.parts()])
         store = w | {
             FEATURES: torch.where(is_kept[:, None], features[sample], 0),
             LABELS: torch.where(is_kept, y[sample], NOBODY),
         }
-        x, y, mask = me.val
-        voted, modelled = self.voted_and_modelled(me.model, me.buffers | store, x)
-        right = [log_blend(voted, modelled, lam).gather(1, y[:, None])[:, 0] for lam in self.lams]
-        likelihood = (torch.stack(right) * mask).sum(1)
+        likelihood = me.n.new_zeros(len(self.lams))
+        for x, y, mask in me.val.parts():
+            voted, modelled = self.voted_and_modelled(me.model, me.buffers | store, x)
+            right = [log_blend(voted, modelled, lam).gather(1, y[:, None])[:, 0] for lam in self.lams]
+            likelihood = likelihood + torch.where(mask > 0, torch.stack(right), 0).sum(1)
         best = me.n.new_tensor(self.lams)[likelihood.argmax(0, keepdim=True)][0]
-        return store | {SHARE: torch.where(mask.sum() > 0, best, self.default_lam)}
+        chosen = torch.where(me.val.mask.sum() > 0, best, self.default_lam)
+        return store | {SHARE: torch.where(me.n > 0, chosen, 0)}  # nobody to ask: the model alone
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         return log_blend(*self.voted_and_modelled(model, personal, x), personal[SHARE])
@@ -83,14 +93,32 @@ class KNNPer(Algorithm):
         nearness = torch.where(labels == NOBODY, -torch.inf, -squares / (self.scale * store.shape[1]))
         near, who = nearness.topk(min(self.k, self.capacity))
         is_for = labels[who][..., None] == torch.arange(logits.shape[1], device=labels.device)
-        return (near.softmax(1)[..., None] * is_for).sum(1), logits.softmax(1)
+        votes = torch.where(near > -torch.inf, near, torch.finfo(near.dtype).min).softmax(1)
+        return (votes[..., None] * is_for).sum(1), logits.softmax(1)
 
 
-def features_and_logits(model: Model, params: Params, x: Tensor, *, training: bool = False) -> tuple[Tensor, Tensor]:
-    """What enters the first module of the head that runs, and what leaves the model."""
+def empty(view: View) -> View:
+    """In place of no samples: one that does not count."""
+    return View(*(v.new_zeros(1, *v.shape[1:]) for v in view))
+
+
+def features_and_logits(
+    model: Model,
+    params: Params,
+    x: Tensor,
+    *,
+    training: bool = False,
+    change: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What comes to the first module of the head that runs, and what leaves the model when `change` of it enters."""
     entered: list[Tensor] = []
+
+    def enter(part: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
+        entered.append(inputs[0].flatten(1))
+        return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
+
     parts = [model.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in model.head}]
-    hooks = [p.register_forward_pre_hook(lambda part, inputs: entered.append(inputs[0].flatten(1))) for p in parts]
+    hooks = [p.register_forward_pre_hook(enter) for p in parts]
     try:
         known = {k: v for k, v in params.items() if k in model.params or k in model.private_buffers}
         logits = model(known, x, training=training)

@@ -11,13 +11,14 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from fedtailor.algorithms._shared import learnables
+from fedtailor.algorithms._shared.unrolled_admm import UnrolledADMM
 from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
-from fedtailor.algorithms.unrolled_admm import UnrolledADMM
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.local import learnables, ridge
+from fedtailor.numerics import ridge
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Learn2pFed(UnrolledADMM):
     """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
 
     title: ClassVar[str] = "Learn2pFed"
+    learns: ClassVar[str] = "degrees"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model, degrees, steps"
     fits: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -47,13 +50,13 @@ class Learn2pFed(UnrolledADMM):
         degrees = learnables.degrees(self.first_numbers(ridge.as_vector(model, model.params))["raw"])
         return EmpiricalBayes().server_init(model) | {"degrees": degrees}
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         v = ridge.as_vector(me.model, me.model.params)
         data = {"d": ridge.statistics(me.model, me.train)}
         data |= {"held": ridge.statistics(me.model, me.val)} if self.outer == "holdout" else {}
         return data | {"v": v, "z": v - v, "a": v - v, "learned": self.first_numbers(v)}
 
-    def join(self, me: Me, server: Tree) -> Tree:
+    def join(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
         s["learned"]["raw"] = learnables.pulled(s["learned"]["raw"], server["degrees"], 1.0)  # a prior: others' mean
         v = ridge.shrunk(s["d"], self.roots_of(s, server), server["w"])
@@ -67,7 +70,7 @@ class Learn2pFed(UnrolledADMM):
     def round(self, fed: Federation, server: Tree) -> Tree:
         if self.outer == "eb":
             return server | self.bayes(fed, server)
-        return fed.at_once(self.together, server) or self.epoch(fed, server)
+        return fed.fused_round(self.stacked_states, server) or self.epoch(fed, server)
 
     def roots_of(self, state: Tree, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""
@@ -76,13 +79,13 @@ class Learn2pFed(UnrolledADMM):
         x = self.numbers(state, server["w"], -1)
         return (x["eta"] / (x["rho"] * x["lam"]).clamp(min=1e-12)).sqrt()
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         if self.serve == "unrolled" and self.outer != "eb":
             return ridge.as_params(me.model, me.state["v"])
         return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots_of(me.state, server), server["w"]))
 
-    def shares(self, me: Me, server: Tree) -> Params:
+    def shares(self, me: ClientContext, server: Tree) -> Params:
         return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots_of(me.state, server)))
 
-    def effective_degrees(self, me: Me, server: Tree) -> Params:
+    def effective_degrees(self, me: ClientContext, server: Tree) -> Params:
         return ridge.as_params(me.model, self.roots_of(me.state, server) ** -2)

@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from fedtailor.algorithms._shared import degrees
 from fedtailor.algorithms.learn2pfed import Learn2pFed
-from fedtailor.core.algorithm import COUNT, Algorithm, Sent, on_client
+from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
-from fedtailor.local import degrees
 
-SHARED = Sent("shared part", lambda algorithm, model: algorithm.shared(model))
-DEGREES = Sent("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
+SHARED = ReplySpec("shared part", lambda algorithm, model: algorithm.shared(model))
+DEGREES = ReplySpec("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Learn2pFedNet(Algorithm):
     """Predict with the shrunk model w + z, or with v (paper)."""
 
     title: ClassVar[str] = "Learn2pFed-Net"
+    learns: ClassVar[str] = "degrees"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "own model, dual, degrees"
     fits: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -69,23 +71,23 @@ class Learn2pFedNet(Algorithm):
         w = self.shared(model)
         return {"w": w, "degrees": degrees.first(w, self.grain, self.share, self.rho) if self.pull else {}}
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         zero = tree_map(torch.zeros_like, self.shared(me.model))
         moments = tree_map(torch.zeros_like, first := degrees.first(zero, self.grain, self.share, self.rho))
         return {"v": me.model.params, "z": zero, "a": zero, "degrees": first, "first": moments, "second": moments}
 
-    def join(self, me: Me, server: Tree) -> Tree:
+    def join(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
         s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the others' mean
         return self.fitted(me, s, server["w"], {})
 
     @on_client(sends=(SHARED, DEGREES, COUNT))
-    def local(self, me: Me, w: Params, mean: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params, mean: Params) -> tuple[Tree, Tree]:
         s = self.fitted(me, me.state, w, mean)
         part = {k: s["v"][k] - (0 if self.consensus == "average" else s["z"][k] + s["a"][k]) for k in w}
         return s, (part, s["degrees"] if self.pull else {}, me.n)
 
-    def fitted(self, me: Me, s: Tree, w: Params, mean: Params) -> Tree:
+    def fitted(self, me: ClientContext, s: Tree, w: Params, mean: Params) -> Tree:
         """The state after the three steps at a client, with a step of the degrees before the last."""
         logs = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
         v, z, a, moments = s["v"], s["z"], s["a"], (s["first"], s["second"])
@@ -108,12 +110,12 @@ class Learn2pFedNet(Algorithm):
         parts, logs, n = fed.map(self.local, server["w"], server["degrees"])
         return {"w": fed.mean(parts, n), "degrees": fed.mean(logs)}  # (12)
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         shrunk = {k: w + me.state["z"][k] for k, w in server["w"].items()}
         return me.state["v"] | (shrunk if self.serve == "shrunk" else {})
 
-    def shares(self, me: Me, server: Tree) -> Params:
+    def shares(self, me: ClientContext, server: Tree) -> Params:
         return degrees.shares(me.state["degrees"], server["w"], self.grain, self.rho)
 
-    def effective_degrees(self, me: Me, server: Tree) -> Params:
+    def effective_degrees(self, me: ClientContext, server: Tree) -> Params:
         return tree_map(torch.exp, degrees.each(me.state["degrees"], server["w"], self.grain))

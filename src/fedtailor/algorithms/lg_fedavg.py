@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import COUNT, HEAD, Algorithm, on_client
-from fedtailor.core.me import Me
+from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -20,6 +20,8 @@ class LGFedAvg(Algorithm):
     """Local epochs per round."""
 
     title: ClassVar[str] = "LG-FedAvg"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "body"
     private: ClassVar[str] = "body"
     citation: ClassVar[str] = """@article{liang2020think,
   title={Think Locally, Act Globally: Federated Learning with Local and Global Representations},
@@ -34,13 +36,13 @@ class LGFedAvg(Algorithm):
     def server_init(self, model: Model) -> Params:
         return model.head
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.body
 
     @on_client(sends=(HEAD, COUNT))
-    def local(self, me: Me, head: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, head: Params) -> tuple[Tree, Tree]:
         w = me.sgd(me.state | head, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in head}, me.n)
 
-    def personal(self, me: Me, head: Params) -> Params:
+    def personal(self, me: ClientContext, head: Params) -> Params:
         return me.state | head

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedtailor.core.algorithm import Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.trees import Params, Tree
 
 
@@ -19,18 +19,20 @@ class Local(Algorithm):
     """Local epochs per round."""
 
     title: ClassVar[str] = "Local"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the whole model"
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
     @on_client()
-    def local(self, me: Me) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.sgd(me.state, epochs=self.epochs), None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         fed.map(self.local)
         return server
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return me.state

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.core.algorithm import Algorithm, Sent, on_client
+from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree
 
-PROJECTION = Sent("projection", lambda algorithm, model: algorithm.server_init(model))
+PROJECTION = ReplySpec("projection", lambda algorithm, model: algorithm.server_init(model))
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class LpProj(Algorithm):
     """Names the random projection; server and clients draw it from here, it is never sent."""
 
     title: ClassVar[str] = "lp-proj"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "a whole personal model"
     citation: ClassVar[str] = """@inproceedings{lin2022personalized,
   title={Personalized Federated Learning towards Communication Efficiency, Robustness and Fairness},
@@ -55,11 +57,11 @@ class LpProj(Algorithm):
         size = sum(v.numel() for v in model.trainable.values())
         return torch.zeros(min(self.q, size), dtype=model.dtype)
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
     @on_client(sends=PROJECTION)
-    def local(self, me: Me, u: Tensor) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, u: Tensor) -> tuple[Tree, Tree]:
         theta, first, parts = me.state, me.model.params, self.projection(me.model)
 
         def pull(u: Tensor, theta: Params) -> Tensor:
@@ -78,10 +80,10 @@ class LpProj(Algorithm):
     def round(self, fed: Federation, u: Tensor) -> Tensor:
         return fed.mean(fed.map(self.local, u))
 
-    def personal(self, me: Me, u: Tensor) -> Params:
+    def personal(self, me: ClientContext, u: Tensor) -> Params:
         return me.state
 
-    def adapt(self, me: Me, u: Tensor, epochs: int) -> Params:
+    def adapt(self, me: ClientContext, u: Tensor, epochs: int) -> Params:
         return self.local(me, u)[0]
 
     def projection(self, model: Model) -> Params:

@@ -13,8 +13,8 @@ import torch
 
 from fedtailor.algorithms.ditto import Ditto
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
@@ -36,6 +36,8 @@ class PFedMe(Algorithm):
     """Step of the server towards the clients' mean; above 1 it goes beyond."""
 
     title: ClassVar[str] = "pFedMe"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "a whole personal model"
     citation: ClassVar[str] = """@inproceedings{dinh2020personalized,
   title={Personalized Federated Learning with Moreau Envelopes},
@@ -50,11 +52,11 @@ class PFedMe(Algorithm):
     def server_init(self, model: Model) -> Params:
         return model.params
 
-    def client_init(self, me: Me) -> Params:
+    def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
     @on_client(sends=MODEL)
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         theta = w
         for _ in range(self.local_rounds):
             theta = me.sgd(theta, epochs=self.epochs, prox=(w, self.lam))
@@ -65,7 +67,7 @@ class PFedMe(Algorithm):
         mean = fed.mean(fed.map(self.local, w))
         return tree_map(lambda old, new: torch.lerp(old, new, self.beta), w, mean)
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.state
 
     adapt = Ditto.adapt

@@ -16,22 +16,22 @@ from fedtailor.errors import ConfigError, RunError
 
 app = typer.Typer(
     name="federation",
-    help="A real federation: sites keep their data, a server trains with all.",
+    help="A real federation: sites keep their data, a server coordinates training.",
     epilog="Start with: fedtailor federation local 3 config.toml",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, as init made it.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, created by init.")]
 Admin = Annotated[Path, typer.Option("--admin", help="The administrator's folder.")]
-RunName = Annotated[str, typer.Option("--run", help="Name of the run; else made from the configuration.")]
+RunName = Annotated[str, typer.Option("--run", help="Name of the run; default: from the configuration.")]
 
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; add sites by giving it again.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder; run again to add sites.")],
     site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")],
-    host: Annotated[str, typer.Option("--host", help="Name by which sites reach the server.")] = "localhost",
+    host: Annotated[str, typer.Option("--host", help="Host name of the server, as sites see it.")] = "localhost",
     port: Annotated[int, typer.Option("--port", help="Port of the server.")] = 8002,
 ) -> None:
     """Make a folder with certificates for the server, each site and the administrator.
@@ -39,31 +39,32 @@ def init(
     Hand each site its folder, over a way you trust. FOLDER/authority signs certificates: keep it to
     yourself. The same command with more sites adds them.
     """
-    from fedtailor.engines.flare import kits
+    from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
     for name in kits.provision(folder, host, port, site):
         role = name if name in ("server", "admin") else "site"
-        told = {
+        summary = {
             "server": f"start it with: fedtailor federation start server {folder / name}",
             "site": f"describe the data in {folder / name / kits.SITE}, then: "
             f"fedtailor federation start site {folder / name}",
             "admin": f"submit with: fedtailor federation submit CONFIG --admin {folder / name}",
         }[role]
-        print(f"{name}: {told}")
+        print(f"{name}: {summary}")
 
 
 @app.command()
 def start(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="server or site.")],
     folder: Folder,
-    background: Annotated[bool, typer.Option("--background", help="Return at once; stop it with stop.")] = False,
+    background: Annotated[bool, typer.Option("--background", help="Run in the background.")] = False,
 ) -> None:
     """Take part: as the server, or as a site with its own data.
 
     Runs until it is stopped (Ctrl-C). A site that is started anew finds its private state again.
     """
-    from fedtailor.engines.flare import kits, processes
+    from fedtailor.deploy.flare import processes
+    from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
     if role not in ("server", "site"):
@@ -93,7 +94,8 @@ def stop(
 
     Nothing is lost: private states are on the sites' disks, and submitting the run again goes on with it.
     """
-    from fedtailor.engines.flare import kits, processes
+    from fedtailor.deploy.flare import processes
+    from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
     if admin is None:
@@ -101,12 +103,12 @@ def stop(
             raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
         print(f"{target}: stopped")
         return
-    from fedtailor.engines.flare.nvidia import office
+    from fedtailor.deploy.flare.flare_adapter import office
 
-    with office(admin / kits.KIT, kits.ADMIN) as found:
-        jobs = [job["job_id"] for job in found.jobs(target) if job["job_id"] in found.running()]
+    with office(admin / kits.KIT, kits.ADMIN) as session:
+        jobs = [job["job_id"] for job in session.jobs(target) if job["job_id"] in session.running()]
         for job in jobs:
-            found.abort(job)
+            session.abort(job)
     if not jobs:
         raise RunError(f'no run "{target}" is at work; fedtailor federation status --admin {admin} lists them')
     print(f"{target}: stopped; submit it again to go on with it")
@@ -125,11 +127,11 @@ def submit(
     the checkpoint. Ctrl-C leaves the job running; the same command finds it again.
     """
     from fedtailor.data.configs import SitesConfig
-    from fedtailor.engines.flare import kits
-    from fedtailor.runs.store import read_json
+    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.experiments.store import read_json
 
     kits.needs_flare()
-    from fedtailor.engines.flare.launcher import Launcher
+    from fedtailor.deploy.flare.launcher import Launcher
 
     checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
     name = _name(run, "sites", checked)
@@ -146,18 +148,18 @@ def submit(
 @app.command()
 def status(admin: Admin) -> None:
     """Print which sites are connected and what runs."""
-    from fedtailor.engines.flare import kits
-    from fedtailor.runs.store import read_json
+    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.experiments.store import read_json
 
     kits.needs_flare()
-    from fedtailor.engines.flare.nvidia import office
+    from fedtailor.deploy.flare.flare_adapter import office
 
     about = read_json(admin / kits.ABOUT)
-    with office(admin / kits.KIT, kits.ADMIN) as found:
-        there, running, jobs = found.sites(), found.running(), found.jobs()
+    with office(admin / kits.KIT, kits.ADMIN) as session:
+        connected, running, jobs = session.sites(), session.running(), session.jobs()
     print(f"server {about['host']}:{about['port']}")
-    for site in sorted({*about["sites"], *there}):
-        print(f"site {site}: {'connected' if site in there else 'away'}")
+    for site in sorted({*about["sites"], *connected}):
+        print(f"site {site}: {'connected' if site in connected else 'away'}")
     latest = {job["job_name"]: job for job in reversed(jobs)}
     for name, job in latest.items():
         is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
@@ -170,8 +172,8 @@ def local(
     config: Config,
     settings: Settings = [],  # noqa: B006
     run: RunName = "",
-    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of the data sets.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the federation; else under runs/.")] = None,
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of data sets.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the federation; default: under runs/.")] = None,
 ) -> None:
     """Try a whole federation on this machine: a server and N sites on 127.0.0.1, with real certificates.
 
@@ -179,35 +181,35 @@ def local(
     """
     from fedtailor.cli.listing import print_run
     from fedtailor.cli.main import console
-    from fedtailor.engines.flare import kits
+    from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
-    from fedtailor.engines.flare import local as here
+    from fedtailor.deploy.flare import local_trial as here
 
     checked = _checked(config, settings)
     name = _name(run, checked.data.source, checked)
     folder = out or Path("runs") / f"federation-{name}"
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
-        made = here.run(folder, sites, checked, name, _say, data_root)
+        finished = here.run(folder, sites, checked, name, _say, data_root)
     except KeyboardInterrupt:
         print(f"interrupted; go on with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print_run(console, made.path, False)
-    print(f"a site's own model: fedtailor federation personal {folder / made.about['clients'][0]}")
+    print_run(console, finished.path, False)
+    print(f"a site's own model: fedtailor federation personal {folder / finished.about['clients'][0]}")
 
 
 @app.command()
 def personal(folder: Folder) -> None:
     """Print where a site's personal models are, one line for each run."""
-    from fedtailor.engines.flare import kits
-    from fedtailor.engines.flare.site import KINDS, read_site
-    from fedtailor.runs.store import read_json
+    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.deploy.flare.site import KINDS, read_site
+    from fedtailor.experiments.store import read_json
 
     private = read_site(folder / kits.SITE).folder
-    found = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
+    models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
     lines = []
-    for run, kind in found:
+    for run, kind in models:
         if (run / f"{kind}.json").exists():
             about: dict[str, Any] = read_json(run / f"{kind}.json")
             lines.append(f"{run.parent.name}, {kind} round {about['round']}: {run / about['file']}")
@@ -216,9 +218,22 @@ def personal(folder: Folder) -> None:
     print("\n".join(lines))
 
 
+@app.command()
+def audit(folder: Folder) -> None:
+    """Tell what a site was asked for, what left it, and what it refused, from its own record.
+
+    What can be inferred from that is described in docs/explanation/privacy.md.
+    """
+    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.deploy.flare.audit import told
+    from fedtailor.deploy.flare.site import AUDIT, read_site
+
+    print("\n".join(told(read_site(folder / kits.SITE).folder / AUDIT)))
+
+
 def _checked(config: Path, settings: list[str]) -> Any:
     from fedtailor import algorithms
-    from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
+    from fedtailor.experiments.config import RunConfig, parse, read_toml, with_settings
 
     checked: RunConfig = parse(with_settings(read_toml(config), settings), RunConfig, str(config))
     algorithms.make(checked.algorithm.name, checked.algorithm.options)  # what is wrong in it is said now
@@ -229,8 +244,8 @@ def _name(run: str, source: str, config: Any) -> str:
     """The name of a run, which is also that of a folder and of a job."""
     if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9_-]{0,80})?", run):
         raise ConfigError(f'--run "{run}": use letters, digits, "-" and "_"; a letter or digit first')
-    made = f"{source}-{config.algorithm.name}-seed{config.seed}"
-    return run or "".join(c if c.isalnum() or c in "-_" else "-" for c in made)
+    title = f"{source}-{config.algorithm.name}-seed{config.seed}"
+    return run or "".join(c if c.isalnum() or c in "-_" else "-" for c in title)
 
 
 def _say(text: str) -> None:

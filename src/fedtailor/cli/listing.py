@@ -7,7 +7,7 @@ import inspect
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,54 +20,78 @@ from rich.table import Table
 from fedtailor.errors import ConfigError, RunError, nearest
 
 if TYPE_CHECKING:
-    from fedtailor.runs.onboard import Newcomer
+    from fedtailor.serving.onboard import Newcomer
 
 NAME, TITLE = 20, 12  # widths that names and titles of columns keep where a table is too wide; they are folded
 FRAME = 3  # width of the lines and blanks of a column
 
 
-def print_listing(console: Console, what: str) -> None:
-    """What there is: name, what it is, and below it the details."""
-    kinds = {"algorithms": _algorithms, "data": _data, "models": _models, "engines": _engines}
+def print_listing(console: Console, what: str, learns: str = "", keeps: str = "") -> None:
+    """What there is: name, what it is, and below it the details; of algorithms, those that learn and keep this."""
+    if (learns or keeps) and what not in ("all", "algorithms"):
+        raise ConfigError(f"list {what}: --learns and --keeps are for algorithms")
+    kinds: dict[str, Callable[[], Groups]] = {
+        "algorithms": lambda: _algorithms(learns, keeps),
+        "data": lambda: {"": _data()},
+        "models": lambda: {"": _models()},
+        "engines": lambda: {"": _engines()},
+    }
     if what != "all" and what not in kinds:
         raise ConfigError(f'list: nothing called "{what}"; {nearest(what, kinds)}')
-    for name, entries in kinds.items():
-        if what not in ("all", name):
-            continue
-        if what == "all":
-            console.print(f"[bold]{name}[/bold]")
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True, style="cyan")
-        grid.add_column()
-        for title, text, details in entries():
-            grid.add_row(escape(title), escape(text))
-            for label, detail in details.items():
-                grid.add_row("", f"[dim]{label}:[/dim] {escape(detail)}")
-        console.print(grid, highlight=False)
+    wanted = "algorithms" if learns or keeps else what
+    for kind in [k for k in kinds if wanted in ("all", k)]:
+        if wanted == "all":
+            console.print(f"[bold]{kind}[/bold]")
+        for title, entries in kinds[kind]().items():
+            if title:
+                console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(no_wrap=True, style="cyan")
+            grid.add_column()
+            for name, text, details in entries:
+                grid.add_row(escape(name), escape(text))
+                for label, detail in details.items():
+                    grid.add_row("", f"[dim]{label}:[/dim] {escape(detail)}")
+            console.print(grid, highlight=False)
 
 
-Entries = Iterator[tuple[str, str, dict[str, str]]]
+Entry = tuple[str, str, dict[str, str]]  # name, what it is, details
+Groups = Mapping[str, Iterable[Entry]]  # by title, which may be empty
 
 
-def _algorithms() -> Entries:
+def _algorithms(learns: str = "", keeps: str = "") -> Groups:
+    """By what is learned."""
     from fedtailor.algorithms import algorithms
-    from fedtailor.core.algorithm import sent_names
+    from fedtailor.core.algorithm import KEEPS, LEARNS, reply_names
 
+    for option, value, known in (("learns", learns, LEARNS), ("keeps", keeps, KEEPS)):
+        if value and value not in known:
+            raise ConfigError(f'list: --{option}: nothing called "{value}"; {nearest(value, known)}')
+    titles = {key: f"learns {key}: {words}" for key, words in LEARNS.items()}
+    groups: dict[str, list[Entry]] = {title: [] for title in (*titles.values(), "others")}
     for name, kind in algorithms().items():
+        if (learns and kind.learns != learns) or (keeps and kind.keeps != keeps):
+            continue
         module = sys.modules[kind.__module__].__doc__ or kind.__doc__ or ""
         options = ", ".join(f"{f.name} = {f.default}" for f in dataclasses.fields(kind))
-        sent = ", ".join(sent_names(kind)) or "nothing"
-        yield name, module.splitlines()[0], {"private": kind.private, "sent": sent, "options": options or "none"}
+        sent = ", ".join(reply_names(kind)) or "nothing"
+        details = {"keeps": kind.keeps, "private": kind.private, "sent": sent, "options": options or "none"}
+        entry = name, module.splitlines()[0], {k: v for k, v in details.items() if v}
+        groups[titles.get(kind.learns, "others")].append(entry)
+    found = {title: entries for title, entries in groups.items() if entries}
+    if not found:
+        raise ConfigError(f'list: no algorithm learns "{learns}" and keeps "{keeps}"')
+    return found
 
 
-def _data() -> Entries:
+def _data() -> Iterator[Entry]:
     from fedtailor.data import SOURCES
 
     for name, info in SOURCES.items():
         yield name, info.description, {"keys": ", ".join(k for k in info.config.model_fields if k != "source")}
 
 
-def _models() -> Entries:
+def _models() -> Iterator[Entry]:
     from fedtailor.models import MODELS
 
     for name, kind in MODELS.items():
@@ -77,7 +101,7 @@ def _models() -> Entries:
     yield "module:Class", "your own nn.Module, made as Class(shape, outputs); name its head with model.head", {}
 
 
-def _engines() -> Entries:
+def _engines() -> Iterator[Entry]:
     from fedtailor.engines import ENGINES
 
     for name, what in ENGINES.items():
@@ -125,9 +149,9 @@ def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
 
 def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
-    from fedtailor.runs.compare import GRID, TABLE, local_reference
-    from fedtailor.runs.store import FIT, RunFolder, read_json
-    from fedtailor.runs.tables import number, private_words, size
+    from fedtailor.experiments.store import FIT, RunFolder, read_json
+    from fedtailor.studies.compare import GRID, TABLE, local_reference
+    from fedtailor.studies.tables import number, private_words, size
 
     quoted = shlex.quote(str(path))
     if (path / FIT).exists():
@@ -141,7 +165,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
             raise RunError(
                 f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {quoted} goes on"
             )
-        print((path / TABLE).read_text(encoding="utf-8"), end="")
+        print((path / TABLE).read_text(encoding="utf-8", errors="replace"), end="")
         return
     folder = RunFolder.open(path)
     config, made_by, results = folder.config, folder.about, folder.results
@@ -182,7 +206,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
 
 def _print_results(console: Console, results: dict[str, Any], local: dict[str, Any] | None) -> None:
     from fedtailor.metrics.summary import share_hurt
-    from fedtailor.runs.tables import number
+    from fedtailor.studies.tables import number
 
     metric, higher = results["metric"], results["higher_is_better"]
     rows = []
@@ -190,12 +214,12 @@ def _print_results(console: Console, results: dict[str, Any], local: dict[str, A
     for kind, title in titles.items():
         if kind not in results:
             continue
-        found = results[kind]["test"][metric]
+        summary = results[kind]["test"][metric]
         hurt = math.nan
         if local is not None and kind != "unseen":
             mine, theirs = results[kind]["clients"][metric], local[kind]["clients"][metric]
             hurt = share_hurt(mine, theirs, higher_is_better=higher)
-        figures = [number(metric, found[k]) for k in ("mean", "std", "worst_tenth")]
+        figures = [number(metric, summary[k]) for k in ("mean", "std", "worst_tenth")]
         share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
         rows.append([title, str(results[kind]["round"]), *figures, share])
     columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
@@ -204,7 +228,7 @@ def _print_results(console: Console, results: dict[str, Any], local: dict[str, A
 
 def print_newcomer(name: str, newcomer: Newcomer) -> None:
     """Its samples, its metrics, and where its model is."""
-    from fedtailor.runs.tables import number
+    from fedtailor.studies.tables import number
 
     samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
     print(f"newcomer   {name}: {samples} samples")
@@ -215,7 +239,7 @@ def print_newcomer(name: str, newcomer: Newcomer) -> None:
 
 def print_fit(console: Console, record: dict[str, Any]) -> None:
     """Every site alone, in common and personalized; what is shared, in words."""
-    from fedtailor.runs.tables import number
+    from fedtailor.studies.tables import number
 
     metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
     print("\n".join(record["notes"]))
@@ -237,7 +261,7 @@ def _unit(metric: str) -> str:
 
 
 def _print_clients(console: Console, made_by: dict[str, Any], results: dict[str, Any]) -> None:
-    from fedtailor.runs.tables import number
+    from fedtailor.studies.tables import number
 
     metrics = list(results["last"]["clients"])
     rows = [
@@ -250,14 +274,14 @@ def _print_clients(console: Console, made_by: dict[str, Any], results: dict[str,
 
 def print_weights(console: Console, path: Path) -> bool:
     """Weights in the average, rounds by clients; says whether the algorithm tells any."""
-    from fedtailor.runs.explain import WEIGHTS, weights
+    from fedtailor.studies.explain import WEIGHTS, weights
 
-    found = weights(path)
-    if not found:
+    by_round = weights(path)
+    if not by_round:
         return False
-    clients = list(dict.fromkeys(client for row in found.values() for client in row))
-    shown = [r for i, r in enumerate(found) if i in (0, len(found) - 1) or i % -(-len(found) // 20) == 0]
-    rows = [[str(r), *(f"{found[r][c]:.3f}" if c in found[r] else "-" for c in clients)] for r in shown]
+    clients = list(dict.fromkeys(client for row in by_round.values() for client in row))
+    shown = [r for i, r in enumerate(by_round) if i in (0, len(by_round) - 1) or i % -(-len(by_round) // 20) == 0]
+    rows = [[str(r), *(f"{by_round[r][c]:.3f}" if c in by_round[r] else "-" for c in clients)] for r in shown]
     print_table(console, "weight of each client in the average", ("round", *clients), rows)
     print(f"every round: {path / WEIGHTS}")
     return True
@@ -265,7 +289,7 @@ def print_weights(console: Console, path: Path) -> bool:
 
 def print_shares(console: Console, path: Path, data_root: Path | None) -> None:
     """Clients by parts of the model."""
-    from fedtailor.runs.explain import SHARES, explain
+    from fedtailor.studies.explain import SHARES, explain
 
     names, shares, degrees = explain(path, data_root)
     titles = {

@@ -12,11 +12,12 @@ from typing import Annotated
 
 import typer
 
-from fedtailor import __version__
 from fedtailor.cli import federation, models
-from fedtailor.cli.ending import command, joined, refuse_torchrun, resumable, say
-from fedtailor.cli.options import Config, DataRoot, Out, Run, RunOrRuns, Settings, console
+from fedtailor.cli.checking import check
+from fedtailor.cli.options import Config, DataRoot, Out, Run, RunOrRuns, Settings, Trust, console
+from fedtailor.cli.resume_hints import command, joined, refuse_torchrun, resumable, say, trusted
 from fedtailor.errors import ConfigError, RankLost, UserError
+from fedtailor.version import __version__
 
 app = typer.Typer(
     name="fedtailor",
@@ -31,15 +32,15 @@ app.add_typer(federation.app)
 
 
 @app.callback(invoke_without_command=True)
-def top(show_version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def top(show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Personalized federated learning that learns what each client should share."""
     if show_version:
         print(f"fedtailor {__version__}")
         raise typer.Exit
 
 
-for of_practice in (models.fit, models.predict, models.export, models.onboard):
-    app.command()(of_practice)
+for elsewhere in (models.fit, models.predict, models.export, models.onboard, check):
+    app.command()(elsewhere)
 
 
 @app.command()
@@ -48,10 +49,10 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
 
     Example: fedtailor run config.toml --set algorithm.name=ditto
     """
-    from fedtailor.runs import runner
-    from fedtailor.runs.config import RunConfig, parse, read_toml, with_settings
-    from fedtailor.runs.progress import shown
-    from fedtailor.runs.store import new_path
+    from fedtailor.experiments import runner
+    from fedtailor.experiments.config import RunConfig, parse, read_toml, with_settings
+    from fedtailor.experiments.progress import shown
+    from fedtailor.experiments.store import new_path
 
     tables = with_settings(read_toml(config), settings)
     if "compare" in tables:
@@ -61,28 +62,29 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
     checked = parse(tables, RunConfig, str(config))
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
     with joined(checked.federation.timeout) as ranks:
-        path = Path(ranks.told(str(out or new_path(Path("runs"), name)))[0])
+        path = Path(ranks.all_gather_object(str(out or new_path(Path("runs"), name)))[0])
         bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
         with resumable(command("resume", path), path, ranks), bar as listener:
-            runner.start(checked, path, data_root, listener, ranks)
+            runner.start(checked, path, data_root, listener, ranks=ranks)
         if ranks.rank == 0:
             _tell(path)
 
 
 @app.command()
-def resume(run: Run, data_root: DataRoot = None) -> None:
+def resume(run: Run, data_root: DataRoot = None, trust: Trust = False) -> None:
     """Go on with a run that was interrupted.
 
     The result is that of a run never disturbed.
     """
-    from fedtailor.runs import runner
-    from fedtailor.runs.progress import shown
-    from fedtailor.runs.store import RunFolder
+    from fedtailor.experiments import runner
+    from fedtailor.experiments.progress import shown
+    from fedtailor.experiments.store import RunFolder
 
+    trusted(run, trust)
     with joined(RunFolder.open(run).config.federation.timeout) as ranks:
         bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
         with resumable(command("resume", run), run, ranks), bar as listener:
-            runner.resume(run, data_root, listener, ranks)
+            runner.resume(run, data_root, listener, ranks=ranks)
         if ranks.rank == 0:
             _tell(run)
 
@@ -93,7 +95,7 @@ def compare(
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Use a new folder even if one of this name exists.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Use a new folder even if one with this name exists.")] = False,
 ) -> None:
     """Train several algorithms on the same task; print one table.
 
@@ -101,26 +103,26 @@ def compare(
     searched on validation data. The same command goes on where it was interrupted: finished runs
     are not repeated. The table is also written as Markdown, LaTeX, CSV and JSON.
     """
-    from fedtailor.runs.compare import rows, run_grid
-    from fedtailor.runs.config import CompareConfig, parse, read_toml, with_settings
-    from fedtailor.runs.progress import grid_shown
-    from fedtailor.runs.search import notes
-    from fedtailor.runs.store import new_path, write_atomically
-    from fedtailor.runs.tables import files, terminal
+    from fedtailor.experiments.config import CompareConfig, parse, read_toml, with_settings
+    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.store import new_path, write_atomically
+    from fedtailor.studies.compare import rows, run_grid
+    from fedtailor.studies.search import notes
+    from fedtailor.studies.tables import files, terminal
 
     refuse_torchrun("compare")
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
     again = command("compare", config, set=settings, data_root=data_root, out=path)
-    with resumable(again, path, begun_by=""), grid_shown(console) as told:
-        grid = run_grid(checked, path, data_root, told)
-    table, found = rows(grid), notes(path) if checked.search is not None else []
-    for file, text in files(table, found).items():
+    with resumable(again, path, begun_by=""), grid_shown(console) as progress:
+        grid = run_grid(checked, path, data_root, progress)
+    table, search_notes = rows(grid), notes(path) if checked.search is not None else []
+    for file, text in files(table, search_notes).items():
         write_atomically(path / file, text.encode())
     title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
     console.print(terminal(table, title))
-    print("\n".join([*found, f"runs and table: {path}"]))
+    print("\n".join([*search_notes, f"runs and table: {path}"]))
 
 
 @app.command()
@@ -129,11 +131,9 @@ def reproduce(
     scale: Annotated[
         str, typer.Option("--scale", metavar="SCALE", help="cpu: fits two cores; paper: as published.")
     ] = "cpu",
-    seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", min=0, help="Runs per cell; 0 is the table's own number.")
-    ] = 0,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", min=0, help="Runs per cell; 0: as in the table.")] = 0,
     rows: Annotated[str, typer.Option("--rows", metavar="NAMES", help="Only these rows, separated by commas.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this JSON file.")] = None,
     data_root: DataRoot = None,
     out: Out = None,
     configs: Annotated[Path, typer.Option("--configs", help="Folder of the published tables.")] = Path("configs"),
@@ -143,10 +143,10 @@ def reproduce(
     Ours are mean and spread over seeds, the paper's stand in brackets. The same command goes on where
     it was interrupted: finished runs are not repeated.
     """
-    from fedtailor.runs import reproduce as published
-    from fedtailor.runs.progress import grid_shown
-    from fedtailor.runs.search import notes
-    from fedtailor.runs.store import write_atomically
+    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.store import write_atomically
+    from fedtailor.studies import reproduce as published
+    from fedtailor.studies.search import notes
 
     if table == "list":
         print("\n".join(published.available(configs)))
@@ -161,9 +161,9 @@ def reproduce(
     which = (wanted, path, of, seeds or wanted.seeds, names)
     options = {"scale": scale, "seeds": seeds, "rows": rows, "json": json_file, "data_root": data_root}
     again = command("reproduce", table, **options, configs=configs, out=path)
-    with resumable(again, path, begun_by=""), grid_shown(console) as told:
-        found = published.searched(*which, data_root, told)
-        figures = published.run(wanted, published.grid(*which, found), data_root, told)
+    with resumable(again, path, begun_by=""), grid_shown(console) as progress:
+        settings = published.searched(*which, data_root, progress)
+        figures = published.run(wanted, published.grid(*which, settings), data_root, progress)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
     write_atomically(path / "table.md", text.encode())
     if json_file is not None:
@@ -174,19 +174,22 @@ def reproduce(
 @app.command("list")
 def list_(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, data, models or engines.")] = "all",
+    learns: Annotated[str, typer.Option(help="Only algorithms that learn this, such as weights.")] = "",
+    keeps: Annotated[str, typer.Option(help="Only algorithms whose clients keep this, such as head.")] = "",
 ) -> None:
     """List algorithms, data sources, models and engines.
 
-    Algorithms are listed with what stays private, what is sent, and their options.
+    Algorithms are grouped by what they learn, with what stays private, what is sent, and their options.
     """
     from fedtailor.cli.listing import print_listing
 
-    print_listing(console, what)
+    print_listing(console, what, learns, keeps)
 
 
 @app.command()
 def show(
-    run: Run, clients: Annotated[bool, typer.Option("--clients", help="Also print every client's figures.")] = False
+    run: Run,
+    clients: Annotated[bool, typer.Option("--clients", help="Also print metrics of every client.")] = False,
 ) -> None:
     """Print what a run did.
 
@@ -196,7 +199,7 @@ def show(
 
 
 @app.command()
-def explain(run: Run, data_root: DataRoot = None) -> None:
+def explain(run: Run, data_root: DataRoot = None, trust: Trust = False) -> None:
     """Tell to what degree each client's parameters are shared.
 
     0 is the client's own, 1 the common one; printed by feature or layer, saved for every parameter. For
@@ -204,6 +207,7 @@ def explain(run: Run, data_root: DataRoot = None) -> None:
     """
     from fedtailor.cli.listing import print_shares, print_weights
 
+    trusted(run, trust)
     if not print_weights(console, run):
         print_shares(console, run, data_root)
 
@@ -211,12 +215,12 @@ def explain(run: Run, data_root: DataRoot = None) -> None:
 @app.command()
 def report(
     run: RunOrRuns,
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; else report.html in the folder.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Output file; default: report.html in the folder.")] = None,
     data_root: DataRoot = None,
 ) -> None:
     """Write one HTML page on a run or a comparison.
 
-    Curves, clients, what is shared and what was sent. The page asks nothing of the network.
+    Curves, clients, what is shared and what was sent. A self-contained page that works offline.
     """
     from fedtailor.report.write import write
 
@@ -226,7 +230,7 @@ def report(
 @app.command()
 def watch(
     run: RunOrRuns,
-    port: Annotated[int, typer.Option("--port", metavar="N", help="Port to serve at; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option("--port", metavar="N", help="Port; 0: any free one.")] = 0,
     data_root: DataRoot = None,
 ) -> None:
     """Serve the page of a run while it goes on.
@@ -235,10 +239,10 @@ def watch(
     """
     from fedtailor.report.serve import server
 
-    with server(run, port, data_root) as made:
-        print(f"watching {run} at {made.address} (Ctrl-C ends)", flush=True)
+    with server(run, port, data_root) as page_server:
+        print(f"watching {run} at {page_server.address} (Ctrl-C ends)", flush=True)
         with suppress(KeyboardInterrupt):
-            made.serve_forever()
+            page_server.serve_forever()
 
 
 @app.command()
@@ -250,7 +254,7 @@ def init(
 
     Options of the model and of the algorithm are in comments: another one has others.
     """
-    from fedtailor.runs.template import template
+    from fedtailor.experiments.template import template
 
     if path.exists() and not force:
         raise ConfigError(f"{path}: exists already; --force replaces it")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli.ending import command, resumable
-from fedtailor.cli.options import DataRoot, Out, Run, RunOrFit, Settings, Site, console
+from fedtailor.cli.options import DataRoot, Out, Run, RunOrFit, Settings, Site, Trust, console
+from fedtailor.cli.resume_hints import command, resumable, trusted
 from fedtailor.errors import ConfigError
 
 
@@ -37,10 +37,10 @@ def fit(
     """
     from fedtailor.cli.listing import print_fit
     from fedtailor.data import SOURCES
+    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.store import FIT, new_path
     from fedtailor.report.write import write
-    from fedtailor.runs.fit import fit as fitted
-    from fedtailor.runs.progress import grid_shown
-    from fedtailor.runs.store import FIT, new_path
+    from fedtailor.studies.fit import fit as fitted
 
     source = {"source": str(sites)}
     if sites.exists() or str(sites) not in SOURCES:
@@ -78,6 +78,7 @@ def predict(
         Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
     ] = None,
     data_root: DataRoot = None,
+    trust: Trust = False,
 ) -> None:
     """Predict new rows with the personal model of a site.
 
@@ -85,10 +86,11 @@ def predict(
     and, for classes, their probabilities.
     """
     from fedtailor.data.tables import client_name
-    from fedtailor.runs.serving import check_ending, personal, predicted, write_frame
+    from fedtailor.serving.personal import check_ending, personal, predicted, write_frame
 
     if out is not None:
         check_ending(out)
+    trusted(run, trust)
     model = personal(run, site, data_root)
     frame = predicted(model, data)
     target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")
@@ -102,17 +104,19 @@ def export(
     to: Annotated[str, typer.Option("--to", help="onnx, torch or safetensors.")],
     out: Annotated[Path | None, typer.Option("--out", help="File to write; else SITE with the ending.")] = None,
     data_root: DataRoot = None,
+    trust: Trust = False,
 ) -> None:
     """Write the personal model of a site for other programs.
 
     What was written is read again and compared with the run on real rows; if it differs, there is no
     file. Beside it a JSON file says how rows are prepared.
     """
-    from fedtailor.runs.export import ENDINGS
-    from fedtailor.runs.export import export as exported
+    from fedtailor.serving.export import ENDINGS
+    from fedtailor.serving.export import export as exported
 
     if to not in ENDINGS:
         raise ConfigError(f'--to "{to}": known are {", ".join(ENDINGS)}')
+    trusted(run, trust)
     for file in exported(run, site, to, out, data_root):  # type: ignore[arg-type]
         print(f"wrote {file}")
 
@@ -125,12 +129,14 @@ def onboard(
         int, typer.Option("--epochs", metavar="N", min=0, help="Epochs in which it trains what is its own.")
     ] = 3,
     data_root: DataRoot = None,
+    trust: Trust = False,
 ) -> None:
     """Give a newcomer a personal model from a finished run.
 
     The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
     """
     from fedtailor.cli.listing import print_newcomer
-    from fedtailor.runs.onboard import onboard as join
+    from fedtailor.serving.onboard import onboard as join
 
+    trusted(run, trust)
     print_newcomer(name, join(run, data, name, epochs, data_root))

@@ -10,15 +10,16 @@ from rich.console import Console
 
 console = Console()
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; fedtailor init writes one.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
-RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a comparison.")]
-RunOrFit = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or of a fit.")]
-Site = Annotated[str, typer.Option("--site", help="Whose model.")]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML configuration; fedtailor init writes one.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or a comparison.")]
+RunOrFit = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or a fit.")]
+Site = Annotated[str, typer.Option("--site", help="Site whose model to use.")]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")
 ]
 DataRoot = Annotated[
-    Path | None, typer.Option("--data-root", help="Folder of the data sets; else FEDTAILOR_DATA or the user's cache.")
+    Path | None, typer.Option("--data-root", help="Folder of data sets; default: FEDTAILOR_DATA or the user cache.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write to; else a new one under runs/.")]
+Trust = Annotated[bool, typer.Option("--trust", help='Run code outside fedtailor that RUN names ("module:Class").')]
+Out = Annotated[Path | None, typer.Option("--out", help="Output folder; default: a new one under runs/.")]

@@ -14,15 +14,15 @@ from fedtailor.core.trees import Params, Tree, items
 from fedtailor.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedtailor.core.context import ClientContext
+    from fedtailor.core.experiment import LocalSolver
     from fedtailor.core.federation import Federation
-    from fedtailor.core.me import Me
-    from fedtailor.local.training import Solver
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Sent:
+class ReplySpec:
     """One thing that may leave a client: its name for people, and an example that fixes keys, shapes and types."""
 
     name: str
@@ -34,14 +34,36 @@ def _scalar(algorithm: Any, model: Model) -> Tensor:
     return torch.zeros((), dtype=model.dtype)
 
 
-MODEL = Sent("model", lambda algorithm, model: model.params)
-BODY = Sent("body", lambda algorithm, model: model.body)
-HEAD = Sent("head", lambda algorithm, model: model.head)
-COUNT = Sent("sample count", _scalar, positive=True)
-NUMBER = Sent("number", _scalar)
+MODEL = ReplySpec("model", lambda algorithm, model: model.params)
+BODY = ReplySpec("body", lambda algorithm, model: model.body)
+HEAD = ReplySpec("head", lambda algorithm, model: model.head)
+COUNT = ReplySpec("sample count", _scalar, positive=True)
+NUMBER = ReplySpec("number", _scalar)
 
 
-def on_client(sends: Sent | tuple[Sent, ...] | None = None) -> Callable[[F], F]:
+LEARNS = {  # what a method learns; `fedtailor list algorithms` groups by it
+    "models": "nothing beside models: who shares what is a rule",
+    "weights": "with what weight clients count in an average, or for each other",
+    "degrees": "to what degree a parameter, a layer or a sample is shared",
+    "masks": "which entries or blocks are shared or used",
+    "groups": "which clients belong together",
+    "adaptation": "how, or from where, a common model is fitted to a client",
+    "generators": "a network that makes each client's model",
+}
+KEEPS = {  # what of the model that a client predicts with is its own
+    "nothing": "all clients predict with the same model",
+    "head": "a head of its own, or a second one, on common features",
+    "body": "a body of its own under a common head",
+    "layers": "some layers",
+    "entries": "some entries",
+    "gates": "factors of common parameters",
+    "features": "something that is added to common features, or compared with them",
+    "group": "the model is that of its group",
+    "model": "every parameter",
+}
+
+
+def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callable[[F], F]:
     """Mark a method `(self, me, *message) -> (private state, reply)` as one that runs beside a client's data.
 
     `sends` declares the reply. A reply that differs from the declaration is rejected; without one nothing leaves.
@@ -62,10 +84,14 @@ class Algorithm:
     """
 
     title: ClassVar[str] = ""  # the name in tables, such as "FedAvg+FT"
+    learns: ClassVar[str] = ""  # a key of LEARNS
+    keeps: ClassVar[str] = ""  # a key of KEEPS
     private: ClassVar[str] = "nothing"  # what stays on the client, in words
     citation: ClassVar[str] = ""  # BibTeX
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
     by_client: ClassVar[tuple[str, ...]] = ()  # keys of the server's state whose last dimension is the clients
+    by_pair: ClassVar[tuple[str, ...]] = ()  # and those whose last two dimensions are
+    counts_all: ClassVar[bool] = False  # the number of all clients, present or not, is in its equations
     fits: ClassVar[bool] = False  # `join` or `personal` fit a newcomer to its data
     at_once: ClassVar[bool] = False  # has rounds that are computed, or taped, on the stack of all clients
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
@@ -78,18 +104,18 @@ class Algorithm:
     def check(self, model: Model, task: str) -> None:
         """Raise a `ConfigError` when this model or task cannot be served."""
 
-    def check_solver(self, solver: Solver) -> None:
+    def check_solver(self, solver: LocalSolver) -> None:
         """Raise a `ConfigError` when it cannot do with local steps of this kind."""
 
     def server_init(self, model: Model) -> Tree:
         """The server's state before the first round."""
         return {}
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         """A client's private state before its first round; its keys and shapes stay as they are here."""
         return {}
 
-    def join(self, me: Me, server: Tree, /) -> Tree:
+    def join(self, me: ClientContext, server: Tree, /) -> Tree:
         """The first private state of a client that comes to a federation already trained, from one local step."""
         return self.client_init(me)
 
@@ -97,11 +123,11 @@ class Algorithm:
         """One round; returns the server's new state."""
         raise NotImplementedError
 
-    def personal(self, me: Me, server: Tree, /) -> Params:
+    def personal(self, me: ClientContext, server: Tree, /) -> Params:
         """With what this client predicts."""
         raise NotImplementedError
 
-    def adapt(self, me: Me, server: Tree, epochs: int, /) -> Params:
+    def adapt(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
         """With what a newcomer predicts, after it has joined: its own part is trained, or all if nothing is its own.
 
         The part that the server knows stays as it is. Where `join` or `personal` fit a client to its data already,
@@ -114,11 +140,11 @@ class Algorithm:
         own = {k: v for k, v in start.items() if k not in common} or start
         return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in start.items() if k not in own})
 
-    def shares(self, me: Me, server: Tree, /) -> Params:
+    def shares(self, me: ClientContext, server: Tree, /) -> Params:
         """How much of each parameter is common: 0 is this client's own, 1 the common one."""
         raise ConfigError(f"{self.title or type(self).__name__} does not say to what degree a parameter is shared")
 
-    def effective_degrees(self, me: Me, server: Tree, /) -> Params:
+    def effective_degrees(self, me: ClientContext, server: Tree, /) -> Params:
         """What ties each parameter to the common one, where the algorithm has such numbers: 0 is nothing."""
         return {}
 
@@ -134,7 +160,7 @@ def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callab
     return {name: fn for name, fn in defined.items() if hasattr(fn, "sends")}
 
 
-def sent_names(algorithm: Algorithm | type[Algorithm]) -> list[str]:
+def reply_names(algorithm: Algorithm | type[Algorithm]) -> list[str]:
     """In words, all that may leave a client."""
     names: list[str] = []
     for fn in client_functions(algorithm).values():
@@ -144,7 +170,7 @@ def sent_names(algorithm: Algorithm | type[Algorithm]) -> list[str]:
     return names
 
 
-def sent_example(algorithm: Algorithm, name: str, model: Model) -> Tree:
+def reply_example(algorithm: Algorithm, name: str, model: Model) -> Tree:
     """A reply as declared for a client function: its keys, shapes and types are the ones allowed."""
     sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
     if isinstance(sends, tuple):
@@ -152,7 +178,7 @@ def sent_example(algorithm: Algorithm, name: str, model: Model) -> Tree:
     return None if sends is None else sends.example(algorithm, model)
 
 
-def sent_positive(algorithm: Algorithm, name: str) -> list[str]:
+def reply_positive(algorithm: Algorithm, name: str) -> list[str]:
     """Paths of the reply that must be positive numbers."""
     sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
     if isinstance(sends, tuple):
@@ -160,7 +186,7 @@ def sent_positive(algorithm: Algorithm, name: str) -> list[str]:
     return [""] if sends is not None and sends.positive else []
 
 
-def _parts(sends: Sent | tuple[Sent, ...] | None) -> tuple[Sent, ...]:
+def _parts(sends: ReplySpec | tuple[ReplySpec, ...] | None) -> tuple[ReplySpec, ...]:
     if sends is None:
         return ()
     return sends if isinstance(sends, tuple) else (sends,)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -51,15 +52,10 @@ class Model:
             if getattr(part, "num_batches_tracked", None) is not None:
                 if getattr(part, "momentum", None) is None:
                     raise ConfigError(
-                        f'"{name}" of the model averages over all batches that it has seen (momentum=None), whosever '
-                        "they were; give it a momentum, such as 0.1"
+                        f'"{name}" of the model averages over all batches it has seen, of any client (momentum=None); '
+                        "give it a momentum, such as 0.1"
                     )
                 part.register_buffer("num_batches_tracked", None)  # an integer that only those averages need
-            if _is_random(part):
-                raise ConfigError(
-                    f'the model draws random numbers of its own in "{name}" (dropout), so that its training could not '
-                    "be repeated or recomputed; set p = 0 or use local.weight_decay"
-                )
         self.module = module
         parameters = {k: v for k, v in module.named_parameters() if v.requires_grad}
         if not parameters:
@@ -71,20 +67,19 @@ class Model:
         all_buffers = {k: v.detach().clone() for k, v in buffers_of.items() if k not in self.warm_starts}
         self.private_buffers: Params = {k: v for k, v in all_buffers.items() if buffers == "private" or k == PRIOR}
         self.params: Params = self.trainable | {k: v for k, v in all_buffers.items() if k not in self.private_buffers}
-        self.batch_statistics = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
-        # convolutions are faster with the channels last; a solver works on the values in their order
-        kinds = {type(m) for m in module.modules()}
-        self.likes_channels_last = nn.Conv2d in kinds and not self.warm_starts
         self._head = frozenset(self._names_under(head))
+        self._needed = self.params.keys() | self.private_buffers.keys()
+        # parts in evaluation mode, such as a frozen BatchNorm, stay so; if all are, nobody has chosen
+        self._always_evaluating = [m for m in module.modules() if not m.training] if module.training else []
 
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
         for prefix in prefixes:
-            found = [k for k in self.params if k == prefix or k.startswith(prefix + ".")]
-            if not found:
+            matching = [k for k in self.params if k == prefix or k.startswith(prefix + ".")]
+            if not matching:
                 known = {k for name in self.params for k in (name, name.rpartition(".")[0]) if k}
                 raise ConfigError(f'the model has no part "{prefix}" for its head; {nearest(prefix, known)}')
-            names += found
+            names += matching
         return names
 
     @property
@@ -97,10 +92,25 @@ class Model:
         """Initial values of all that is not head."""
         return {k: v for k, v in self.params.items() if k not in self._head}
 
+    @cached_property
+    def batch_statistics(self) -> bool:
+        """Whether it has BatchNorm."""
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules())
+
+    @cached_property
+    def likes_channels_last(self) -> bool:
+        """Convolutions are faster with the channels last; a solver works on the values in their order."""
+        return any(type(m) is nn.Conv2d for m in self.module.modules()) and not self.warm_starts
+
     @property
     def has_common_statistics(self) -> bool:
         """Whether some of `params` are not trained but counted, as BatchNorm's variances are."""
         return self.params.keys() != self.trainable.keys()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of one model in memory."""
+        return sum(v.nbytes for v in self.params.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,34 +120,22 @@ class Model:
         """Outputs for a batch. Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium
         where it ends if it was given where to begin (`warm_starts`).
         """
-        if self.module.training is not training:
-            self.module.train(training)
+        self._prepare(params, training)
         return torch.func.functional_call(self.module, params, (x,))
 
     @contextmanager
     def holding(self, tensors: Params) -> Iterator[nn.Module]:
         """The module in training with these tensors for its own, for many calls: what `__call__` does for each."""
-        self.module.train()
+        self._prepare(tensors, True)
         with stateless._reparametrize_module(self.module, tensors, tie_weights=True):
             yield self.module
 
-
-def _is_random(part: nn.Module) -> bool:
-    amount = part.p if isinstance(part, nn.modules.dropout._DropoutNd) else getattr(part, "dropout", 0.0)
-    return isinstance(part, nn.RReLU) or (isinstance(amount, int | float) and amount > 0)
-
-
-def classification_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of every sample."""
-    return torch.nn.functional.cross_entropy(output, target, reduction="none")
-
-
-def regression_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Squared error of every sample, mean over the target columns."""
-    return (output - target).square().mean(dim=-1)
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "classification": classification_loss,
-    "regression": regression_loss,
-}
+    def _prepare(self, tensors: Params, training: bool) -> None:
+        """Set the mode. A parameter that is missing would silently be the module's initial value."""
+        if not self._needed <= tensors.keys():
+            missing = sorted(self._needed - tensors.keys())
+            raise ValueError(f'the model needs "{missing[0]}", which is neither given nor frozen')
+        if self.module.training is not training:
+            self.module.train(training)
+            for part in self._always_evaluating:
+                part.eval()

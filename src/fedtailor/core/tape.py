@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedtailor.core import codec
+from fedtailor.core import calling, codec
 from fedtailor.core.client import Call
-from fedtailor.core.placed import Placed, in_order, outline
+from fedtailor.core.engine import Taping
+from fedtailor.core.per_client import PerClient, in_order, outline
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
 
 if TYPE_CHECKING:
@@ -27,11 +28,11 @@ class Tape:
         self.start = torch.zeros((), requires_grad=True)
         self.token: Tensor = self.start
 
-    def call(self, fed: Federation, call: Call) -> Placed:
+    def call(self, fed: Federation, call: Call) -> PerClient:
         node = _Node(fed, call)
         with torch.enable_grad():
             self.token, *reply = _Apply.apply(node, self.token, *leaves(call.args))
-        return Placed(fed.cohort, rebuild(node.reply, iter(reply)), fed.ranks)
+        return PerClient(fed.present, rebuild(node.reply, iter(reply)), fed.group)
 
     def backward(self, loss: Tensor) -> Tree:
         watched = leaves(self.watched)
@@ -52,11 +53,12 @@ class _Node:
         tree = rebuild(self.reply, iter(filled))
         down = codec.size(call.reply_header, tree, stacked=True)
         message = outline(call.args, call.placed)
-        fed._count(len(fed.cohort), down, up=codec.size(call.reply_header, message))
-        here = fed.ranks.mine(fed.cohort)
+        fed.traffic.count(len(fed.present), down, up=codec.size(call.reply_header, message))
+        here = fed.group.mine(fed.present)
         totals: list[Tree] = [None] * len(call.args)
         parts: list[list[tuple[tuple[int, ...], Tree]]] = [[] for _ in call.args]
-        for clients, args in fed.engine.pull_back(call.number, fed.cohort, tree):
+        assert isinstance(fed.engine, Taping)
+        for clients, args in fed.engine.pull_back(call.number, fed.present, tree):
             for i, (arg, own) in enumerate(zip(args, call.placed, strict=True)):
                 if own:
                     parts[i].append((clients, arg))
@@ -65,7 +67,7 @@ class _Node:
         for i, (arg, own) in enumerate(zip(call.args, call.placed, strict=True)):
             if not own and totals[i] is None:  # no client of the cohort is on this rank
                 totals[i] = tree_map(torch.zeros_like, arg)
-        totals = fed.ranks.total(totals)  # the same message went to the clients of all ranks
+        totals = fed.group.total(totals)  # the same message went to the clients of all ranks
         joined = [
             in_order(part, here, example) if own else total
             for part, total, own, example in zip(parts, totals, call.placed, message, strict=True)
@@ -77,7 +79,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, node: _Node, token: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
         ctx.node, ctx.token = node, token
-        node.reply = node.fed._call(node.call).rows
+        node.reply = calling.all_replies(node.fed, node.call)
         return token.clone(), *leaves(node.reply)
 
     @staticmethod

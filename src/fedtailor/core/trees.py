@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,8 @@ def leaves(tree: Tree) -> list[Tensor]:
 def rebuild(tree: Tree, new_leaves: Iterator[Any]) -> Tree:
     """A tree shaped as `tree` with other leaves, taken in the order of `items`."""
     if isinstance(tree, dict):
-        made = {k: rebuild(tree[k], new_leaves) for k in sorted(tree)}
-        return {k: made[k] for k in tree}
+        parts = {k: rebuild(tree[k], new_leaves) for k in sorted(tree)}
+        return {k: parts[k] for k in tree}
     if isinstance(tree, (tuple, list)):
         return type(tree)(rebuild(v, new_leaves) for v in tree)
     return None if tree is None else next(new_leaves)
@@ -84,15 +84,25 @@ def schema(tree: Tree, *, stacked: bool = False) -> Schema:
     return {path: (tuple(leaf.shape[1:] if stacked else leaf.shape), leaf.dtype) for path, leaf in items(tree)}
 
 
-def schema_difference(found: Schema, wanted: Schema) -> str | None:
+def schema_difference(actual: Schema, wanted: Schema) -> str | None:
     """In words, the first way in which one schema is not the other; None when it is."""
-    if missing := sorted(wanted.keys() - found.keys()):
+    if missing := sorted(wanted.keys() - actual.keys()):
         return f'lacks "{missing[0]}"'
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(actual.keys() - wanted.keys()):
         return f'has an undeclared key "{extra[0]}"'
     for path, (shape, dtype) in wanted.items():
-        if found[path][0] != shape:
-            return f'"{path}" has shape {list(found[path][0])}, not {list(shape)}'
-        if found[path][1] != dtype:
-            return f'"{path}" is {found[path][1]}, not {dtype}'
+        if actual[path][0] != shape:
+            return f'"{path}" has shape {list(actual[path][0])}, not {list(shape)}'
+        if actual[path][1] != dtype:
+            return f'"{path}" is {actual[path][1]}, not {dtype}'
     return None
+
+
+def changed(new: Tree, old: Tree) -> list[Tensor | None]:
+    """The leaves of `new`, with None for those that are the very tensors of `old`."""
+    pairs = zip(leaves(new), leaves(old), strict=True)
+    return [None if a.data_ptr() == b.data_ptr() and _form(a) == _form(b) else a for a, b in pairs]
+
+
+def _form(value: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    return value.shape, value.stride()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedtailor.data.configs import (
     Cifar10Config,
+    Cifar100Config,
     DataConfig,
     DigitsConfig,
     DuwMnistConfig,
@@ -29,9 +30,11 @@ from fedtailor.data.configs import (
 )
 
 if TYPE_CHECKING:
-    from fedtailor.data.federated import FederatedData
+    import torch
 
-__all__ = ["SOURCES", "DataConfig", "SourceInfo", "load"]
+    from fedtailor.core.samples import FederatedData
+
+__all__ = ["SOURCES", "DataConfig", "SourceInfo", "has_validation", "load"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class SourceInfo:
     config: type[SourceConfig]
     module: str
 
+    @property
+    def has_pixels(self) -> bool:
+        """Whether its floating-point numbers are made of bytes; its `load` then takes their type, `dtype`."""
+        return self.module in ("images", "cifar100", "thumbnails", "duw")
+
 
 # modules by name, so that listing the sources imports neither torch nor polars
 SOURCES: dict[str, SourceInfo] = {
@@ -49,6 +57,7 @@ SOURCES: dict[str, SourceInfo] = {
     "mnist": SourceInfo("MNIST, 28x28 handwritten digits", MnistConfig, "images"),
     "fashion-mnist": SourceInfo("Fashion-MNIST, 28x28 pieces of clothing", FashionMnistConfig, "images"),
     "cifar10": SourceInfo("CIFAR-10, 32x32 colour photographs", Cifar10Config, "images"),
+    "cifar100": SourceInfo("CIFAR-100, 100 classes in 20 superclasses, 32x32", Cifar100Config, "cifar100"),
     "mini-imagenet": SourceInfo("Mini-ImageNet, 100 classes as 32x32 thumbnails", MiniImageNetConfig, "thumbnails"),
     "pacs": SourceInfo(
         "PACS, art, cartoons, photographs and sketches as 32x32 thumbnails: natural clients", PacsConfig, "thumbnails"
@@ -72,8 +81,21 @@ SOURCES: dict[str, SourceInfo] = {
 }
 
 
-def load(config: DataConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read the data of a configuration; files are looked for under `root`, FEDTAILOR_DATA or ~/.cache/fedtailor."""
-    module = import_module(f"fedtailor.data.{SOURCES[config.source].module}")
-    data: FederatedData = module.load(config, seed=seed, root=root)
+def has_validation(config: DataConfig) -> bool:
+    """Whether clients will have validation samples; of data that a program made, as it lies on disk."""
+    if isinstance(config, SavedConfig):
+        from fedtailor.data import saved
+
+        return saved.validation_samples(config) > 0
+    return bool(getattr(config, "val", 0))
+
+
+def load(config: DataConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype | None = None) -> FederatedData:
+    """Read the data of a configuration; files are looked for under `root`, FEDTAILOR_DATA or ~/.cache/fedtailor.
+
+    Pixels are scaled in `dtype`, float32 if it is not given. Numbers of tables are in float64, as they were read.
+    """
+    source = SOURCES[config.source]
+    width = {"dtype": dtype} if source.has_pixels and dtype is not None else {}
+    data: FederatedData = import_module(f"fedtailor.data.{source.module}").load(config, seed=seed, root=root, **width)
     return data

@@ -27,7 +27,7 @@ Corruption = Literal[
 
 
 class SourceConfig(BaseModel):
-    """Base of all sources: unknown keys are errors, values never change."""
+    """Base of all sources: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,9 +37,9 @@ class SplitConfig(SourceConfig):
 
     test: float = Field(default=0.25, description="Fraction of each client's samples kept for the final test.")
     val: float = Field(default=0.1, description="Fraction of each client's samples used to select models.")
-    max_samples: int | None = Field(default=None, ge=1, description="Use at most this many samples of each client.")
+    max_samples: int | None = Field(default=None, ge=1, description="Maximum samples per client.")
     max_train: int | None = Field(
-        default=None, ge=1, description="Train on at most this many samples of each client; val and test keep theirs."
+        default=None, ge=1, description="Maximum training samples per client; val and test are not reduced."
     )
 
     @model_validator(mode="after")
@@ -65,26 +65,25 @@ class PartitionConfig(SplitConfig):
     samples_per_client: int | None = Field(
         default=None,
         ge=1,
-        description='Samples of each client under partition "classes"; all that there are if not given.',
+        description='Samples of each client under partition "classes"; all by default.',
     )
     sizes: Literal["lognormal", "dirichlet"] = Field(
         default="lognormal", description='Distribution of the client sizes under partition "quantity".'
     )
     sigma: float = Field(default=1.0, ge=0, description="Spread of the log-normal client sizes; 0 makes them equal.")
-    min_samples: int = Field(default=4, ge=1, description='Least samples of a client under "dirichlet" and "quantity".')
+    min_samples: int = Field(default=4, ge=1, description='Minimum samples per client ("dirichlet", "quantity").')
     permuted: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="Fraction of the clients that give the classes other names: one permutation of labels for all of "
-        "them, so that the same image means another class there (concept shift).",
+        description="Fraction of clients with permuted labels, all by the same permutation (concept shift).",
     )
     corruption: Corruption | None = Field(
         default=None,
-        description='Corrupt all images as in CIFAR-10-C, "mixed": every client in a way of its own (feature shift).',
+        description='Corrupt all images as in CIFAR-10-C, "mixed": a different corruption per client (feature shift).',
     )
     severity: int | None = Field(
-        default=None, ge=1, le=5, description="Severity of the corruption; drawn for every client if not given."
+        default=None, ge=1, le=5, description="Severity of the corruption; drawn per client by default."
     )
 
     @model_validator(mode="after")
@@ -96,7 +95,7 @@ class PartitionConfig(SplitConfig):
         if self.classes_per_client < 1:
             raise DataError(f"data.classes_per_client = {self.classes_per_client}: must be at least 1")
         if self.severity is not None and self.corruption is None:
-            raise DataError(f'data.severity = {self.severity}: of no corruption; set data.corruption, such as "mixed"')
+            raise DataError('data.severity requires data.corruption, such as "mixed"')
         return self
 
 
@@ -127,6 +126,25 @@ class Cifar10Config(PartitionConfig):
     use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled and dealt.")
 
 
+class Cifar100Config(PartitionConfig):
+    """CIFAR-100: colour photographs of 32x32 pixels, 100 classes in 20 superclasses."""
+
+    source: Literal["cifar100"] = Field(default="cifar100", description="Name of the source.")
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled and dealt.")
+    members: int = Field(
+        default=0,
+        ge=0,
+        le=5,
+        description="Superclass shift: classes of each superclass per client, labels are superclasses; 0: partition.",
+    )
+
+    @model_validator(mode="after")
+    def _check_members(self) -> Cifar100Config:
+        if self.members and (self.permuted or self.corruption is not None):
+            raise DataError("data.members: not with data.permuted or data.corruption, which are other shifts")
+        return self
+
+
 class MiniImageNetConfig(PartitionConfig):
     """Mini-ImageNet: photographs of 100 classes as thumbnails of 32x32 pixels."""
 
@@ -154,7 +172,7 @@ class QmnistConfig(SplitConfig):
     source: Literal["qmnist"] = Field(default="qmnist", description="Name of the source.")
     use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is pooled.")
     clients: int = Field(default=50, ge=1, description="Number of writers, picked by the seed.")
-    min_samples: int = Field(default=50, ge=1, description="Only writers with at least this many images are picked.")
+    min_samples: int = Field(default=50, ge=1, description="Minimum images per writer.")
 
 
 class HeartDiseaseConfig(SplitConfig):
@@ -162,7 +180,8 @@ class HeartDiseaseConfig(SplitConfig):
 
     source: Literal["heart-disease"] = Field(default="heart-disease", description="Name of the source.")
     standardise: Literal["client", "pooled", "none"] = Field(
-        default="pooled", description="Whose training rows give the mean and spread of numeric columns."
+        default="pooled",
+        description="Standardise numeric columns by all training rows (pooled) or each client's.",
     )
 
 
@@ -204,10 +223,10 @@ class ElectricityConfig(SourceConfig):
     """Hourly loads of electricity meters: forecast the next hour."""
 
     source: Literal["electricity"] = Field(default="electricity", description="Name of the source.")
-    window: int = Field(default=3, ge=1, description="Hours before the one to forecast that a forecast sees.")
-    clients: int = Field(default=0, ge=0, description="Number of meters, the most distinct ones; 0 is all.")
+    window: int = Field(default=3, ge=1, description="Hours of history that a forecast sees.")
+    clients: int = Field(default=0, ge=0, description="Number of meters, the most distinct ones; 0: all.")
     test: float = Field(
-        default=0.1, gt=0, lt=0.5, description="Fraction of the hours, the last ones, kept for the test."
+        default=0.1, gt=0, lt=0.5, description="Fraction of the hours, the last ones, held out for the test."
     )
     val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
 
@@ -217,9 +236,7 @@ class ShakespeareConfig(SplitConfig):
 
     source: Literal["shakespeare"] = Field(default="shakespeare", description="Name of the source.")
     clients: int = Field(default=100, ge=1, description="Number of roles, picked by the seed.")
-    min_characters: int = Field(
-        default=2000, gt=80, description="Only roles that say at least this many characters are picked."
-    )
+    min_characters: int = Field(default=2000, gt=80, description="Minimum characters spoken by a role.")
     stride: int = Field(default=8, ge=1, description="Characters from one window of 80 to the next.")
 
 
@@ -228,7 +245,7 @@ class DuwMnistConfig(SourceConfig):
 
     source: Literal["duw-mnist"] = Field(default="duw-mnist", description="Name of the source.")
     environment: Literal["I", "II", "III", "IV", "two"] = Field(
-        default="II", description="Whose lists of images: an environment of five clients, or the two of Figure 2."
+        default="II", description="Image lists: an environment of five clients, or the two clients of Figure 2."
     )
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
 
@@ -260,10 +277,11 @@ class FolderConfig(SplitConfig):
         default="median", description="Fill missing numbers with the client's training median, or stop."
     )
     standardise: Literal["client", "pooled", "none"] = Field(
-        default="pooled", description="Whose training rows give the mean and spread of numeric columns."
+        default="pooled",
+        description="Standardise numeric columns by all training rows (pooled) or each client's.",
     )
     standardise_target: bool = Field(
-        default=True, description="Scale a regression target by mean and spread of all training rows."
+        default=True, description="Standardise a regression target over all training rows."
     )
 
 
@@ -285,6 +303,7 @@ DataConfig = Annotated[
     | MnistConfig
     | FashionMnistConfig
     | Cifar10Config
+    | Cifar100Config
     | MiniImageNetConfig
     | PacsConfig
     | QmnistConfig

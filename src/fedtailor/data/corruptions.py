@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedtailor.core.random import stream
-from fedtailor.data.federated import FederatedData, Rows
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.errors import DataError
 
 Rng = np.random.Generator

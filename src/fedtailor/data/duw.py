@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import DuwMnistConfig, StanfordDogsConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.data.files import check_labels, data_root, locate, read_bytes, read_npz
 from fedtailor.data.images import DIGITS, TRAIN_TEST, mnist
 from fedtailor.data.splits import Indices, client_names, gather
@@ -37,14 +38,21 @@ KEYS = {
 Convert = Callable[[Indices], tuple[Tensor, Tensor]]
 
 
-def load(config: DuwMnistConfig | StanfordDogsConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+def load(
+    config: DuwMnistConfig | StanfordDogsConfig,
+    *,
+    seed: int,
+    root: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> FederatedData:
     """Read and deal the data that a configuration asks for."""
-    folder = data_root(root)
-    return _mnist(config, seed, folder) if isinstance(config, DuwMnistConfig) else _dogs(config, seed, folder)
+    read: Callable[..., FederatedData] = _mnist if isinstance(config, DuwMnistConfig) else _dogs
+    return read(config, seed, data_root(root), dtype)
 
 
-def _mnist(config: DuwMnistConfig, seed: int, root: Path) -> FederatedData:
-    train, test = (mnist(root, "MNIST", config.source, use, DIGITS) for use in TRAIN_TEST if use != "all")
+def _mnist(config: DuwMnistConfig, seed: int, root: Path, dtype: torch.dtype) -> FederatedData:
+    parts_of = (mnist(root, "MNIST", config.source, use, DIGITS) for use in TRAIN_TEST if use != "all")
+    train, test = (replace(pool, dtype=dtype) for pool in parts_of)
     path, key = locate(root, INDICES, config.source), KEYS[config.environment]
     clients = 2 if config.environment == "two" else 5
     lists = read_npz(path, [f"{key}__{k}" for k in range(clients)], equal=False)
@@ -55,7 +63,7 @@ def _mnist(config: DuwMnistConfig, seed: int, root: Path) -> FederatedData:
     return _assembled(config, seed, parts, train.convert, test.convert, test.labels, DIGITS, (*notes, train.note))
 
 
-def _dogs(config: StanfordDogsConfig, seed: int, root: Path) -> FederatedData:
+def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype) -> FederatedData:
     path, table = locate(root, FEATURES, config.source), locate(root, TABLE, config.source)
     arrays = read_npz(path, ("feat_u8", "y", "scale", "classes"), equal=False)
     features, labels = arrays["feat_u8"], check_labels(path, arrays["y"], 120).astype(np.int64)
@@ -72,7 +80,7 @@ def _dogs(config: StanfordDogsConfig, seed: int, root: Path) -> FederatedData:
     parts = _in_shape(counts, labels, rows[known])
 
     def convert(index: Indices) -> tuple[Tensor, Tensor]:
-        x = torch.from_numpy(features[index]).to(torch.float32) * float(arrays["scale"][0])
+        x = torch.from_numpy(features[index]).to(dtype) * float(arrays["scale"][0])
         return x, torch.from_numpy(labels[index])
 
     test = rows[~known]

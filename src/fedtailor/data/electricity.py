@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import ElectricityConfig
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.files import data_root, locate, read_bytes
 from fedtailor.data.splits import starts
 from fedtailor.errors import DataError
@@ -83,7 +83,7 @@ def _windows(scaled: Floats, window: int, first: int, last: int) -> Rows:
     x = scaled[hours[:, None] + np.arange(-window, 0)]  # [hours, window, meters]
     meters = scaled.shape[1]
     return Rows(
-        torch.from_numpy(np.ascontiguousarray(x.transpose(2, 0, 1)).reshape(-1, window)).float(),
-        torch.from_numpy(np.ascontiguousarray(scaled[hours].T).reshape(-1, 1)).float(),
+        torch.from_numpy(np.ascontiguousarray(x.transpose(2, 0, 1)).reshape(-1, window)),
+        torch.from_numpy(np.ascontiguousarray(scaled[hours].T).reshape(-1, 1)),
         starts([len(hours)] * meters),
     )

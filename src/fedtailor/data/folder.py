@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.data.preparation import Floats
 from fedtailor.data.tables import SUFFIXES, Column, Table, client_name, read_table, split_by
 from fedtailor.data.tabular import Site, Target, assemble, sort_values

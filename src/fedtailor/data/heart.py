@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import HeartDiseaseConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.data.files import data_root, locate, read_bytes
 from fedtailor.data.preparation import Floats
 from fedtailor.data.tabular import Site, Target, assemble

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data import partitions
 from fedtailor.data.configs import (
     Cifar10Config,
@@ -23,7 +24,6 @@ from fedtailor.data.configs import (
     SplitConfig,
 )
 from fedtailor.data.corruptions import corrupt_clients
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.files import check_labels, data_root, locate, read_cifar, read_idx
 from fedtailor.data.splits import Indices, client_names, gather, split, split_note
 from fedtailor.errors import DataError
@@ -44,10 +44,11 @@ class Pool:
     scale: float = 1 / 255
     mean: float = 0.5
     sd: float = 0.5
+    dtype: torch.dtype = torch.float32
 
     def convert(self, index: Indices) -> tuple[Tensor, Tensor]:
         """Features and targets of some samples; only those become floats, the pool may be large."""
-        x = torch.from_numpy(self.images[index]).to(torch.float32)
+        x = torch.from_numpy(self.images[index]).to(self.dtype)
         return x.mul_(self.scale).sub_(self.mean).div_(self.sd), torch.from_numpy(self.labels[index])
 
     @property
@@ -58,12 +59,14 @@ class Pool:
         return f"pixels scaled to [0, 1], then (x - {self.mean}) / {self.sd}"
 
 
-def load(config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+def load(
+    config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
+) -> FederatedData:
     """Read, deal and split the images that a configuration asks for."""
     folder = data_root(root)
     match config:
         case QmnistConfig():
-            return _qmnist(config, seed, folder)
+            return _qmnist(config, seed, folder, dtype)
         case DigitsConfig():
             pool = _digits()
         case MnistConfig():
@@ -74,7 +77,7 @@ def load(config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None
             pool = _cifar10(folder, config.use)
         case _:
             raise TypeError(f"not an image source: {config!r}")
-    return deal(config.source, pool, config, seed)
+    return deal(config.source, replace(pool, dtype=dtype), config, seed)
 
 
 def deal(name: str, pool: Pool, config: PartitionConfig, seed: int) -> FederatedData:
@@ -173,8 +176,8 @@ def _cifar10(root: Path, use: str) -> Pool:
     return Pool(np.concatenate(images), np.concatenate(labels).astype(np.int64), OBJECTS)
 
 
-def _qmnist(config: QmnistConfig, seed: int, root: Path) -> FederatedData:
-    pool = mnist(root, "MNIST", "qmnist", config.use, DIGITS)
+def _qmnist(config: QmnistConfig, seed: int, root: Path, dtype: torch.dtype) -> FederatedData:
+    pool = replace(mnist(root, "MNIST", "qmnist", config.use, DIGITS), dtype=dtype)
     writers = _writers(root, pool, config.use)
     ids, counts = np.unique(writers, return_counts=True)
     eligible = ids[counts >= config.min_samples]

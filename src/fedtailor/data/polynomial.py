@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import PolynomialConfig
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.splits import client_names, starts
 from fedtailor.errors import DataError
 
@@ -83,6 +83,6 @@ def _powers(x: Floats) -> Floats:
 
 
 def _rows(inputs: list[Floats], targets: list[Floats]) -> Rows:
-    x = torch.from_numpy(_powers(np.concatenate(inputs))).to(torch.float32)
-    y = torch.from_numpy(np.concatenate(targets)).to(torch.float32)[:, None]
+    x = torch.from_numpy(_powers(np.concatenate(inputs)))
+    y = torch.from_numpy(np.concatenate(targets))[:, None]
     return Rows(x, y, starts([len(t) for t in targets]))

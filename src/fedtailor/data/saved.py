@@ -6,16 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from fedtailor.core.samples import SPLITS, FederatedData, Rows
 from fedtailor.data.configs import SavedConfig
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import DataError
 
 TENSORS, ABOUT = "data.safetensors", "data.json"
-SPLITS = ("train", "val", "test")
 WORDS = ("name", "task", "outputs", "clients", "classes", "features", "notes")
 
 
@@ -33,16 +32,30 @@ def save(data: FederatedData, folder: Path) -> None:
     (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
+def validation_samples(config: SavedConfig) -> int:
+    """How many there are of all clients together; only the head of the file is read."""
+    folder = config.path.expanduser()
+    try:
+        with safe_open(folder / TENSORS, "pt") as file:
+            return int(file.get_slice("val.y").get_shape()[0])
+    except (OSError, SafetensorError) as error:
+        raise _not_ours(folder, error) from None
+
+
 def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read what `save` wrote; neither seed nor `root` is needed, the split was made before."""
     folder = config.path.expanduser()
     try:
         tensors = load_file(folder / TENSORS)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        rows = {split: Rows(*(tensors[f"{split}.{part}"] for part in ("x", "y", "starts"))) for split in SPLITS}
+        rows = {s: Rows(tensors[f"{s}.x"], tensors[f"{s}.y"], tensors[f"{s}.starts"]) for s in SPLITS}
         words: dict[str, Any] = {k: tuple(about[k]) if isinstance(about[k], list) else about[k] for k in WORDS}
         prepared = about["preparation"]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise DataError(f"{folder}: not a folder of data that fedtailor wrote ({error}); make it again") from None
+        raise _not_ours(folder, error) from None
     preparation = None if prepared is None else Preparation.model_validate(prepared)
     return FederatedData(train=rows["train"], val=rows["val"], test=rows["test"], preparation=preparation, **words)
+
+
+def _not_ours(folder: Path, error: Exception) -> DataError:
+    return DataError(f"{folder}: not a folder of data that fedtailor wrote ({error}); make it again")

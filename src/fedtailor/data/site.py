@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.data.folder import complete_target, numbers, report_text
 from fedtailor.data.splits import starts
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.random import stream
+from fedtailor.core.samples import Rows
 from fedtailor.data.configs import SplitConfig
-from fedtailor.data.federated import Rows
 
 Indices = NDArray[np.int64]
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedtailor.core.samples import FederatedData, Rows, TaskKind
 from fedtailor.data.configs import SplitConfig
-from fedtailor.data.federated import FederatedData, Rows, TaskKind
 from fedtailor.data.preparation import (
     MISSING,
     CategoryColumn,
@@ -183,9 +183,4 @@ def sort_values(values: Iterable[str]) -> list[str]:
 def _rows(matrices: Sequence[Floats], targets: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]]) -> Rows:
     x = np.concatenate([matrix[at] for matrix, at in zip(matrices, positions, strict=True)])
     y = np.concatenate([target[at] for target, at in zip(targets, positions, strict=True)])
-    labelled = y.dtype == np.int64
-    return Rows(
-        torch.from_numpy(x).to(torch.float32),
-        torch.from_numpy(y) if labelled else torch.from_numpy(y).to(torch.float32),
-        starts([len(at) for at in positions]),
-    )
+    return Rows(torch.from_numpy(x), torch.from_numpy(y), starts([len(at) for at in positions]))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import MiniImageNetConfig, PacsConfig
-from fedtailor.data.federated import FederatedData
 from fedtailor.data.files import check_labels, data_root, locate, read_npz
 from fedtailor.data.images import TRAIN_TEST, Pool, assemble, deal
 from fedtailor.errors import DataError
@@ -21,12 +23,14 @@ DOMAINS = ("art", "cartoon", "photo", "sketch")  # as numbered in the file of PA
 THINGS = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 
 
-def load(config: MiniImageNetConfig | PacsConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+def load(
+    config: MiniImageNetConfig | PacsConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
+) -> FederatedData:
     """Read, deal and split the thumbnails that a configuration asks for."""
     folder = data_root(root)
     if isinstance(config, MiniImageNetConfig):
-        return deal(config.source, _mini_imagenet(folder, config.use), config, seed)
-    return _pacs(folder, config, seed)
+        return deal(config.source, replace(_mini_imagenet(folder, config.use), dtype=dtype), config, seed)
+    return _pacs(folder, config, seed, dtype)
 
 
 def _mini_imagenet(root: Path, use: str) -> Pool:
@@ -38,11 +42,11 @@ def _mini_imagenet(root: Path, use: str) -> Pool:
     return _pool(path, arrays["x"][kept], arrays["y"][kept], classes)
 
 
-def _pacs(root: Path, config: PacsConfig, seed: int) -> FederatedData:
+def _pacs(root: Path, config: PacsConfig, seed: int, dtype: torch.dtype) -> FederatedData:
     path = locate(root, PACS, config.source)
     arrays = _arrays(path, "domain")
     domain = check_labels(path, arrays["domain"], len(DOMAINS))
-    pool = _pool(path, arrays["x"], arrays["y"], THINGS)
+    pool = replace(_pool(path, arrays["x"], arrays["y"], THINGS), dtype=dtype)
     parts = [np.flatnonzero(domain == d) for d in range(len(DOMAINS))]
     for name, part in zip(DOMAINS, parts, strict=True):
         if not len(part):

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from fedtailor.core.client import Call, Outcome, evaluate, initial, invoke, personal, pull_back
-from fedtailor.core.disk import Disk
-from fedtailor.core.me import Setting
-from fedtailor.core.states import States, changed
-from fedtailor.core.trees import Params, Tree, detach, tree_map
+from fedtailor.core.client import Call, Outcome, initial, invoke, personal, pull_back
+from fedtailor.core.engine import Evaluated, Reply
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.random import Draws
+from fedtailor.core.trees import Params, Tree, changed, detach, tree_map
+from fedtailor.engines import malloc
+from fedtailor.engines.disk import Disk
+from fedtailor.engines.states import States
 from fedtailor.errors import ClientError
+from fedtailor.metrics.evaluation import evaluate
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What came back from some clients: a stacked reply, or the error of a single one."""
+class _Group:
+    """Clients that run together: one on its own, or a stack."""
 
     clients: tuple[int, ...]
-    tree: Tree = None
-    error: Exception | None = None
-    norms: list[float] | None = None  # of each client's reply, where they are known
+    is_stacked: bool
+
+    def unstack(self, stack: Tree) -> Tree:
+        """The trees of a client on its own have no client dimension."""
+        return stack if self.is_stacked else tree_map(lambda v: v[0], stack)
+
+    def stack(self, tree: Tree) -> Tree:
+        return tree if self.is_stacked else tree_map(lambda v: v[None], tree)
 
 
 @dataclass(frozen=True)
 class _Taped:
     call: Call
-    clients: tuple[int, ...]
+    group: _Group
     outcome: Outcome | None  # None: run the call again from its inputs when the cotangents come
     state: Tree
     buffers: Params
@@ -40,18 +49,19 @@ class InProcess:
 
     def __init__(
         self,
-        setting: Setting,
+        experiment: Experiment,
         clients: Sequence[int],
         *,
         chunk: int = 0,
         recompute: bool = False,
         disk: Disk | None = None,
     ) -> None:
-        self.setting = setting
+        self.experiment = experiment
         self.chunk = chunk  # clients per stack; 0: one after the other, unstacked
         self.recompute = recompute
         self.clients = tuple(clients)
         self.states = States(self.clients, disk)
+        self._draws = False  # the method or the model uses global generators, which a stack cannot
         self._tape: dict[int, list[_Taped]] = {}
         self._cotangents: dict[tuple[int, ...], Tree] = {}
         self._grads: dict[tuple[int, ...], Tree] = {}
@@ -59,8 +69,23 @@ class InProcess:
     def start(self) -> None:
         """Give every client its first state."""
         for group in self.groups(self.clients):
-            state, buffers = initial(self.setting, group, is_stacked=self.chunk > 0)
-            self.states.create(group, self._stack({"state": state, "buffers": buffers}))
+            self._start(group)
+
+    def _start(self, group: _Group) -> None:
+        try:
+            state, buffers = initial(self.experiment, group.clients, is_stacked=group.is_stacked)
+        except Exception as error:
+            if not group.is_stacked:
+                raise
+            self._notice(error)
+            for one in _each(group):
+                self._start(one)
+            return
+        self.states.create(group.clients, group.stack({"state": state, "buffers": buffers}))
+
+    def close(self) -> None:
+        """Forget tapes."""
+        self._forget()
 
     def get_states(self) -> Tree:
         """Everything private, stacked in the order of `clients`."""
@@ -71,58 +96,63 @@ class InProcess:
         self.states.create(self.clients, rows)
         self._forget()
 
-    def saved(self, states: Sequence[Tree]) -> None:
-        """Nothing is kept here beside the current ones."""
-
-    def groups(self, clients: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def groups(self, clients: Sequence[int]) -> Iterator[_Group]:
         """Clients that run together."""
-        return grouped(self.setting, clients, self.chunk) if self.chunk else ((c,) for c in clients)
+        if self.chunk and not self._draws:
+            return (_Group(some, True) for some in grouped(self.experiment, clients, self.chunk))
+        return (_Group((c,), False) for c in clients)
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """Run a call at every client; states change, replies come back group by group."""
         position = {c: i for i, c in enumerate(clients)}
         for group in self.groups(clients):
-            yield from self._call_group(call, group, [position[c] for c in group])
+            yield from self._call_group(call, group, [position[c] for c in group.clients])
+            malloc.trim_after_client(self.experiment.model.nbytes)
 
-    def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
-        """Never asked for: clients in one process have nothing to hide from it."""
-        raise NotImplementedError
-
-    def _call_group(self, call: Call, group: tuple[int, ...], rows: list[int]) -> Iterator[Reply]:
-        held = self.states.read(group)
-        grad = self._grad_of(group)
-        mine = self._one(held), self._one(grad), self._rows_of(call, rows)
+    def _call_group(self, call: Call, group: _Group, rows: list[int]) -> Iterator[Reply]:
+        held = self.states.read(group.clients)
+        mine, grad = group.unstack(held), group.unstack(self._grad_of(group.clients))
+        call = _with_rows(call, group, rows)
         try:
-            outcome = self._invoke(mine[2], group, mine[0]["state"], mine[0]["buffers"], mine[1])
-            kept = self._stack(detach({"state": outcome.state, "buffers": outcome.buffers}))
+            outcome = self._invoke(call, group, mine["state"], mine["buffers"], grad)
+            kept = group.stack(detach({"state": outcome.state, "buffers": outcome.buffers}))
             self.states.check(kept)
             refuse_infinite(changed(kept, held))
-            self.states.write(group, kept, held)
+            self.states.write(group.clients, kept, held)
         except Exception as error:
-            if len(group) > 1:  # find out whose error it is; the others must not suffer from it
-                for c, row in zip(group, rows, strict=True):
-                    yield from self._call_group(call, (c,), [row])
-            else:
-                yield Reply(group, error=explained(self.setting, call, group[0], error))
+            if not group.is_stacked:
+                yield Reply(group.clients, error=explained(self.experiment, call, group.clients[0], error))
+                return
+            self._notice(error)
+            outcome = None  # find out whose error it is; the others must not suffer from it
+        if outcome is None:
+            for i, one in enumerate(_each(group)):
+                mine_alone = replace(call, args=_rows(call, [i]))
+                yield from self._call_group(mine_alone, one, [0])
             return
         if call.taped:
             saved = None if self.recompute else outcome
-            taped = _Taped(mine[2], group, saved, mine[0]["state"], mine[0]["buffers"], mine[1])
+            taped = _Taped(call, group, saved, mine["state"], mine["buffers"], grad)
             self._tape.setdefault(call.number, []).append(taped)
-        yield Reply(group, self._stack(detach(outcome.reply)))
+        reply = Reply(group.clients, group.stack(detach(outcome.reply)))
+        del outcome, kept  # a model is large
+        yield reply
 
-    def _invoke(self, call: Call, group: tuple[int, ...], state: Tree, buffers: Params, grad: Tree) -> Outcome:
-        return invoke(self.setting, group, call, state, buffers, grad, is_stacked=self.chunk > 0)
+    def _notice(self, error: Exception) -> None:
+        self._draws = self._draws or isinstance(error, Draws) or "randomness" in str(error)
 
-    def together(self, clients: Sequence[int]) -> Tree | None:
+    def _invoke(self, call: Call, group: _Group, state: Tree, buffers: Params, grad: Tree) -> Outcome:
+        return invoke(self.experiment, group.clients, call, state, buffers, grad, is_stacked=group.is_stacked)
+
+    def stacked_states(self, clients: Sequence[int]) -> Tree | None:
         """The private states of `clients` as one stack; None if clients run one after the other or have buffers."""
-        if not self.chunk or self.setting.model.private_buffers:
+        if not self.chunk or self.experiment.model.private_buffers:
             return None
         held = self.states.all_rows(clients) or self.states.read(clients)
         return held["state"]
 
-    def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
-        """Keep what was computed on the stack `held` of `together`."""
+    def commit_stacked_states(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
+        """Keep what was computed on the stack `held` of `stacked_states`."""
         if self.states.all_rows(clients) is None:
             self.states.write(clients, {"state": state, "buffers": {}}, {"state": held, "buffers": {}})
         else:
@@ -138,27 +168,22 @@ class InProcess:
         """
         position = {c: i for i, c in enumerate(clients)}
         for taped in self._tape.pop(number):
-            rows = [position[c] for c in taped.clients]
-            outcome = taped.outcome or self._invoke(taped.call, taped.clients, taped.state, taped.buffers, taped.grad)
-            mine = self._one(tree_map(lambda v, rows=rows: v[rows], cotangent))
-            state, args = pull_back(outcome, self._cotangents.pop(taped.clients, None), mine)
-            self._cotangents[taped.clients] = state
+            group, members = taped.group, taped.group.clients
+            rows = [position[c] for c in members]
+            outcome = taped.outcome or self._invoke(taped.call, group, taped.state, taped.buffers, taped.grad)
+            mine = group.unstack(tree_map(lambda v, rows=rows: v[rows], cotangent))
+            state, args = pull_back(outcome, group.unstack(self._cotangents.pop(members, None)), mine)
+            self._cotangents[members] = group.stack(state)
             placed = zip(args, taped.call.placed, strict=True)
-            yield taped.clients, tuple(self._stack(arg) if own else arg for arg, own in placed)
+            yield members, tuple(group.stack(arg) if own else arg for arg, own in placed)
 
     def finish_backward(self) -> None:
         """The tape is read back: what has reached the private states is now `me.grad`."""
-        self._grads = {group: self._stack(tree) for group, tree in self._cotangents.items()}
-        self._cotangents = {}
-        self._tape = {}
+        self._grads, self._cotangents, self._tape = self._cotangents, {}, {}
 
     def begin_round(self, round: int) -> dict[int, str]:
         """Forget tapes and gradients; what is written from here on can be undone. Nobody is ever away here."""
         self._forget()
-        return {}
-
-    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
-        """Nothing is ever lost here."""
         return {}
 
     def _forget(self) -> None:
@@ -171,43 +196,61 @@ class InProcess:
 
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
-    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, torch.Tensor]], Params]]:
+    ) -> Iterator[Evaluated]:
         """Per group the metrics of the personal models, and the models, stacked."""
-        stacks = self.chunk > 0
         for group in self.groups(clients):
-            held = self._one(self.states.read(group))
-            model = personal(self.setting, group, round, held["state"], held["buffers"], server, is_stacked=stacks)
-            yield group, evaluate(self.setting, group, model, splits, is_stacked=stacks), self._stack(model)
+            yield from self._evaluate(group, round, server, splits)
 
-    def _grad_of(self, group: tuple[int, ...]) -> Tree:
-        if not self._grads:
-            return None
-        if group in self._grads:
-            return self._grads[group]
-        found = {c: tree_map(lambda v, i=i: v[i], tree) for g, tree in self._grads.items() for i, c in enumerate(g)}
-        return tree_map(lambda *rows: torch.stack(rows), *(found[c] for c in group)) if found else None
+    def _evaluate(self, group: _Group, round: int, server: Tree, splits: Sequence[str]) -> Iterator[Evaluated]:
+        held, stacks = group.unstack(self.states.read(group.clients)), group.is_stacked
+        try:
+            mine = held["state"], held["buffers"], server
+            model = personal(self.experiment, group.clients, round, *mine, is_stacked=stacks)
+            metrics = evaluate(self.experiment, group.clients, model, splits, is_stacked=stacks)
+        except Exception as error:
+            self._notice(error)
+            if not (stacks and self._draws):
+                raise
+            for one in _each(group):
+                yield from self._evaluate(one, round, server, splits)
+            return
+        yield group.clients, metrics, group.stack(model)
 
-    def _rows_of(self, call: Call, rows: list[int]) -> Call:
-        args = tuple(
-            self._one(tree_map(lambda v: v[rows], arg)) if placed else arg
-            for arg, placed in zip(call.args, call.placed, strict=True)
-        )
-        return replace(call, args=args)
-
-    def _one(self, stack: Tree) -> Tree:
-        """Without stacking, the trees of a group of one have no client dimension."""
-        return stack if self.chunk else tree_map(lambda v: v[0], stack)
-
-    def _stack(self, tree: Tree) -> Tree:
-        return tree if self.chunk else tree_map(lambda v: v[None], tree)
+    def _grad_of(self, clients: tuple[int, ...]) -> Tree:
+        if not self._grads or clients in self._grads:
+            return self._grads.get(clients)
+        grads = {c: tree_map(lambda v, i=i: v[i], tree) for g, tree in self._grads.items() for i, c in enumerate(g)}
+        return tree_map(lambda *rows: torch.stack(rows), *(grads[c] for c in clients)) if grads else None
 
 
-def grouped(setting: Setting, clients: Sequence[int], chunk: int) -> Iterator[tuple[int, ...]]:
-    """Clients to be stacked, of similar size, so that little is padded."""
-    sizes = dict(zip(clients, setting.data.train.bounds(clients)[1], strict=True))
+def _each(group: _Group) -> list[_Group]:
+    return [_Group((c,), False) for c in group.clients]
+
+
+def _rows(call: Call, rows: list[int]) -> tuple[Tree, ...]:
+    return tuple(
+        tree_map(lambda v: v[rows], arg) if placed else arg for arg, placed in zip(call.args, call.placed, strict=True)
+    )
+
+
+def _with_rows(call: Call, group: _Group, rows: list[int]) -> Call:
+    """The call as a group receives it."""
+    args = zip(_rows(call, rows), call.placed, strict=True)
+    return replace(call, args=tuple(group.unstack(arg) if placed else arg for arg, placed in args))
+
+
+def grouped(experiment: Experiment, clients: Sequence[int], chunk: int) -> Iterator[tuple[int, ...]]:
+    """Clients to be stacked, of similar size, so that little is padded.
+
+    Where what a model says of a sample depends on the others in its batch, padding would count: then of equal size.
+    """
+    splits = ("train", "val", "test") if experiment.mixing.in_prediction else ("train",)
+    alike = any(experiment.mixing)
+    sizes = {
+        c: each
+        for c, *each in zip(clients, *(getattr(experiment.data, s).bounds(clients)[1] for s in splits), strict=True)
+    }
     in_order = sorted(clients, key=lambda c: (sizes[c], c))
-    # BatchNorm's batch statistics would see the padding: stack only clients of equal size
-    alike = setting.model.batch_statistics
     group: list[int] = []
     for c in in_order:
         if group and (len(group) == chunk or (alike and sizes[c] != sizes[group[0]])):
@@ -218,13 +261,13 @@ def grouped(setting: Setting, clients: Sequence[int], chunk: int) -> Iterator[tu
         yield tuple(group)
 
 
-def explained(setting: Setting, call: Call, client: int, error: Exception) -> ClientError:
+def explained(experiment: Experiment, call: Call, client: int, error: Exception) -> ClientError:
     """An error of a client function, with where it happened."""
-    name = type(setting.algorithm).__name__
-    where = f"{name}.{call.function}, client {setting.data.clients[client]}, round {call.round}"
-    told = ClientError(f"{where}: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    name = type(experiment.algorithm).__name__
+    where = f"{name}.{call.function}, client {experiment.data.clients[client]}, round {call.round}"
+    explanation = ClientError(f"{where}: {type(error).__name__}: {error}")
+    explanation.__cause__ = error
+    return explanation
 
 
 def refuse_infinite(state: Sequence[torch.Tensor | None]) -> None:
@@ -232,4 +275,4 @@ def refuse_infinite(state: Sequence[torch.Tensor | None]) -> None:
     floating = [v for v in state if v is not None and v.is_floating_point()]
     # a finite norm, which is cheaper, has finite entries only; that of large ones may overflow
     if not all(bool(torch.linalg.vector_norm(v).isfinite()) or bool(torch.isfinite(v).all()) for v in floating):
-        raise FloatingPointError("its private state is no longer finite")
+        raise FloatingPointError("private state contains NaN or Inf")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedtailor.core.disk import Disk
-from fedtailor.core.me import Setting
+from fedtailor.core.experiment import Experiment
+from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
 
 
-def loop(setting: Setting, disk: Disk | None = None) -> InProcess:
+def loop(experiment: Experiment, disk: Disk | None = None) -> InProcess:
     """Clients one after the other; an error names algorithm, function, client and round."""
-    return InProcess(setting, range(len(setting.data.clients)), disk=disk)
+    return InProcess(experiment, range(len(experiment.data.clients)), disk=disk)

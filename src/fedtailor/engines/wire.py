@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.algorithm import sent_example, sent_positive
+from fedtailor.core.algorithm import reply_example, reply_positive
 from fedtailor.core.client import Call
-from fedtailor.core.me import Setting
-from fedtailor.core.placed import row
-from fedtailor.core.plausible import implausible
-from fedtailor.core.trees import Params, Tree, schema, schema_difference, tree_map
-from fedtailor.engines.inprocess import InProcess, Reply
+from fedtailor.core.engine import Evaluated, Reply
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.per_client import row
+from fedtailor.core.reply_validation import reply_faults
+from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, RoundAbandoned
 
 if TYPE_CHECKING:
-    from fedtailor.privacy.member import Member
+    from fedtailor.privacy.secure_sum_client import Member, Party
 
 Header = dict[str, Any]
 
@@ -33,17 +33,15 @@ class Site:
 
     def __init__(
         self,
-        setting: Setting,
+        experiment: Experiment,
         client: int,
         words: Callable[[Exception], str] = str,
-        number: int | None = None,
-        sums_of: int = 2,
+        party: Party | None = None,
     ) -> None:
         self.client = client
-        self._number = client if number is None else number  # by which the others know it
-        self._sums_of = sums_of  # replies of fewer clients are not added up
+        self._party = party  # its part in secure sums; None: a client among others in this process
         self._words = words  # what the server is told of an error
-        self.inside = InProcess(setting, [client], recompute=True)
+        self.inside = InProcess(experiment, [client], recompute=True)
         self._calls: dict[int, Call] = {}
         self.sums: Member | None = None  # of this round
         self._controls: dict[str, Callable[[Header, Tree], tuple[Header, Tree]]] = {
@@ -68,7 +66,9 @@ class Site:
         header, tree = codec.decode(request)
         if "sum" in header:
             return codec.encode(*self._member().answer(header, tree))
-        if self.inside.setting.is_sealed and header.get("sealed") is None:
+        if self.inside.experiment.aggregation.secure_sum and (
+            header.get("sealed") is None or "function" not in header or header["taped"]
+        ):
             return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
             call = self._calls.pop(header["call"])
@@ -87,22 +87,28 @@ class Site:
             return codec.encode(call.reply_header, _first(reply.tree))
         if wrong := self._unusable(call, reply.tree):
             return codec.encode({"error": wrong}, None)
-        self._member().keep(call.number, _first(reply.tree))
+        from fedtailor.privacy.secure_sum_client import said
+
+        try:
+            self._member().keep(call.number, _first(reply.tree), said(call.function, placed, tree))
+        except ValueError as error:
+            return codec.encode({"error": str(error)}, None)
         return codec.encode(call.reply_header, None)
 
     def _member(self) -> Member:
-        from fedtailor.privacy.member import Member  # needs a package that other runs do without
+        from fedtailor.privacy.secure_sum_client import Member, Party  # needs a package that other runs do without
 
-        self.sums = self.sums or Member(self._number, self._sums_of)
+        self._party = self._party or Party(self.client)
+        self.sums = self.sums or Member(self._party)
         return self.sums
 
     def _unusable(self, call: Call, reply: Tree) -> str | None:
         """Why not to let a reply into a secure sum; nobody else can find out."""
-        setting = self.inside.setting
-        wanted = schema(sent_example(setting.algorithm, call.function, setting.model))
+        experiment = self.inside.experiment
+        wanted = schema(reply_example(experiment.algorithm, call.function, experiment.model))
         if wrong := schema_difference(schema(reply, stacked=True), wanted):
             return f"reply {wrong}"
-        return implausible(reply, 1, sent_positive(setting.algorithm, call.function), call.sealed or 0.0)[0]
+        return reply_faults(reply, 1, reply_positive(experiment.algorithm, call.function), call.sealed or 0.0)[0]
 
     def _start(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
         self.inside.start()
@@ -132,8 +138,8 @@ class Remote:
     the two of the states say what there is to tell. Counts the training traffic.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
         self.up = self.down = 0
         self._calls: dict[int, Call] = {}  # taped, waiting for the way back
         self._taped: Sequence[int] = ()  # who has a part of the tape
@@ -207,7 +213,7 @@ class Remote:
         return self.carry(counted())
 
     def _name(self, client: int) -> str:
-        return self.setting.data.clients[client]
+        return self.experiment.data.clients[client]
 
     def finish_backward(self) -> None:
         """The tape is read back."""
@@ -217,7 +223,7 @@ class Remote:
 
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
-    ) -> Iterator[tuple[tuple[int, ...], dict[str, dict[str, Tensor]], Params]]:
+    ) -> Iterator[Evaluated]:
         """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         for client, answer, tree, gone in self.tell(clients, header, server):
@@ -228,23 +234,15 @@ class Remote:
     @property
     def everybody(self) -> range:
         """All clients."""
-        return range(len(self.setting.data.clients))
-
-    def together(self, clients: Sequence[int]) -> Tree | None:
-        """Clients are on their own here."""
-        return None
-
-    def keep_together(self, clients: Sequence[int], state: Tree, held: Tree) -> None:
-        """Never asked for."""
-        raise NotImplementedError
+        return range(len(self.experiment.data.clients))
 
 
 class Wire(Remote):
     """All sites in this process. Only the states that a checkpoint saves are taken directly from them."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.sites = [Site(setting, c) for c in self.everybody]
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(experiment)
+        self.sites = [Site(experiment, c) for c in self.everybody]
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """One site after the other."""
@@ -262,12 +260,11 @@ class Wire(Remote):
     def begin_round(self, round: int) -> dict[int, str]:
         """A new round at every client; returns who is away, and why."""
         self._calls.clear()
-        told = self.tell(self.everybody, {"op": "begin", "round": round})
-        return {client: str(gone) for client, _, _, gone in told if gone is not None}
+        answers = self.tell(self.everybody, {"op": "begin", "round": round})
+        return {client: str(gone) for client, _, _, gone in answers if gone is not None}
 
-    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
-        """Nothing is ever lost here."""
-        return {}
+    def close(self) -> None:
+        """All sites are in this process."""
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Bring back the private states before this round, of all or of some clients."""
@@ -283,9 +280,6 @@ class Wire(Remote):
         """Put saved states back."""
         for client, site in enumerate(self.sites):
             site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
-
-    def saved(self, states: Sequence[Tree]) -> None:
-        """Nothing is kept here beside the current ones."""
 
 
 def _stacked(tree: Tree) -> Tree:

@@ -1,0 +1,1 @@
+"""What is measured of personal models, and how it is summarised."""

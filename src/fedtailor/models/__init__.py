@@ -52,7 +52,7 @@ def build(
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
-    kind = MODELS.get(name) or _own(name)
+    kind = find(name)
     options = dict(options or {})
     known = set(inspect.signature(kind).parameters) - {"shape", "outputs"}
     for key in options:
@@ -71,7 +71,10 @@ def build(
     return Model(module.to(dtype), head=head or getattr(type(module), "head", ()), buffers=buffers)
 
 
-def _own(name: str) -> Callable[..., nn.Module]:
+def find(name: str) -> Callable[..., nn.Module]:
+    """What makes the model `name`, or "module:Class"."""
+    if name in MODELS:
+        return MODELS[name]
     if ":" not in name:
         hint = f'{nearest(name, MODELS)} (own models: "package.module:Class")'
         raise ConfigError(f'model.name: no model "{name}"; {hint}')

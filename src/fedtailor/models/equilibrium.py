@@ -1,15 +1,16 @@
 """Deep equilibrium models (Bai et al., NeurIPS 2019) as in FeDEQ (Le et al., 2024): a shared body, a personal head.
 
-The options of all: `tolerance` and `max_iterations` of the solve, `gradient` ("jfb", "neumann-k", "implicit"; see
-`fedtailor.local.equilibrium`), `warm_start` from where a sample's fixed point was in the epoch before.
+All of them have the options of `Solve`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from torch.nn import functional as F
 
 from fedtailor.core.model import WARM_START
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.local.equilibrium import Equilibrium, fixed_point, rows_in_l1_ball
-from fedtailor.models.transformers import Embedding, Layer
+from fedtailor.models.transformers import Embedding, Layer, Shape
+from fedtailor.numerics.equilibrium import Equilibrium, fixed_point, rows_in_l1_ball
 
 # none has a slope above 1
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"softplus": F.softplus, "tanh": torch.tanh, "relu": torch.relu}
 GROUPS = 8
+
+Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
 
 class EquilibriumLayer(nn.Module):
@@ -55,8 +58,33 @@ class EquilibriumLayer(nn.Module):
 
 
 def _tensors(cell: nn.Module) -> dict[str, Tensor]:
-    made = getattr(cell, "tensors", None)
-    return dict(cell.named_parameters()) if made is None else made()
+    own = getattr(cell, "tensors", None)
+    return dict(cell.named_parameters()) if own is None else own()
+
+
+@dataclass(frozen=True)
+class Solve:
+    """Options of every model here: how the fixed point is found, and how a gradient passes it."""
+
+    tolerance: float = 1e-3
+    max_iterations: int = 30
+    gradient: str = "jfb"  # or "neumann-k", "implicit"; see `fedtailor.numerics.equilibrium`
+    warm_start: bool = True  # from where a sample's fixed point was in the epoch before
+
+    def layer(self, cell: nn.Module, shape: Sequence[int]) -> EquilibriumLayer:
+        """The fixed point of a cell."""
+        how = Equilibrium(self.tolerance, self.max_iterations, gradient=self.gradient)
+        return EquilibriumLayer(cell, shape, how, self.warm_start)
+
+
+def takes_solve_options(model: Builder) -> Builder:
+    """Put the fields of `Solve` into a model's signature in place of `**solve`: configurations and lists read it."""
+    signature = inspect.signature(model)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(Solve).parameters.values()]
+    shown: Any = model
+    shown.__signature__ = signature.replace(parameters=[*own, *options])
+    return model
 
 
 class DenseCell(nn.Module):
@@ -82,6 +110,7 @@ class DenseCell(nn.Module):
         return self.activation(F.linear(z, self.weight) + x)
 
 
+@takes_solve_options
 class DEQMLP(nn.Module):
     """An equilibrium phi(Bz + Cx + b), a dense layer, and a last one, which is the head (FeDEQ, Figure 2)."""
 
@@ -89,23 +118,19 @@ class DEQMLP(nn.Module):
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        shape: Shape,
         outputs: int,
         width: int = 512,
         hidden: int = 128,
         activation: str = "softplus",
         project: bool = True,
         contraction: float = 0.95,
-        tolerance: float = 1e-3,
-        max_iterations: int = 30,
-        gradient: str = "jfb",
-        warm_start: bool = True,
+        **solve: Any,
     ) -> None:
         super().__init__()
         self.inject = nn.Linear(prod(shape), width)
         cell = DenseCell(width, activation, project, contraction)
-        how = Equilibrium(tolerance, max_iterations, gradient=gradient)
-        self.equilibrium = EquilibriumLayer(cell, (width,), how, warm_start)
+        self.equilibrium = Solve(**solve).layer(cell, (width,))
         self.hidden = nn.Linear(width, hidden)
         self.out = nn.Linear(hidden, outputs)
 
@@ -133,6 +158,7 @@ class ResidualCell(nn.Module):
         return self.norm3(F.softplus(y + z))
 
 
+@takes_solve_options
 class DEQResNet(nn.Module):
     """Convolution, equilibrium residual block, dense layers; the head is the last layer.
 
@@ -144,17 +170,14 @@ class DEQResNet(nn.Module):
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        shape: Shape,
         outputs: int,
         channels: int = 64,
         inner: int = 128,
         hidden: tuple[int, ...] = (256, 128),
         stride: int = 1,
         norm: str = "batch",
-        tolerance: float = 1e-3,
-        max_iterations: int = 30,
-        gradient: str = "jfb",
-        warm_start: bool = True,
+        **solve: Any,
     ) -> None:
         super().__init__()
         colours, height, width = shape
@@ -166,8 +189,7 @@ class DEQResNet(nn.Module):
         sides = tuple(_halved(-(-side // stride)) for side in (height, width))
         self.stem = nn.Conv2d(colours, channels, 3, stride, padding=1, bias=False)
         self.stem_norm = nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(GROUPS, channels)
-        how = Equilibrium(tolerance, max_iterations, gradient=gradient)
-        self.equilibrium = EquilibriumLayer(ResidualCell(channels, inner), (channels, *sides), how, warm_start)
+        self.equilibrium = Solve(**solve).layer(ResidualCell(channels, inner), (channels, *sides))
         widths = (channels * prod(map(_halved, sides)), *hidden)
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.head_norm = nn.BatchNorm1d(widths[-1]) if norm == "batch" else nn.LayerNorm(widths[-1])
@@ -185,48 +207,24 @@ def _halved(side: int) -> int:
     return (side + 1) // 2
 
 
+@takes_solve_options
 def deq_resnet_xs(
-    shape: tuple[int, ...],
-    outputs: int,
-    channels: int = 32,
-    inner: int = 32,
-    norm: str = "group",
-    tolerance: float = 1e-3,
-    max_iterations: int = 30,
-    gradient: str = "jfb",
-    warm_start: bool = True,
+    shape: Shape, outputs: int, channels: int = 32, inner: int = 32, norm: str = "group", **solve: Any
 ) -> nn.Module:
     """DEQ-ResNet for two cores, 51 936 shared and 650 personal parameters for ten classes of 28x28."""
-    solve = (tolerance, max_iterations, gradient, warm_start)
-    return DEQResNet(shape, outputs, channels, inner, (64,), 2, norm, *solve)
+    return DEQResNet(shape, outputs, channels, inner, (64,), 2, norm, **solve)
 
 
-def deq_resnet_s(
-    shape: tuple[int, ...],
-    outputs: int,
-    norm: str = "batch",
-    tolerance: float = 1e-3,
-    max_iterations: int = 30,
-    gradient: str = "jfb",
-    warm_start: bool = True,
-) -> nn.Module:
+@takes_solve_options
+def deq_resnet_s(shape: Shape, outputs: int, norm: str = "batch", **solve: Any) -> nn.Module:
     """DEQ-ResNet-S of FeDEQ, 984 896 shared and 7 998 personal parameters for 62 classes of 28x28."""
-    solve = (tolerance, max_iterations, gradient, warm_start)
-    return DEQResNet(shape, outputs, 64, 128, (256, 128), 1, norm, *solve)
+    return DEQResNet(shape, outputs, 64, 128, (256, 128), 1, norm, **solve)
 
 
-def deq_resnet_m(
-    shape: tuple[int, ...],
-    outputs: int,
-    norm: str = "batch",
-    tolerance: float = 1e-3,
-    max_iterations: int = 30,
-    gradient: str = "jfb",
-    warm_start: bool = True,
-) -> nn.Module:
+@takes_solve_options
+def deq_resnet_m(shape: Shape, outputs: int, norm: str = "batch", **solve: Any) -> nn.Module:
     """DEQ-ResNet-M of FeDEQ, 2 725 120 shared and 1 290 personal parameters for ten classes of 3x32x32."""
-    solve = (tolerance, max_iterations, gradient, warm_start)
-    return DEQResNet(shape, outputs, 128, 256, (256, 128), 1, norm, *solve)
+    return DEQResNet(shape, outputs, 128, 256, (256, 128), 1, norm, **solve)
 
 
 class TransformerCell(nn.Module):
@@ -243,6 +241,7 @@ class TransformerCell(nn.Module):
         return self.norm(z)
 
 
+@takes_solve_options
 class DEQTransformer(nn.Module):
     """An equilibrium of causal layers over windows of character ids; the head is one more layer and the output.
 
@@ -254,24 +253,20 @@ class DEQTransformer(nn.Module):
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        shape: Shape,
         outputs: int,
         width: int = 64,
         heads: int = 4,
         layers: int = 4,
         vocabulary: int = 0,
-        tolerance: float = 1e-3,
-        max_iterations: int = 30,
-        gradient: str = "jfb",
-        warm_start: bool = True,
+        **solve: Any,
     ) -> None:
         super().__init__()
         if layers < 1:
             raise ConfigError(f"model.layers = {layers}: an equilibrium needs at least 1")
         self.embed = Embedding(shape, vocabulary or outputs, width)
-        how = Equilibrium(tolerance, max_iterations, gradient=gradient)
         cell = TransformerCell(width, heads, layers)
-        self.equilibrium = EquilibriumLayer(cell, (*shape, width), how, warm_start)
+        self.equilibrium = Solve(**solve).layer(cell, (*shape, width))
         self.last = Layer(width, heads)
         self.norm = nn.LayerNorm(width)
         self.out = nn.Linear(width, outputs)

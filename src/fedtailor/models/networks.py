@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedtailor.errors import ConfigError
+from fedtailor.training.kernels.structure import dense_stack, split_at_head
 
 
+@dense_stack(lambda module: ("out",))
 class Linear(nn.Module):
     """One affine map; the head is all of it."""
 
     head = ("out",)
-    dense = ("out",)
 
     def __init__(self, shape: tuple[int, ...], outputs: int, bias: bool = True) -> None:
         super().__init__()
@@ -27,6 +28,7 @@ class Linear(nn.Module):
         return self.out(x.flatten(1))
 
 
+@dense_stack(lambda module: (*(f"hidden.{i}" for i in range(len(module.hidden))), "out"))
 class MLP(nn.Module):
     """Hidden layers with ReLU; the head is the last layer."""
 
@@ -40,7 +42,6 @@ class MLP(nn.Module):
         widths = (prod(shape), *hidden)
         self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
         self.out = nn.Linear(widths[-1], outputs)
-        self.dense = (*(f"hidden.{i}" for i in range(len(hidden))), "out")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
@@ -101,6 +102,7 @@ class LSTMLayer(nn.Module):
         return states
 
 
+@split_at_head("fc3")
 class LeNet5(nn.Module):
     """LeNet-5 for 32x32 colour images, 62 006 parameters with ten classes; the head is the last layer."""
 
@@ -125,6 +127,7 @@ class LeNet5(nn.Module):
         return self.fc3(self.before_head(x))
 
 
+@split_at_head("fc")
 class FMNISTCNN(nn.Module):
     """Two convolutions for 28x28 grey images, 10 290 parameters with ten classes; the head is the last layer.
 
@@ -149,6 +152,7 @@ class FMNISTCNN(nn.Module):
         return self.fc(self.before_head(x))
 
 
+@split_at_head("out")
 class CNN(nn.Module):
     """Two 5x5 convolutions and a dense layer, 582 026 parameters for ten classes of 28x28; its head is the last."""
 

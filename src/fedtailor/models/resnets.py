@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.training.kernels.structure import split_at_head
 
 # per stage; each stage has twice the channels of the last
 BLOCKS = {8: (1, 1, 1), 14: (2, 2, 2), 18: (2, 2, 2, 2), 20: (3, 3, 3), 34: (3, 4, 6, 3)}
@@ -51,6 +52,7 @@ def resnet34(
     return ResNet(shape, outputs, 34, width, stem, norm)
 
 
+@split_at_head("fc")
 class ResNet(nn.Module):
     """Basic blocks in stages; from stage to stage the channels double and the sides of the image halve.
 

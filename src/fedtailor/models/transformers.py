@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from fedtailor.errors import ConfigError
 
+Shape = tuple[int, ...]  # of a sample
+
 
 class Transformer(nn.Module):
     """Layers of causal attention over windows of character ids, 416 730 parameters for 90 characters and windows of 80.
@@ -22,13 +24,7 @@ class Transformer(nn.Module):
     head = ("last", "norm", "out")
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        outputs: int,
-        width: int = 64,
-        heads: int = 4,
-        layers: int = 8,
-        vocabulary: int = 0,
+        self, shape: Shape, outputs: int, width: int = 64, heads: int = 4, layers: int = 8, vocabulary: int = 0
     ) -> None:
         super().__init__()
         if layers < 1:
@@ -49,7 +45,7 @@ class Transformer(nn.Module):
 class Embedding(nn.Module):
     """Characters and their positions, both learned."""
 
-    def __init__(self, shape: tuple[int, ...], vocabulary: int, width: int) -> None:
+    def __init__(self, shape: Shape, vocabulary: int, width: int) -> None:
         super().__init__()
         (length,) = shape
         self.character = nn.Embedding(vocabulary, width)

@@ -1,1 +1,1 @@
-"""What the server, and those who see the result, do not learn about a single client."""
+"""Secure sums, clipping, noise and what it adds up to."""

@@ -31,7 +31,7 @@ def changed_parts(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...])
 
     Only arguments that are the same for all clients count. A part is the whole reply if that is not a tuple.
     """
-    found: dict[int, int] = {}
+    pairs: dict[int, int] = {}
     for i, part in enumerate(reply if isinstance(reply, tuple) else (reply,)):
         tensors = leaves(part)
         if not any(isinstance(v, Tensor) and v.dim() for v in tensors) or not all(
@@ -39,10 +39,10 @@ def changed_parts(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...])
         ):
             continue
         for j, (arg, own) in enumerate(zip(args, placed, strict=True)):
-            if not own and j not in found.values() and schema(arg) == schema(part):
-                found[i] = j
+            if not own and j not in pairs.values() and schema(arg) == schema(part):
+                pairs[i] = j
                 break
-    return found
+    return pairs
 
 
 def clipped(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...], clip: float) -> Tree:
@@ -61,8 +61,8 @@ def clipped(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...], clip:
 
 def noisy(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
     """The tree with independent Gaussian noise on every number."""
-    made = (v + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(v.dtype) for v in leaves(tree))
-    return rebuild(tree, made)
+    noised = (v + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(v.dtype) for v in leaves(tree))
+    return rebuild(tree, noised)
 
 
 def require() -> None:

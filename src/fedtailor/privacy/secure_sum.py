@@ -114,10 +114,10 @@ def mask(dealt: Dealt, inbox: Mapping[int, bytes], values: Words) -> tuple[Maske
 
 def reveal(masked: Masked, survivors: Iterable[int]) -> dict[int, bytes]:
     """Last step: of everybody one share, of the own mask's seed if its vector arrived, else of its masking key."""
-    there = set(survivors)
-    if masked.me not in there or not there <= masked.shares.keys() or len(there) < masked.threshold:
-        raise ValueError(f"{len(there)} vectors arrived, {masked.threshold} needed, mine among them")
-    return {who: share[:SHARE] if who in there else share[SHARE:] for who, share in masked.shares.items()}
+    alive = set(survivors)
+    if masked.me not in alive or not alive <= masked.shares.keys() or len(alive) < masked.threshold:
+        raise ValueError(f"{len(alive)} vectors arrived, {masked.threshold} needed, mine among them")
+    return {who: share[:SHARE] if who in alive else share[SHARE:] for who, share in masked.shares.items()}
 
 
 def opened(

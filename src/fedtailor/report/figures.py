@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from fedtailor.report.content import Chart, Value
+from fedtailor.report.formatting import count, label, signed, value
+from fedtailor.report.page_model import Chart, Value
 from fedtailor.report.reading import Recorded, gains, known
-from fedtailor.report.words import count, label, signed, value
-from fedtailor.runs.tables import size
+from fedtailor.studies.tables import size
 
 SPLITS = {"val": "validation", "test": "test"}
 MOST_ROUNDS = 1500  # points of a curve that a chart can show
@@ -40,14 +40,14 @@ def learning_curve(run: Recorded, metric: str) -> Chart | None:
     rows: list[tuple[Value, ...]] = []
     for split, name in SPLITS.items():
         for round, values in thinned(run.measured(split, metric)):
-            if there := sorted(known(values)):
-                rows.append((round, name, mean(there), quantile(there, 0.1), quantile(there, 0.9), len(there)))
+            if finite := sorted(known(values)):
+                rows.append((round, name, mean(finite), quantile(finite, 0.1), quantile(finite, 0.9), len(finite)))
     if not rows:
         return None
     ends = [
-        f"{name} from {value(metric, found[0])} to {value(metric, found[-1])}"
+        f"{name} from {value(metric, curve[0])} to {value(metric, curve[-1])}"
         for name in SPLITS.values()
-        if (found := [float(row[2] or 0) for row in rows if row[1] == name])
+        if (curve := [float(row[2] or 0) for row in rows if row[1] == name])
     ]
     band = " The band holds the middle 80 % of the clients." if len(run.clients) > 2 else ""
     options: dict[str, Any] = {"x": "round", "y": "mean", "series": "data", "ylabel": label(metric)}
@@ -75,13 +75,15 @@ def distribution(run: Recorded) -> Chart:
         ((c, n, v) for c, n, v in zip(run.clients, run.about["train_samples"], run.tested, strict=True)),
         key=lambda row: (math.isnan(row[2]), row[2]),
     )
-    there = [row[2] for row in rows if math.isfinite(row[2])]
-    shown = f"lowest {value(run.metric, there[0])}, highest {value(run.metric, there[-1])}" if there else "no figures"
+    finite = [row[2] for row in rows if math.isfinite(row[2])]
+    shown = (
+        f"lowest {value(run.metric, finite[0])}, highest {value(run.metric, finite[-1])}" if finite else "no figures"
+    )
     return Chart(
         "clients",
         "dots",
         f"Test {run.metric} of each client",
-        f"One dot per client along its test {run.metric}: {shown}, {count(len(there), 'client')}.",
+        f"One dot per client along its test {run.metric}: {shown}, {count(len(finite), 'client')}.",
         ("client", "training samples", run.metric),
         rows,
         {
@@ -111,18 +113,18 @@ def by_samples(run: Recorded) -> Chart:
 
 def gain(run: Recorded, other: Recorded) -> Chart:
     """By how much each client is better off than in another run."""
-    found = gains(run.tested, other.tested, run.higher)
-    mine = zip(run.clients, found, run.tested, other.tested, strict=True)
+    each = gains(run.tested, other.tested, run.higher)
+    mine = zip(run.clients, each, run.tested, other.tested, strict=True)
     rows = sorted(mine, key=lambda row: (math.isnan(row[1]), -row[1]))
-    there = known(found)
-    better, worse = sum(g > 0 for g in there), sum(g < 0 for g in there)
+    finite = known(each)
+    better, worse = sum(g > 0 for g in finite), sum(g < 0 for g in finite)
     lower = "" if run.higher else f" (lower {run.metric})"
     return Chart(
         f"gain-{other.config.algorithm.name}",
         "bars",
         f"Gain over {other.title}",
         f"One bar per client: {better} better off than with {other.title}, {worse} worse off, "
-        f"mean {signed(run.metric, mean(there)) if there else '-'}.",
+        f"mean {signed(run.metric, mean(finite)) if finite else '-'}.",
         ("client", "gain", run.title if run.title != other.title else f"{run.title} here", other.title),
         rows,
         {"x": "gain", "name": "client", "diverging": True, "percent": percent(run.metric, "gain")}
@@ -137,8 +139,8 @@ def bytes_curve(runs: Iterable[Recorded]) -> Chart | None:
     metric, rows = runs[0].metric, []
     for run in runs:
         measured = [(line, known(line["val"][metric])) for line in run.lines if metric in line.get("val", {})]
-        lines = thinned([(line, there) for line, there in measured if there], 400)
-        rows += [(run.title, line["round"], line["up"] + line["down"], mean(there)) for line, there in lines]
+        lines = thinned([(line, finite) for line, finite in measured if finite], 400)
+        rows += [(run.title, line["round"], line["up"] + line["down"], mean(finite)) for line, finite in lines]
     if not rows:
         return None
     most = max(line["up"] + line["down"] for run in runs for line in run.lines)
@@ -171,12 +173,12 @@ def seconds_curve(run: Recorded) -> Chart:
     )
 
 
-def weights_chart(found: Mapping[int, Mapping[str, float]]) -> Chart:
+def weights_chart(by_round: Mapping[int, Mapping[str, float]]) -> Chart:
     """Weight of each client in the average."""
-    clients = list(dict.fromkeys(client for row in found.values() for client in row))
-    rows = [(r, c, w) for r, row in thinned(list(found.items()), 200) for c, w in row.items()]
+    clients = list(dict.fromkeys(client for row in by_round.values() for client in row))
+    rows = [(r, c, w) for r, row in thinned(list(by_round.items()), 200) for c, w in row.items()]
     common = ("round", "client", "weight")
-    last = ", ".join(f"{c} {w:.3f}" for c, w in list(list(found.values())[-1].items())[:10])
+    last = ", ".join(f"{c} {w:.3f}" for c, w in list(list(by_round.values())[-1].items())[:10])
     summary = f"The weight of each client in the average by round; in the last: {last}."
     title, id = "Weight of each client by round", "weights"
     if len(clients) <= LINES_OF_WEIGHTS:
@@ -208,10 +210,10 @@ def sharing_map(names: Sequence[str], shares: Mapping[str, Mapping[str, float]])
 
 def degrees_map(names: Sequence[str], degrees: Mapping[str, Mapping[str, float]]) -> Chart:
     """What ties a parameter to the common one; over many orders of magnitude."""
-    found = [(client, name, row[name]) for client, row in degrees.items() for name in names]
-    rows = [(client, name, "inf" if degree == math.inf else degree) for client, name, degree in found]
-    there = known(degree for _, _, degree in found)
-    span = f"from {min(there):.3g} to {max(d for _, _, d in found):.3g}" if there else "none finite"
+    entries = [(client, name, row[name]) for client, row in degrees.items() for name in names]
+    rows = [(client, name, "inf" if degree == math.inf else degree) for client, name, degree in entries]
+    finite = known(degree for _, _, degree in entries)
+    span = f"from {min(finite):.3g} to {max(d for _, _, d in entries):.3g}" if finite else "none finite"
     return Chart(
         "degrees",
         "heat",
@@ -249,12 +251,12 @@ def reported(run: Recorded) -> list[Chart]:
 
 
 def _told(run: Recorded, name: str) -> Chart | None:
-    told = [(line["round"], line["report"][name]) for line in run.lines if name in line.get("report", {})]
+    reported = [(line["round"], line["report"][name]) for line in run.lines if name in line.get("report", {})]
     title = name.replace("_", " ").capitalize()
-    numbers = [(r, float(v)) for r, v in told if isinstance(v, int | float)]
+    numbers = [(r, float(v)) for r, v in reported if isinstance(v, int | float)]
     if numbers and known(v for _, v in numbers):
         return _small(f"reported-{name}", title, "round", thinned(numbers, 500), "")
-    lists = [(r, v) for r, v in told if isinstance(v, list) and all(isinstance(x, int | float) for x in v)]
+    lists = [(r, v) for r, v in reported if isinstance(v, list) and all(isinstance(x, int | float) for x in v)]
     if lists and known(lists[-1][1]):
         round, values = lists[-1]
         return _small(f"reported-{name}", title, "entry", list(enumerate(map(float, values), 1)), f"Round {round}.")
@@ -262,9 +264,9 @@ def _told(run: Recorded, name: str) -> Chart | None:
 
 
 def _small(id: str, title: str, x: str, rows: list[tuple[int, float]], note: str) -> Chart:
-    there = known(v for _, v in rows)
-    log = min(there) > 0 and max(there) > 100 * min(there)
-    summary = f"Line chart of {title.lower()} by {x}: from {there[0]:.4g} to {there[-1]:.4g}."
+    finite = known(v for _, v in rows)
+    log = min(finite) > 0 and max(finite) > 100 * min(finite)
+    summary = f"Line chart of {title.lower()} by {x}: from {finite[0]:.4g} to {finite[-1]:.4g}."
     options = {"x": x, "y": "value", "small": True, "log": log}
     note = " ".join(part for part in (note, "Logarithmic." if log else "") if part)
     return Chart(id, "lines", title, summary, (x, "value"), rows, options, note)

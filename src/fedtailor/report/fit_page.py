@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedtailor.experiments.store import FIT, read_json
 from fedtailor.report.compare_page import citations, configuration, places, runs_in, task_sections, tasks_of
-from fedtailor.report.content import Cell, Chart, Figure, Page, Section, Table, cells
-from fedtailor.report.words import count, label, signed, value
-from fedtailor.runs.store import FIT, read_json
-from fedtailor.runs.tables import number
+from fedtailor.report.formatting import count, label, signed, value
+from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
+from fedtailor.studies.tables import number
 
 
 def fit_page(path: Path) -> Page:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -13,12 +12,13 @@ from typing import Any
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.client import HIGHER_IS_BETTER, METRICS
+from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.errors import RunError, UserError
-from fedtailor.runs.compare import GRID
-from fedtailor.runs.config import RunConfig, parse, read_toml
-from fedtailor.runs.store import ABOUT, CONFIG, RESULTS, RunFolder
-from fedtailor.runs.store import METRICS as LINES
+from fedtailor.experiments.config import RunConfig, parse, read_toml
+from fedtailor.experiments.rounds_file import read_line
+from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder
+from fedtailor.experiments.store import METRICS as LINES
+from fedtailor.studies.compare import GRID
 
 Line = dict[str, Any]
 
@@ -81,20 +81,19 @@ def recorded(path: Path) -> Recorded:
         config = folder.config
     else:  # from before it was kept
         config = parse(read_toml(path / CONFIG), RunConfig, str(path / CONFIG))
-    lines, unreadable = _lines(path / LINES)
+    lines, unreadable = _lines(path / LINES, are_checked=about.get("checked_lines") is True)
     return Recorded(path, config, about, lines, unreadable, folder.results)
 
 
-def _lines(path: Path) -> tuple[list[Line], int]:
+def _lines(path: Path, *, are_checked: bool) -> tuple[list[Line], int]:
     """Whole lines; the last one may just be being written."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    found, unreadable = [], 0
-    for line in text.split("\n")[:-1]:
+    lines, unreadable = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
-            found.append(_checked(json.loads(line)))
-        except (ValueError, TypeError, KeyError):
+            lines.append(_checked(read_line(line, are_checked=are_checked, where=str(path))))
+        except (ValueError, TypeError, KeyError, RunError):
             unreadable += 1
-    return found, unreadable
+    return lines, unreadable
 
 
 def _checked(line: Line) -> Line:
@@ -117,9 +116,9 @@ def beside(run: Recorded, algorithm: str) -> Recorded | None:
     for other in sorted(run.path.resolve().parent.glob(f"*/{RESULTS}")):
         with suppress(UserError, KeyError):  # a damaged neighbour is none
             if RunFolder(other.parent).about["task_id"] == run.about["task_id"]:
-                found = recorded(other.parent)
-                if found.config.algorithm.name == algorithm and found.clients == run.clients:
-                    return found
+                neighbour = recorded(other.parent)
+                if neighbour.config.algorithm.name == algorithm and neighbour.clients == run.clients:
+                    return neighbour
     return None
 
 
@@ -135,5 +134,5 @@ def known(values: Iterable[float]) -> list[float]:
 
 def split_name(folder: str) -> tuple[str, int] | None:
     """Label and seed of the folder of a cell, such as "fedavg-seed0"."""
-    found = re.fullmatch(r"(.+)-seed(-?\d+)", folder)
-    return (found[1], int(found[2])) if found else None
+    parts = re.fullmatch(r"(.+)-seed(-?\d+)", folder)
+    return (parts[1], int(parts[2])) if parts else None

@@ -1,4 +1,4 @@
-"""From the content of a page to one HTML file that asks nothing of the network."""
+"""From the content of a page to one self-contained HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from fedtailor import __version__
-from fedtailor.report.content import Chart, Page
+from fedtailor.report.page_model import Chart, Page
+from fedtailor.version import __version__
 
 VENDOR = ("d3-7.9.2.min.js", "plot-0.6.17.min.js")
 
 
 def html(page: Page, live: bool = False) -> str:
     """The page; a live one asks its server every few seconds whether there is news."""
-    made = Environment(autoescape=True, undefined=StrictUndefined)
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
     shown = [section for section in page.sections if not section.missing]
-    return made.from_string(_text("templates", "page.html.j2")).render(
+    return environment.from_string(_text("templates", "page.html.j2")).render(
         page=page,
         shown=shown,
         missing=[section for section in page.sections if section.missing],

@@ -10,10 +10,10 @@ from threading import Lock
 from typing import Any
 
 from fedtailor.errors import RunError, UserError
+from fedtailor.experiments.store import METRICS, RESULTS
 from fedtailor.report.reading import is_comparison
 from fedtailor.report.render import html, policy
 from fedtailor.report.write import page_of
-from fedtailor.runs.store import METRICS, RESULTS
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # what a browser on this machine may call it

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedtailor.errors import RunError
-from fedtailor.report.content import Page
+from fedtailor.experiments.store import FIT, read_json, write_atomically
+from fedtailor.report.page_model import Page
 from fedtailor.report.reading import is_comparison
 from fedtailor.report.render import html
 from fedtailor.report.run_page import run_page
-from fedtailor.runs.store import FIT, read_json, write_atomically
 
 FILE = "report.html"
 

@@ -1,0 +1,1 @@
+"""What two algorithms need: unrolled ADMM, unfolding of averages, degrees of collaboration."""

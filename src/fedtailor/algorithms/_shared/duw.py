@@ -1,0 +1,122 @@
+"""DUW: learn a weight for each client and round of the average. Nakai-Kasai, Wadayama, 2024, Algorithm 2.
+
+Symbols: theta learned; Theta = theta^2 / sum theta^2 weights of a round; L outer loss, of M outer iterations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared import unfolding
+from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.per_client import PerClient
+from fedtailor.core.trees import Params, Tree, tree_map
+
+
+@dataclass(frozen=True)
+class DUW(Algorithm, ABC):
+    """Weights are learned by unfolding rounds in the very environment in which they take place."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    horizon: int = 10
+    """T: rounds that are unfolded; later ones use the weights of the last."""
+    outer_iterations: int = 50
+    """M: how often these rounds are run to learn theta, before the first round of the run."""
+    outer_lr: float = 0.005
+    """Step size of theta (Adam)."""
+    outer: Literal["path", "final", "holdout"] = "path"
+    """L: training losses along all rounds and at the end (paper), at the end only, or validation loss at the end."""
+    gradient: Literal["first-order", "exact"] = "first-order"
+    """Local gradients taken as constants, in closed form (paper); or through the local steps, for L at the end."""
+    weights: Literal["table", "rule"] = "table"
+    """A weight for each client and round (paper), or a rule of what the server sees, which carries over to others."""
+    theta: tuple[float, ...] = ()
+    """What another run has learned (its last report of theta), to begin with; outer_iterations = 0 uses it as it is."""
+
+    stale: ClassVar[bool] = True
+    at_once: ClassVar[bool] = True
+    by_client: ClassVar[tuple[str, ...]] = ("learned", "theta", "answers")
+    citation: ClassVar[str] = """@article{nakai2024deep, author={Nakai-Kasai, Ayano and Wadayama, Tadashi}, year={2024},
+  title={Deep Unfolding-Based Weighted Averaging for Federated Learning in Heterogeneous Environments}}"""
+
+    @property
+    def preparation(self) -> int:
+        return self.outer_iterations
+
+    def check(self, model: Model, task: str) -> None:
+        unfolding.check(self.gradient, self.outer, model)
+
+    def server_init(self, model: Model) -> Tree:
+        return {"w": model.params, "start": model.params}
+
+    @abstractmethod
+    def models(self, fed: Federation, w: Params) -> PerClient:
+        """What is averaged: a model of each client."""
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        if "learned" not in server:
+            server = server | unfolding.start(fed.samples(range(fed.clients)), self.horizon, self.weights, self.theta)
+        if fed.round <= 0:
+            return self.outer_iteration(fed, server)
+        theta, w, answers, t = server["theta"], server["w"], server["answers"], min(fed.round, self.horizon) - 1
+        step = self.average(fed, theta, w, t, answers, fed.cohort)
+        fed.report(weights=list(step.share))
+        return server | {"w": step.w, "answers": step.answers}
+
+    def outer_iteration(self, fed: Federation, server: Tree) -> Tree:
+        """T rounds from the start, the derivative of L by theta, a step of Adam."""
+        theta, w, answers = server["learned"]["x"].detach().requires_grad_(), server["start"], server["answers"]
+        steps, unfolded = [], fed.tape(theta) if (exact := self.gradient == "exact") else theta
+        for t in range(self.horizon):
+            with fed.exchange(t, ask_all=exact) as arriving:
+                steps.append(self.average(fed, unfolded, w, t, answers, arriving))
+                w, answers = steps[-1].w, steps[-1].answers
+        if exact:
+            gradient = fed.backward(loss := fed.sum(fed.map(self.end, w)))
+        else:
+            slopes, losses = fed.map(self.end_and_slope, w)
+            loss, lr = fed.sum(losses), fed.solver.lr_in(fed.round) if self.outer == "path" else None
+            gradient = unfolding.first_order(steps, theta, fed.sum(slopes), lr)
+        server = server | unfolding.learned(server, gradient, loss, self.outer_lr, keep_best=self.outer == "holdout")
+        fed.report(outer_loss=loss.detach(), theta=[*server["theta"].flatten()], **unfolding.variance(steps))
+        return server
+
+    def average(
+        self, fed: Federation, theta: Tensor, w: Params, t: int, answers: Tensor, here: Any
+    ) -> unfolding.Average:
+        """w + sum Theta (w_k - w); who is not `here` has w_k = w, or no weight if the environment renormalises."""
+        rows, models = list(fed.asked), fed.gather(self.models(fed, w), "model of each client") if fed.cohort else None
+        losses = None
+        if self.weights == "rule" and fed.cohort:
+            losses = fed.gather(fed.map_untaped(self.end, w), "loss of each client")
+        at = torch.tensor([rows.index(c) for c in fed.cohort], dtype=torch.int64)
+        moves, there = unfolding.moves(w, models, at, rows, {*here} & {*fed.cohort})
+        loss = unfolding.placed(losses, at, len(rows), moves)
+        score = unfolding.scores(theta, moves, loss, fed.samples(rows), rows, answers, t, self.horizon)
+        counts = there | (fed.environment.missing == "stale")
+        answers = answers.index_add(0, torch.tensor(rows), there.to(answers.dtype))
+        return unfolding.average(w, moves, score, counts, answers, through=self.gradient == "exact")
+
+    @on_client(sends=NUMBER)
+    def end(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
+        return me.state, self.outer_loss(me, w)  # the client's part of L at the common model w
+
+    @on_client(sends=(MODEL, NUMBER))
+    def end_and_slope(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
+        trained = {k: v for k, v in w.items() if k in me.model.trainable}
+        slope, loss = torch.func.grad_and_value(lambda part: self.outer_loss(me, w | part))(trained)
+        return me.state, (tree_map(torch.zeros_like, w) | slope, loss)
+
+    def outer_loss(self, me: ClientContext, w: Params) -> Tensor:
+        return me.val.mask.sum() * me.loss(w, "val") if self.outer == "holdout" else me.steps(self.epochs) * me.loss(w)
+
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        return server["w"]

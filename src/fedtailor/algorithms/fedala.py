@@ -1,0 +1,119 @@
+"""FedALA: a client blends the common model into its own, entry by entry. Zhang et al., AAAI 2023, Algorithm 1.
+
+Symbols: common the model of the server; theta the last layers of a client's own model; W in [0, 1] the weights of the
+common entries in them; hat = theta + (common - theta) W, from where local training starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared.own_loss import task_loss
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class FedALA(Algorithm):
+    """Layers before the last ones are the common ones; for the last a client learns what to take, then trains all."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    layers: int = 1
+    """Last layers that are blended; 0 is FedAvg."""
+    share: float = 0.8
+    """Share of a client's samples, drawn in each round, on which it learns W."""
+    eta: float = 1.0
+    """Step size of W; 0 is FedAvg."""
+    first_steps: int = 30
+    """Steps of W at most in the second round, the first in which models differ; later it takes one per round."""
+    threshold: float = 0.1
+    """W has settled when the last ten losses have a smaller standard deviation."""
+
+    title: ClassVar[str] = "FedALA"
+    learns: ClassVar[str] = "degrees"
+    keeps: ClassVar[str] = "layers"
+    private: ClassVar[str] = "last layers, their weights"
+    citation: ClassVar[str] = """@inproceedings{zhang2023fedala,
+  title={{FedALA}: Adaptive Local Aggregation for Personalized Federated Learning},
+  author={Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and Guan, Haibing},
+  booktitle={AAAI}, year={2023}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        if self.layers < 0 or self.first_steps < 1 or not 0 < self.share <= 1:
+            raise ConfigError("algorithm: FedALA needs layers >= 0, first_steps >= 1 and share above 0 up to 1")
+
+    def server_init(self, model: Model) -> Tree:
+        return {"common": model.params, "rounds": torch.zeros((), dtype=torch.int64)}
+
+    def client_init(self, me: ClientContext) -> Tree:
+        theta = last_layers(me.model, self.layers)
+        return {"theta": theta, "W": tree_map(torch.ones_like, theta)}
+
+    def join(self, me: ClientContext, server: Tree) -> Tree:
+        return self.client_init(me) | {"theta": {k: server["common"][k] for k in last_layers(me.model, self.layers)}}
+
+    @on_client(sends=(MODEL, COUNT))
+    def first(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
+        return self.trained(me, common, self.first_steps)
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
+        return self.trained(me, common, 1)
+
+    def trained(self, me: ClientContext, common: Params, steps: int) -> tuple[Tree, Tree]:
+        hat, W = self.blended(me, common, steps)
+        own = me.sgd(hat, epochs=self.epochs)
+        return {"theta": {k: own[k] for k in W}, "W": W}, (own, me.n)
+
+    def blended(self, me: ClientContext, common: Params, steps: int) -> tuple[Params, Params]:
+        """The blend, and the weights after these steps, or as many as it takes until they settle."""
+        theta, W, (x, y, mask) = me.state["theta"], me.state["W"], me.train
+        chosen = drawn(me.uniform(len(x)), mask, self.share)
+
+        def hat(W: Params) -> Params:
+            return common | {k: u + (common[k] - u) * W[k] for k, u in theta.items()}
+
+        def loss(W: Params) -> Tensor:
+            return (task_loss(me.model(me.buffers | hat(W), x), y) * chosen).sum() / chosen.sum()
+
+        losses: list[Tensor] = []
+        is_settled = torch.zeros_like(me.n, dtype=torch.bool)
+        for _ in range(steps):
+            slope, value = torch.func.grad_and_value(loss)(W)
+            W = {k: torch.where(is_settled, u, (u - self.eta * slope[k]).clamp(0, 1)) for k, u in W.items()}
+            losses.append(value)
+            if len(losses) > 10:
+                is_settled = is_settled | (torch.stack(losses[-10:]).std(correction=0) < self.threshold)
+        return hat(W), W
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        step = self.first if server["rounds"] == 1 else self.local
+        return {"common": fed.mean(*fed.map(step, server["common"])), "rounds": server["rounds"] + 1}
+
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        return self.blended(me, server["common"], 1)[0]
+
+    def shares(self, me: ClientContext, server: Tree) -> Params:
+        return tree_map(torch.ones_like, me.model.trainable) | me.state["W"]
+
+
+def last_layers(model: Model, layers: int) -> Params:
+    """Initial values of the parameters of the last modules that have any."""
+    names = list(dict.fromkeys(k.rpartition(".")[0] for k in model.trainable))
+    return {k: v for k, v in model.trainable.items() if k.rpartition(".")[0] in names[len(names) - layers :]}
+
+
+def drawn(order: Tensor, mask: Tensor, share: float) -> Tensor:
+    """1 for a share of the samples, the first in a random order, at least one; 0 for the others and for padding."""
+    place = torch.where(mask > 0, order, torch.inf).argsort().argsort()
+    return (place < (share * mask.sum()).ceil()).to(mask.dtype) * mask

@@ -1,0 +1,99 @@
+"""FedDBE: what is biased in a client's features stays with it. Zhang et al., NeurIPS 2023, Algorithm 1, on FedAvg.
+
+Symbols: z_g features before the head, whose mean at a client is drawn to z_bar, their mean over all clients after the
+first round; z_p the client's own part (its representation bias memory), which the head sees added to z_g.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
+from fedtailor.algorithms._shared.own_loss import some_samples, task_loss
+from fedtailor.algorithms.knn_per import features_and_logits
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+
+MEAN = ReplySpec("mean features", lambda algorithm, model: algorithm.server_init(model)["z_bar"])
+Z_P, Z_BAR, SOME, COUNTED = "feddbe.z_p", "feddbe.z_bar", "feddbe.some", "feddbe.counted"
+
+
+@dataclass(frozen=True)
+class FedDBE(Algorithm):
+    """The whole model is averaged; mean features are alike at all clients, and an own vector makes up for it."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    kappa: float = 1.0
+    """Pull of a client's mean features to the mean over all clients; local.lr times kappa should not be large."""
+    samples: int = 32
+    """Samples of a client, drawn in each round, whose mean features are pulled."""
+
+    title: ClassVar[str] = "FedDBE"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "features"
+    private: ClassVar[str] = "a bias of the features"
+    citation: ClassVar[str] = """@inproceedings{zhang2023eliminating,
+  title={Eliminating Domain Bias for Federated Learning in Representation Space},
+  author={Zhang, Jianqing and Hua, Yang and Cao, Jian and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and
+    Guan, Haibing},
+  booktitle={NeurIPS}, year={2023}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        check_dense_head(model, self.title)
+
+    def server_init(self, model: Model) -> Tree:
+        z_bar = torch.zeros_like(weight_of_head(model)[0])
+        return {"w": model.params, "z_bar": z_bar, "is_known": torch.tensor(False)}
+
+    def client_init(self, me: ClientContext) -> Tree:
+        return {"z_p": torch.zeros_like(weight_of_head(me.model)[0])}
+
+    @on_client(sends=(MODEL, MEAN, COUNT))
+    def first(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
+        w, (x, _, mask) = me.sgd(w, epochs=self.epochs), me.train
+        z_g, _ = features_and_logits(me.model, me.buffers | w, x)
+        return me.state, (w, mask @ z_g / me.n, me.n)
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: ClientContext, w: Params, z_bar: Tensor) -> tuple[Tree, Tree]:
+        some, _, counted = some_samples(me, self.samples)
+
+        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+            output = self.predict(me.model, t, x, training=True)
+            z_g, _ = features_and_logits(me.model, t, t[SOME])
+            apart = t[COUNTED] @ z_g / t[COUNTED].sum() - t[Z_BAR]
+            return task_loss(output, y) + self.kappa / 2 * apart.square().mean()
+
+        frozen = {Z_BAR: z_bar, SOME: some, COUNTED: counted}
+        made = me.sgd(w | {Z_P: me.state["z_p"]}, epochs=self.epochs, frozen=frozen, loss=loss)
+        return {"z_p": made[Z_P]}, ({k: made[k] for k in w}, me.n)
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        if not server["is_known"]:
+            w, mean, n = fed.map(self.first, server["w"])
+            return {"w": fed.mean(w, n), "z_bar": fed.mean(mean, n), "is_known": torch.tensor(True)}
+        return server | {"w": fed.mean(*fed.map(self.local, server["w"], server["z_bar"]))}
+
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        return server["w"] | {Z_P: me.state["z_p"]}
+
+    def predict(self, model: Model, personal: Params, x: Tensor, training: bool = False) -> Tensor:
+        def debiased(z_g: Tensor) -> Tensor:
+            return z_g + personal[Z_P]
+
+        return features_and_logits(model, personal, x, training=training, change=debiased)[1]
+
+    def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
+        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+            return task_loss(self.predict(me.model, t, x, training=True), y)
+
+        return server["w"] | me.sgd({Z_P: me.state["z_p"]}, epochs=epochs, frozen=server["w"], loss=loss)

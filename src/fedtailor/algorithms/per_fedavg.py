@@ -1,0 +1,81 @@
+"""Per-FedAvg: a common model from which one own step leads far. Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, Algorithm 1.
+
+Symbols: w common model; alpha step size of the own step; F_i(w) = f_i(w - alpha grad f_i(w)), whose mean is minimised;
+D the samples of the inner gradient, D' those of the outer one. beta, the step size of w, is that of local training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared.own_loss import some_samples, task_loss
+from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+
+X, Y, WEIGHT = "per-fedavg.x", "per-fedavg.y", "per-fedavg.weight"
+
+
+@dataclass(frozen=True)
+class PerFedAvg(Algorithm):
+    """Local steps on the loss after one step more; a client predicts after that step."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    alpha: float = 0.01
+    """Step size of the own step; 0 is FedAvg."""
+    order: Literal["exact", "first"] = "exact"
+    """Whether the gradient of F_i has its second derivatives, or is taken as that of f_i after the own step (FO)."""
+    samples: int = 32
+    """Samples of a client, drawn in each round, on which the inner gradient is taken."""
+
+    title: ClassVar[str] = "Per-FedAvg"
+    learns: ClassVar[str] = "adaptation"
+    keeps: ClassVar[str] = "model"
+    private: ClassVar[str] = "the model after the own step"
+    fits: ClassVar[bool] = True
+    stale: ClassVar[bool] = True
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"first-order": {"order": "first"}}
+    citation: ClassVar[str] = """@inproceedings{fallah2020personalized,
+  title={Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach},
+  author={Fallah, Alireza and Mokhtari, Aryan and Ozdaglar, Asuman},
+  booktitle={NeurIPS}, year={2020}
+}"""
+
+    server_init, round = FedAvg.server_init, FedAvg.round
+
+    def check(self, model: Model, task: str) -> None:
+        if self.alpha < 0 or self.samples < 1:
+            raise ConfigError("algorithm: Per-FedAvg needs alpha of at least 0 and samples of at least 1")
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
+        x, y, weight = some_samples(me, self.samples)
+
+        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+            w = {k: t[k] for k in me.model.trainable}
+            rest = {k: t[k] for k in (*me.model.params, *me.model.private_buffers) if k not in w}
+            constant = {k: v.clone() for k, v in rest.items()}  # D' writes statistics, D only reads them
+
+            def inner(w: Params) -> Tensor:
+                losses = task_loss(me.model(constant | w, t[X]), t[Y])
+                return (losses * t[WEIGHT]).sum() / t[WEIGHT].sum()
+
+            slope = torch.func.grad(inner)(w)
+            slope = slope if self.order == "exact" else {k: g.detach() for k, g in slope.items()}
+            own = {k: v - self.alpha * slope[k] for k, v in w.items()}
+            return task_loss(me.model(rest | own, x, training=True), y)
+
+        made = me.sgd(w, epochs=self.epochs, frozen={X: x, Y: y, WEIGHT: weight}, loss=loss)
+        return {}, (made, me.n)
+
+    def personal(self, me: ClientContext, w: Params) -> Params:
+        slope = torch.func.grad(lambda own: me.loss(w | own))({k: w[k] for k in me.model.trainable})
+        return w | {k: w[k] - self.alpha * g for k, g in slope.items()}

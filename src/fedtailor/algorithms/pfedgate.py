@@ -1,0 +1,119 @@
+"""pFedGate: a client's own layer reads its data and gates blocks of the common model. Chen et al., ICML 2023.
+
+Symbols: theta common model, its tensors cut into blocks; A, b a client's gating layer; g = mean over samples x of
+sigmoid(A x + b), a number per block; M = g where a block is kept and 0 elsewhere; a client predicts with M * theta.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared.own_loss import some_samples, task_losses
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+
+A, B, SOME, COUNTED = "pfedgate.A", "pfedgate.b", "pfedgate.some", "pfedgate.counted"
+
+
+@dataclass(frozen=True)
+class PFedGate(Algorithm):
+    """The common model is averaged; what of it a client uses, and how much, its gating layer says."""
+
+    epochs: int = 1
+    """Local epochs per round, of the model and the gating layer at once."""
+    density: float = 1.0
+    """Share of the parameters that a client may use; 1 keeps all."""
+    blocks: int = 5
+    """Blocks that each tensor of the model is cut into; the first of each is always kept."""
+    start: float = 2.0
+    """First b: gates begin at its sigmoid. With 50, and density 1, it is FedAvg."""
+    samples: int = 32
+    """Samples of a client, drawn in each round, that the gating layer reads while it is trained."""
+
+    title: ClassVar[str] = "pFedGate"
+    learns: ClassVar[str] = "masks"
+    keeps: ClassVar[str] = "gates"
+    private: ClassVar[str] = "a gating layer"
+    citation: ClassVar[str] = """@inproceedings{chen2023efficient,
+  title={Efficient Personalized Federated Learning via Sparse Model-Adaptation},
+  author={Chen, Daoyuan and Yao, Liuyi and Gao, Dawei and Ding, Bolin and Li, Yaliang},
+  booktitle={ICML}, year={2023}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        if not 0 < self.density <= 1 or self.blocks < 1 or self.samples < 1:
+            raise ConfigError("algorithm: pFedGate needs density above 0 and up to 1, blocks and samples of at least 1")
+
+    def server_init(self, model: Model) -> Params:
+        return model.params
+
+    def client_init(self, me: ClientContext) -> Tree:
+        count, inputs = sum(n for n, _ in cut(me.model, self.blocks).values()), me.train.x.shape[1:].numel()
+        return {"A": me.n.new_zeros(count, inputs), "b": me.n.new_full((count,), self.start)}
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
+        made = self.trained(me, theta, {}, self.epochs)
+        return {"A": made[A], "b": made[B]}, ({k: made[k] for k in theta}, me.n)
+
+    def trained(self, me: ClientContext, theta: Params, frozen: Params, epochs: int) -> Params:
+        """The gating layer and what else is not frozen, on the loss of M * theta."""
+        some, _, counted = some_samples(me, self.samples)
+
+        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+            gated = t | self.gated(me.model, t, gates(t[A], t[B], t[SOME], t[COUNTED]) / t[COUNTED].sum())
+            known = {k: v for k, v in gated.items() if not k.startswith("pfedgate.")}
+            return task_losses(me.model, known, x, y, training=True)
+
+        beside = frozen | {SOME: some, COUNTED: counted}
+        return me.sgd(theta | {A: me.state["A"], B: me.state["b"]}, epochs=epochs, frozen=beside, loss=loss)
+
+    def round(self, fed: Federation, theta: Params) -> Params:
+        return fed.mean(*fed.map(self.local, theta))
+
+    def personal(self, me: ClientContext, theta: Params) -> Params:
+        return theta | self.gated(me.model, theta, self.mean_gates(me, me.state["A"], me.state["b"]))
+
+    def adapt(self, me: ClientContext, theta: Params, epochs: int) -> Params:
+        made = self.trained(me, {}, theta, epochs)
+        return theta | self.gated(me.model, theta, self.mean_gates(me, made[A], made[B]))
+
+    def mean_gates(self, me: ClientContext, a: Tensor, b: Tensor) -> Tensor:
+        """Over all training samples."""
+        return sum((gates(a, b, x, mask) for x, _, mask in me.train.parts()), torch.zeros_like(b)) / me.n.clamp(min=1)
+
+    def gated(self, model: Model, theta: Params, g: Tensor) -> Params:
+        """M * theta. Blocks that are left out are 0; their gates have the derivatives that they would have if kept."""
+        m, at, out = g - g.detach() * (1 - self.kept(model, g.detach())), 0, {}
+        for k, (count, size) in cut(model, self.blocks).items():
+            each = m[at : at + count, None].expand(count, size).reshape(-1)[: theta[k].numel()]
+            out[k], at = theta[k] * each.reshape(theta[k].shape), at + count
+        return out
+
+    def kept(self, model: Model, g: Tensor) -> Tensor:
+        """1 for the blocks with the largest gates per entry, as many as fit beside the first ones of all tensors."""
+        table = cut(model, self.blocks).values()
+        sizes = g.new_tensor([size for count, size in table for _ in range(count)])
+        is_first = g.new_tensor([i == 0 for count, _ in table for i in range(count)])
+        order = torch.where(is_first > 0, torch.inf, g / sizes).argsort(descending=True, stable=True)
+        fits = sizes[order].cumsum(0) <= self.density * sizes.sum()
+        return torch.maximum(fits.to(g.dtype)[order.argsort()], is_first)
+
+
+def cut(model: Model, blocks: int) -> dict[str, tuple[int, int]]:
+    """How many blocks each tensor has, and entries of a block; the last one may have fewer."""
+    sizes = {k: -(-v.numel() // blocks) for k, v in model.trainable.items()}
+    return {k: (-(-v.numel() // sizes[k]), sizes[k]) for k, v in model.trainable.items()}
+
+
+def gates(a: Tensor, b: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """Summed over samples."""
+    return mask @ torch.sigmoid(x.flatten(1).to(a.dtype) @ a.T + b)

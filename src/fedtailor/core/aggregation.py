@@ -1,0 +1,82 @@
+"""How sums of replies come about: in the open, or (`privacy`) so that the server's program sees sums only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from fedtailor.core.trees import Tree
+
+if TYPE_CHECKING:
+    from fedtailor.core.client import Call
+    from fedtailor.core.federation import Federation
+    from fedtailor.core.per_client import PerClient
+
+
+@dataclass
+class SumLog:
+    """Sums that need an account: what noise they had, and whether a second one may be opened."""
+
+    noisy: dict[int, int] = field(default_factory=dict)  # by round
+    secure: int = 0  # in this round
+
+
+class Aggregation(Protocol):
+    """What happens to replies at the client, on their way, and when they are summed."""
+
+    @property
+    def secure_sum(self) -> bool:
+        """Whether replies leave a client as terms of secure sums only."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the server's program may sum replies, but not look at them."""
+
+    @property
+    def calls_only(self) -> bool:
+        """Whether each client must make its own reply, and not all of them at once."""
+
+    def leaving(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
+        """A reply as it may leave its client."""
+
+    def closed(self, fed: Federation, call: Call, rows: Tree) -> Tree:
+        """Replies as the server's program is given them."""
+
+    def total(self, fed: Federation, x: PerClient) -> Tree:
+        """The sum of closed replies."""
+
+    def mean(self, fed: Federation, x: PerClient, weight: PerClient | None) -> Tree:
+        """Their mean."""
+
+    def refuse_look(self, fed: Federation, what: str) -> None:
+        """Raise a `ConfigError` if single replies may not be looked at."""
+
+    def refuse_tape(self, fed: Federation) -> None:
+        """Raise a `ConfigError` if rounds may not be differentiated."""
+
+
+class InTheOpen:
+    """The server's program may look at every reply, and the record says at which it did."""
+
+    secure_sum = is_closed = calls_only = False
+
+    def leaving(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
+        return reply
+
+    def closed(self, fed: Federation, call: Call, rows: Tree) -> Tree:
+        return rows
+
+    def total(self, fed: Federation, x: PerClient) -> Tree:
+        return fed.weighted_sum(x)[0]
+
+    def mean(self, fed: Federation, x: PerClient, weight: PerClient | None) -> Tree:
+        return fed.open_mean(x, weight)
+
+    def refuse_look(self, fed: Federation, what: str) -> None:
+        """Everybody may look."""
+
+    def refuse_tape(self, fed: Federation) -> None:
+        """A tape may be used."""
+
+
+IN_THE_OPEN = InTheOpen()

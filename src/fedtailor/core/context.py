@@ -1,0 +1,207 @@
+"""`me`: all that a client function may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.experiment import Experiment, LocalSolver, OwnLoss
+from fedtailor.core.model import Model
+from fedtailor.core.random import stream
+from fedtailor.core.samples import Rows
+from fedtailor.core.trees import Params, Tree, number
+
+AT_ONCE = 256  # samples of a pass over a whole split
+
+
+class View(NamedTuple):
+    """A client's samples. In a stack of clients the shorter ones are padded where `mask` is 0, by samples again."""
+
+    x: Tensor
+    y: Tensor
+    mask: Tensor
+
+    def parts(self, samples: int = AT_ONCE) -> list[View]:
+        """The samples some at a time; nothing if there are none."""
+        if not len(self.x):
+            return []
+        return [View(*part) for part in zip(*(v.split(samples) for v in self), strict=True)]
+
+
+class ClientContext:
+    """One client during one call. Under `vmap` its tensors stand for a whole stack of clients."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        members: Sequence[int],
+        key: tuple[str | int, ...],
+        round: int,
+        n: Tensor,
+        state: Tree,
+        buffers: Params,
+        grad: Tree,
+    ) -> None:
+        self.experiment = experiment
+        self.members = members
+        self.key = key  # names the call; the streams of this call begin with it
+        self._trainings = self._draws = 0
+        self.round = round
+        self.n = n
+        """Number of training samples."""
+        self.state = state
+        """Private state, as this client's last call returned it."""
+        self.buffers = buffers
+        self.grad = grad
+        """After `fed.backward`: the derivative of the federation's loss with respect to `state` at `fed.tape`."""
+
+    @property
+    def model(self) -> Model:
+        return self.experiment.model
+
+    @property
+    def solver(self) -> LocalSolver:
+        """How local steps are taken."""
+        return self.experiment.solver
+
+    @property
+    def lr(self) -> float:
+        """The step size of this round."""
+        return self.solver.lr_in(self.round)
+
+    @property
+    def train(self) -> View:
+        """Training samples."""
+        return self._view(self.experiment.data.train)
+
+    @property
+    def val(self) -> View:
+        """Validation samples; may be none."""
+        return self._view(self.experiment.data.val)
+
+    def sgd(
+        self,
+        params: Params,
+        *,
+        epochs: int = 1,
+        frozen: Params | None = None,
+        prox: tuple[Params, float | Tensor] | None = None,
+        mask: Params | None = None,
+        lr: float | Tensor | None = None,
+        loss: OwnLoss | None = None,
+    ) -> Params:
+        """Train `params` on this client's data and return them; the rest of the model is `frozen`.
+
+        prox: (center, mu) adds mu/2 |params - center|^2 to the loss, over the entries that center has.
+        mask: entries at 0 stay as they are.
+        loss: of every sample, from the tensors of the model (and others that are given or frozen), x and y; the task's
+        if None.
+        Exact gradients flow through all steps to params, frozen, center, mu and lr when a tape is running.
+        """
+        frozen = dict(frozen or {})
+        center, mu = prox if prox is not None else (None, None)
+        self._refuse_unknown(params, frozen, center or {}, mask or {}, has_own_loss=loss is not None)
+        nth, like = self._trainings, self.n
+        self._trainings += 1
+        statistics = (self.model.params.keys() | self.model.private_buffers.keys()) - self.model.trainable.keys()
+        trained = {k: v for k, v in params.items() if k not in statistics}
+        if mask is not None and (without := trained.keys() - mask.keys()):
+            raise ValueError(f'me.sgd: mask has no entry for "{min(without)}"')
+        beside = {k: v for k, v in self.buffers.items() if k not in params and k not in frozen}
+        tensors = {
+            "params": trained,
+            "buffers": {k: v for k, v in params.items() if k in statistics} | beside,
+            "frozen": frozen,
+            "center": None if center is None else {k: v for k, v in center.items() if k in trained},
+            "mu": None if mu is None else number(mu, like),
+            "mask": None if mask is None else {k: mask[k] for k in trained},
+            "lr": number(self.lr if lr is None else lr, like),
+            "anchor": like,  # always one per client, so that vmap's rule applies even to messages common to all
+        }
+        trained, buffers = self.solver.train(self, tensors, epochs, nth, loss)
+        self.buffers = {k: buffers.get(k, v) for k, v in self.buffers.items()}
+        return {k: trained[k] if k in trained else buffers[k] for k in params}
+
+    def _refuse_unknown(
+        self, params: Params, frozen: Params, center: Params, mask: Params, *, has_own_loss: bool
+    ) -> None:
+        """What is neither trained nor used would be a mistake that nobody sees."""
+        model = self.model
+        if both := params.keys() & frozen.keys():
+            raise ValueError(f'me.sgd: "{min(both)}" is both trained and frozen')
+        if fixed := params.keys() & model.fixed.keys():
+            raise ValueError(f'me.sgd: "{min(fixed)}" has requires_grad=False and cannot be trained')
+        known = model.params.keys() | model.private_buffers.keys() | model.fixed.keys()
+        if not has_own_loss:
+            if unknown := (params.keys() | frozen.keys()) - known:
+                raise ValueError(f'me.sgd: the model has no parameter "{min(unknown)}"; a loss of your own may use it')
+            if missing := model.trainable.keys() - params.keys() - frozen.keys():
+                raise ValueError(f'me.sgd: "{min(missing)}" of the model is neither trained nor frozen')
+        if unknown := (center.keys() | mask.keys()) - known - params.keys():
+            raise ValueError(f'me.sgd: prox or mask has "{min(unknown)}", which is not trained')
+
+    def steps(self, epochs: int = 1) -> Tensor:
+        """How many steps `sgd(epochs=epochs)` takes on this client's data."""
+        return self.solver.steps(self, epochs)
+
+    def loss(self, params: Params, split: str = "train") -> Tensor:
+        """Mean loss over all training ("train") or validation ("val") samples, without changing any statistics."""
+        view = self.train if split == "train" else self.val
+        # statistics are no function of the parameters: no gradient flows to them
+        buffers = {k: v.detach() for k, v in (self.buffers | params).items() if k not in self.model.trainable}
+        total = view.mask.new_zeros(())
+        for x, y, mask in view.parts():
+            losses = self.experiment.loss(self.model(params | buffers, x), y)
+            total = total + torch.where(mask > 0, losses, 0).sum()
+        return total / view.mask.sum().clamp(min=1)
+
+    def uniform(self, size: int) -> Tensor:
+        """Numbers between 0 and 1, from a stream of this call and client; other ones each time."""
+        nth, clients = self._draws, self.experiment.data.clients
+        self._draws += 1
+
+        def drawn(client: int) -> Tensor:
+            numbers = stream(*self.key, clients[client], "uniform", nth).random(size)
+            return torch.from_numpy(numbers).to(self.n.dtype)
+
+        def make(is_stacked: bool) -> tuple[Tensor, ...]:
+            return (torch.stack([drawn(i) for i in self.members]) if is_stacked else drawn(self.members[0]),)
+
+        return self.constants(make)[0]
+
+    def constants(self, make: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What differs from client to client and has no derivative: `make(False)` for one, `make(True)` stacked."""
+        values: tuple[Tensor, ...] = _AtClients.apply(make, self.n)
+        return values
+
+    def _view(self, rows: Rows) -> View:
+        return View(*self.constants(lambda is_stacked: self._samples(rows, is_stacked)))
+
+    def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tensor, Tensor, Tensor]:
+        if not is_stacked:
+            x, y = rows.of(self.members[0])
+            return x, y, self.n.new_ones(len(x))
+        at, mask = rows.padded(self.members)
+        return rows.x[at], rows.y[at], mask.to(self.n.dtype)
+
+
+class _AtClients(torch.autograd.Function):
+    @staticmethod
+    def forward(make: Callable[[bool], tuple[Tensor, ...]], anchor: Tensor) -> tuple[Tensor, ...]:
+        return make(False)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, make: Callable[[bool], tuple[Tensor, ...]], anchor: Tensor) -> Any:
+        out = make(True)
+        return out, tuple(0 for _ in out)

@@ -1,0 +1,100 @@
+"""What all clients of a run have in common, and the data that each of them finds beside itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation
+from fedtailor.core.environment import Environment
+from fedtailor.core.model import Model
+from fedtailor.core.random import seeded
+from fedtailor.core.samples import FederatedData
+from fedtailor.core.task import LOSSES
+from fedtailor.core.trees import Params, Tree
+
+if TYPE_CHECKING:
+    from fedtailor.core.algorithm import Algorithm
+    from fedtailor.core.context import ClientContext
+
+OwnLoss = Callable[[Params, Tensor, Tensor], Tensor]  # (tensors of the model, x, y) -> one number per sample
+
+
+class LocalSolver(Protocol):
+    """How a client takes its local steps: all that core knows of it. `training.steps.Solver` is one."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def momentum(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def is_plain(self) -> bool: ...
+    @property
+    def is_even(self) -> bool: ...
+    def lr_in(self, round: int) -> float: ...
+
+    def train(
+        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, loss: OwnLoss | None
+    ) -> tuple[Params, Params]:
+        """Trained parameters and the buffers after the last step, in the nth training of a call."""
+
+    def steps(self, me: ClientContext, epochs: int) -> Tensor:
+        """How many steps that takes."""
+
+
+class Mixing(NamedTuple):
+    """Whether what a model says of a sample depends on the other samples of the batch."""
+
+    in_training: bool
+    in_prediction: bool
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One algorithm, one model, one federation's data, one seed."""
+
+    algorithm: Algorithm
+    model: Model
+    data: FederatedData
+    solver: LocalSolver
+    seed: int
+    environment: Environment = field(default_factory=Environment)
+    unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
+    aggregation: Aggregation = IN_THE_OPEN
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Of every sample."""
+        return LOSSES[self.data.task]
+
+    @cached_property
+    def mixing(self) -> Mixing:
+        """Found by trial: the first sample, once among others and once among copies of itself."""
+        x = self.data.train.x[:8]
+        return Mixing(self._mixes(x, training=True), self._mixes(x, training=False))
+
+    def _mixes(self, x: Tensor, *, training: bool) -> bool:
+        if len(x) < 2:
+            return self.model.batch_statistics and training
+        model = self.model
+
+        def first(batch: Tensor) -> Tensor:
+            tensors = {k: v.clone() for k, v in (model.params | model.private_buffers).items()}
+            with torch.no_grad(), seeded("mixing"):
+                return model(tensors, batch, training=training)[0]
+
+        among_others, alone = first(x), first(x[:1].expand_as(x))
+        return not torch.allclose(among_others, alone, rtol=1e-4, atol=1e-6, equal_nan=True)

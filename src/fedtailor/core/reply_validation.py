@@ -1,0 +1,78 @@
+"""When a reply is not believed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.engine import Reply
+from fedtailor.core.trees import Schema, Tree, items, schema, schema_difference, tree_map
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Fewer usable replies, or larger ones, are not used."""
+
+    min_replies: int = 1
+    max_norm: float = 1e8
+
+    @property
+    def least(self) -> int:
+        """Replies without which there is no round."""
+        return max(1, self.min_replies)
+
+
+class Rejected(NamedTuple):
+    """A client whose reply cannot be used."""
+
+    client: int
+    reason: str
+    is_mistake: bool  # in the method: its function raised, or what it sent is not what it declares
+
+
+def checked(
+    reply: Reply, wanted: Schema, positive: list[str], max_norm: float
+) -> tuple[tuple[int, ...], Tree, list[Rejected]]:
+    """Whose replies can be used, these replies, and the others."""
+    if reply.error is not None:
+        return (), None, [Rejected(reply.clients[0], str(reply.error), True)]
+    if wrong := schema_difference(schema(reply.tree, stacked=True), wanted):
+        return (), None, [Rejected(c, f"reply {wrong}", True) for c in reply.clients]
+    reasons = reply_faults(reply.tree, len(reply.clients), positive, max_norm, reply.norms)
+    rejected = [Rejected(c, reason, False) for c, reason in zip(reply.clients, reasons, strict=True) if reason]
+    if not rejected:
+        return reply.clients, reply.tree, []
+    good = [i for i, reason in enumerate(reasons) if not reason]
+    return tuple(reply.clients[i] for i in good), tree_map(lambda v: v[good], reply.tree), rejected
+
+
+def reply_faults(
+    stack: Tree, clients: int, positive: list[str], max_norm: float, known: list[float] | None = None
+) -> list[str | None]:
+    """For each client the reason not to believe its reply, or None; the norms of replies may be `known`."""
+    flat = {path: _flat(leaf, clients) for path, leaf in items(stack) if leaf.is_floating_point()}
+    if known is None:
+        norms = [torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim()))).double() for v in flat.values()]
+        norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
+    else:
+        norm = torch.tensor(known, dtype=torch.float64)
+    reasons: list[str | None] = [None] * clients
+    for i in (~(norm <= max_norm)).nonzero()[:, 0].tolist():  # a norm tells of what is not finite, too
+        wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]
+        large = torch.stack([v[i].double().square().sum() for v in flat.values()]).sum().sqrt().item()
+        if wrong:
+            reasons[i] = f'reply "{wrong[0] or "number"}" is not finite'
+        elif large > max_norm:
+            reasons[i] = f"reply has norm {large:.3g}, above the limit {max_norm:.3g}"
+    for path in positive:
+        for i in (~(flat[path] > 0).all(1)).nonzero()[:, 0].tolist():
+            reasons[i] = reasons[i] or f"count {flat[path][i].item():g} is not positive"
+    return reasons
+
+
+def _flat(leaf: Tensor, clients: int) -> Tensor:
+    """A row per client, but for kernels whose channels come last: these would be copied, and a model is large."""
+    return leaf.reshape(clients, -1) if leaf.is_contiguous() or leaf.dim() == 1 else leaf

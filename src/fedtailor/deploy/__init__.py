@@ -1,0 +1,1 @@
+"""The same algorithms over a real network."""

@@ -1,0 +1,185 @@
+"""All that knows NVIDIA FLARE: the two classes that a job names, how it is submitted, and its names and files.
+
+FLARE 2.9's Collab API. Names that it does not publish are used here only: `_user_source_entries`, `_job`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+from nvflare.collab import CollabCallError, CollabRecipe, collab
+from nvflare.fuel.flare_api import api_spec
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from fedtailor.deploy.flare.provisioning import SERVER_FOLDER, SITE_FILE
+from fedtailor.deploy.flare.server import coordinate
+from fedtailor.deploy.flare.site import SiteService, read_site
+from fedtailor.errors import RetryableError, UserError
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.runner import Progress
+
+API_ERRORS = (
+    api_spec.NoConnection,
+    api_spec.SessionClosed,
+    api_spec.InternalError,
+    api_spec.NoReply,
+    api_spec.CommandError,
+)
+SILENT = ("no_reply", "error")
+RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
+FINISHED = "FINISHED:COMPLETED"
+STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in the job's log
+WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: a seventh of the time
+
+
+class Participant:
+    """What runs at a site: one function, bytes in and bytes out."""
+
+    def __init__(self) -> None:
+        self._service: SiteService | None = None
+
+    @collab.init
+    def start(self) -> None:
+        """Read the site's own file; where it is, only the site knows."""
+        self._service = SiteService(read_site(Path(os.environ[SITE_FILE])), collab.site_name)
+
+    @collab.publish
+    def call(self, request: bytes) -> bytes:
+        """One request of the server."""
+        assert self._service is not None
+        return self._service.answer(collab.caller, request)
+
+
+class Coordinator:
+    """What runs at the server: the rounds of one run, from its last checkpoint to its end."""
+
+    def __init__(self, run: str, config: str) -> None:
+        self.run = run
+        self.config = config  # JSON: FLARE would take tables in it for components
+
+    @collab.main
+    def main(self) -> None:
+        """Called when all sites of the job are ready."""
+        log = logging.getLogger("fedtailor")
+
+        def tell(progress: Progress) -> None:
+            for news in progress.news:
+                log.warning(news)
+
+        try:
+            coordinate(_Collab(), parse(json.loads(self.config)), self.run, Path(os.environ[SERVER_FOLDER]), tell)
+        except UserError as error:
+            log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
+            raise
+
+
+class _Collab:
+    """The link: a call of one site's function."""
+
+    def __init__(self) -> None:
+        self._proxies = {proxy.name: proxy for proxy in collab.clients}
+        self.sites = tuple(self._proxies)
+
+    def send(self, site: str, request: bytes, seconds: float) -> bytes:
+        """FLARE's own errors become those of a connection."""
+        try:
+            reply: bytes = self._proxies[site](timeout=seconds).call(request)
+            return reply
+        except CollabCallError as error:
+            if isinstance(error.cause, TimeoutError):
+                raise TimeoutError(f"no reply within {seconds:.0f} s") from None
+            raise ConnectionError(str(error.cause)) from None
+
+
+class _Recipe(CollabRecipe):
+    """A job that ships no code: the package is installed at every site."""
+
+    @staticmethod
+    def _user_source_entries(objs: Any) -> list[Any]:
+        return []
+
+
+def job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
+    """Write the description of a job: names of classes and the configuration."""
+    recipe = _Recipe(job_name=run, server=Coordinator(run, json.dumps(config)), client=Participant(), min_clients=sites)
+    recipe._job.set_app_packages(["fedtailor"])
+    recipe.add_client_config(WHOLE)
+    recipe.add_server_config(WHOLE)
+    recipe.export(str(folder))
+    return folder / run
+
+
+class AdminSession:
+    """An administrator's connection to the server; `Unreachable` when there is none."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def sites(self) -> dict[str, set[str]]:
+        """Sites that answer, and the jobs that each is at work on; who was killed stays listed, but does not answer."""
+        jobs: dict[str, set[str]] = {}
+        with suppress(api_spec.NoClientsAvailable):
+            for entry in self._session.get_client_job_status() or []:
+                if entry["status"] not in SILENT:
+                    jobs.setdefault(entry["client_name"], set()).add(entry.get("job_id", ""))
+        return jobs
+
+    def submit(self, job: Path) -> str:
+        """Hand in a job; returns its id."""
+        job_id: str = self._session.submit_job(str(job))
+        return job_id
+
+    def status(self, job: str) -> str:
+        """Such as RUNNING or FINISHED:COMPLETED."""
+        return str(self._session.get_job_status(job))
+
+    def running(self) -> list[str]:
+        """Ids of jobs that do run. A killed server's job stays listed as running for ever."""
+        return [job.job_id for job in self._session.get_system_info().job_info]
+
+    def jobs(self, name: str = "") -> list[dict[str, Any]]:
+        """Jobs of this name, the latest first: job_id, job_name, status, submit_time."""
+        listed: list[dict[str, Any]] = self._session.list_jobs(reverse=True)
+        return [job for job in listed if not name or job["job_name"] == name]
+
+    def details(self, job: str) -> list[str]:
+        """What became of a job at each participant."""
+        return [str(text) for text in self._session.get_job_meta(job).get("job_deploy_detail", [])]
+
+    def abort(self, job: str) -> None:
+        """End a job."""
+        self._session.abort_job(job)
+
+    def reason(self, job: str) -> str:
+        """Why the server's half of a job ended early: a line that begins with `STOPS` or `WAITS`, or nothing."""
+        logs = self._session.get_job_logs(job).get("logs", {})
+        lines = [line for text in logs.values() if isinstance(text, str) for line in text.splitlines()]
+        reasons = [line[line.index(w) :] for line in lines for w in (STOPS, WAITS) if w in line]
+        return reasons[-1] if reasons else ""
+
+
+@contextmanager
+def office(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminSession]:
+    """Connect, and log out at the end; what goes wrong between here and the server is `Unreachable`."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints that it connects
+        try:
+            session = new_secure_session(user, str(kit), timeout=seconds, auto_login_max_tries=1)
+        except Exception as error:
+            raise Unreachable(f"the server cannot be reached: {error}") from None
+    try:
+        yield AdminSession(session)
+    except API_ERRORS as error:
+        raise Unreachable(f"the server cannot be reached: {error}") from None
+    finally:
+        with suppress(Exception):
+            session.close()
+
+
+class Unreachable(ConnectionError):
+    """The server does not answer."""

@@ -1,0 +1,231 @@
+"""The server's half: the ordinary rounds over sites that are reached by messages. It never has data.
+
+A private state is kept by its site, by the number of the round after which it was kept; here, and in the checkpoint, a
+client's state is that number.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtailor import algorithms
+from fedtailor.core import codec
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.trees import Tree
+from fedtailor.data.splits import starts
+from fedtailor.deploy.flare.messages import config_for, promise
+from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
+from fedtailor.engines.wire import Header, Remote
+from fedtailor.errors import ConfigError, RetryableError, RunError
+from fedtailor.experiments import runner
+from fedtailor.experiments.building import assemble
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.sections import CheckpointSection
+from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
+from fedtailor.version import __version__
+
+ROSTER = "federation.json"
+
+
+class Flare(Remote):
+    """Sites over lines. A site that is away misses the round; when it is back it goes on from what it kept last."""
+
+    def __init__(self, experiment: Experiment, config: RunConfig, lines: SiteRpc, schema: dict[str, Any]) -> None:
+        super().__init__(experiment)
+        self.config = config
+        self.lines = lines
+        self.schema = schema
+        self.first = -experiment.algorithm.preparation
+        self._kept = [self.first for _ in self.everybody]
+        self._needed: list[set[int]] = [set() for _ in self.everybody]
+        self._round = self.first
+
+    def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+        """All sites at the same time."""
+        asked = {self._name(client): (client, request) for client, request in requests}
+        replies = self.lines.ask((name, request) for name, (_, request) in asked.items())
+        for name, (client, _) in asked.items():
+            yield client, replies[name]
+
+    def _tell_each(self, headers: dict[int, Header]) -> Iterator[tuple[int, Header, str]]:
+        """To each its own; and what is wrong, if it did not answer or refused."""
+        for client, reply in self.carry((c, codec.encode(header, None)) for c, header in headers.items()):
+            answer = {} if isinstance(reply, OSError) else codec.decode_header(reply)
+            wrong = self.lines.away[self._name(client)] if isinstance(reply, OSError) else answer.get("error", "")
+            yield client, answer, wrong
+
+    def start(self) -> None:
+        """Every site makes ready; who refuses takes no part."""
+        contract = promise(self.experiment)
+        header = {"op": "start", "schema": self.schema, "promise": contract, "first": self.first}
+        headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
+        for client, _, wrong in self._tell_each(headers):
+            if wrong:
+                self._leave_out(client, wrong)
+
+    def _leave_out(self, client: int, wrong: str) -> None:
+        if self._name(client) not in self.lines.away:  # it answered, and what it said is final
+            self.lines.leave_out(self._name(client), wrong)
+
+    def begin_round(self, round: int) -> dict[int, str]:
+        """A new round at every site that is there, from the state it kept last; waits while there are too few."""
+        self._calls.clear()
+        self._round = round
+        self.lines.look()
+        until = time.monotonic() + self.lines.deadline
+        away = self._begin(round, self.everybody)
+        least = 2 if self.experiment.aggregation.secure_sum else 1
+        while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
+            if time.monotonic() > until:
+                why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())
+                raise RetryableError(f"round {round}: too few sites are available: {why}")
+            time.sleep(min(1.0, self.lines.silence / 4))
+            self.lines.look()
+            away = self._begin(round, list(away))
+        return away
+
+    def _begin(self, round: int, clients: Iterable[int]) -> dict[int, str]:
+        headers = {
+            c: {"op": "begin", "round": round, "kept": self._kept[c], "needed": sorted(self._needed[c])}
+            for c in clients
+        }
+        return {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
+
+    def end_round(self, clients: Sequence[int]) -> dict[int, str]:
+        """Every site keeps its new state on its disk; returns whose is lost. The server keeps its own only after it."""
+        answers = list(self._tell_each({c: {"op": "keep", "round": self._round} for c in clients}))
+        lost = {client: wrong for client, _, wrong in answers if wrong}
+        if not lost:
+            for client, answer, _ in answers:
+                self._kept[client] = answer["kept"]
+        return lost
+
+    def undo(self, clients: Sequence[int] | None = None) -> None:
+        """Sites go back to what they kept last; who cannot be reached does so when its next round begins."""
+        chosen = self.everybody if clients is None else clients
+        for _ in self._tell_each({c: {"op": "restore", "kept": self._kept[c]} for c in chosen}):
+            pass
+
+    def get_states(self) -> Tree:
+        """For each client the round whose state it kept last."""
+        return {"kept": torch.tensor(self._kept)}
+
+    def set_states(self, rows: Tree) -> None:
+        """Every site goes back to what it kept then."""
+        self._kept = self._padded(rows)
+        for client, _, wrong in self._tell_each({c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept)}):
+            if wrong:
+                self._leave_out(client, wrong)
+
+    def close(self) -> None:
+        """Sites go on by themselves; the job that this engine is part of ends them."""
+
+    def saved(self, states: Sequence[Tree]) -> None:
+        """Sites may forget, when the next round begins, what no checkpoint needs."""
+        every = [self._padded(tree) for tree in states]
+        self._needed = [{kept[client] for kept in every} for client in self.everybody]
+
+    def _padded(self, rows: Tree) -> list[int]:
+        """One that was not there yet then is at its start."""
+        kept: list[int] = rows["kept"].tolist()
+        return kept + [self.first] * (len(self.everybody) - len(kept))
+
+
+def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:
+    """A run of this name over the sites of a link; goes on from the checkpoint in `root`, if there is one."""
+    config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
+    if config.evaluation.unseen is not None:
+        raise ConfigError("evaluation.unseen: not in a federation of sites; onboard a newcomer instead")
+    path = root / name
+    lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
+    old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
+    roster = old or {"run": f"{name}-{secrets.token_hex(4)}", "clients": [], "samples": [], "schema": None}
+    roster = _enrolled(roster, _hello(lines, config, roster["run"]), lines, config)
+    for client in roster["clients"]:
+        if client not in link.sites:
+            lines.leave_out(client, "is not connected")
+    write_json(path / ROSTER, roster)
+    experiment = assemble(config, without_rows(roster))
+    torch.set_num_threads(config.federation.threads or 1)
+    if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
+        members = {"clients": roster["clients"], "train_samples": roster["samples"]}
+        write_json(path / ABOUT, RunFolder(path).about | members)
+    return runner.train_on(Flare(experiment, config, lines, roster["schema"]), "flare", config, path, listener)
+
+
+def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
+    """What each site tells of itself; who refuses is left out, by name."""
+    header = {
+        "op": "hello",
+        "version": __version__,
+        "run": run,
+        "algorithm": config.algorithm.name,
+        "model": config.model.name,
+        "rounds": config.rounds,
+        "seed": config.seed,
+    }
+    message = codec.encode(header, None)
+    greetings = {}
+    for site, reply in lines.ask((site, message) for site in sorted(lines.link.sites)).items():
+        if isinstance(reply, OSError):
+            lines.leave_out(site, f"did not say hello: {reply}")
+            continue
+        greetings[site] = codec.decode_header(reply)
+        if "error" in greetings[site]:
+            lines.leave_out(site, greetings.pop(site)["error"])
+    return greetings
+
+
+def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:
+    """The clients of a run: those of before in their order, then who came; who does not fit is left out, by name."""
+    clients, samples = list(roster["clients"]), list(roster["samples"])
+    schema = roster["schema"]
+    begun = bool(clients)
+    # what a job names is imported only after a site, by its own policy, has taken part in it
+    fixed = begun and (
+        algorithms.make(config.algorithm.name, config.algorithm.options).by_client or config.environment.epochs
+    )
+    for site, about in sorted(greetings.items()):
+        schema = schema or about["schema"]
+        if about["schema"] != schema:
+            part = next(k for k in schema if about["schema"].get(k) != schema[k])
+            lines.leave_out(site, f"its {part} is {about['schema'].get(part)}, not {schema[part]}")
+        elif site in clients:
+            had = samples[clients.index(site)]
+            if about["samples"] != had:
+                lines.leave_out(site, f"has {about['samples']} training samples; it had {had} when it joined")
+        elif begun and fixed:
+            lines.leave_out(site, f"{config.algorithm.name} has numbers for each client: nobody can join a running one")
+        else:
+            clients.append(site)
+            samples.append(about["samples"])
+    if not clients:
+        why = "; ".join(f"{site}: {reason}" for site, reason in lines.away.items()) or "no site is connected"
+        raise RunError(f"no site takes part: {why}")
+    return roster | {"clients": clients, "samples": samples, "schema": schema}
+
+
+def without_rows(roster: Header) -> FederatedData:
+    """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
+    schema, sizes = roster["schema"], roster["samples"]
+    x = torch.zeros((2, *schema["shape"]), dtype=torch.int64 if schema["whole_numbers"] else torch.float32)
+    y = torch.zeros(2, dtype=torch.int64) if schema["task"] == "classification" else torch.zeros(2, schema["outputs"])
+    return FederatedData(
+        name="sites",
+        task=schema["task"],
+        clients=tuple(roster["clients"]),
+        train=Rows(x, y, starts(sizes), is_here=False),
+        val=Rows(x, y, starts([0] * len(sizes)), is_here=False),
+        test=Rows(x, y, starts([0] * len(sizes)), is_here=False),
+        outputs=schema["outputs"],
+        classes=tuple(schema["classes"]),
+        features=tuple(schema["features"]),
+        notes=("the data is at the sites",),
+    )

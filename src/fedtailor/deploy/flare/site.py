@@ -1,0 +1,338 @@
+"""The site's half: every message is checked against the site's own policy, recorded, and only then answered.
+
+Private states, the personal model and the record lie in the site's own folder. What the server is told of an error is
+its kind; the text, which may hold values of the data, stays in the record.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedtailor.core import codec
+from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.samples import FederatedData
+from fedtailor.core.trees import Tree, schema, schema_difference
+from fedtailor.data.site import SiteData, load_site
+from fedtailor.deploy.flare import requests
+from fedtailor.deploy.flare.audit import Audit
+from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
+from fedtailor.deploy.flare.imprints import imprinted
+from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, promise
+from fedtailor.deploy.flare.policy import GRADIENTS, Policy
+from fedtailor.deploy.flare.refusal import Refused
+from fedtailor.deploy.flare.site_state import SiteState
+from fedtailor.engines.wire import Header
+from fedtailor.engines.wire import Site as Client
+from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments.building import assemble
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.store import read_json, write_json, write_tree
+from fedtailor.serving.described import check_options
+from fedtailor.version import __version__
+
+if TYPE_CHECKING:
+    from fedtailor.privacy.secure_sum_client import Party
+
+SERVER = "server"  # the only one that may call
+KINDS = ("last", "selected")  # personal models that are kept
+AUDIT, RUN = "audit.jsonl", "run.json"
+
+
+class SiteFile(BaseModel):
+    """A site's own file: its data, its policy, and where it keeps what is private."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path = Field(default=Path("private"), description="Where private states, models and the record are kept.")
+    kit: Path = Field(default=Path("kit"), description="What the coordinator gave: certificate, key, authority.")
+    data: SiteData
+    policy: Policy
+
+
+def read_site(path: Path) -> SiteFile:
+    """Read and check a site's file; paths in it are relative to it."""
+    try:
+        site = SiteFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; fedtailor federation init writes one for each site") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{path}: {key}: {what}") from None
+    base = path.resolve().parent
+    data = site.data.model_copy(update={"path": base / site.data.path.expanduser()})
+    places = {"folder": base / site.folder.expanduser(), "kit": base / site.kit.expanduser()}
+    return site.model_copy(update=places | {"data": data})
+
+
+@dataclass
+class _Session:
+    """The requests of one server."""
+
+    id: bytes = b""
+    last: int = 0  # number of the last one
+    reply: bytes = b""  # to it
+
+
+@dataclass
+class _Job:
+    """A run that was started here."""
+
+    experiment: Experiment
+    client: Client
+    states: SiteState  # kept on disk
+    spent: Spent
+    at: int  # the round whose kept state the client goes on from
+    changed: bool = False  # since then
+    round: int | None = None  # the one that was begun
+
+    def go_to(self, round: int) -> None:
+        """The private state as it was kept after a round."""
+        if self.changed or self.at != round:
+            self.client.inside.set_states(self.states.read(round))
+            self.at, self.changed = round, False
+
+    def keep(self, round: int) -> None:
+        """Keep the private state, if a round changed it."""
+        if self.changed:
+            self.states.keep(round, self.client.inside.get_states())
+            self.at, self.changed = round, False
+
+    def refuse_other_round(self, round: int) -> None:
+        if round != self.round:
+            raise Refused(f"round {round} is not the one that was begun ({self.round})")
+
+
+class SiteService:
+    """Answers the server of one job. Requests are numbered: one that is repeated or late changes nothing."""
+
+    def __init__(self, site: SiteFile, name: str) -> None:
+        self.name = name
+        self.site = site
+        self.audit = Audit(site.folder / AUDIT)
+        self._lock = threading.Lock()
+        self._session = _Session()
+        self._run = ""
+        self._data: FederatedData | None = None
+        self._job: _Job | None = None
+        self._rate = Rate(site.policy.budget.requests_per_minute)
+        self._ops: dict[str, Callable[[Header, bytes], bytes]] = {
+            "hello": self._hello,
+            "start": self._start,
+            "restore": self._restore,
+            "begin": self._begin,
+            "keep": self._keep,
+            "finish": self._pass_on,
+            "evaluate": self._evaluate,
+        }
+
+    def answer(self, caller: str, request: bytes) -> bytes:
+        """One request of a caller. Never raises: an exception would carry its text to the server."""
+        if len(request) < ENVELOPE.size:
+            return self._refusal(request, "the request is shorter than its envelope", caller=caller)
+        session, number = ENVELOPE.unpack_from(request)
+        message = request[ENVELOPE.size :]
+        if caller != SERVER:
+            return self._refusal(message, f'"{caller}" called; only the server may', caller=caller)
+        if number == PING:
+            return b""
+        with self._lock:
+            mine = self._session
+            if not mine.id and number == PING + 1:  # a late request of an earlier server begins no session
+                mine.id = session
+            if session != mine.id:
+                return self._refusal(message, "the request is of another session", number=number)
+            if number == mine.last:
+                return mine.reply
+            if number < mine.last:
+                return self._refusal(message, f"request {number} is late, {mine.last} was answered", number=number)
+            mine.last, mine.reply = number, self._answered(number, message)
+            return mine.reply
+
+    def _answered(self, number: int, message: bytes) -> bytes:
+        text: dict[str, str] = {}
+        try:
+            reply = self._do(message)
+        except Refused as why:
+            return self._refusal(message, str(why), run=self._run, number=number)
+        except Exception as error:
+            reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
+            text = {"text": str(error)}
+        self.audit.write(message, reply, run=self._run, number=number, **text)
+        return reply
+
+    def _refusal(self, message: bytes, why: str, **about: Any) -> bytes:
+        reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
+        try:
+            self.audit.write(message, reply, **about)
+        except Exception:  # not even a message
+            self.audit.line(about | {"refused": why, "bytes": len(message)})
+        return reply
+
+    def _do(self, message: bytes) -> bytes:
+        self._rate.count()
+        header, tree = requests.read(message, self._places)
+        op = header.get("op")
+        if op is None:
+            return self._train(header, message, tree)
+        if op not in ("hello", "start") and self._job is None:
+            raise Refused(f"{op} before a run was started")
+        return self._ops[op](header, message)
+
+    @property
+    def _places(self) -> int:
+        """The longest vector that a message may have: a model twice over."""
+        return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
+
+    def _hello(self, header: Header, message: bytes) -> bytes:
+        if header["version"] != __version__:
+            raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
+            raise Refused(f'"{header["run"]}" cannot be the name of a run')
+        self._run = header["run"]
+        self._data = load_site(self.site.data, self.name, seed=header["seed"])
+        samples = int(self._data.train.sizes[0])
+        self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples)
+        return codec.encode({"samples": samples, "schema": data_schema(self._data)}, None)
+
+    def _start(self, header: Header, message: bytes) -> bytes:
+        if self._data is None:
+            raise Refused("start before hello")
+        config: RunConfig = parse(header["config"])
+        policy, samples = self.site.policy, int(self._data.train.sizes[0])
+        policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples)  # as it was in hello?
+        try:
+            check_options(config, "the server's configuration")
+        except RunError as error:
+            raise Refused(str(error)) from None
+        if header["schema"] != data_schema(self._data):
+            raise Refused("the server describes other data than this site has")
+        experiment = assemble(config, self._data)
+        policy.check_sends(experiment.algorithm)
+        policy.check_sums(is_sealed=experiment.aggregation.secure_sum)
+        mine, theirs = promise(experiment), header["promise"]
+        for part in mine:
+            if mine[part] != theirs.get(part):
+                raise Refused(
+                    f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}"
+                )
+        folder = self.site.folder / self._run
+        states = SiteState(folder / "states")
+        identity = {"promise": digest(mine), "config": header["config"]}
+        if not (folder / RUN).exists():
+            write_json(folder / RUN, identity)
+        elif read_json(folder / RUN) != identity:
+            raise Refused(f"a run {self._run} of another configuration is kept here")
+        torch.set_num_threads(config.federation.threads or 1)
+        party = self._party(header["client"], folder) if experiment.aggregation.secure_sum else None
+        client = Client(experiment, 0, self._kind_of, party)
+        client.inside.start()
+        self._job = _Job(experiment, client, states, Spent(policy.budget, folder, config.rounds), header["first"])
+        if header["first"] not in states.rounds():
+            states.keep(header["first"], client.inside.get_states())
+        return codec.encode({"kept": states.rounds()}, None)
+
+    def _party(self, number: int, folder: Path) -> Party:
+        from fedtailor.deploy.flare.sums import party  # needs a package that other runs do without
+
+        return party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
+
+    @property
+    def _started(self) -> _Job:
+        assert self._job is not None
+        return self._job
+
+    def _restore(self, header: Header, message: bytes) -> bytes:
+        self._started.go_to(header["kept"])
+        return codec.encode({}, None)
+
+    def _begin(self, header: Header, message: bytes) -> bytes:
+        job = self._started
+        self.site.policy.check_round(header["round"])
+        job.round = None  # until all of this is done
+        job.spent.save()
+        job.go_to(header["kept"])
+        job.states.forget_but({header["kept"], *header["needed"]})
+        reply = job.client.answer(message)
+        job.round = header["round"]
+        return reply
+
+    def _keep(self, header: Header, message: bytes) -> bytes:
+        job = self._started
+        job.refuse_other_round(header["round"])
+        job.keep(header["round"])
+        return codec.encode({"kept": job.at}, None)
+
+    def _pass_on(self, header: Header, message: bytes) -> bytes:
+        return self._started.client.answer(message)
+
+    def _evaluate(self, header: Header, message: bytes) -> bytes:
+        kind, policy, job = header["keep"], self.site.policy, self._started
+        if kind and kind not in KINDS:
+            raise Refused(f'"{kind}" is no kind of personal model')
+        policy.check_round(header["round"])
+        answer, (metrics, model) = codec.decode(self._pass_on(header, message))
+        if kind:
+            self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
+        if not policy.metrics:
+            raise Refused("the policy does not let metrics out")
+        check_splits(policy.budget, job.experiment.data, header["splits"])
+        job.spent.evaluate(header["round"])
+        return codec.encode(answer, (rounded(policy.budget, metrics), {}))
+
+    def _keep_personal(self, kind: str, round: int, model: Tree) -> None:
+        assert self._data is not None
+        folder = self.site.folder / self._run / "personal"
+        entry = write_tree(folder / f"{kind}.safetensors", model)
+        about = {"round": round, "classes": list(self._data.classes), "features": list(self._data.features)}
+        write_json(folder / f"{kind}.json", entry | about)
+
+    def _train(self, header: Header, message: bytes, tree: Tree) -> bytes:
+        """A call, a cotangent or a step of a secure sum: of this round, declared, and answered by what is declared."""
+        job = self._job
+        if job is None:
+            raise Refused("a call before a run was started")
+        job.refuse_other_round(header["round"])
+        is_sealed = job.experiment.aggregation.secure_sum
+        if "sum" in header:
+            if not is_sealed:
+                raise Refused("a secure sum in a run without them")
+            return job.client.handle(message)  # of replies that were declared when they were made
+        function, algorithm = header.get("function"), job.experiment.algorithm
+        if function is not None and function not in client_functions(algorithm):
+            raise Refused(f'"{function}" is not a client function of {algorithm.title}')
+        if (function is None or header["taped"]) and GRADIENTS not in self.site.policy.sends:
+            raise Refused(f'a taped call sends "{GRADIENTS}", which the policy does not let out')
+        if is_sealed and (function is None or header["taped"]):
+            raise Refused("a taped call in a run of secure sums: what travels back is of this site alone")
+        if self.site.policy.budget.refuse_imprints and (why := imprinted(tree)):
+            raise Refused(f"the model would read single rows off the reply: {why}")
+        job.spent.call(header["round"])
+        job.changed = True
+        reply = job.client.handle(message)
+        answer, tree = codec.decode(reply)
+        if function is not None and "error" not in answer:
+            declared = None if is_sealed else reply_example(algorithm, function, job.experiment.model)
+            wrong = schema_difference(schema(tree), schema(declared))
+            if wrong:
+                raise Refused(f"the reply of {function} {wrong}; it does not leave")
+        return reply
+
+    def _kind_of(self, error: Exception) -> str:
+        """What happened and where; the error's own text, which may hold values of the data, goes to the record."""
+        self.audit.line({"run": self._run, "text": str(error)})
+        kind = type(error.__cause__ or error).__name__
+        return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; the site's record says more"

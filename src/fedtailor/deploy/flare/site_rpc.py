@@ -1,0 +1,115 @@
+"""Requests to sites over any link: numbered, all at once, with a deadline and signs of life."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
+
+from fedtailor.deploy.flare.messages import ENVELOPE, PING
+
+TRIES = 3  # of a request whose connection broke; its number makes that harmless
+
+
+class Link(Protocol):
+    """What carries bytes to a site and back; an `OSError` when that fails, a `TimeoutError` when it takes too long."""
+
+    sites: tuple[str, ...]
+
+    def send(self, site: str, request: bytes, seconds: float) -> bytes: ...
+
+
+class SiteRpc:
+    """Who does not answer is away at once, and asked no more until a sign of life comes back."""
+
+    def __init__(self, link: Link, deadline: float, silence: float) -> None:
+        self.link = link
+        self.deadline = deadline
+        self.silence = silence
+        self.away: dict[str, str] = {}
+        self._out = set[str]()  # refused or never there: not looked for again
+        self._session = secrets.token_bytes(16)
+        self._numbers = dict.fromkeys(link.sites, PING)
+        self._probes: dict[str, Future[Any]] = {}
+
+    def ask(self, requests: Iterable[tuple[str, bytes]]) -> dict[str, bytes | OSError]:
+        """Every site its request, all at the same time."""
+        replies: dict[str, bytes | OSError] = {}
+        waiting: dict[Future[Any], str] = {}
+        for site, message in requests:
+            if site in self.away:
+                replies[site] = ConnectionError(self.away[site])
+            else:
+                self._numbers[site] += 1
+                waiting[_in_thread(self._send, site, self._numbers[site], message)] = site
+        pings: dict[str, Future[Any]] = {}
+        while waiting:
+            done, _ = wait(waiting, timeout=self.silence / 2, return_when=FIRST_COMPLETED)
+            for future in done:
+                site = waiting.pop(future)
+                replies[site] = self._result(site, future)
+            if done:
+                continue
+            for future, site in list(waiting.items()):  # a long computation, or nobody there?
+                if site not in pings:
+                    pings[site] = _in_thread(self.ping, site)
+                elif pings[site].done() and isinstance(gone := self._result(site, pings.pop(site)), OSError):
+                    replies[site] = gone
+                    del waiting[future]
+        return replies
+
+    def _result(self, site: str, future: Future[Any]) -> bytes | OSError:
+        try:
+            reply: bytes = future.result()
+            return reply
+        except OSError as gone:
+            self.away[site] = f"does not answer ({gone})"
+            return gone
+
+    def ping(self, site: str) -> bytes:
+        """A sign of life, or an `OSError`."""
+        return self.link.send(site, ENVELOPE.pack(self._session, PING), self.silence)
+
+    def _send(self, site: str, number: int, message: bytes) -> bytes:
+        request, until = ENVELOPE.pack(self._session, number) + message, time.monotonic() + self.deadline
+        for attempt in range(TRIES):
+            try:
+                return self.link.send(site, request, max(0.1, until - time.monotonic()))
+            except TimeoutError:
+                raise
+            except OSError:
+                if attempt + 1 == TRIES:
+                    raise
+                time.sleep(0.2)
+        raise AssertionError
+
+    def leave_out(self, site: str, why: str) -> None:
+        """A site that takes no part, whatever it answers."""
+        self.away[site] = why
+        self._out.add(site)
+
+    def look(self) -> None:
+        """Take back who answers again; does not wait."""
+        for site in set(self.away) - self._out:
+            probe = self._probes.get(site)
+            if probe is not None and probe.done() and probe.exception() is None:
+                del self.away[site], self._probes[site]
+            elif probe is None or probe.done():
+                self._probes[site] = _in_thread(self.ping, site)
+
+
+def _in_thread(work: Callable[..., Any], *args: Any) -> Future[Any]:
+    """A future of a thread that does not keep the process alive: a lost call may be waited for until its deadline."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,109 @@
+"""Clients that lie, for simulations: some of the replies that an engine brings are not what those clients computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtailor.core.client import Call
+from fedtailor.core.engine import Engine, Reply
+from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData
+from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
+from fedtailor.privacy.noise import changed_parts
+
+AttackName = Literal["none", "sign-flip", "scaling", "noise", "label-flip"]
+Change = Callable[[Tensor, np.random.Generator], Tensor]  # of what a client moved the message by
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Who lies, how, and how much."""
+
+    name: AttackName
+    share: float
+    strength: float
+    seed: int
+
+    def clients(self, count: int) -> frozenset[int]:
+        """Which of so many clients lie: the share, rounded, and never all."""
+        few = min(count - 1, round(self.share * count)) if self.name != "none" else 0
+        return frozenset(stream(self.seed, "attack").choice(count, few, replace=False).tolist())
+
+
+def with_flipped_labels(data: FederatedData, attack: Attack) -> FederatedData:
+    """Training rows of those who lie have the class that mirrors theirs, or the target with the other sign."""
+    y = data.train.y.clone()
+    for client in attack.clients(len(data.clients)):
+        start, end = data.train.starts[client], data.train.starts[client + 1]
+        y[start:end] = data.outputs - 1 - y[start:end] if data.task == "classification" else -y[start:end]
+    return replace(data, train=replace(data.train, y=y))
+
+
+class Attacked:
+    """An engine some of whose clients lie. Everything but the replies to calls is the engine's own."""
+
+    def __init__(self, inside: Engine, attack: Attack) -> None:
+        self.inside = inside
+        self.attack = attack
+        self._liars = attack.clients(len(inside.experiment.data.clients))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
+        """Replies as they arrive."""
+        for reply in self.inside.call(call, clients):
+            if reply.tree is None or not self._liars & set(reply.clients):
+                yield reply
+                continue
+            rows = {
+                i: self._lie(call, client, tree_map(lambda v, i=i: v[i], reply.tree))
+                for i, client in enumerate(reply.clients)
+                if client in self._liars
+            }
+            changed = [
+                _with_rows(v, {i: leaves(row)[k] for i, row in rows.items()}) for k, v in enumerate(leaves(reply.tree))
+            ]
+            yield replace(reply, tree=rebuild(reply.tree, iter(changed)), norms=None)
+
+    def _lie(self, call: Call, client: int, reply: Tree) -> Tree:
+        draw = stream(self.attack.seed, call.round, call.number, client, "attack")
+        change = CHANGES[self.attack.name](self.attack.strength)
+        parts = list(reply) if isinstance(reply, tuple) else [reply]
+        moved = changed_parts(reply, call.args, call.placed)
+        for i, part in enumerate(parts):
+            if i in moved:
+                parts[i] = tree_map(lambda new, old: old + change(new - old, draw), part, call.args[moved[i]])
+            else:  # no new version of a message; counts and single numbers stay as they are
+                parts[i] = tree_map(lambda v: change(v, draw) if v.is_floating_point() and v.dim() else v, part)
+        return tuple(parts) if isinstance(reply, tuple) else parts[0]
+
+
+def _with_rows(stack: Tensor, rows: dict[int, Tensor]) -> Tensor:
+    out = stack.clone()
+    for i, row in rows.items():
+        out[i] = row
+    return out
+
+
+def _noise(strength: float) -> Change:
+    def change(move: Tensor, draw: np.random.Generator) -> Tensor:
+        scale = strength * float(move.double().norm()) / math.sqrt(max(1, move.numel()))
+        return torch.from_numpy(draw.normal(scale=scale, size=tuple(move.shape))).to(move.dtype)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[float], Change]] = {
+    "sign-flip": lambda strength: lambda move, draw: -strength * move,
+    "scaling": lambda strength: lambda move, draw: strength * move,
+    "noise": _noise,
+    "label-flip": lambda strength: lambda move, draw: move,
+}

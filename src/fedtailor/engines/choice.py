@@ -1,0 +1,89 @@
+"""Which engine suits an experiment, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.random import undrawn
+from fedtailor.core.trees import Params
+from fedtailor.engines.machine import cores
+
+MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and why it is that one."""
+
+    name: Literal["loop", "vmap", "pool"]
+    why: str
+
+
+def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
+    """For rounds of so many clients (0 is all) on so many processes (0 is one per core)."""
+    clients = cohort or len(experiment.data.clients)
+    if not (_convolves(experiment) or experiment.model.batch_statistics or clients < 4) and _stacks(experiment):
+        return Choice("vmap", "dense layers of several clients are faster stacked")
+    processes = min(workers or cores(), clients)
+    if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
+        return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
+    return Choice("loop", "one core" if processes < 2 else "rounds too short to be spread over processes")
+
+
+def _convolves(experiment: Experiment) -> bool:
+    return any(isinstance(m, (nn.modules.conv._ConvNd, nn.RNNBase)) for m in experiment.model.module.modules())
+
+
+def _stacks(experiment: Experiment) -> bool:
+    """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
+    model, x = experiment.model, experiment.data.train.x[:2]
+
+    def output(tensors: Params) -> Tensor:
+        return model(tensors, x, training=True)
+
+    pair = {k: torch.stack([v, v]) for k, v in (model.params | model.private_buffers).items()}
+    try:
+        with torch.no_grad(), undrawn():
+            torch.func.vmap(output)(pair)
+    except Exception:
+        return False
+    return True
+
+
+def operations(experiment: Experiment, cohort: int = 0) -> float:
+    """Floating-point operations of one pass over the training data of so many clients (0 is all), about."""
+    sizes = experiment.data.train.sizes.double()
+    return _per_sample(experiment) * float(sizes.mean()) * (cohort or len(sizes))
+
+
+def _per_sample(experiment: Experiment) -> float:
+    """Operations of a step for each of its samples."""
+    model, x = experiment.model, experiment.data.train.x[:1]
+    with _Counter() as counter, torch.no_grad():
+        model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)
+    return 3 * counter.operations / max(len(x), 1)  # a backward pass costs as much as two forward passes
+
+
+class _Counter(TorchFunctionMode):
+    """Counts the operations of products. torch has one, which needs a second to be imported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [*args, *(kwargs or {}).values()]
+        if func in (F.linear, torch.conv1d, torch.conv2d, torch.conv3d):
+            weight = (kwargs or {}).get("weight", args[1] if len(args) > 1 else given[-1])
+            self.operations += 2 * out.numel() * weight[0].numel()  # each output has one row of the weight
+        elif func in (torch.matmul, Tensor.matmul, torch.bmm):
+            self.operations += 2 * out.numel() * given[0].shape[-1]
+        return out

@@ -1,0 +1,1 @@
+"""Worker processes, one per core; what they share lies in shared memory."""

@@ -1,0 +1,348 @@
+"""`pool`: worker processes, one per core and of one thread each; what they share lies in shared memory.
+
+A worker reads the private state of a client in one row of that memory and writes the next one into another. The server
+notes which row counts, once the answer is there. So a worker can be lost at any moment: its clients are run again, from
+the same inputs and to the same bits. To bring back a private state is to note the old row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtailor.core import codec
+from fedtailor.core.client import Call, initial
+from fedtailor.core.engine import Evaluated, Reply
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.per_client import outline
+from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
+from fedtailor.engines.inprocess import grouped
+from fedtailor.engines.pool.processes import LIVES, Answer, Process, WorkerProcesses, one_thread
+from fedtailor.engines.pool.scheduler import Rows, Unit
+from fedtailor.engines.pool.shared_memory import Layout, Memory, Region, lying
+from fedtailor.engines.pool.worker import Spot, StateRows, Task, Worker
+from fedtailor.engines.states import refuse_other
+from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
+
+WAITING = 2**26  # bytes of replies that may wait for those before them
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A tree in shared memory, and how a worker finds it."""
+
+    found: dict[str, Any]
+    region: Region  # the memory is the message's as long as this is held
+
+
+@dataclass
+class _Taped:
+    """A taped call, as it must be known to run it again."""
+
+    call: Call
+    message: _Message
+    tasks: dict[int, Task]
+    owners: dict[int, Process] = field(default_factory=dict)  # who holds the graph
+
+
+class Pool:
+    """The server's side: hands out clients, most costly first, and puts the replies together in the cohort's order."""
+
+    def __init__(self, experiment: Experiment, workers: int, chunk: int = 0) -> None:
+        if not hasattr(os, "fork"):
+            raise ConfigError("federation.engine: pool needs fork, which this system does not have; use loop or vmap")
+        self.experiment = experiment
+        self.workers = max(1, min(workers, len(experiment.data.clients)))
+        self.chunk = chunk  # clients that a worker stacks; 0: one after the other
+        self._processes: WorkerProcesses | None = None
+        self._where = Rows(len(experiment.data.clients))
+        self._tape = 0  # workers drop the graphs of another one
+        self._taped: dict[int, _Taped] = {}
+        self._cotangents: dict[int, Spot] = {}
+        self._grads: dict[int, Spot] = {}
+        self._model: Layout | None = None  # of a personal model
+
+    @property
+    def _clients(self) -> range:
+        return range(len(self.experiment.data.clients))
+
+    def start(self) -> None:
+        """Give every client its first state."""
+        with one_thread():
+            state, buffers = initial(self.experiment, [0], is_stacked=False)
+        self._open({"state": state, "buffers": buffers})
+        units = [[Task(c, target=c) for c in group] for group in self._groups(self._clients)]
+        for unit, answers in self._work({"do": "start"}, units):
+            if any(answer.found is None for answer in answers):
+                raise RunError(f"first state of client {self._lost(unit.tasks[0].client)}")
+
+    def close(self) -> None:
+        """End the workers; they start again when they are needed."""
+        if self._processes is not None:
+            self._processes.close()
+
+    def get_states(self) -> Tree:
+        """Everything private, stacked in the order of clients; a copy."""
+        states, now = self._inside.states, torch.tensor(self._where.now)
+        return rebuild(states.layout.tree, (stack[now] for stack in states.stacks(self._where.used)))
+
+    def set_states(self, rows: Tree) -> None:
+        """Put saved states back."""
+        if self._processes is None:
+            self._open(tree_map(lambda v: v[0].clone(), rows))
+        states = self._inside.states
+        refuse_other(schema(rows, stacked=True), states.schema)
+        self._workers.settle()
+        self._forget()
+        self._where = Rows(len(self._clients))
+        for place, leaf in zip(states.stacks(len(self._clients)), leaves(rows), strict=True):
+            place.copy_(leaf)
+
+    def begin_round(self, round: int) -> dict[int, str]:
+        """Forget tapes and gradients; what is written from here on can be undone. Nobody is ever away here."""
+        self._forget()
+        return {}
+
+    def _forget(self) -> None:
+        self._where.drop([spot[0] for spots in (self._cotangents, self._grads) for spot in spots.values()])
+        self._cotangents, self._grads = {}, {}
+        self._forget_tape()
+        self._where.begin()
+
+    def finish_backward(self) -> None:
+        """The tape is read back: what has reached the private states is now `me.grad`."""
+        self._where.drop([spot[0] for spot in self._grads.values()])
+        self._grads, self._cotangents = self._cotangents, {}
+        self._forget_tape()
+
+    def _forget_tape(self) -> None:
+        self._taped = {}
+        self._tape += 1
+        self._where.forget_tape()
+
+    def undo(self, clients: Sequence[int] | None = None) -> None:
+        """Bring back the private states before this round, of all or of some clients."""
+        self._where.undo(list(self._where.before) if clients is None else clients)
+
+    def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
+        """Run a call at every client; the replies come in the order of `clients`, of stacks stack by stack."""
+        message = self._put(call.args)
+        taped = _Taped(call, message, {})
+        if call.taped:
+            self._taped[call.number] = taped
+        groups = [(c,) for c in clients] if call.taped else self._groups(clients)
+        position = {c: i for i, c in enumerate(clients)}
+        ended: list[int] = []  # of stacks over which worker after worker ended: one of them may be to blame
+        for group, answers, places in self._in_turn(taped, groups, position):
+            if len(group) > 1 and answers[0].found is None:
+                ended += group
+                continue
+            yield from self._replies(call, group, answers, places)
+            del places  # their memory is for the next
+        for group, answers, places in self._in_turn(taped, [(c,) for c in ended], position):
+            yield from self._replies(call, group, answers, places)
+
+    def _groups(self, clients: Sequence[int]) -> list[tuple[int, ...]]:
+        """Clients that a worker runs together; by what they are, not by how many workers there are."""
+        return list(grouped(self.experiment, clients, self.chunk)) if self.chunk else [(c,) for c in clients]
+
+    def _in_turn(
+        self, taped: _Taped, groups: Sequence[tuple[int, ...]], position: dict[int, int]
+    ) -> Iterator[tuple[tuple[int, ...], list[Answer], list[Tensor]]]:
+        """The answers of each group, in their order, and where its replies lie; some wait for those before them."""
+        if not groups:
+            return
+        inside, where, call = self._inside, self._where, taped.call
+        one = inside.reply_layout(call.function)
+        units = [[self._task(c, position[c], row) for row, c in enumerate(group)] for group in groups]
+        taped.tasks.update((task.client, task) for unit in units for task in unit)
+        window = max(self.workers + 1, WAITING // (one.size * max(map(len, groups))))
+        regions: dict[int, Region] = {}
+        waiting: dict[int, list[Answer]] = {}
+
+        def prepare(unit: Unit) -> Unit:
+            if unit.number not in regions:  # else it is tried again
+                size = Layout.of(one.tree, len(unit.tasks)).size
+                regions[unit.number] = inside.regions.take(size)
+            return unit._replace(tasks=tuple(task._replace(at=regions[unit.number].at) for task in unit.tasks))
+
+        unused = {task.target for unit in units for task in unit}
+        request = {"do": "call", "call": call.header, "message": taped.message.found}
+        options: dict[str, Any] = {"prepare": prepare, "room": lambda: window - len(regions)}
+        try:
+            due = 0
+            for unit, answers in self._work(request, units, **options):
+                for task, answer in zip(unit.tasks, answers, strict=True):
+                    if answer.owner is not None:
+                        taped.owners[task.client] = answer.owner
+                    if answer.found is not None and "error" not in answer.found and not answer.found["same"]:
+                        where.move(task.client, task.target, taping=bool(self._taped))
+                        unused.remove(task.target)
+                waiting[unit.number] = answers
+                while due in waiting:
+                    group = groups[due]
+                    places = Layout.of(one.tree, len(group)).places(regions[due].bytes)
+                    yield group, waiting.pop(due), places
+                    del places, regions[due]
+                    due += 1
+        finally:
+            where.drop(list(unused))
+
+    def _task(self, client: int, position: int, row: int) -> Task:
+        where = self._where
+        return Task(client, position, where.now[client], where.fresh(), self._grads.get(client), row=row)
+
+    def _replies(
+        self, call: Call, group: tuple[int, ...], answers: Sequence[Answer], places: Sequence[Tensor]
+    ) -> Iterator[Reply]:
+        tree = self._inside.reply_layout(call.function).tree
+        if len(group) > 1 and all(map(_is_usual, answers)):
+            norms = [answer.found.get("norm") for answer in answers]
+            yield Reply(group, rebuild(tree, iter(places)), norms=None if None in norms else norms)
+            return
+        for row, (client, answer) in enumerate(zip(group, answers, strict=True)):
+            yield self._reply(call, client, answer, tree, [p[row] for p in places])
+
+    def _reply(self, call: Call, client: int, answer: Answer, tree: Tree, places: Sequence[Tensor]) -> Reply:
+        """Of a client that failed, or whose reply does not lie as declared."""
+        if answer.found is None:
+            name = type(self.experiment.algorithm).__name__
+            lost = f"{name}.{call.function}, round {call.round}, client {self._lost(client)}"
+            return Reply((client,), error=ClientError(lost))
+        if "error" in answer.found:
+            error = ClientError(answer.found["error"])
+            error.add_note(answer.found["trace"])
+            return Reply((client,), error=error)
+        if answer.apart is not None:
+            reply = codec.decode(answer.apart)[1]
+        else:
+            reply = rebuild(tree, iter(lying(places, answer.found["strides"])))
+        return Reply((client,), tree_map(lambda v: v[None], reply))
+
+    def pull_back(
+        self, number: int, clients: Sequence[int], cotangent: Tree
+    ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:
+        """Cotangents of a taped call's arguments, client by client; who ran one has what is needed to go back."""
+        inside, where, taped = self._inside, self._where, self._taped.pop(number)
+        call, position = taped.call, {c: i for i, c in enumerate(clients)}
+        down = self._put(cotangent)
+        layout = Layout.of(outline(call.args, call.placed), len(clients))
+        region = inside.regions.take(layout.size)
+        tasks = [
+            task._replace(target=where.fresh(), cotangent=self._cotangents.get(c), back=position[c])
+            for c, task in taped.tasks.items()
+        ]
+        request = {
+            "do": "pull back",
+            "call": call.header,
+            "message": taped.message.found,
+            "cotangent": down.found,
+            "back": layout.json() | {"at": region.at},
+        }
+        answers: dict[int, Answer] = {}
+        unused = {task.target for task in tasks}
+        try:
+            for unit, (answer,) in self._work(request, [[task] for task in tasks], owners=taped.owners):
+                (task,) = unit.tasks
+                if answer.found is None:
+                    raise RoundAbandoned(
+                        f"round {call.round}: on the way back of {call.function}, client {self._lost(task.client)}"
+                    )
+                answers[task.client] = answer
+                if task.cotangent is not None:
+                    where.drop([task.cotangent[0]])
+                self._cotangents[task.client] = task.target, answer.found["state"]
+                unused.remove(task.target)
+        finally:
+            where.drop(list(unused))
+        places = layout.places(region.bytes)
+        for c in taped.tasks:
+            mine = lying([p[position[c]] for p in places], answers[c].found["args"])
+            args = zip(rebuild(layout.tree, iter(mine)), call.placed, strict=True)
+            yield (c,), tuple(tree_map(lambda v: v[None], arg) if own else arg for arg, own in args)
+
+    def evaluate(
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
+    ) -> Iterator[Evaluated]:
+        """Metrics of the personal models, and the models, client by client as they are done."""
+        message = self._put(server)
+        request = {"do": "evaluate", "message": message.found, "round": round, "splits": list(splits)}
+        units = [[Task(c, source=self._where.now[c]) for c in group] for group in self._groups(clients)]
+        first = 1 if self._model is None else 0  # tells how a personal model looks
+        for some in (units[:first], units[first:]):
+            yield from self._evaluated(request, some)
+
+    def _evaluated(self, request: dict[str, Any], units: Sequence[Sequence[Task]]) -> Iterator[Evaluated]:
+        layout, regions = self._model, self._inside.regions
+        places: dict[int, Region] = {}
+
+        def with_places(unit: Unit) -> Unit:
+            """Only when it is handed out: the models of all clients may be more than fits."""
+            if layout is None:
+                return unit
+            places.update({task.client: regions.take(layout.size) for task in unit.tasks})
+            return unit._replace(tasks=tuple(task._replace(at=places[task.client].at) for task in unit.tasks))
+
+        request = request | {"model": None if layout is None else layout.json()}
+        for unit, answers in self._work(request, units, prepare=with_places):
+            for task, answer in zip(unit.tasks, answers, strict=True):
+                place = places.pop(task.client, None)
+                if answer.found is None:
+                    raise RunError(f"evaluation of client {self._lost(task.client)}")
+                if answer.apart is not None:
+                    model = codec.decode(answer.apart)[1]
+                    self._model = self._model or Layout.of(model)
+                else:
+                    assert layout is not None
+                    assert place is not None
+                    model = layout.read(place.bytes, strides=answer.found["strides"])
+                metrics = {
+                    split: {k: torch.tensor([v], dtype=torch.float64) for k, v in values.items()}
+                    for split, values in answer.found["metrics"].items()
+                }
+                yield (task.client,), metrics, tree_map(lambda v: v[None], model)
+
+    def _lost(self, client: int) -> str:
+        return f"{self.experiment.data.clients[client]}: its worker process ended, {LIVES} times"
+
+    @property
+    def _workers(self) -> WorkerProcesses:
+        if self._processes is None:
+            raise RuntimeError("the clients have no states yet: start the engine first")
+        return self._processes
+
+    @property
+    def _inside(self) -> Worker:
+        """What the workers were forked with, in this process."""
+        return self._workers.worker
+
+    def _open(self, example: Tree) -> None:
+        """Memory for states like `example`; it must be there before the workers are."""
+        self.close()
+        layout = Layout.of(example)
+        self._where = Rows(len(self._clients))
+        states = StateRows(Memory(4 * len(self._clients) * layout.size), layout)
+        worker = Worker(self.experiment, states, Memory(), self.chunk)
+        costs = (self.experiment.data.train.sizes + 1).tolist()
+        self._processes = WorkerProcesses(worker, self.workers, costs)
+
+    def _put(self, tree: Tree) -> _Message:
+        self._workers.settle()
+        layout = Layout.of(tree)
+        region = self._inside.regions.take(layout.size)
+        return _Message(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
+
+    def _work(
+        self, request: dict[str, Any], units: Sequence[Sequence[Task]], **options: Any
+    ) -> Iterator[tuple[Unit, list[Answer]]]:
+        return self._workers.work(request | {"tape": self._tape}, units, **options)
+
+
+def _is_usual(answer: Answer) -> bool:
+    """Whether a reply lies as it was declared."""
+    return answer.found is not None and not any(answer.found.get("strides", (True,)))

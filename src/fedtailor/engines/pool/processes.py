@@ -1,0 +1,221 @@
+"""The worker processes of the pool: given work, waited for, and replaced when they end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fedtailor.engines import malloc
+from fedtailor.engines.pool.scheduler import Queue, Unit
+from fedtailor.engines.pool.service import serve
+from fedtailor.engines.pool.worker import Task, Worker
+from fedtailor.numerics import solve_log
+
+LIVES = 3  # a client whose worker ends so often is not tried again
+
+
+@dataclass(eq=False)
+class Process:
+    process: Any
+    connection: Connection
+    number: int
+
+    def send(self, request: bytes) -> None:
+        """That it is no more will be seen when its answer is read."""
+        with suppress(OSError):
+            self.connection.send_bytes(request)
+
+    def receive(self) -> tuple[dict[str, Any], list[bytes]] | None:
+        """An answer, and the bytes that belong to it; None if the worker is no more."""
+        try:
+            answer = json.loads(self.connection.recv_bytes())
+            return answer, [self.connection.recv_bytes() for _ in range(answer.get("apart", 0))]
+        except (EOFError, OSError):
+            return None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a task; None if worker after worker ended over it."""
+
+    found: Any
+    apart: bytes | None
+    owner: Process | None
+
+
+class WorkerProcesses:
+    """So many processes, forked from this one with `worker` in them."""
+
+    def __init__(self, worker: Worker, count: int, costs: Sequence[int]) -> None:
+        self.worker = worker
+        self.processes: list[Process] = []
+        self._count, self._costs = count, costs
+        self._busy: dict[Connection, tuple[Process, list[Unit], bytes]] = {}
+        weakref.finalize(self, _end, self.processes, os.getpid())
+
+    def close(self) -> None:
+        """End all; they start again when they are needed."""
+        self._busy = {}
+        _end(self.processes, os.getpid())
+
+    def work(
+        self,
+        request: Mapping[str, Any],
+        units: Sequence[Sequence[Task]],
+        owners: Mapping[int, Process] = MappingProxyType({}),
+        prepare: Callable[[Unit], Unit] = lambda unit: unit,
+        room: Callable[[], int] = lambda: sys.maxsize,
+    ) -> Iterator[tuple[Unit, list[Answer]]]:
+        """Each unit with the answers to its tasks, in the order in which they are done.
+
+        A unit whose client has an owner goes to it while it lives. The others are handed out in their order as workers
+        get free, many at a time in the beginning and single ones in the end, while there is room for what they make.
+        """
+        head = json.dumps(dict(request)).removesuffix("}").encode()
+        self._complete()
+        own: dict[Process, list[Unit]] = {process: [] for process in self.processes}
+        queue = Queue(self._costs)
+        for unit in (Unit(number, tuple(tasks)) for number, tasks in enumerate(units)):
+            owner = owners.get(unit.tasks[0].client)
+            if owner in own:
+                own[owner].append(unit)
+            else:
+                queue.add(unit)
+        ended: Counter[int] = Counter()
+        busy: dict[Connection, tuple[Process, list[Unit], bytes]] = {}
+        self._busy = busy
+        done: list[tuple[Unit, list[Answer]]] = []
+        try:
+            while True:
+                ready: list[tuple[Process, bytes]] = []
+                for process in self.processes:
+                    if process.connection in busy:
+                        continue
+                    portion = own.pop(process, None) or []
+                    if not portion and queue and (room() > 0 or not busy):
+                        idle = len(self.processes) - len(busy)
+                        share = queue.left / (4 * len(self.processes))
+                        # a worker takes all that it is given at a time for one stack
+                        most = 1 if self.worker.chunk else room() // idle
+                        portion = queue.portion(share, most, ended)
+                    if portion:
+                        portion = [prepare(unit) for unit in portion]
+                        tasks = [task for unit in portion for task in unit.tasks]
+                        sent = head + b', "tasks": ' + json.dumps(tasks).encode() + b"}"
+                        busy[process.connection] = process, portion, sent
+                        ready.append((process, sent))
+                for process, sent in ready:  # not before all are made: a worker that wakes up may take this core
+                    process.send(sent)
+                yield from done
+                if busy is not self._busy:
+                    raise RuntimeError("the pool has been given other work before this was done")
+                done = []
+                if not busy:
+                    if queue:
+                        continue  # what was in the way has been taken away meanwhile
+                    return
+                for connection in [c for c in wait(list(busy)) if isinstance(c, Connection)]:
+                    process, portion, sent = busy[connection]
+                    received = process.receive()
+                    del busy[connection]
+                    answers = None if received is None else self._answers(process, sent, *received)
+                    if answers is not None:
+                        each = iter(answers)
+                        done += [(unit, [next(each) for _ in unit.tasks]) for unit in portion]
+                        continue
+                    self.processes.remove(process)
+                    _end([process], os.getpid())
+                    ended.update(task.client for unit in portion for task in unit.tasks)
+                    for unit in [*reversed(portion), *own.pop(process, ())]:
+                        if max(ended[task.client] for task in unit.tasks) < LIVES:
+                            queue.add(unit, first=True)
+                        else:
+                            done.append((unit, [Answer(None, None, None)] * len(unit.tasks)))
+                self._complete()
+        finally:
+            if busy is self._busy:
+                self.settle()
+
+    def settle(self) -> None:
+        """Work that was left before its end: nobody waits for it, and its memory may be given to others."""
+        left = [process for process, _, _ in self._busy.values()]
+        self._busy = {}
+        self.processes[:] = [process for process in self.processes if process not in left]
+        _end(left, os.getpid())
+
+    def _answers(self, process: Process, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]) -> list[Answer]:
+        """What a worker found."""
+        if "failed" in answer:  # the same here fails in the same way, but with the error itself
+            with one_thread():
+                results, apart = self.worker.handle(json.loads(sent))
+            return _answers(results, apart, None)
+        solve_log.log_elsewhere(solve_log.Tally(*answer["solves"]))
+        return _answers(answer["answers"], apart, process)
+
+    def _complete(self) -> None:
+        """As many workers as there should be."""
+        context = multiprocessing.get_context("fork")
+        if len(self.processes) < self._count:
+            malloc.trim()  # else a worker that takes memory which lies free here copies it
+        while len(self.processes) < self._count:
+            ours, theirs = context.Pipe()
+            number = min(set(range(self._count)) - {process.number for process in self.processes})
+            others = [ours, *(process.connection for process in self.processes)]
+            process = context.Process(
+                target=serve,
+                args=(self.worker, theirs, others, os.getpid(), number),
+                name="fedtailor worker",
+                daemon=True,
+            )
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the worker ignores it
+            try:
+                with warnings.catch_warnings():
+                    # of threads in this process: a worker has one thread and takes no lock that another may hold
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+                theirs.close()
+            self.processes.append(Process(process, ours, number))
+
+
+def _answers(results: Sequence[Any], apart: Sequence[bytes], owner: Process | None) -> list[Answer]:
+    each = iter(apart)
+    return [Answer(one, next(each) if one and one.get("apart") else None, owner) for one in results]
+
+
+def _end(processes: list[Process], owner: int) -> None:
+    """End workers and forget them; a forked process has no say in that."""
+    if os.getpid() != owner:
+        return
+    for process in processes:
+        process.process.kill()
+    for process in processes:
+        process.process.join()
+        process.connection.close()
+    processes.clear()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As in a worker: sums over several threads round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

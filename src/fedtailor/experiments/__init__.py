@@ -1,0 +1,1 @@
+"""One run: its configuration, its rounds, its checkpoints and its folder."""

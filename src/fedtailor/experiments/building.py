@@ -1,0 +1,158 @@
+"""Data, model and algorithm of a configuration, put together; what does not fit is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedtailor import algorithms, data, models
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.model import Model
+from fedtailor.core.samples import FederatedData
+from fedtailor.engines.attacked import Attack, with_flipped_labels
+from fedtailor.errors import ConfigError
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.newcomers import hold_out
+from fedtailor.plugins import refuse_while_importing
+from fedtailor.privacy import noise
+from fedtailor.privacy.aggregate_only import Privacy
+from fedtailor.privacy.dry_run import averages, rehearse
+
+
+def build_experiment(
+    config: RunConfig, data_root: Path | None = None, loaded: FederatedData | None = None
+) -> Experiment:
+    """Data, model and algorithm of a configuration, put together; `loaded` is its data if it was read before."""
+    refuse_while_importing()
+    federated, unseen = loaded or load(config, data_root), None
+    if config.evaluation.unseen is not None:
+        federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
+    return assemble(config, federated, unseen)
+
+
+def load(config: RunConfig, data_root: Path | None = None) -> FederatedData:
+    """The data of a configuration, no narrower than its model."""
+    return data.load(config.data, seed=config.seed, root=data_root, dtype=width(config))
+
+
+def width(config: RunConfig) -> torch.dtype:
+    """Type of the floating-point numbers of a configuration."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
+
+
+def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Experiment:
+    """Model and algorithm of a configuration for data that is there already."""
+    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+    federated, unseen = federated.to(width(config)), None if unseen is None else unseen.to(width(config))
+    model = model_of(config, federated.shape, federated.outputs)
+    if config.model.prior == "label" and federated.task != "classification":
+        raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
+    _reads(model, config.model.name, federated)
+    algorithm.check(model, federated.task)
+    solver = config.local.made(config.rounds)
+    algorithm.check_solver(solver)
+    if config.local.augment is not None and len(federated.shape) != 3:
+        raise ConfigError(f'local.augment = "{config.local.augment}": for images, not {federated.name}')
+    if config.federation.clients_per_round > len(federated.clients):
+        raise ConfigError(
+            f"federation.clients_per_round = {config.federation.clients_per_round}: "
+            f"there are only {len(federated.clients)} clients"
+        )
+    if config.federation.min_replies > (config.federation.clients_per_round or len(federated.clients)):
+        raise ConfigError(f"federation.min_replies = {config.federation.min_replies}: more than the clients of a round")
+    environment = config.environment.made(len(federated.clients), config.seed)
+    if environment.missing == "stale" and not algorithm.stale:
+        able = [name for name, kind in algorithms.algorithms().items() if kind.stale]
+        raise ConfigError(
+            f'environment.missing = "stale": {algorithm.title or config.algorithm.name} has no mean that could '
+            f"count those who did not answer; able to: {', '.join(able)}"
+        )
+    if config.attack.name == "label-flip":
+        federated = with_flipped_labels(federated, attack_of(config))
+    privacy = _aggregation(config)
+    experiment = Experiment(
+        algorithm,
+        model,
+        federated,
+        solver,
+        config.seed,
+        environment,
+        unseen,
+        aggregation=privacy,
+    )
+    if privacy.is_closed:
+        _can_be_private(experiment, config, privacy)
+    if privacy.robust is not None:
+        rehearse(experiment, privacy)
+        if not averages(experiment):
+            name = algorithm.title or config.algorithm.name
+            raise ConfigError(f'aggregation.mean = "{config.aggregation.mean}": {name} takes no mean over its clients')
+    return experiment
+
+
+def attack_of(config: RunConfig) -> Attack:
+    """Which clients lie, and how."""
+    return Attack(config.attack.name, config.attack.share, config.attack.strength, config.seed)
+
+
+def _aggregation(config: RunConfig) -> Privacy:
+    """How replies are summed; what does not go together is refused."""
+    privacy, robust = config.privacy.made(), config.aggregation.made()
+    if robust is not None and privacy.is_closed:
+        raise ConfigError(f"aggregation.mean: looks at single replies, which {privacy.option} hides")
+    if config.attack.name != "none" and privacy.secure_sum:
+        raise ConfigError("attack: a simulation of clients that lie does not reach into secure sums")
+    return replace(privacy, robust=robust, is_attacked=config.attack.name != "none")
+
+
+def _can_be_private(experiment: Experiment, config: RunConfig, privacy: Privacy) -> None:
+    """Refuse before the first round what could not be kept."""
+    if privacy.noise:
+        noise.require()
+        if config.environment.missing == "stale":
+            raise ConfigError('privacy.noise: not with environment.missing = "stale", which counts by sample counts')
+        if experiment.model.has_common_statistics:
+            raise ConfigError('privacy.noise: variances with noise may be negative; set model.buffers = "private"')
+    if privacy.secure_sum:
+        try:
+            import cryptography  # noqa: F401
+        except ImportError:
+            raise ConfigError(f"privacy.secure_sum: the package cryptography is missing; {noise.INSTALL}") from None
+        if config.data.source == "sites":  # over a network, and who takes part is not known yet
+            pass
+        elif config.federation.engine not in ("auto", "wire"):
+            raise ConfigError(
+                f'privacy.secure_sum: not with federation.engine = "{config.federation.engine}", where server and '
+                'clients share their memory; use "wire"'
+            )
+        elif (config.federation.clients_per_round or len(experiment.data.clients)) < 2:
+            raise ConfigError("privacy.secure_sum: a sum over one client is its reply; at least 2 are needed")
+    rehearse(experiment, privacy)
+
+
+def model_of(config: RunConfig, shape: tuple[int, ...], outputs: int) -> Model:
+    """The model of a configuration for samples of a shape."""
+    return models.build(
+        config.model.name,
+        shape,
+        outputs,
+        seed=config.seed,
+        head=config.model.head,
+        options=config.model.options,
+        buffers=config.model.buffers,
+        prior=config.model.prior == "label",
+        dtype=width(config),
+    )
+
+
+def _reads(model: Model, name: str, federated: FederatedData) -> None:
+    """Text is numbers of characters: most models cannot read it, which is better said before the first round."""
+    if not federated.train.x.is_floating_point():
+        try:
+            with torch.no_grad():
+                model(model.params | model.private_buffers, federated.train.x[:2])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ConfigError(f"model.name: {name} does not read {federated.name}, which is text: {error}") from None

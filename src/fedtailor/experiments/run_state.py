@@ -1,0 +1,290 @@
+"""What a run is from round to round: the state of the server, what is measured, kept and saved."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fedtailor.core.engine import Engine, Losing
+from fedtailor.core.federation import Federation
+from fedtailor.core.process_group import ProcessGroup
+from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData
+from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
+from fedtailor.core.traffic import Traffic
+from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.engines.disk import Disk
+from fedtailor.errors import RoundAbandoned, RunError
+from fedtailor.experiments.building import attack_of
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.newcomers import EPOCHS, onboarded
+from fedtailor.experiments.store import RESULTS, RunFolder, write_json
+from fedtailor.metrics.summary import summarise
+from fedtailor.numerics import solve_log
+from fedtailor.privacy import noise
+
+
+@dataclass(frozen=True)
+class Best:
+    """The round that is best on validation data so far."""
+
+    round: int = 0
+    value: float = math.nan
+    snapshot: Tree = None  # all that is needed to predict as in that round
+
+
+class Run:
+    """What changes from round to round."""
+
+    def __init__(self, config: RunConfig, engine: Engine, ranks: ProcessGroup, disk: Disk) -> None:
+        self.config = config
+        self.disk = disk
+        self.ranks = ranks
+        self.engine = engine
+        self.fed = Federation(engine, config.federation.limits, ranks)
+        self.server = engine.experiment.algorithm.server_init(engine.experiment.model)
+        self.round = -engine.experiment.algorithm.preparation  # the last one done
+        self.abandoned = 0  # rounds in a row
+        self.seconds = 0.0
+        self.best = Best()
+
+    @property
+    def metric(self) -> str:
+        """By which rounds are compared."""
+        return METRICS[self.engine.experiment.data.task][0]
+
+    def step(self, round: int) -> tuple[dict[str, Any], float]:
+        """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
+        begun, faults = time.perf_counter(), len(self.fed.record.faults)
+        cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
+        line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
+        with solve_log.watched() as solves:
+            try:
+                self.server = self.fed.run_round(round, cohort, self.server)
+                self.abandoned = 0
+            except RoundAbandoned as why:
+                line["abandoned"] = str(why)
+                self.abandoned += 1
+        missed = self.fed.attendance.missed
+        if any(missed):
+            line["missed"] = [list(m) for m in missed] if round < 1 else list(missed[0])
+        tally = sum(
+            (solve_log.Tally(*each) for each in self.ranks.all_gather_object(solves.tally)),
+            start=solve_log.Tally(),
+        )
+        if report := self.fed.record.reported | tally.figures:
+            line["report"] = report
+        if self.config.privacy.noise:
+            line["epsilon"] = self._spent().epsilon
+        if self.fed.record.faults[faults:]:
+            line["faults"] = [asdict(f) for f in self.fed.record.faults[faults:]]
+        value = math.nan
+        if round > 0 and (round % self.config.evaluation.every == 0 or round == self.config.rounds):
+            splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
+            line |= measure(self.engine, round, self.server, splits)
+            value = self._select(round, line["val"][self.metric])
+        self.round = round
+        seconds = time.perf_counter() - begun
+        self.seconds += seconds
+        return line | asdict(self.fed.traffic) | {"seconds": round_to(seconds)}, value
+
+    def _spent(self) -> noise.Spent:
+        """What the noisy sums up to here have cost."""
+        clients, wanted = len(self.engine.experiment.data.clients), self.config.federation.clients_per_round
+        return noise.spent(
+            Counter(self.fed.sums.noisy.values()),
+            clients=clients,
+            cohort=wanted or clients,
+            noise=self.config.privacy.noise,
+            delta=self.config.privacy.delta,
+        )
+
+    def _select(self, round: int, values: list[float]) -> float:
+        """Keep the round if it is the best one on validation data so far."""
+        higher = HIGHER_IS_BETTER[self.metric]
+        value = summarise(values, higher_is_better=higher).mean
+        better = value > self.best.value if higher else value < self.best.value
+        if better or (self.best.snapshot is None and not math.isnan(value)):
+            self.best = Best(round, value, self._snapshot())
+        return value
+
+    def _snapshot(self) -> Tree:
+        """Server and clients as they are now; of the clients, those of this rank."""
+        return self.disk.copy({"server": self.server, "clients": self.engine.get_states()})
+
+    def _whole(self, tree: Tree) -> Tree:
+        """A snapshot with the clients of all ranks, on the first."""
+        return tree | {"clients": self.ranks.gather_to_root(tree["clients"], self._everybody)}
+
+    @property
+    def _everybody(self) -> range:
+        return range(len(self.engine.experiment.data.clients))
+
+    def save(self, folder: RunFolder, metrics_length: int) -> None:
+        """Write a checkpoint."""
+        status = {
+            "round": self.round,
+            "seconds": self.seconds,
+            "abandoned": self.abandoned,
+            "metrics_length": metrics_length,
+            "traffic": asdict(self.fed.traffic),
+            "looked_at": sorted(self.fed.record.gathered),
+            "noisy_sums": {str(round): sums for round, sums in self.fed.sums.noisy.items()},
+            "best_round": self.best.round,
+            "best_value": self.best.value,
+        }
+        now = {"server": self.server, "clients": self.engine.get_states()}
+        trees = {"state": (self.round, self._whole(now))}
+        if self.best.snapshot is not None:
+            trees["best"] = (self.best.round, self._whole(self.best.snapshot))
+        if self.ranks.rank == 0:
+            folder.save_checkpoint(status, trees, self.disk.touch)
+        if isinstance(self.engine, Losing):
+            self.engine.saved([tree["clients"] for _, tree in trees.values()])
+
+    def load(self, folder: RunFolder) -> None:
+        """Go back to the last checkpoint, or to the start."""
+        saved = folder.load_checkpoint()
+        if self.ranks.rank == 0:
+            folder.drop_stale()
+            folder.cut_metrics(saved[0]["metrics_length"] if saved else 0)
+        if saved is None:
+            return
+        status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
+        self.server = trees["state"]["server"]
+        self.engine.set_states(trees["state"]["clients"])
+        if isinstance(self.engine, Losing):
+            self.engine.saved([tree["clients"] for tree in trees.values()])
+        self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
+        self.best = Best(status["best_round"], status["best_value"], trees.get("best"))
+        self.fed.traffic = Traffic(**status["traffic"])
+        self.fed.record.gathered = set(status["looked_at"])
+        self.fed.sums.noisy = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
+
+    def _part(self, tree: Tree) -> Tree:
+        """Of a whole snapshot, server and this rank's clients."""
+        return tree | {"clients": self.ranks.own(tree["clients"], self._everybody)}
+
+    def finish(self, folder: RunFolder) -> None:
+        """Test both the last round and the one selected on validation data; save the personal models of both."""
+        if self.abandoned >= self.config.rounds:
+            reason = folder.metrics()[-1]["abandoned"] if self.ranks.rank == 0 else ""
+            raise RunError(f"{folder.path}: none of its {self.config.rounds} rounds could be used; the last: {reason}")
+        last = (self.round, self._snapshot())
+        # without validation samples nothing can be selected: the last round stands for both
+        selected = last if self.best.snapshot is None else (self.best.round, self.best.snapshot)
+        snapshots = {"last": last, "selected": selected}
+        results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
+        for kind, (round, tree) in snapshots.items():
+            self.engine.set_states(tree["clients"])
+            test = self._tested(folder, kind, round, tree["server"])
+            results[kind] = {"round": round, "test": _summaries(test), "clients": test}
+        self.engine.set_states(last[1]["clients"])
+        if self.ranks.rank:
+            return
+        if self.engine.experiment.unseen is not None:
+            results["unseen"] = self._onboard(folder, self.engine.experiment.unseen, results["last"]["test"])
+        lines = folder.metrics()
+        results |= {
+            "traffic": asdict(self.fed.traffic),
+            "seconds": round_to(self.seconds),
+            "gathered": sorted(self.fed.record.gathered),
+            "lines": len(lines),
+            **self._liars(),
+            "faults": sum(len(line.get("faults", [])) for line in lines),
+            "abandoned": sum("abandoned" in line for line in lines),
+        }
+        if self.config.privacy.secure_sum or self.config.privacy.clip:
+            results["privacy"] = self._privacy()
+        write_json(folder.path / RESULTS, results)
+
+    def _liars(self) -> dict[str, Any]:
+        """Who lied, in a simulation of an attack: figures of theirs are no figures."""
+        names = self.engine.experiment.data.clients
+        liars = attack_of(self.config).clients(len(names))
+        return {"attackers": sorted(names[c] for c in liars)} if liars else {}
+
+    def _privacy(self) -> dict[str, Any]:
+        """What was hidden, and what is known of it in numbers."""
+        section = self.config.privacy
+        figures: dict[str, Any] = {"secure_sum": section.secure_sum, "clip": section.clip, "noise": section.noise}
+        if section.noise:
+            figures |= {
+                "delta": section.delta,
+                "noisy_sums": sum(self.fed.sums.noisy.values()),
+                **asdict(self._spent()),
+            }
+        return figures
+
+    def _tested(self, folder: RunFolder, kind: str, round: int, server: Tree) -> dict[str, list[float]]:
+        """Test metrics of all clients; their personal models are saved as they come."""
+        names = self.engine.experiment.data.clients
+        if self.ranks.count == 1:
+            with folder.personal_models(kind) as keep:
+                return measure(self.engine, round, server, ["test"], lambda c, m: keep(names[c], m), kind)["test"]
+        mine: dict[int, Params] = {}
+        test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
+        stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
+        rows = self.ranks.gather_to_root(stack, self._everybody)
+        if rows is not None:
+            with folder.personal_models(kind) as keep:
+                for c in self._everybody:
+                    keep(names[c], {k: v[c] for k, v in rows.items()})
+        return test
+
+    def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
+        """Clients that took no part join now; what they reach, and by how much those who trained are better off."""
+        wanted = self.config.evaluation.unseen_epochs
+        joined = list(onboarded(self.engine.experiment, newcomers, self.server, EPOCHS if wanted is None else wanted))
+        with folder.personal_models("unseen") as keep:
+            for client, (model, _) in zip(newcomers.clients, joined, strict=True):
+                keep(client, model)
+        test = {k: [float(metrics["test"][k]) for _, metrics in joined] for k in seen}
+        summary = _summaries(test)
+        gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
+        return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
+
+
+def _summaries(metrics: dict[str, list[float]]) -> dict[str, Any]:
+    return {k: asdict(summarise(v, higher_is_better=HIGHER_IS_BETTER[k])) for k, v in metrics.items()}
+
+
+def measure(
+    engine: Engine,
+    round: int,
+    server: Tree,
+    splits: list[str],
+    keep: Callable[[int, Params], None] = lambda client, model: None,
+    kind: str = "",
+) -> dict[str, dict[str, list[float]]]:
+    """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
+    clients = len(engine.experiment.data.clients)
+    names = METRICS[engine.experiment.data.task]
+    out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
+    for group, by_split, stack in engine.evaluate(range(clients), round, server, splits, kind):
+        for split, metrics in by_split.items():
+            for name, values in metrics.items():
+                for client, value in zip(group, values.tolist(), strict=True):
+                    out[split][name][client] = value
+        for row, client in enumerate(group if stack else ()):  # the models of other ranks and of sites are there
+            keep(client, {k: v[row] for k, v in stack.items()})
+    return out
+
+
+def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
+    wanted = config.federation.clients_per_round or clients
+    if wanted == clients:
+        return tuple(range(clients))
+    drawn = stream(config.seed, round, "cohort").choice(clients, size=wanted, replace=False)
+    return tuple(sorted(int(c) for c in drawn))
+
+
+def round_to(seconds: float) -> float:
+    """Milliseconds are enough."""
+    return float(f"{seconds:.3f}")

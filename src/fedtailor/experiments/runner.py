@@ -1,0 +1,270 @@
+"""One run: rounds, validation, checkpoints, and at the end one look at the test data."""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, cast
+
+import torch
+
+from fedtailor import engines
+from fedtailor.core.engine import Engine
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.process_group import ALONE, ProcessGroup
+from fedtailor.core.samples import FederatedData
+from fedtailor.data.fingerprint import digest
+from fedtailor.engines import machine
+from fedtailor.engines.attacked import Attacked
+from fedtailor.engines.disk import Disk
+from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments import tracking, trust
+from fedtailor.experiments.building import attack_of, build_experiment
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.run_state import Run
+from fedtailor.experiments.source_code import code_of, notes, refuse_other_code
+from fedtailor.experiments.store import CONFIG, RunFolder
+from fedtailor.privacy.aggregate_only import Privacy
+
+ABANDONED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is told after a round."""
+
+    round: int
+    rounds: int
+    metric: str
+    value: float  # mean over clients, on validation data; not a number in rounds without evaluation
+    clients: int
+    faults: int
+    news: tuple[str, ...] = ()  # replies rejected in this round, or why it was abandoned
+    epsilon: float | None = None  # spent so far, where there is noise
+
+
+Listener = Callable[[Progress], None]
+
+
+class Options(TypedDict, total=False):
+    """What a run may be given beside its configuration and its folder."""
+
+    ranks: ProcessGroup  # every one of them makes the call; the first writes the folder
+    cores: int  # that it may use; 0 is all
+    loaded: FederatedData | None  # in place of the data that the configuration names
+    until: int | None  # the last round for now; `resume` goes on from there
+
+
+def about(
+    experiment: Experiment, config: RunConfig, engine: str, data_root: Path | None, ranks: int = 1
+) -> dict[str, Any]:
+    """What made a run, for people who find its folder."""
+    names, code = ("fedtailor", "torch", "numpy", "safetensors"), code_of(config)
+    return {
+        "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
+        "command": " ".join(["fedtailor", *sys.argv[1:]]),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "engine": engine,
+        "ranks": ranks,
+        "task_id": config.task_id,
+        "data_root": None if data_root is None else str(data_root.resolve()),
+        "data": experiment.data.name,
+        "files": digest(config.data),
+        "code": code,
+        "task": experiment.data.task,
+        "clients": list(experiment.data.clients),
+        "train_samples": experiment.data.train.sizes.tolist(),
+        "parameters": sum(v.numel() for v in experiment.model.trainable.values()),
+        "shape": list(experiment.data.shape),
+        "outputs": experiment.data.outputs,
+        "classes": list(experiment.data.classes),
+        "checked_lines": True,
+        "notes": [*experiment.data.notes, *notes(code)],
+    }
+
+
+def start(
+    config: RunConfig,
+    path: Path,
+    data_root: Path | None = None,
+    listener: Listener | None = None,
+    **options: Unpack[Options],
+) -> RunFolder:
+    """A new run in a new folder, to its end or as far as the options say."""
+    ranks, cores = options.get("ranks", ALONE), options.get("cores", 0)
+
+    def made() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
+        tracking.check(config.tracking)
+        experiment = build_experiment(config, data_root, options.get("loaded"))
+        trust.remember(config)
+        if ranks.count > 1 and experiment.aggregation != Privacy():
+            why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
+            raise ConfigError(f"{why}; run in one process")
+        name, why = config.federation.engine, "chosen"
+        if name == "auto" and config.privacy.secure_sum:
+            name, why = "wire", "secure sums need clients of their own"
+        elif name == "auto":
+            found = engines.choose(experiment, config.federation.clients_per_round, _workers(config, cores))
+            name, why = found.name, found.why
+        run = _begun(name, experiment, config, path, ranks, cores)
+        held.callback(run.engine.close)
+        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why}
+
+    with ExitStack() as held:
+        held.enter_context(machine.prepared(config.federation.threads or 1))
+        run, made_by = ranks.agreed(made)
+        prepared = run.engine.experiment.data.preparation
+        ranks.agreed(lambda: RunFolder.create(path, config, made_by, prepared) if ranks.rank == 0 else None)
+        return _train(RunFolder(path), run, listener, options.get("until"))
+
+
+def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener: Listener | None = None) -> RunFolder:
+    """The rounds of a run on an engine that is made already; goes on where the folder ends, if there is one.
+
+    Of a finished run only the end is done again: a site that was away then has no personal model yet.
+    """
+    trust.remember(config)
+    engine.start()
+    if not (path / CONFIG).exists():
+        RunFolder.create(path, config, about(engine.experiment, config, name, None))
+    folder = RunFolder.open(path)
+    if folder.config != config:
+        raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
+    refuse_other_code(folder)
+    return _train(folder, Run(config, engine, ALONE, _disk(config, path)), listener, None)
+
+
+def resume(
+    path: Path, data_root: Path | None = None, listener: Listener | None = None, **options: Unpack[Options]
+) -> RunFolder:
+    """Go on with a run from its last checkpoint; a finished one is left as it is."""
+    ranks, cores = options.get("ranks", ALONE), options.get("cores", 0)
+
+    def made() -> Run | None:
+        folder = RunFolder.open(path)
+        config, made_by = folder.config, folder.about
+        if folder.results is not None:
+            refuse_other_code(folder)
+            return None
+        tracking.check(config.tracking)
+        held.enter_context(machine.prepared(made_by["threads"]))
+        experiment = reload_experiment(folder, data_root, options.get("loaded"))
+        run = _begun(made_by["engine"], experiment, config, path, ranks, cores)
+        held.callback(run.engine.close)
+        return run
+
+    with ExitStack() as held:
+        run = ranks.agreed(made)
+        return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options.get("until"))
+
+
+def reload_experiment(
+    folder: RunFolder, data_root: Path | None = None, loaded: FederatedData | None = None
+) -> Experiment:
+    """The experiment that a run was started with; other data or other code of the user's is a `RunError`."""
+    refuse_other_code(folder)
+    made_by = folder.about
+    if data_root is None and made_by["data_root"] is not None:
+        data_root = Path(made_by["data_root"])
+    config = config_of(folder)
+    experiment = build_experiment(config, data_root, loaded)
+    found = (list(experiment.data.clients), experiment.data.train.sizes.tolist(), digest(config.data))
+    files = made_by.get("files") or found[2]  # older folders do not tell
+    if found != (made_by["clients"], made_by["train_samples"], files):
+        raise RunError(f"{folder.path}: the data is no longer what the run was started with")
+    return experiment
+
+
+def config_of(folder: RunFolder) -> RunConfig:
+    """What a run was started with; data that it, or its fit, keeps beside it has moved with it."""
+    config = folder.config
+    path: Path | None = getattr(config.data, "path", None)
+    if path is None or path.exists():
+        return config
+    kept = (base / "data" / ("" if path.name == "data" else path.name) for base in (folder.path, folder.path.parent))
+    for there in filter(Path.exists, kept):
+        return config.model_copy(update={"data": config.data.model_copy(update={"path": there})})
+    return config
+
+
+def _begun(
+    name: engines.EngineName, experiment: Experiment, config: RunConfig, path: Path, ranks: ProcessGroup, cores: int
+) -> Run:
+    """A run whose clients have their first state."""
+    engine: Engine
+    chunk, disk = config.federation.chunk, _disk(config, path)
+    if ranks.count > 1:
+        from fedtailor.engines.ranks import Sharded
+
+        engine = Sharded(experiment, name, chunk, ranks, disk)
+    else:
+        cohort = config.federation.clients_per_round
+        engine = engines.make(name, experiment, chunk, _workers(config, cores), disk, cohort)
+        if config.attack.name not in ("none", "label-flip"):
+            engine = cast(Engine, Attacked(engine, attack_of(config)))
+    engine.start()
+    return Run(config, engine, ranks, disk)
+
+
+def _workers(config: RunConfig, cores: int) -> int:
+    """Processes that a run may have, on so many cores; 0 is all."""
+    wanted = config.federation.workers or engines.cores()
+    return min(wanted, cores or wanted)
+
+
+def _disk(config: RunConfig, path: Path) -> Disk:
+    return Disk(path.absolute().parent, config.federation.budget)
+
+
+def _train(folder: RunFolder, run: Run, listener: Listener | None, until: int | None) -> RunFolder:
+    """The rounds that are still to do, and the end; with `until` only those up to there, and a checkpoint."""
+    config, ranks, saved_at, length = run.config, run.ranks, -math.inf, 0
+    last = config.rounds if until is None else min(until, config.rounds)
+    is_first = ranks.rank == 0
+    with ExitStack() as held:
+        ranks.agreed(lambda: held.enter_context(folder.locked()) if is_first else None)
+        ranks.agreed(lambda: run.load(folder))
+        tell = held.enter_context(tracking.followed(folder, config)) if is_first else None
+        if tell is not None:
+            for line in folder.metrics():  # a tracker may have lost the last of them
+                tell(line)
+        for round in range(run.round + 1, last + 1):
+            line, value = run.step(round)
+            if tell is not None:
+                length = folder.append_metrics(line)
+                tell(line)
+            if listener is not None:
+                clients, faults = len(run.fed.present), len(run.fed.record.faults)
+                before = run.engine.experiment.algorithm.preparation
+                done, total = round + before, config.rounds + before
+                listener(Progress(done, total, run.metric, value, clients, faults, _news(line), line.get("epsilon")))
+            if run.abandoned >= ABANDONED_IN_A_ROW:
+                named = line["abandoned"]
+                why = f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {named}"
+                ranks.agreed(partial(_refuse, why))
+            due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
+            if ranks.all_gather_object(due)[0] or round == last:  # clocks differ: the first rank's counts
+                run.save(folder, length)
+                saved_at = time.perf_counter()
+        if last == config.rounds:
+            run.finish(folder)
+    return folder
+
+
+def _refuse(why: str) -> None:
+    raise RunError(why)
+
+
+def _news(line: dict[str, Any]) -> tuple[str, ...]:
+    rejected = (f"round {f['round']}: {f['client']} rejected: {f['reason']}" for f in line.get("faults", []))
+    return *rejected, *([line["abandoned"]] if "abandoned" in line else [])

@@ -1,0 +1,298 @@
+"""The sections of a configuration: every key has one default and one sentence, here."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from fedtailor.core.environment import Environment
+from fedtailor.core.model import BufferPolicy
+from fedtailor.core.reply_validation import Limits
+from fedtailor.engines import EngineName, machine
+from fedtailor.engines.attacked import AttackName
+from fedtailor.errors import ConfigError
+from fedtailor.privacy.aggregate_only import Privacy
+from fedtailor.privacy.robust import RobustMean
+from fedtailor.training.optimizers import find as find_optimizer
+from fedtailor.training.schedules import Schedule, ScheduleName
+from fedtailor.training.solver import Solver
+
+
+class Section(BaseModel):
+    """Immutable; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Open(BaseModel):
+    """A section whose further keys are options of what it names, checked when that is built."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beyond the declared ones."""
+        return dict(self.model_extra or {})
+
+
+class AlgorithmSection(Open):
+    """Which algorithm, and its hyper-parameters."""
+
+    name: str = Field(
+        default="fedrep", description="Algorithm; fedtailor list algorithms shows them and their options."
+    )
+
+
+class ModelSection(Open):
+    """Which model, and its options."""
+
+    name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
+    head: tuple[str, ...] = Field(default=(), description="Modules of the personal head; empty: the model's default.")
+    buffers: BufferPolicy = Field(
+        default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
+    )
+    prior: Literal["none", "label"] = Field(
+        default="none", description="label: add each client's log label frequencies to its logits."
+    )
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
+
+
+class LocalSection(Section):
+    """How a client takes its local steps, the same for every algorithm."""
+
+    optimizer: str = Field(
+        default="sgd",
+        description='sgd, nesterov, adam, adamw or your own "module:function"; its state is reset every round.',
+    )
+    lr: float = Field(default=0.05, gt=0, description="Learning rate.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum (sgd and nesterov).")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay: added to the gradient; adamw: beside it.")
+    clip: float = Field(default=0.0, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping.")
+    batch_size: int = Field(default=32, ge=0, description="Batch size; 0: full batch.")
+    steps: int = Field(default=0, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data.")
+    schedule: ScheduleName = Field(default="constant", description="Learning rate: constant, cosine, linear or step.")
+    schedule_over: Literal["rounds", "steps"] = Field(
+        default="rounds", description="Whether it changes over the run's rounds or the steps of each training."
+    )
+    warmup: int = Field(default=0, ge=0, description="Rounds or steps in which the learning rate grows to lr.")
+    lr_end: float = Field(default=0.0, ge=0, le=1, description="Cosine and linear: where they end, as a share of lr.")
+    lr_decay: float = Field(default=0.1, gt=0, le=1, description="Step: the factor.")
+    lr_decay_every: int = Field(default=0, ge=0, description="Step: rounds or steps from one factor to the next.")
+    augment: Literal["crop-flip"] | None = Field(
+        default=None, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
+    )
+    kernels: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
+    )
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> LocalSection:
+        if self.schedule == "step" and not self.lr_decay_every:
+            raise ValueError('schedule = "step" needs lr_decay_every, such as 10')
+        if self.optimizer == "nesterov" and not self.momentum:
+            raise ValueError('optimizer = "nesterov" needs momentum, such as 0.9')
+        if ":" not in self.optimizer:  # what is one's own is not imported to look at a configuration
+            find_optimizer(self.optimizer)
+        return self
+
+    def made(self, rounds: int) -> Solver:
+        """For a run of so many rounds."""
+        schedule = Schedule(
+            self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
+        )
+        own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
+        return Solver(**self.model_dump(exclude=set(own)), schedule=schedule, epoch=self.steps)
+
+
+class FederationSection(Section):
+    """Who takes part in a round, and where clients run."""
+
+    engine: EngineName = Field(
+        default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="Torch threads; 0: one. Engine pool uses more cores.",
+    )
+    chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
+    workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
+    memory: int = Field(
+        default=0,
+        ge=0,
+        description="Memory budget (MB) for client states; the rest spills to disk. 0: half of the memory.",
+    )
+    clients_per_round: int = Field(default=0, ge=0, description="Clients sampled per round; 0: all.")
+    min_replies: int = Field(default=1, ge=1, description="A round with fewer usable replies is abandoned.")
+    max_norm: float = Field(default=1e8, gt=0, description="Replies with a larger norm are rejected.")
+    timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
+    deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
+    silence: float = Field(
+        default=10.0, gt=0, description="Seconds without a heartbeat after which a site counts as away."
+    )
+
+    @property
+    def budget(self) -> int:
+        """Bytes of private states that may be in memory."""
+        return self.memory * 2**20 or machine.memory() // 2
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.min_replies, self.max_norm)
+
+
+class EnvironmentSection(Section):
+    """Differences between clients beside their data. Lists have one number per client, in the order of their names."""
+
+    epochs: tuple[int, ...] = Field(default=(), description="Epochs a client runs for each epoch requested; empty: 1.")
+    answer: tuple[float, ...] = Field(default=(), description="Probability that a client's reply arrives; empty: 1.")
+    leave: float = Field(default=0.0, ge=0, lt=1, description="Probability per round that a client drops out for good.")
+    speed: tuple[float, ...] = Field(default=(), description="Samples a client processes per unit of time; empty: 1.")
+    jitter: float = Field(default=0.0, ge=0, description="Standard deviation of the log of a client's round time.")
+    deadline: float = Field(default=0.0, ge=0, description="Replies that take longer are lost; 0: no deadline.")
+    missing: Literal["renormalise", "stale"] = Field(
+        default="renormalise",
+        description="renormalise: average responders only; stale: count non-responders with the model they received.",
+    )
+
+    def made(self, clients: int, seed: int) -> Environment:
+        """For so many clients; refuses tables that do not fit."""
+        for name, least, most in (("epochs", 1, 10**6), ("answer", 0.0, 1.0), ("speed", 1e-12, math.inf)):
+            table = getattr(self, name)
+            if table and len(table) != clients:
+                raise ConfigError(f"environment.{name}: {len(table)} numbers for {clients} clients")
+            wrong = [v for v in table if not least <= v <= most]
+            if wrong:
+                raise ConfigError(f"environment.{name}: {wrong[0]:g} is not between {least:g} and {most:g}")
+        return Environment(seed=seed, **self.model_dump())
+
+
+class EvaluationSection(Section):
+    """When personal models are evaluated. Test data is read once, at the end, unless test_curve is set."""
+
+    every: int = Field(default=1, ge=1, description="Rounds between evaluations on validation data.")
+    test_curve: bool = Field(
+        default=False, description="Also record test metrics at each evaluation; never used for selection."
+    )
+    unseen: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Fraction of clients held out of training; they join at the end and are evaluated.",
+    )
+    unseen_epochs: int | None = Field(
+        default=None,
+        ge=0,
+        description="Epochs of fine-tuning for held-out clients; 3 by default.",
+    )
+
+
+class PrivacySection(Section):
+    """Protection of single clients. Secure sums and noise need algorithms that only sum replies."""
+
+    secure_sum: bool = Field(
+        default=False, description="Secure aggregation: the server sees masked sums only; needs the wire engine."
+    )
+    fraction_bits: int = Field(
+        default=32, ge=8, le=52, description="Fractional bits of the fixed-point numbers in a secure sum."
+    )
+    clip: float = Field(default=0.0, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping.")
+    noise: float = Field(
+        default=0.0,
+        ge=0,
+        description="Noise multiplier: noise std / clip. Clients then weigh equally.",
+    )
+    delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
+    secret_noise: bool = Field(
+        default=False,
+        description="Draw noise from the system, not the seed; runs are then not repeatable.",
+    )
+
+    def made(self) -> Privacy:
+        """Refuses what does not fit together."""
+        if self.noise and not self.clip:
+            raise ConfigError("privacy.noise requires privacy.clip, which bounds the influence of one client")
+        is_closed = self.secure_sum or self.noise > 0
+        return Privacy(self.secure_sum, self.fraction_bits, self.clip, self.noise, self.secret_noise, is_closed)
+
+
+class AggregationSection(Section):
+    """How replies are averaged, if some clients may lie. The default trusts all of them, and is exact."""
+
+    mean: Literal["weighted", "clients", "median", "trimmed", "geometric", "krum", "clipped"] = Field(
+        default="weighted",
+        description="Mean over clients: weighted by samples, clients (each the same), or robust: median, trimmed, "
+        "geometric, krum, clipped (to the median distance).",
+    )
+    liars: float = Field(default=0.2, ge=0, lt=0.5, description="Share of the clients that may lie; trimmed and krum.")
+
+    def made(self) -> RobustMean | None:
+        """None for the weighted mean."""
+        return None if self.mean == "weighted" else RobustMean(self.mean, self.liars)
+
+
+class AttackSection(Section):
+    """Simulated clients that lie."""
+
+    name: AttackName = Field(
+        default="none", description="none, sign-flip, scaling, noise (of their updates) or label-flip (of their data)."
+    )
+    share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
+    strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
+
+
+class CheckpointSection(Section):
+    """How often a run is checkpointed."""
+
+    every: int = Field(default=1, ge=1, description="Rounds between checkpoints.")
+    seconds: float = Field(default=2.0, ge=0, description="Minimum seconds between checkpoints.")
+
+
+class TrackingSection(Section):
+    """Experiment trackers; pip install 'fedtailor[trackers]' installs them."""
+
+    tensorboard: bool = Field(default=False, description="Write TensorBoard event files to the run folder.")
+    mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
+
+
+class CompareSection(Section):
+    """A grid of runs."""
+
+    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
+    algorithms: tuple[str | dict[str, Any], ...] = Field(
+        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
+    )
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
+    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
+
+
+def dotted(tables: Any) -> Any:
+    """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
+    if not isinstance(tables, dict):
+        return tables
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = dotted(value)
+        out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
+    return out
+
+
+Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
+
+
+class SearchSection(Section):
+    """Hyper-parameter search on validation data, before the comparison."""
+
+    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
+    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
+    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
+    space: Space = Field(
+        default_factory=dict, description='Values to try for all algorithms, by key: "local.lr" = [0.01, 0.1].'
+    )
+    algorithms: dict[str, Space] = Field(
+        default_factory=dict, description="Values to try for one algorithm, by its name or label."
+    )

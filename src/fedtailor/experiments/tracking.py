@@ -1,0 +1,189 @@
+"""Trackers follow a run: TensorBoard and MLflow are told what is recorded of each round. They never stop a run."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fedtailor.core.task import HIGHER_IS_BETTER
+from fedtailor.errors import ConfigError
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.sections import TrackingSection, dotted
+from fedtailor.experiments.store import RunFolder, read_json, write_json
+from fedtailor.metrics.summary import summarise
+
+log = logging.getLogger("fedtailor")
+TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # in the folder of a run
+
+Values = dict[str, float]
+Told = Callable[[dict[str, Any]], None]  # a recorded round
+
+
+def check(section: TrackingSection) -> None:
+    """Raise a `ConfigError` when a tracker is wanted that is not installed."""
+    for key, wanted in (("tensorboard", section.tensorboard), ("mlflow", section.mlflow is not None)):
+        if wanted and find_spec(key) is None:
+            raise ConfigError(f"tracking.{key}: {key} is not installed; pip install 'fedtailor[trackers]'")
+
+
+@contextmanager
+def followed(folder: RunFolder, config: RunConfig) -> Iterator[Told]:
+    """Tell the trackers of a configuration about rounds, and at the end about the results."""
+    wanted = config.tracking
+    opened = [
+        *([_Follower("tensorboard", lambda: _TensorBoard(folder))] if wanted.tensorboard else []),
+        *([_Follower("mlflow", lambda: _MLflow(folder, config, wanted.mlflow))] if wanted.mlflow else []),
+    ]
+
+    def tell(line: dict[str, Any]) -> None:
+        for follower in opened:
+            follower.tell(line["round"], of_round(line))
+
+    try:
+        yield tell
+    except BaseException:
+        for follower in opened:
+            follower.close(is_finished=False)
+        raise
+    for follower in opened:
+        for step, values in of_results(folder.results or {}):
+            follower.tell(step, values)
+        follower.close(is_finished=True)
+
+
+def of_round(line: Mapping[str, Any]) -> Values:
+    """What a tracker is told of a recorded round."""
+    values: Values = {}
+    for split in ("val", "test"):
+        for metric, clients in line.get(split, {}).items():
+            summary = summarise(clients, higher_is_better=HIGHER_IS_BETTER[metric])
+            values |= {f"{split}/{metric}": summary.mean, f"{split}/{metric} worst tenth": summary.worst_tenth}
+    for name, value in line.get("report", {}).items():
+        several = enumerate(value) if isinstance(value, list) else [(None, value)]
+        values |= {f"report/{name}" + ("" if i is None else f"/{i}"): v for i, v in several}
+    values |= {f"traffic/{key}": line[key] for key in ("up", "down", "trips")}
+    values |= {"clients/asked": len(line["cohort"]), "clients/rejected": len(line.get("faults", []))}
+    return values | {"seconds": line["seconds"]}
+
+
+def of_results(results: Mapping[str, Any]) -> Iterator[tuple[int, Values]]:
+    """What a tracker is told at the end: the test figures, each with the round that it is of."""
+    for kind in ("last", "selected"):
+        if kind in results:
+            result = results[kind]
+            values = {f"{kind}/test {metric}": summary["mean"] for metric, summary in result["test"].items()}
+            worst = {f"{kind}/test {metric} worst tenth": s["worst_tenth"] for metric, s in result["test"].items()}
+            yield result["round"], values | worst
+
+
+class _Follower:
+    """A tracker that is told each figure of a round once, and is left alone after its first failure."""
+
+    def __init__(self, name: str, opened: Callable[[], _TensorBoard | _MLflow]) -> None:
+        self.name = name
+        self.tracker: _TensorBoard | _MLflow | None = None
+        with self._forgiven():
+            self.tracker = opened()
+
+    def tell(self, step: int, values: Values) -> None:
+        """Rounds that are run again after a resume have been told already."""
+        if self.tracker is not None:
+            last = self.tracker.last
+            new = {k: v for k, v in values.items() if math.isfinite(v) and step > last.get(k, -math.inf)}
+            with self._forgiven():
+                self.tracker.write(step, new)
+                last |= dict.fromkeys(new, step)
+
+    def close(self, *, is_finished: bool) -> None:
+        if self.tracker is not None:
+            with self._forgiven():
+                self.tracker.close(is_finished)
+
+    @contextmanager
+    def _forgiven(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.tracker = None
+            why = " ".join(str(error).split()) or type(error).__name__
+            log.warning("tracking: %s failed and is told no more; the run goes on: %s", self.name, why)
+
+
+class _TensorBoard:
+    """Event files in the run's folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder.path / TENSORBOARD
+        self.last = _steps_in(path) if path.exists() else {}
+        self.writer: Any = SummaryWriter(str(path), flush_secs=10)
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self, is_finished: bool) -> None:
+        self.writer.close()
+
+
+def _steps_in(path: Path) -> dict[str, int]:
+    """The last step of each figure in a folder of event files."""
+    events: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    log_reader = events.EventAccumulator(str(path), size_guidance={events.SCALARS: 0})  # 0 is all
+    log_reader.Reload()
+    return {tag: max(event.step for event in log_reader.Scalars(tag)) for tag in log_reader.Tags()[events.SCALARS]}
+
+
+class _MLflow:
+    """A run of MLflow in a folder; the run's own folder remembers which."""
+
+    def __init__(self, folder: RunFolder, config: RunConfig, store: Path | None) -> None:
+        assert store is not None
+        # these are read when it is imported; it must report to nobody, and newer versions refuse folders unless told
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow: Any = importlib.import_module("mlflow")
+        self.entities = importlib.import_module("mlflow.entities")
+        store.mkdir(parents=True, exist_ok=True)
+        self.client = mlflow.MlflowClient(tracking_uri=store.resolve().as_uri())
+        known = folder.path / MLFLOW
+        self.last: dict[str, int] = {}
+        if known.exists():
+            self.run: str = read_json(known)["run"]
+            for key in self.client.get_run(self.run).data.metrics:
+                self.last[key] = max(point.step for point in self.client.get_metric_history(self.run, key))
+            self.client.update_run(self.run, status="RUNNING")
+            return
+        experiment = _experiment(self.client, config.data.source, store)
+        self.run = self.client.create_run(
+            experiment, run_name=folder.path.name, tags={"fedtailor.folder": str(folder.path.resolve())}
+        ).info.run_id
+        write_json(known, {"run": self.run})
+        parameters = [self.entities.Param(k, str(v)[:500]) for k, v in dotted(config.plain()).items()]
+        self.client.log_batch(self.run, params=parameters)
+
+    def write(self, step: int, values: Values) -> None:
+        now = int(time.time() * 1000)
+        points = [self.entities.Metric(k, float(v), now, step) for k, v in values.items()]
+        self.client.log_batch(self.run, metrics=points)
+
+    def close(self, is_finished: bool) -> None:
+        self.client.set_terminated(self.run, "FINISHED" if is_finished else "KILLED")
+
+
+def _experiment(client: Any, name: str, store: Path) -> str:
+    """The experiment of this name; runs that begin at the same time must not make two of it."""
+    with (store / ".fedtailor.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        existing = client.get_experiment_by_name(name)
+        return existing.experiment_id if existing is not None else client.create_experiment(name)

@@ -1,0 +1,1 @@
+"""Plain functions of tensors: fixed points and implicit gradients, ridge regression, the simplex, masks."""

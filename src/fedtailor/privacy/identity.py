@@ -1,0 +1,88 @@
+"""Who a site is: its certificate signs what it says in a secure sum, and it knows whose signatures to believe."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
+from cryptography.x509.oid import NameOID
+
+CERTIFICATE, KEY, AUTHORITY = "client.crt", "client.key", "rootCA.pem"  # as FLARE names them in a kit
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A site with its key, the authority of its federation, and its own list of partners."""
+
+    name: str
+    certificate: bytes  # DER
+    key: Any
+    authority: x509.Certificate
+    partners: Mapping[str, str]  # name -> sha256 of its certificate, or "" for any that the authority signed
+
+    def sign(self, statement: bytes) -> bytes:
+        """A signature that everybody with the authority's certificate can check."""
+        if isinstance(self.key, ec.EllipticCurvePrivateKey):
+            return self.key.sign(statement, ec.ECDSA(hashes.SHA256()))
+        signed: bytes = self.key.sign(statement, padding.PKCS1v15(), hashes.SHA256())
+        return signed
+
+    def name_in(self, certificate: bytes) -> str:
+        """Whose certificate it is; a ValueError if this site does not take it for a partner's."""
+        try:
+            read = x509.load_der_x509_certificate(certificate)
+            (common,) = read.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+            name = str(common.value)
+            read.verify_directly_issued_by(self.authority)
+        except (ValueError, TypeError, InvalidSignature):
+            raise ValueError("a partner without a certificate of this federation") from None
+        if not read.not_valid_before_utc <= datetime.now(UTC) <= read.not_valid_after_utc:
+            raise ValueError(f'the certificate of "{name}" is not valid today')
+        if self.partners and name != self.name:
+            if name not in self.partners:
+                raise ValueError(f'"{name}" is not among the partners of this site')
+            if (pinned := self.partners[name]) and hashlib.sha256(certificate).hexdigest() != pinned:
+                raise ValueError(f'"{name}" has another certificate than the partner of this site')
+        return name
+
+    def check(self, certificate: bytes, signature: bytes, statement: bytes, what: str) -> str:
+        """Who signed a statement; a ValueError if nobody of this federation did."""
+        name, public = self.name_in(certificate), x509.load_der_x509_certificate(certificate).public_key()
+        try:
+            if isinstance(public, ec.EllipticCurvePublicKey):
+                public.verify(signature, statement, ec.ECDSA(hashes.SHA256()))
+            elif isinstance(public, rsa.RSAPublicKey):
+                public.verify(signature, statement, padding.PKCS1v15(), hashes.SHA256())
+            else:
+                raise InvalidSignature
+        except InvalidSignature:
+            raise ValueError(f'{what} of "{name}" is not signed by it') from None
+        return name
+
+
+def read_identity(startup: Path, partners: Sequence[str]) -> Identity | None:
+    """The identity in a kit's startup folder; None if there is no kit."""
+    if not all((startup / file).is_file() for file in (CERTIFICATE, KEY, AUTHORITY)):
+        return None
+    certificate = x509.load_pem_x509_certificate((startup / CERTIFICATE).read_bytes())
+    (common,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return Identity(
+        name=str(common.value),
+        certificate=certificate.public_bytes(serialization.Encoding.DER),
+        key=serialization.load_pem_private_key((startup / KEY).read_bytes(), None),
+        authority=x509.load_pem_x509_certificate((startup / AUTHORITY).read_bytes()),
+        partners=dict(_named(partner) for partner in partners),
+    )
+
+
+def _named(partner: str) -> tuple[str, str]:
+    name, _, pinned = partner.partition(" sha256:")
+    return name.strip(), pinned.strip().lower()

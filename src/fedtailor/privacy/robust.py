@@ -1,0 +1,108 @@
+"""Means that a few clients cannot move far, whatever they send. `rows` has one client per row.
+
+Median and trimmed mean: Yin et al., ICML 2018. Krum: Blanchard et al., NeurIPS 2017. Geometric median: Pillutla et al.,
+IEEE TSP 2022. All of them count every client once: a weight would be one more thing to lie about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.trees import Tree, leaves, rebuild
+from fedtailor.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedtailor.core.federation import Federation
+    from fedtailor.core.per_client import PerClient
+
+MeanName = Literal["clients", "median", "trimmed", "geometric", "krum", "clipped"]
+STEPS = 32  # of the geometric median
+
+
+@dataclass(frozen=True)
+class RobustMean:
+    """`fed.mean` of replies, if up to a share of the clients may lie."""
+
+    name: MeanName
+    liars: float  # share of the clients
+
+    def mean(self, fed: Federation, x: PerClient) -> Tree:
+        """The mean; how far each client is from it, in multiples of the median distance, is recorded."""
+        tree = x.rows(fed.group)
+        each = leaves(tree)
+        rows = torch.cat([v.flatten(1).double() for v in each], dim=1)
+        center = MEANS[self.name](rows, math.floor(self.liars * len(rows)))
+        away = (rows - center).norm(dim=1)
+        fed.report(distance=list(away / away.median().clamp(min=1e-300)))
+        sizes = [v[0].numel() for v in each]
+        parts = zip(center.split(sizes), each, strict=True)
+        return rebuild(tree, (_typed(part.reshape(v.shape[1:]), v.dtype) for part, v in parts))
+
+
+def _typed(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return (value if dtype.is_floating_point else value.round()).to(dtype)
+
+
+def clients_mean(rows: Tensor, liars: int) -> Tensor:
+    """Every client the same, whatever number of samples it claims to have."""
+    return rows.mean(0)
+
+
+def median(rows: Tensor, liars: int) -> Tensor:
+    """The middle of every coordinate."""
+    ordered = rows.sort(0).values
+    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
+
+
+def trimmed(rows: Tensor, liars: int) -> Tensor:
+    """The mean of every coordinate without the largest and the smallest values, as many as may lie of each."""
+    _few(rows, liars, 2 * liars + 1, "trimmed")
+    return rows.sort(0).values[liars : len(rows) - liars].mean(0)
+
+
+def geometric(rows: Tensor, liars: int) -> Tensor:
+    """The point with the least sum of distances, by Weiszfeld's iteration."""
+    center = median(rows, liars)
+    for _ in range(STEPS):
+        away = (rows - center).norm(dim=1)
+        weight = 1 / away.clamp(min=1e-6 * float(away.max()) + 1e-300)
+        center = (weight[:, None] * rows).sum(0) / weight.sum()
+    return center
+
+
+def krum(rows: Tensor, liars: int) -> Tensor:
+    """The mean of those that are nearest to their neighbours (Multi-Krum), without as many as may lie."""
+    _few(rows, liars, liars + 3, "krum")
+    apart = torch.cdist(rows, rows).square().sort(1).values[:, 1 : len(rows) - liars - 1]
+    return rows[apart.sum(1).topk(len(rows) - liars, largest=False).indices].mean(0)
+
+
+def clipped(rows: Tensor, liars: int) -> Tensor:
+    """The mean after everybody is brought to within the median distance from the coordinate-wise median."""
+    center = median(rows, liars)
+    moves = rows - center
+    away = moves.norm(dim=1)
+    return center + (moves * (away.median() / away.clamp(min=1e-300)).clamp(max=1)[:, None]).mean(0)
+
+
+def _few(rows: Tensor, liars: int, least: int, name: str) -> None:
+    if len(rows) < least:
+        raise ConfigError(
+            f'aggregation.mean = "{name}": {len(rows)} clients of which {liars} may lie; at least {least} are needed'
+        )
+
+
+MEANS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "clients": clients_mean,
+    "median": median,
+    "trimmed": trimmed,
+    "geometric": geometric,
+    "krum": krum,
+    "clipped": clipped,
+}

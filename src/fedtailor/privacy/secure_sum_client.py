@@ -1,0 +1,334 @@
+"""A client's part in secure sums: it keeps its replies, answers the steps of a sum, and refuses what would open one.
+
+What all clients of a sum must agree on is hashed into one transcript: the run, the round, the call and the message that
+they answered, the term, and everybody's keys. Keys are derived from it, so clients that were told different things
+cannot open anything together. Before the last step every client signs the transcript and who is counted, and opens
+nothing without the same word from as many as the threshold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtailor.core.trees import Tree, items
+from fedtailor.privacy import secure_sum
+from fedtailor.privacy.secure_sum import Dealt, Masked
+
+if TYPE_CHECKING:
+    from fedtailor.privacy.identity import Identity
+
+ADVERT = 2 * secure_sum.KEY
+LONGEST = 65_536  # bytes of a card: keys, certificate, signature
+FRACTION_BITS = 52  # of a double
+
+
+@dataclass(frozen=True)
+class Term:
+    """What of a client's replies enters a sum, times its weight if one is named; the weight then is the last number."""
+
+    call: int
+    paths: tuple[str, ...]
+    weight: tuple[int, str] | None = None  # call and path
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {"call": self.call, "paths": list(self.paths), "weight": self.weight and list(self.weight)}
+
+    @staticmethod
+    def read(header: Mapping[str, Any]) -> Term:
+        weight = header["weight"]
+        return Term(header["call"], tuple(header["paths"]), None if weight is None else (weight[0], weight[1]))
+
+    @property
+    def calls(self) -> list[int]:
+        return sorted({self.call, *(self.weight or ())[:1]})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a sum is of, before anybody's keys are known."""
+
+    run: str
+    round: int
+    number: int
+    term: Term
+    messages: tuple[str, ...]  # hashes of what the calls of the term were asked with
+
+    @property
+    def text(self) -> bytes:
+        return json.dumps([self.run, self.round, self.number, self.term.header, self.messages]).encode()
+
+
+def transcript(asked: Asked, cards: Mapping[int, bytes], threshold: int, fraction_bits: int) -> bytes:
+    """One hash over all that the clients of a sum must have been told alike."""
+    digest = hashlib.sha256(b"fedtailor secure sum|" + asked.text + b"|%d|%d" % (threshold, fraction_bits))
+    for client in sorted(cards):
+        digest.update(b"|%d|%d|" % (client, len(cards[client])) + cards[client])
+    return digest.digest()
+
+
+def statement(kind: bytes, text: bytes, clients: Iterable[int] = ()) -> bytes:
+    """What is signed."""
+    return b"fedtailor %s|%s|%s" % (kind, json.dumps(sorted(clients)).encode(), hashlib.sha256(text).digest())
+
+
+def said(function: str, placed: Sequence[bool], args: Sequence[Tree]) -> str:
+    """A hash over a call and the part of its message that is the same for all clients."""
+    digest = hashlib.sha256(json.dumps([function, list(placed)]).encode())
+    for i, (arg, own) in enumerate(zip(args, placed, strict=True)):
+        for path, leaf in () if own else items(arg):
+            digest.update(f"|{i}|{path}|{leaf.dtype}|{list(leaf.shape)}|".encode())
+            digest.update(leaf.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Opened:
+    """Which clients the replies to each call of the latest round were added up over.
+
+    It outlives a round that is begun again, and at a site its process: two sums of the same replies over different
+    clients differ by the replies of those who are in one only.
+    """
+
+    def __init__(self, round: int | None = None, cohorts: Mapping[int, Iterable[str]] | None = None) -> None:
+        self.round = round
+        self.cohorts = {call: frozenset(names) for call, names in (cohorts or {}).items()}
+        self.save: Callable[[Opened], None] = lambda opened: None
+
+    def claim(self, round: int, calls: Iterable[int], names: Iterable[str]) -> None:
+        """The replies to these calls are summed over these clients, or a ValueError says why not."""
+        if self.round is not None and round < self.round:
+            raise ValueError(f"a sum of round {round}, and round {self.round} was summed before")
+        cohorts, cohort = dict(self.cohorts) if round == self.round else {}, frozenset(names)
+        for call in calls:
+            if cohorts.setdefault(call, cohort) != cohort:
+                raise ValueError(f"replies to call {call} of round {round} were summed over other clients before")
+        self.round, self.cohorts = round, cohorts
+        self.save(self)
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who takes part, and on what conditions."""
+
+    me: int
+    sums_of: int = 2  # replies of fewer clients are not added up
+    identity: Identity | None = None  # None: all clients are in one process, and nothing is signed
+    run: str = ""
+    opened: Opened = field(default_factory=Opened)
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """A sum in which the shares are dealt: the protocol's state, and what was agreed on."""
+
+    state: Dealt
+    asked: Asked
+    names: dict[int, str]
+    certificates: dict[int, bytes]
+    fraction_bits: int
+
+
+@dataclass(frozen=True)
+class _Masked:
+    state: Masked
+    dealt: _Dealt
+    survivors: frozenset[int] = frozenset()  # that were confirmed
+
+
+class Member:
+    """What one client remembers of the sums of one round."""
+
+    def __init__(self, party: Party) -> None:
+        self.party = party
+        self._replies: dict[int, dict[str, Tensor]] = {}
+        self._messages: dict[int, str] = {}
+        self._stages: dict[int, Any] = {}
+
+    def keep(self, call: int, reply: Tree, message: str = "") -> None:
+        """A reply that stays here until it is asked for as a term of a sum; `message` is a hash of what it answers."""
+        if call in self._replies and self._messages[call] != message:
+            raise ValueError(f"call {call} was answered before, to another message")
+        self._replies[call], self._messages[call] = dict(items(reply)), message
+
+    def answer(self, header: dict[str, Any], tree: Tree) -> tuple[dict[str, Any], Tree]:
+        """One step of a sum; each can be made once, in order."""
+        number, about = header["sum"], {"round": header["round"], "sum": header["sum"]}
+        steps = {
+            "keys": self._keys,
+            "deal": self._deal,
+            "mask": self._mask,
+            "confirm": self._confirm,
+            "reveal": self._reveal,
+        }
+        try:
+            reply = steps[header["step"]](number, header, tree)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            return {"error": str(error)}, None
+        if isinstance(stage := self._stages.get(number), _Dealt):  # the server opens with it, and can check nothing
+            about["transcript"] = stage.state.context.hex()
+        return about, reply
+
+    def _keys(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
+        """Fresh keys; the certificate signs that they are for this sum of this round of this run."""
+        if number in self._stages:
+            raise ValueError(f"sum {number} was begun before")
+        term = Term.read(header["term"])
+        for call, path in [*((term.call, p) for p in term.paths), *([term.weight] if term.weight else [])]:
+            if path not in self._replies.get(call, {}):
+                raise ValueError(f'no reply "{path}" of call {call} is kept here')
+        messages = tuple(self._messages[call] for call in term.calls)
+        asked = Asked(self.party.run, header["round"], number, term, messages)
+        keys, advert = secure_sum.advertise()
+        self._stages[number] = (keys, asked)
+        identity = self.party.identity
+        if identity is None:
+            return packed([advert])
+        signed = identity.sign(statement(b"keys", asked.text + advert, [self.party.me]))
+        return packed([advert, identity.certificate, signed])
+
+    def _deal(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
+        """Shares for partners whose certificates and signatures are good; who they are is fixed from here on."""
+        keys, asked = self._stage(number, tuple)
+        clients, threshold, bits = header["clients"], header["threshold"], header["fraction_bits"]
+        if not 0 <= bits <= FRACTION_BITS:
+            raise ValueError(f"{bits} bits behind the point; 0 to {FRACTION_BITS} are possible")
+        if len(set(clients)) < self.party.sums_of:
+            raise ValueError(
+                f"a sum of {len(set(clients))} clients; of fewer than {self.party.sums_of} none is opened here"
+            )
+        cards = dict(zip(clients, unpacked(tree), strict=True))
+        adverts, names, certificates = {}, {}, {}
+        for client, card in cards.items():
+            adverts[client], names[client], certificates[client] = self._read(client, card, asked)
+        if len(set(names.values())) != len(clients):
+            raise ValueError("a partner is named twice")
+        if self.party.identity is not None and names.get(self.party.me) != self.party.identity.name:
+            raise ValueError("my own place is given to another")
+        context = transcript(asked, cards, threshold, bits)
+        state, sealed = secure_sum.deal(keys, self.party.me, adverts, threshold, context)
+        self._stages[number] = _Dealt(state, asked, names, certificates, bits)
+        return rows_of(sealed[c] for c in clients if c != self.party.me)
+
+    def _read(self, client: int, card: bytes, asked: Asked) -> tuple[bytes, str, bytes]:
+        """The keys of a partner, who it is, and its certificate."""
+        identity, parts = self.party.identity, split(card)
+        if len(parts) != (1 if identity is None else 3) or len(parts[0]) != ADVERT:
+            raise ValueError(f"the keys of client {client} are not signed")
+        if identity is None:
+            return parts[0], str(client), b""
+        advert, certificate, signature = parts
+        about = statement(b"keys", asked.text + advert, [client])
+        return advert, identity.check(certificate, signature, about, "a key"), certificate
+
+    def _mask(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
+        dealt = self._stage(number, _Dealt)
+        words = secure_sum.encoded(self._vector(dealt.asked.term), dealt.fraction_bits, len(dealt.names))
+        inbox = dict(zip(header["dealers"], as_bytes(tree), strict=True))
+        state, masked = secure_sum.mask(dealt.state, inbox, words)
+        self._stages[number] = _Masked(state, dealt)
+        return torch.from_numpy(masked.view(np.int64))
+
+    def _confirm(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
+        """My word on who is counted; it is given once, and for the replies to a call once and for all."""
+        masked = self._stage(number, _Masked)
+        survivors, dealt = frozenset(header["survivors"]), masked.dealt
+        if masked.survivors:
+            raise ValueError(f"sum {number} was confirmed before")
+        if len(survivors) < self.party.sums_of:
+            raise ValueError(
+                f"a sum of {len(survivors)} clients; of fewer than {self.party.sums_of} none is opened here"
+            )
+        secure_sum.reveal(masked.state, survivors)  # or it says why not
+        names = [dealt.names[c] for c in survivors]
+        self.party.opened.claim(dealt.asked.round, dealt.asked.term.calls, names)
+        self._stages[number] = _Masked(masked.state, dealt, survivors)
+        word = statement(b"survivors", dealt.state.context, survivors)
+        identity = self.party.identity
+        return as_tensor(hashlib.sha256(word).digest() if identity is None else identity.sign(word))
+
+    def _reveal(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
+        """Shares that open the sum, if enough partners have given the same word."""
+        masked = self._stage(number, _Masked)
+        if not masked.survivors:
+            raise ValueError(f"sum {number} is not confirmed")
+        word, identity = statement(b"survivors", masked.dealt.state.context, masked.survivors), self.party.identity
+        signatures = dict(zip(header["signers"], unpacked(tree), strict=True))
+        if not signatures.keys() <= masked.survivors or len(signatures) < masked.state.threshold:
+            raise ValueError(f"{len(signatures)} clients confirm who is counted, {masked.state.threshold} needed")
+        for client, signature in signatures.items():
+            if identity is None:
+                if signature != hashlib.sha256(word).digest():
+                    raise ValueError(f"client {client} confirms other clients than this one")
+            else:
+                identity.check(masked.dealt.certificates[client], signature, word, "a word on who is counted")
+        shares = secure_sum.reveal(masked.state, masked.survivors)
+        return rows_of(shares[c] for c in sorted(shares))
+
+    def _stage(self, number: int, kind: type[Any]) -> Any:
+        """The state before a step; it is taken, so that no step can be made twice."""
+        stage = self._stages.get(number)
+        if not isinstance(stage, kind):
+            raise ValueError(f"sum {number} is not at this step")
+        self._stages[number] = None
+        return stage
+
+    def _vector(self, term: Term) -> np.ndarray[Any, np.dtype[np.float64]]:
+        parts = [self._replies[term.call][path].double().flatten() for path in term.paths]
+        vector = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        if term.weight is not None:
+            weight = self._replies[term.weight[0]][term.weight[1]].double().reshape(1)
+            vector = torch.cat([vector * weight, weight])
+        return vector.numpy()
+
+
+def as_tensor(message: bytes) -> Tensor:
+    """Bytes as a tensor, which is what messages are made of."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def rows_of(messages: Any) -> Tensor:
+    """Messages of equal length as rows."""
+    rows = [as_tensor(m) for m in messages]
+    return torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.uint8)
+
+
+def as_bytes(rows: Tensor) -> list[bytes]:
+    """The rows as they were before `rows_of`."""
+    return [row.numpy().tobytes() for row in rows]
+
+
+def joined(parts: Iterable[bytes]) -> bytes:
+    """Messages of any length as one."""
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def split(message: bytes) -> list[bytes]:
+    """The messages as they were before `joined`."""
+    parts, at = [], 0
+    while at < len(message):
+        end = at + 4 + int.from_bytes(message[at : at + 4], "little")
+        if end > len(message):
+            raise ValueError("a message that is cut short")
+        parts.append(message[at + 4 : end])
+        at = end
+    return parts
+
+
+def packed(parts: Iterable[bytes]) -> Tensor:
+    """`joined`, as a tensor."""
+    return as_tensor(joined(parts))
+
+
+def unpacked(tree: Tensor) -> list[bytes]:
+    """The messages as they were before `packed`."""
+    if tree.dtype != torch.uint8 or tree.dim() != 1:
+        raise ValueError("a message of the wrong form")
+    return split(tree.numpy().tobytes())

@@ -1,0 +1,42 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+from fedtailor.studies.tables import number
+
+
+def unit(metric: str) -> str:
+    """What stands behind a value of the metric."""
+    return "\u00a0%" if metric == "accuracy" else ""
+
+
+def value(metric: str, x: float) -> str:
+    """A value with its unit."""
+    return number(metric, x) + (unit(metric) if math.isfinite(x) else "")
+
+
+def signed(metric: str, x: float) -> str:
+    """A difference with its sign; points are those of a percentage."""
+    if not math.isfinite(x):
+        return "-"
+    return f"{100 * x:+.2f}\u00a0points" if metric == "accuracy" else f"{x:+.4g}"
+
+
+def count(n: int, noun: str) -> str:
+    """Such as "1 client" or "3 clients"."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def label(metric: str) -> str:
+    """An axis."""
+    return metric + (" (%)" if metric == "accuracy" else "")

@@ -1,0 +1,1 @@
+"""Personal models of a finished run: predict, export, onboard."""

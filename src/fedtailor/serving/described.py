@@ -1,0 +1,97 @@
+"""What a file says of the model in it: checked before anything of that size or kind is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fedtailor.core.model import Model
+from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments.building import model_of
+from fedtailor.experiments.config import RunConfig
+
+LARGEST = 65_536  # any whole number among the options of a model, such as a width or a number of layers
+MOST = 2**28  # numbers in one sample
+
+Size = Annotated[int, Field(ge=1, le=2**24)]
+
+
+class Described(BaseModel):
+    """Samples and outputs of a model."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    task: str = Field(max_length=40)
+    shape: list[Size] = Field(min_length=1, max_length=8)
+    outputs: Size
+    classes: list[str]
+
+
+def described(about: Any, origin: str) -> Described:
+    """The description in a file; one that no run could have written is a `RunError` that names the key."""
+    try:
+        found = Described.model_validate({k: about[k] for k in Described.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RunError(f"{origin}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (KeyError, TypeError):
+        raise RunError(f"{origin}: does not say what its model reads; another version of fedtailor wrote it") from None
+    if math.prod(found.shape) > MOST:
+        raise RunError(f"{origin}: shape: samples of {found.shape} are too large")
+    if found.classes and len(found.classes) != found.outputs:
+        raise RunError(f"{origin}: classes: {len(found.classes)} names for {found.outputs} outputs")
+    return found
+
+
+def part_of(folder: Path, name: Any) -> Path:
+    """A folder in another one, by the name that a file gives; a way out of it is a `RunError`."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise RunError(f"{folder}: names {name!r}, which is no folder in it")
+    return folder / name
+
+
+def check_options(config: RunConfig, origin: str) -> None:
+    """Options of a model from outside: no number so large that making it would exhaust the machine."""
+    for key, number in _numbers(config.model.options):
+        if abs(number) > LARGEST:
+            raise RunError(f"{origin}: model.{key} = {number}: larger than any model here ({LARGEST})")
+
+
+def model_in(config: RunConfig, about: Described, tensors: Mapping[str, Tensor], origin: str) -> Model:
+    """The model of a configuration, made only after its shapes, without numbers, were found to be those of the file."""
+    check_options(config, origin)
+    shape = tuple(about.shape)
+    if ":" not in config.model.name:  # own classes are trusted, and need not be made without numbers
+        try:
+            with torch.device("meta"):
+                plan = model_of(config, shape, about.outputs)
+        except (ConfigError, TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
+            raise RunError(f"{origin}: model.name {config.model.name}: cannot be made as it says: {error}") from None
+        for name, value in plan.params.items():
+            found = tensors.get(name)
+            if found is not None and found.shape != value.shape:
+                raise RunError(
+                    f'{origin}: "{name}" has the shape {list(found.shape)}, not {list(value.shape)} as the model says'
+                )
+        size, there = sum(v.numel() for v in plan.params.values()), sum(v.numel() for v in tensors.values())
+        if size > 2 * there + LARGEST:
+            raise RunError(f"{origin}: the model has {size} parameters, and only {there} numbers are there")
+    return model_of(config, shape, about.outputs)
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Every number among options, with its key."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(inner, str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, key)
+    elif isinstance(value, int | float):
+        yield key, value

@@ -1,0 +1,83 @@
+"""A newcomer with its own data gets a personal model from a finished run; nobody else is touched."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedtailor.core.samples import FederatedData
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.folder import load_newcomer
+from fedtailor.errors import ConfigError, DataError, RunError, nearest
+from fedtailor.experiments.building import load
+from fedtailor.experiments.config import RunConfig, parse, read_toml
+from fedtailor.experiments.newcomers import EPOCHS, onboarded
+from fedtailor.experiments.runner import config_of, reload_experiment
+from fedtailor.experiments.store import FIT, RunFolder, read_json
+from fedtailor.serving.described import part_of
+
+
+class Newcomer(NamedTuple):
+    """Where its model is, its number of samples by split, and its metrics by split."""
+
+    path: Path
+    samples: dict[str, int]
+    metrics: dict[str, dict[str, float]]
+
+
+def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: Path | None = None) -> Newcomer:
+    """Adapt the run's last common state to the newcomer's data, save its model in the run's folder and measure it."""
+    folder = RunFolder.open(joined_run(run))
+    run = folder.path
+    saved = folder.load_checkpoint()
+    if folder.results is None or saved is None:
+        raise RunError(f"{run}: not finished yet; fedtailor resume {shlex.quote(str(run))} goes on with it")
+    folder.new_newcomer(name)
+    experiment = reload_experiment(folder, data_root)
+    if name in experiment.data.clients:
+        raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
+    made_by = folder.about["data_root"]
+    root = Path(made_by) if data_root is None and made_by else data_root
+    own = _read(config_of(folder), file, name, root).to(experiment.model.dtype)
+    for what in ("task", "shape", "outputs"):
+        if getattr(own, what) != getattr(experiment.data, what):
+            raise DataError(
+                f"{file}: {what} of its samples is {getattr(own, what)}, of the run's {getattr(experiment.data, what)}"
+            )
+    ((model, found),) = onboarded(experiment, own, saved[1]["state"]["server"], epochs)
+    samples = {split: len(getattr(own, split).x) for split in ("train", "val", "test")}
+    metrics = {split: {k: float(v) for k, v in values.items()} for split, values in found.items()}
+    about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
+    if own.preparation is not None and name in own.preparation.sites:
+        about["preparation"] = own.preparation.of(name).model_dump(mode="json")
+    return Newcomer(folder.save_newcomer(name, model, about | {"samples": samples} | metrics), samples, metrics)
+
+
+def joined_run(path: Path) -> Path:
+    """The run that a newcomer joins: of a fit the one that serves its sites best together."""
+    if not (path / FIT).exists():
+        return path
+    chosen = read_json(path / FIT)
+    if "newcomers" not in chosen:
+        raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on")
+    return part_of(path, chosen["newcomers"])
+
+
+def _read(config: RunConfig, file: Path, name: str, root: Path | None) -> FederatedData:
+    """The newcomer's data: a file beside those of a folder, else the [data] of a configuration."""
+    if isinstance(config.data, FolderConfig):
+        return load_newcomer(config.data, file, name, seed=config.seed)
+    if file.suffix != ".toml":
+        raise ConfigError(f"{file}: this run reads {config.data.source}; give a TOML file with a [data] table")
+    tables = read_toml(file)
+    if "data" not in tables:
+        raise ConfigError(f"{file}: has no [data] table that says where the newcomer's samples come from")
+    own = parse({"data": tables["data"]}, origin=str(file)).data
+    found = load(config.model_copy(update={"data": own}), root)
+    if name in found.clients:
+        return found.only([found.clients.index(name)])
+    if len(found.clients) > 1:
+        raise ConfigError(f'{file}: has several clients and none is "{name}"; {nearest(name, found.clients)}')
+    return replace(found, clients=(name,))

@@ -1,0 +1,250 @@
+"""A site's personal model, taken from the folder of a run or a fit, ready to predict."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor import algorithms
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params
+from fedtailor.data.files import read_npz
+from fedtailor.data.folder import check_numbers, numbers
+from fedtailor.data.frames import as_frame
+from fedtailor.data.preparation import NumberColumn, Preparation
+from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
+from fedtailor.errors import DataError, RunError, nearest
+from fedtailor.experiments.runner import reload_experiment
+from fedtailor.experiments.source_code import refuse_other_code
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
+from fedtailor.serving.described import described, model_in, part_of
+
+if TYPE_CHECKING:
+    import polars as pl
+
+ROWS = 4096  # at a time
+
+
+@dataclass(frozen=True)
+class Personal:
+    """The model that serves one site."""
+
+    site: str
+    algorithm: Algorithm
+    model: Model
+    params: Params
+    task: str
+    classes: tuple[str, ...] = ()
+    preparation: Preparation | None = None
+    source: str = ""  # the folder of the run
+    notes: list[str] = field(default_factory=list)  # what was told while rows were read
+
+    @property
+    def title(self) -> str:
+        """The algorithm, for people."""
+        return self.algorithm.title or type(self.algorithm).__name__
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Classes in the order of the outputs, as whole numbers if all of them are; none where they have no names."""
+        try:
+            whole = np.array([int(name) for name in self.classes], dtype=np.int64)
+        except (ValueError, OverflowError):
+            return np.array(self.classes)
+        # 01 and 1 are two classes
+        return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """What the model says of samples, as in training: logits, or standardised numbers."""
+        with torch.no_grad():
+            parts = [self.algorithm.predict(self.model, self.params, part) for part in x.split(ROWS)]
+        return torch.cat(parts)
+
+    def readable(self, outputs: Tensor) -> Tensor:
+        """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
+        if self.task == "classification":
+            return outputs.softmax(1)
+        target = None if self.preparation is None else self.preparation.target
+        return outputs if target is None else outputs * target.sd + target.mean
+
+    def predict(self, rows: Any) -> NDArray[Any]:
+        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array of samples."""
+        found = self._readable(rows)
+        if self.task != "classification":
+            return found.squeeze(1) if found.shape[1] == 1 else found
+        likely = found.argmax(1)
+        return self.labels[likely] if self.classes else likely
+
+    def predict_proba(self, rows: Any) -> NDArray[np.float64]:
+        """The probability of each class, one column each, in the order of `labels`."""
+        if self.task != "classification":
+            raise DataError(f'"{self.site}" predicts a number; predict_proba is for classes')
+        return self._readable(rows)
+
+    def _readable(self, rows: Any) -> NDArray[np.float64]:
+        if isinstance(rows, np.ndarray | Tensor):
+            x = torch.as_tensor(rows)
+            x = x.to(self.model.dtype) if x.is_floating_point() else x
+        else:
+            x = self.encode(self.table(Path("rows"), as_frame(rows)))
+        return self.readable(self.outputs(x)).double().numpy()
+
+    def table(self, path: Path, frame: pl.DataFrame) -> Table:
+        """The columns of a frame that the model uses; `path` is its name in messages."""
+        used = [] if self.preparation is None else [column.name for column in self.preparation.columns]
+        return table_of(path, frame, ignore=[name for name in frame.columns if name not in used])
+
+    def encode(self, table: Table) -> Tensor:
+        """The features of a table's rows; it may have other columns too, and need not have the target."""
+        if self.preparation is None:
+            raise DataError(
+                f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
+            )
+        for column in self.preparation.columns:
+            if column.name not in table.columns:
+                hint = nearest(column.name, table.names)
+                raise DataError(f'{table.path}: no column "{column.name}", which the model needs; {hint}')
+            if isinstance(column, NumberColumn):
+                check_numbers(table, column.name, column.is_date)
+        split = {kind: [c.name for c in self.preparation.columns if c.kind == kind] for kind in ("number", "category")}
+        numeric = {name: numbers(table.columns[name]) for name in split["number"]}
+        categorical = {name: table.columns[name].labels() for name in split["category"]}
+        x = self.preparation.encode(self.site, numeric, categorical, str(table.path), self.notes)
+        return torch.from_numpy(x).to(self.model.dtype)
+
+    def __repr__(self) -> str:
+        what = f"classes {', '.join(self.classes)}" if self.classes else self.task
+        return f"Personal({self.site}: {self.title}, {what})"
+
+
+def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
+    """The run that serves a site, the one that a fit chose for it or the only one, and which of its two models."""
+    kind = "selected"
+    if not (path / FIT).exists():
+        folder = RunFolder.open(path)
+    else:
+        chosen = read_json(path / FIT)
+        if "sites" not in chosen:
+            raise RunError(
+                f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on"
+            )
+        joined = part_of(path, chosen["newcomers"])
+        known = {name: part_of(path, row["run"]) for name, row in chosen["sites"].items()}
+        known |= dict.fromkeys(_newcomers(joined), joined)
+        if site not in known:
+            raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
+        folder, kind = RunFolder.open(known[site]), chosen["kind"]
+    if folder.results is None:
+        raise RunError(
+            f"{folder.path}: not finished yet; fedtailor resume {shlex.quote(str(folder.path))} goes on with it"
+        )
+    return folder, kind
+
+
+def _newcomers(run: Path) -> list[str]:
+    return sorted(p.parent.name for p in run.glob("newcomers/*/index.json"))
+
+
+def sites_of(folder: RunFolder) -> list[str]:
+    """All that have a model in a run."""
+    return [*folder.about["clients"], *_newcomers(folder.path)]
+
+
+def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
+    """The model of a site in the folder of a fit, or of a run: there of the round selected on validation data."""
+    folder, kind = run_of(path, site)
+    if site not in sites_of(folder):
+        raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
+    refuse_other_code(folder)
+    config, made_by, preparation = folder.config, folder.about, folder.preparation
+    if "shape" not in made_by:  # from before it was kept
+        data = reload_experiment(folder, data_root).data
+        preparation = data.preparation
+        kept = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
+        made_by = {"task": made_by["task"]} | kept
+    says = described(made_by, str(folder.path / ABOUT))
+    newcomer = site in _newcomers(folder.path)
+    if newcomer and (own := read_json(folder.path / "newcomers" / site / "newcomer.json").get("preparation")):
+        preparation = Preparation.model_validate(own)
+    if preparation is not None and preparation.sites and site not in preparation.sites:
+        raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
+    params = folder.newcomer(site) if newcomer else folder.personal(site, kind)
+    return Personal(
+        site=site,
+        algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
+        model=model_in(config, says, params, str(folder.path)),
+        params=params,
+        task=says.task,
+        classes=tuple(says.classes),
+        preparation=preparation.of(site) if preparation is not None else None,
+        source=str(folder.path),
+    )
+
+
+def predicted(model: Personal, file: Path) -> pl.DataFrame:
+    """The rows of a file with a column `prediction` and, for classes, their probabilities."""
+    import polars as pl
+
+    if file.suffix == ".npz":
+        x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
+        x = x.to(model.model.dtype) if x.is_floating_point() else x
+        frame = pl.DataFrame({"sample": range(len(x))})
+    elif client_name(file) is None:
+        raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
+    else:
+        frame, values = read_rows(file)
+        x = model.encode(model.table(file, values))
+    try:
+        found = model.readable(model.outputs(x))
+    except RuntimeError as error:
+        raise DataError(f"{file}: its samples of shape {list(x.shape[1:])} do not fit the model: {error}") from None
+    columns: dict[str, Any]
+    if model.task == "classification":
+        names = model.classes or tuple(map(str, range(found.shape[1])))
+        columns = {"prediction": [names[i] for i in found.argmax(1).tolist()]}
+        columns |= {f"probability {name}": found[:, i].tolist() for i, name in enumerate(names)}
+    else:
+        ends = [""] if found.shape[1] == 1 else [f" {i + 1}" for i in range(found.shape[1])]
+        columns = {f"prediction{end}": found[:, i].tolist() for i, end in enumerate(ends)}
+    for name in columns:
+        if name in frame.columns:
+            raise DataError(f'{file}: has a column "{name}" already; rename or remove it')
+    return frame.with_columns(**{name: pl.Series(name, values) for name, values in columns.items()})
+
+
+def write_frame(path: Path, frame: pl.DataFrame) -> None:
+    """As Parquet or CSV, by the ending; whole or not at all."""
+    check_ending(path)
+    name, content = path.name.lower(), io.BytesIO()
+    if name.endswith(".parquet"):
+        frame.write_parquet(content)
+    else:
+        _plain(frame).write_csv(content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ",")
+    write_atomically(path, gzip.compress(content.getvalue(), mtime=0) if name.endswith(".gz") else content.getvalue())
+
+
+def check_ending(path: Path) -> None:
+    """Fail unless predictions can be written to a file of this name."""
+    if not path.name.lower().endswith(SUFFIXES):
+        raise RunError(f"{path}: cannot be written; known endings: {', '.join(SUFFIXES)}")
+
+
+def _plain(frame: pl.DataFrame) -> pl.DataFrame:
+    """A frame with text for what CSV has no form of, such as lists."""
+    import polars as pl
+
+    odd = [s for s in frame if s.dtype.is_nested() or s.dtype in (pl.Duration, pl.Binary, pl.Object)]
+    return frame.with_columns(
+        pl.Series(s.name, [None if value is None else str(value) for value in s.to_list()], dtype=pl.String)
+        for s in odd
+    )

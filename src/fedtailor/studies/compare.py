@@ -1,0 +1,174 @@
+"""A grid of algorithms and seeds on one task: cells run side by side, each resumable, and end in one table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from fedtailor import algorithms
+from fedtailor.data.fingerprint import digest
+from fedtailor.errors import ConfigError, RunError, UserError
+from fedtailor.experiments.config import CompareConfig, parse, with_values
+from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.metrics.summary import over_seeds, share_hurt
+from fedtailor.studies import search
+from fedtailor.studies.grid import Cell, Told, folder_name, run_cells
+
+GRID, TABLE = "compare.json", "table.md"
+
+
+def cells(config: CompareConfig, folder: Path, found: Mapping[str, search.Settings] | None = None) -> list[Cell]:
+    """The grid, algorithm by algorithm, with what a search found; all are checked before the first one runs."""
+    for key, instead in (("algorithm", "compare.algorithms"), ("seed", "compare.seeds")):
+        if key in config.model_fields_set:
+            raise ConfigError(f'"{key}" has no meaning in a comparison; set {instead}')
+    out = []
+    for label, tables in _entries(config):
+        tables = with_values(tables, (found or {}).get(label, {}))
+        for seed in config.compare.seeds:
+            run = parse(tables | {"seed": seed})
+            out.append(Cell(label, seed, folder / folder_name(label, seed), run))
+    if len({*config.compare.seeds}) < len(config.compare.seeds):
+        raise ConfigError(f"compare.seeds = {list(config.compare.seeds)}: a seed stands there twice")
+    if len({cell.folder for cell in out}) < len(out):
+        raise ConfigError('compare.algorithms: two entries are the same; give one of them a "label"')
+    return out
+
+
+def _entries(config: CompareConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Label and configuration, but for the seed, of every algorithm."""
+    common = {k: v for k, v in config.plain().items() if k not in ("compare", "search", "algorithm", "seed")}
+    out = []
+    for entry in config.compare.algorithms:
+        table = {"name": entry} if isinstance(entry, str) else dict(entry)
+        label = str(table.pop("label", ""))
+        name = str(table.get("name", ""))
+        made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
+        twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
+        options = "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
+        out.append((label or (made.title or type(made).__name__) + options, common | {"algorithm": table}))
+    return out
+
+
+def run_grid(config: CompareConfig, folder: Path, data_root: Path | None, told: Told) -> list[Cell]:
+    """Run what is not finished yet of a comparison, after the search if there is one."""
+    grid, workers = cells(config, folder), config.compare.workers
+    trials = _trials(config, folder)
+    _claim(config, folder)
+    if config.search is not None:
+        grid = cells(config, folder, search.run(config.search, trials, folder, workers, data_root, told))
+    run_cells(grid, workers, data_root, told)
+    return grid
+
+
+def _trials(config: CompareConfig, folder: Path) -> search.Trials:
+    """The runs of the search; none if nothing is searched."""
+    if config.search is None:
+        return {}
+    names = [(label, str(tables["algorithm"]["name"]), tables) for label, tables in _entries(config)]
+    search.check_names(config.search, {n for label, name, _ in names for n in (label, name)})
+    subjects = [search.Subject(label, t, search.space_of(config.search, name, label)) for label, name, t in names]
+    return search.plan(config.search, subjects, config.compare.seeds, folder)
+
+
+def _claim(config: CompareConfig, folder: Path) -> None:
+    """A folder belongs to one task; its grid may grow by algorithms and seeds, and its search by trials."""
+    free = ("compare", "search", "algorithm", "seed", "federation", "tracking")
+    fixed = {k: v for k, v in config.plain().items() if k not in free}
+    path, files = folder / GRID, digest(config.data)
+    if path.exists():
+        there = read_json(path)
+        before = there.pop("files", None)  # older folders do not tell
+        if there != fixed:
+            raise RunError(f"{folder}: holds a comparison on another task; use --fresh for a new folder, or --out")
+        if None not in (before, files) and before != files:
+            raise RunError(f"{folder}: the data is no longer what it was; use --fresh for a new folder, or --out")
+        files = files or before
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, fixed | {"files": files})
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run takes, on average."""
+
+    up: float  # bytes
+    down: float
+    trips: float
+    seconds: float
+
+    @property
+    def bytes(self) -> float:
+        return self.up + self.down
+
+
+@dataclass(frozen=True)
+class Row:
+    """An algorithm in the table; figures over seeds."""
+
+    label: str
+    metric: str
+    last: tuple[float, float]  # mean over seeds of the mean over clients; spread over seeds
+    selected: tuple[float, float]
+    client_std: float
+    worst_tenth: float
+    hurt: float
+    cost: Cost
+    means: Mapping[int, float]  # by seed: mean over clients in the last round
+
+
+def rows(grid: list[Cell]) -> list[Row]:
+    """One row per algorithm; clients are compared with Local of the same seed, in the last round."""
+    results = {(c.label, c.seed): read_json(c.folder / RESULTS) for c in grid if (c.folder / RESULTS).exists()}
+    local = {
+        c.seed: results[c.label, c.seed]
+        for c in grid
+        if c.config.algorithm.name == "local" and (c.label, c.seed) in results
+    }
+    out = []
+    for label in dict.fromkeys(c.label for c in grid):
+        found = {seed: r for (name, seed), r in results.items() if name == label}
+        if not found:
+            continue
+        metric, higher = next(iter(found.values()))["metric"], next(iter(found.values()))["higher_is_better"]
+        hurt = [
+            share_hurt(r["last"]["clients"][metric], local[s]["last"]["clients"][metric], higher_is_better=higher)
+            for s, r in found.items()
+            if s in local
+        ]
+        tests = {seed: r["last"]["test"][metric] for seed, r in found.items()}
+        out.append(
+            Row(
+                label,
+                metric,
+                over_seeds([t["mean"] for t in tests.values()]),
+                over_seeds([r["selected"]["test"][metric]["mean"] for r in found.values()]),
+                mean(t["std"] for t in tests.values()),
+                mean(t["worst_tenth"] for t in tests.values()),
+                mean(hurt) if hurt else math.nan,
+                Cost(
+                    up=mean(r["traffic"]["up"] for r in found.values()),
+                    down=mean(r["traffic"]["down"] for r in found.values()),
+                    trips=mean(r["traffic"]["trips"] for r in found.values()),
+                    seconds=mean(r["seconds"] for r in found.values()),
+                ),
+                {seed: t["mean"] for seed, t in tests.items()},
+            )
+        )
+    return out
+
+
+def local_reference(folder: RunFolder) -> dict[str, Any] | None:
+    """The results of a finished Local run on the same task beside this one, if there is one."""
+    task = folder.about["task_id"]
+    for other in sorted(folder.path.resolve().parent.glob(f"*/{RESULTS}")):
+        sibling = RunFolder(other.parent)
+        with suppress(UserError):  # a damaged neighbour is none
+            if sibling.about["task_id"] == task and sibling.config.algorithm.name == "local":
+                return sibling.results
+    return None

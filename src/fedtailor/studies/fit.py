@@ -1,0 +1,345 @@
+"""Own data in one line: sensible settings, every site alone and in common beside it, and a personal model for each.
+
+With "auto", candidates are compared by successive halving: half of them are dropped at each budget, the others go on
+from their checkpoints. Then each site gets the one that serves it best. All of it on validation data; test data is
+read by the runs that end, for the table, and by no choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtailor import algorithms, data
+from fedtailor.core.algorithm import reply_names
+from fedtailor.core.samples import FederatedData
+from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
+from fedtailor.data.fingerprint import digest
+from fedtailor.errors import ClientError, ConfigError, RunError, UserError
+from fedtailor.experiments import runner, trust
+from fedtailor.experiments.building import build_experiment, load
+from fedtailor.experiments.config import RunConfig, parse, with_settings, with_values
+from fedtailor.experiments.source_code import code_of, difference
+from fedtailor.experiments.store import CONFIG, FIT, RunFolder, read_json, write_json
+from fedtailor.metrics.summary import share_hurt, summarise
+from fedtailor.serving.personal import Personal
+from fedtailor.studies.grid import Cell, Told, folder_name
+from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
+
+ROUNDS = 32
+ALONE, COMMON = "local", "fedavg"
+KIND = "last"  # round; choosing the best one on validation data would flatter those that vary most
+MOST_ROWS = 100_000  # of a site that are used, unless data.max_samples says otherwise
+NETWORK: tuple[dict[str, Any], ...] = (
+    {"name": "fedavg+ft"},
+    {"name": "fedper"},
+    {"name": "fedrep", "head_epochs": 2},
+    {"name": "ditto", "lam": 0.1},
+    {"name": "learn2pfed-net"},
+    {"name": "fedselect"},
+)
+LINEAR_CLASSES: tuple[dict[str, Any], ...] = (  # a linear model has no body under its head
+    {"name": "fedavg+ft"},
+    {"name": "ditto", "lam": 0.1},
+    {"name": "learn2pfed-net"},
+    {"name": "fedselect"},
+)
+BODY_AND_HEAD = ("fedper", "fedrep", "fedbabu", "lg-fedavg", "fedpac", "fedeq", "knn-per")  # share one of the two
+LINEAR_NUMBERS: tuple[dict[str, Any], ...] = (
+    {"name": "fedavg+ft"},
+    {"name": "ditto", "lam": 0.1},
+    {"name": "learn2pfed"},
+    {"name": "empiricalbayes"},
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run: the references to their end, the candidates as long as they are among the better half."""
+
+    algorithm: str
+    alone: Cell
+    common: Cell
+    candidates: list[Cell]
+    budgets: list[int]  # rounds after which half of the candidates are dropped
+    data: FederatedData
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [self.alone, self.common, *self.candidates]
+
+
+def plan(
+    source: Mapping[str, Any],
+    out: Path,
+    *,
+    algorithm: str = "auto",
+    rounds: int = 0,
+    seed: int = 0,
+    settings: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    data_root: Path | None = None,
+    loaded: FederatedData | None = None,
+) -> Plan:
+    """Read the data, settle what was left open, and check every run before the first one begins."""
+    tables: dict[str, Any] = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
+    tables = with_values(with_settings(tables, settings), values or {})
+    if "algorithm" in tables and algorithm == "auto":
+        raise ConfigError("--set algorithm...: for one algorithm; name it with --algorithm")
+    base: RunConfig = parse(tables, origin="fit")
+    loaded = loaded or load(base, data_root)
+    if not len(loaded.val.x):
+        raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
+    tables = settled(tables, loaded, algorithm)
+    own = dict(tables.pop("algorithm", {}))
+    wanted = candidates_for(parse(tables).model.name, loaded) if algorithm == "auto" else [own | {"name": algorithm}]
+    alone, common = (_cell(tables, {"name": name}, out) for name in (ALONE, COMMON))
+    if len(loaded.clients) == 1:  # nobody to share with
+        return Plan(ALONE, alone, alone, [], [], loaded)
+    others = [_cell(tables, table, out) for table in wanted if table["name"] not in (ALONE, COMMON) or len(table) > 1]
+    for cell in (alone, common, *others):
+        build_experiment(cell.config, data_root, loaded)
+    every, total = alone.config.evaluation.every, alone.config.rounds
+    budgets = sorted({max(every, total * part // 4 // every * every) for part in (1, 2)} - {total})
+    return Plan(algorithm, alone, common, others, budgets if algorithm == "auto" else [], loaded)
+
+
+def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
+    """More validation samples than a single run has: more depends on them here."""
+    kind = data.SOURCES.get(str(source.get("source", "folder")))
+    known = {} if kind is None else kind.config.model_fields
+    out: dict[str, Any] = {"val": 0.2} if "val" in known else {}
+    if source.get("source", "folder") == "folder":
+        out |= {"source": "folder", "max_samples": MOST_ROWS}
+    return out | dict(source)
+
+
+def settled(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "auto") -> dict[str, Any]:
+    """Model, step size and batches that suit the data, where nothing else was said."""
+    rows, inputs, largest = len(loaded.train.x), math.prod(loaded.shape), int(loaded.train.sizes.max())
+    model: dict[str, Any]
+    if len(loaded.shape) == 3:
+        model = {"name": "lenet5" if loaded.shape[0] == 3 else "fmnist-cnn"}
+    elif (rows < 30 * inputs or inputs == 1) and algorithm.lower() not in BODY_AND_HEAD:
+        model = {"name": "linear"}
+    else:
+        model = {"name": "mlp", "hidden": [32] if rows < 10_000 else [64, 64]}
+    given = tables.get("model", {})
+    model = model | given if given.get("name", model["name"]) == model["name"] else dict(given)
+    batch = 16 if largest < 1000 else 32 if largest < 10_000 else 256
+    local = {"lr": 0.05, "batch_size": batch, "clip": 10.0} | tables.get("local", {})
+    every = {"every": max(1, int(tables["rounds"]) // 8)} | tables.get("evaluation", {})
+    return tables | {"model": model, "local": local, "evaluation": every}
+
+
+def candidates_for(model: str, loaded: FederatedData) -> list[dict[str, Any]]:
+    """What is tried with "auto"."""
+    if model != "linear":
+        return [dict(table) for table in NETWORK]
+    return [dict(table) for table in (LINEAR_CLASSES if loaded.task == "classification" else LINEAR_NUMBERS)]
+
+
+def _cell(tables: dict[str, Any], algorithm: dict[str, Any], out: Path) -> Cell:
+    made = algorithms.make(str(algorithm["name"]), {k: v for k, v in algorithm.items() if k != "name"})
+    title = made.title or type(made).__name__
+    config: RunConfig = parse(tables | {"algorithm": algorithm}, origin="fit")
+    return Cell(title, config.seed, out / folder_name(title, config.seed), config)
+
+
+def fit(
+    source: Mapping[str, Any],
+    out: Path,
+    *,
+    algorithm: str = "auto",
+    data_root: Path | None = None,
+    told: Told = lambda cell, round, rounds: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run what is missing of a fit, choose for every site, and record it; returns the record, as fit.json has it.
+
+    source: the table [data] of a configuration; a folder of files if it names no source.
+    options: as those of `plan`.
+    """
+    made = plan(source, out, algorithm=algorithm, data_root=data_root, **options)
+    claim = {
+        "algorithm": algorithm,
+        "caution": CAUTION,
+        "runs": [cell.config.plain() for cell in made.cells],
+        "files": digest(made.alone.config.data),
+        "code": [code_of(cell.config) for cell in made.cells],
+    }
+    _claim(out, claim)
+    finished, dropped = run_plan(made, data_root, told)
+    record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
+    write_json(out / FIT, record)
+    return record
+
+
+def _claim(out: Path, claim: dict[str, Any]) -> None:
+    """A folder belongs to one fit, and the same fit goes on in it."""
+    path = out / FIT
+    if path.exists():
+        now = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
+        there = now | read_json(path)["settings"]
+        if there | now != claim:
+            raise RunError(f"{out}: holds another fit; choose another folder with --out")
+        if there["files"] != claim["files"]:
+            raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
+        if what := next(filter(None, map(difference, there["code"], claim["code"])), ""):
+            raise RunError(f"{out}: {what} since it was fitted; choose another folder with --out")
+        return
+    if out.exists() and any(out.glob(f"*/{CONFIG}")):
+        raise RunError(f"{out}: holds other runs; choose another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"settings": claim})
+
+
+def run_plan(made: Plan, data_root: Path | None, told: Told) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """Run references and candidates; returns what came to its end, and what was dropped when and why."""
+
+    def run(cell: Cell, until: int | None) -> None:
+        def listen(p: runner.Progress) -> None:
+            told(cell.folder.name, p.round, p.rounds)
+
+        if (cell.folder / CONFIG).exists():
+            trust.remember(cell.config)
+            runner.resume(cell.folder, data_root, listen, loaded=made.data, until=until)
+        else:
+            runner.start(cell.config, cell.folder, data_root, listen, loaded=made.data, until=until)
+
+    for cell in (made.alone, made.common):
+        run(cell, None)
+    alive, dropped = list(made.candidates), []
+    for until in (*made.budgets, None):
+        for cell in list(alive):
+            try:
+                run(cell, until)
+            except (UserError, ClientError) as error:
+                if made.algorithm != "auto":
+                    raise
+                alive.remove(cell)
+                dropped.append({"label": cell.label, "round": 0, "val": None, "why": str(error)})
+        if until is not None and len(alive) > 1:
+            ranked = sorted(alive, key=lambda cell: standing(cell, until), reverse=True)
+            kept = ranked[: -(-len(ranked) // 2)]
+            for cell in ranked[len(kept) :]:
+                value = abs(standing(cell, until)[0])
+                dropped.append({"label": cell.label, "round": until, "val": value, "why": "the other half is better"})
+            alive = [cell for cell in alive if cell in kept]
+    return [made.alone, made.common, *alive], dropped
+
+
+def standing(cell: Cell, until: int) -> tuple[float, float]:
+    """How good a run is on validation data in its best round so far; higher is better."""
+    folder = RunFolder(cell.folder)
+    metric, *others = METRICS[folder.about["task"]]
+    found = []
+    for line in folder.metrics():
+        if "val" in line and line["round"] <= until:
+            means = {m: summarise(line["val"][m], higher_is_better=True).mean for m in (metric, *others)}
+            signed = [means[m] if HIGHER_IS_BETTER[m] else -means[m] for m in (metric, *others)]
+            found.append((signed[0], signed[1]))
+    fine = [pair for pair in found if all(map(math.isfinite, pair))]
+    return max(fine, default=(-math.inf, -math.inf))
+
+
+def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Floats]]:
+    """For each site one score per validation sample of its model: right or not, and minus its squared error."""
+    folder = RunFolder(cell.folder)
+    setting = build_experiment(cell.config, None, loaded)
+    names = ("metric", "error") if loaded.task == "classification" else ("error",)
+    out: dict[str, list[Floats]] = {name: [] for name in names}
+    for i, site in enumerate(loaded.clients):
+        x, y = setting.data.val.of(i)
+        own = Personal(site, setting.algorithm, setting.model, folder.personal(site, KIND), loaded.task)
+        outputs = own.outputs(x) if len(x) else y.new_zeros((0, loaded.outputs), dtype=setting.model.dtype)
+        if "metric" in out:
+            out["metric"].append((outputs.argmax(1) == y).double().numpy())
+            wanted = torch.nn.functional.one_hot(y, loaded.outputs)
+            outputs, y = outputs.softmax(1), wanted
+        out["error"].append(-(outputs - y).double().square().sum(1).numpy())
+    return out
+
+
+def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
+    """Who is served by what, how sure that is, and beside it the figures on test data."""
+    scores = {cell.label: validation_scores(cell, made.data) for cell in finished}
+    by_label = {cell.label: cell for cell in finished}
+    names = list(scores[made.alone.label])
+    is_bounded = made.data.task == "classification"
+    views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name], is_bounded) for name in names]
+    labels, estimates = choose(views, made.alone.label)
+    found = estimates[0]
+    if made.algorithm != "auto":
+        labels = [(made.candidates[0] if made.candidates else _reference(made)).label] * len(labels)
+    metric = METRICS[made.data.task][0]
+    figures = {label: _tested(cell, metric) for label, cell in by_label.items()}
+    unit = made.data.preparation.target.sd if made.data.preparation is not None and metric == "rmse" else 1.0
+    sites: dict[str, dict[str, Any]] = {}
+    for i, (site, label) in enumerate(zip(made.data.clients, labels, strict=True)):
+        sites[site] = {
+            "run": by_label[label].folder.name,
+            "served": label,
+            "train": int(made.data.train.sizes[i]),
+            "val": int(made.data.val.sizes[i]),
+            "test": int(made.data.test.sizes[i]),
+            "alone": figures[made.alone.label][i] * unit,
+            "common": figures[made.common.label][i] * unit,
+            "personal": figures[label][i] * unit,
+            "gains": {name: _told(gain, i) for name, gain in zip(names, estimates, strict=True)},
+        }
+    together = [label for label in found if label in labels] or list(found)
+    best = max(together, key=lambda label: sum(g.mean for g in found[label]), default=made.alone.label)
+    higher = HIGHER_IS_BETTER[metric]
+    return {
+        "kind": KIND,
+        "metric": metric,
+        "higher_is_better": higher,
+        "task": made.data.task,
+        "data": made.data.name,
+        "model": made.alone.config.model.name,
+        "rounds": made.alone.config.rounds,
+        "target": made.data.preparation.target.name if made.data.preparation is not None else "",
+        "sites": sites,
+        "newcomers": by_label[best].folder.name,
+        "shared": {label: shared(by_label[label]) for label in dict.fromkeys([*labels, made.common.label])},
+        "means": {
+            "alone": summarise([s["alone"] for s in sites.values()], higher_is_better=higher).mean,
+            "common": summarise([s["common"] for s in sites.values()], higher_is_better=higher).mean,
+            "personal": summarise([s["personal"] for s in sites.values()], higher_is_better=higher).mean,
+        },
+        "hurt": share_hurt(
+            [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
+        ),
+        "notes": list(made.data.notes),
+    }
+
+
+def _told(found: Mapping[str, Sequence[Gain]], site: int) -> dict[str, Any]:
+    """Estimated gains over training alone on validation data, by algorithm."""
+    return {
+        label: {"mean": each[site].mean, "sd": each[site].sd}
+        for label, each in found.items()
+        if math.isfinite(each[site].sd) and math.isfinite(each[site].mean)
+    }
+
+
+def _reference(made: Plan) -> Cell:
+    return made.common if made.algorithm.lower() == COMMON else made.alone
+
+
+def _tested(cell: Cell, metric: str) -> list[float]:
+    results = RunFolder(cell.folder).results
+    assert results is not None
+    return list(results[KIND]["clients"][metric])
+
+
+def shared(cell: Cell) -> dict[str, str]:
+    """In words, what leaves a site and what stays."""
+    made = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
+    return {"sent": ", ".join(reply_names(made)) or "nothing", "private": made.private}

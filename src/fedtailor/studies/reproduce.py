@@ -1,0 +1,272 @@
+"""Published tables, run again: rows by columns by seeds from one TOML file, ours beside the paper's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+
+from fedtailor import models
+from fedtailor.algorithms import algorithms
+from fedtailor.errors import ClientError, ConfigError, RunError, nearest
+from fedtailor.experiments.config import RunConfig, parse, read_toml, with_values
+from fedtailor.experiments.sections import SearchSection, Section, Space
+from fedtailor.experiments.store import RESULTS, RunFolder, read_json
+from fedtailor.metrics.memory import training_step
+from fedtailor.metrics.summary import over_seeds
+from fedtailor.studies import search
+from fedtailor.studies.explain import overlap_by_classes
+from fedtailor.studies.grid import Cell, Told, folder_name, refuse_failed, run_cells, try_cells
+
+Scale = Literal["cpu", "paper"]
+
+
+LEARNING_SEED = 1000
+
+
+class Part(Section):
+    """A row or a column: what it sets, key by key, on top of what is common."""
+
+    name: str
+    set: dict[str, Any] = Field(default_factory=dict)
+    by_column: tuple[dict[str, Any], ...] = ()  # further settings of a row, one table per column
+    search: Space = Field(default_factory=dict)  # of a row: values to try beside those that all rows try
+    learned_once: bool = False  # a row whose theta is learned in one run before, for all seeds
+    paper: tuple[str, ...] = ()  # published figures of a row, one per column
+    metric: str = ""  # of a column, where it is another than the table's
+    unit: str = ""
+
+
+class Published(Section):
+    """A published table."""
+
+    title: str
+    metric: str
+    unit: str = ""
+    seeds: int = Field(default=3, ge=1)
+    first_seed: int = Field(default=0, ge=0)
+    common: dict[str, Any] = Field(default_factory=dict)
+    scale: dict[str, dict[str, Any]] = Field(default_factory=dict)  # settings of a scale, key by key
+    search: SearchSection | None = None  # for each cell of the table; what it finds goes before what is set
+    may_fail: bool = False  # a run that diverges is told in its cell, and the others are shown
+    columns: tuple[Part, ...] = Field(min_length=1)
+    rows: tuple[Part, ...] = Field(min_length=1)
+
+
+class Figure(BaseModel):
+    """One cell of the table, over seeds."""
+
+    row: str
+    column: str
+    mean: float
+    std: float | None
+    n: int
+    paper: str | None
+    unit: str
+    failed: str = ""  # why there is no figure
+
+
+def available(configs: Path) -> list[str]:
+    """Names such as "learn2pfed/table1" of the tables under a folder of configurations."""
+    return sorted(f"{p.parent.name}/{p.stem}" for p in configs.glob("*/*.toml") if "rows" in read_toml(p))
+
+
+def load(configs: Path, name: str) -> Published:
+    """A published table by name."""
+    path = configs / f"{name}.toml"
+    if not path.is_file() or name not in available(configs):
+        raise ConfigError(f'no published table "{name}"; {nearest(name, available(configs))}')
+    try:
+        table = Published.model_validate(read_toml(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if table.search is None and (lone := [part.name for part in table.rows if part.search]):
+        raise ConfigError(f'{path}: row "{lone[0]}" has values to search; add a [search] section with trials')
+    return table
+
+
+def rows_named(table: Published, text: str) -> list[str]:
+    """Rows listed with commas between them; the name of a row may have commas itself."""
+    known, parts, found = {part.name for part in table.rows}, [p.strip() for p in text.split(",") if p.strip()], []
+    while parts:
+        length = next((n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in known), 1)
+        found.append(", ".join(parts[:length]))
+        parts = parts[length:]
+    return found
+
+
+Cells = dict[tuple[str, str], list[Cell]]  # (row, column) -> a run per seed
+
+
+def grid(
+    table: Published,
+    folder: Path,
+    scale: Scale,
+    seeds: int,
+    rows: list[str],
+    found: Mapping[str, search.Settings] | None = None,
+) -> Cells:
+    """The runs of every cell of the table, with what a search found; only of some rows if these are named."""
+    out: Cells = {}
+    same: dict[str, Path] = {}  # columns may read different figures off the same run
+    for (row, column), subject in _subjects(table, scale, rows).items():
+        tables = with_values(subject.tables, (found or {}).get(subject.label, {}))
+        for seed in _seeds(table, seeds):
+            config: RunConfig = parse(tables | {"seed": seed}, origin=row)
+            label = f"{row} {column}"
+            path = same.setdefault(config.model_dump_json(), folder / folder_name(label, seed))
+            out.setdefault((row, column), []).append(Cell(label, seed, path, config))
+    return out
+
+
+def _seeds(table: Published, seeds: int) -> range:
+    return range(table.first_seed, table.first_seed + seeds)
+
+
+def _subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
+    """What is run, and searched, for every cell of the table; the same for cells that differ in name only."""
+    unknown = [r for r in rows if r not in {part.name for part in table.rows}]
+    if unknown:
+        raise ConfigError(f'--rows: no row "{unknown[0]}"; {nearest(unknown[0], [p.name for p in table.rows])}')
+    out = {}
+    first: dict[str, search.Subject] = {}
+    for row in table.rows:
+        if rows and row.name not in rows:
+            continue
+        for i, column in enumerate(table.columns):
+            further = row.by_column[i] if row.by_column else {}
+            tables = with_values(table.common, table.scale.get(scale, {}) | column.set | row.set | further)
+            name = parse(tables, origin=row.name).algorithm.name
+            space = {} if table.search is None else search.space_of(table.search, name, row.name) | row.search
+            subject = search.Subject(f"{row.name} {column.name}", tables, space)
+            out[row.name, column.name] = first.setdefault(json.dumps([tables, space]), subject)
+    return out
+
+
+def searched(
+    table: Published,
+    folder: Path,
+    scale: Scale,
+    seeds: int,
+    rows: list[str],
+    data_root: Path | None,
+    told: Told,
+) -> dict[str, search.Settings]:
+    """The settings found for the cells of the table, by search or in a run that learns for all seeds."""
+    if table.search is None:
+        return _learned(table, folder, scale, rows, data_root, told)
+    search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
+    subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
+    trials = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
+    return search.run(table.search, trials, folder, 0, data_root, told)
+
+
+def _learned(
+    table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, told: Told
+) -> dict[str, search.Settings]:
+    """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
+    once = {part.name for part in table.rows if part.learned_once}
+    grid = {}
+    for (row, _), subject in _subjects(table, scale, rows).items():
+        if row in once:
+            config: RunConfig = parse(with_values(subject.tables, {"seed": LEARNING_SEED, "rounds": 1}), origin=row)
+            path = folder / "learned" / folder_name(subject.label, LEARNING_SEED)
+            grid[subject.label] = Cell(subject.label, LEARNING_SEED, path, config)
+    run_cells(list(grid.values()), 0, data_root, lambda name, round, rounds: told(f"learned/{name}", round, rounds))
+    reports = {label: [m.get("report", {}) for m in RunFolder(cell.folder).metrics()] for label, cell in grid.items()}
+    thetas = {label: [r["theta"] for r in each if "theta" in r] for label, each in reports.items()}
+    return {k: {"algorithm.theta": v[-1], "algorithm.outer_iterations": 0} for k, v in thetas.items()}
+
+
+def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> list[Figure]:
+    """Run what is missing and read off the figures of the last round."""
+    once = {cell.folder: cell for group in cells.values() for cell in group}
+    failed = try_cells(list(once.values()), 0, data_root, told)
+    told_of = {k: str(e) for k, e in failed.items() if table.may_fail and isinstance(e, RunError | ClientError)}
+    refuse_failed({k: e for k, e in failed.items() if k not in told_of}, len(once))
+    figures = []
+    for (row, column), group in cells.items():
+        part = next(p for p in table.rows if p.name == row)
+        place = [c.name for c in table.columns].index(column)
+        wanted = table.columns[place]
+        reads = wanted.metric or table.metric
+        ended = [told_of.get(cell.folder.name, "") for cell in group]
+        whole = [not why or reads.startswith(("report.", "largest.")) for why in ended]
+        values = [measured(c, reads) if is_whole else math.nan for c, is_whole in zip(group, whole, strict=True)]
+        average, spread = over_seeds(values)
+        figures.append(
+            Figure(
+                row=row,
+                column=column,
+                mean=average,
+                std=spread if len(values) > 1 else None,
+                n=len(values),
+                paper=part.paper[place] if part.paper else None,
+                unit=wanted.unit or ("" if wanted.metric else table.unit),
+                failed="" if all(whole) else next(filter(None, ended)),
+            )
+        )
+    return figures
+
+
+def measured(cell: Cell, metric: str) -> float:
+    """A figure of a finished run: a test metric of the last round, that of "unseen" clients, kB "up" or "down" per
+    client and round, "seconds" per round, the "memory" of a training step (MB), the last or the largest number that
+    was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients with a class in
+    common, or with none, overlap ("overlap.common", "overlap.none")."""
+    kind, _, name = metric.partition(".")
+    if kind in ("report", "largest"):
+        told = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
+        return float(told[-1] if kind == "report" else max(told))
+    results = read_json(cell.folder / RESULTS)
+    if metric == "seconds":
+        return float(results["seconds"]) / cell.config.rounds
+    if metric == "memory":
+        return _step_memory(cell)
+    if metric.startswith("overlap."):
+        return overlap_by_classes(cell.folder)[metric.removeprefix("overlap.")]
+    if metric in ("up", "down"):
+        clients = results["last"]["test"][results["metric"]]["clients"]
+        asked = cell.config.federation.clients_per_round or clients
+        return float(results["traffic"][metric]) / 1000 / (asked * cell.config.rounds)
+    if metric == "unseen":
+        return float(results["unseen"]["test"][results["metric"]]["mean"])
+    return float(results["last"]["test"][metric]["mean"])
+
+
+def _step_memory(cell: Cell) -> float:
+    """Of the run's model and batch size, on noise shaped as its samples."""
+    about, chosen = RunFolder(cell.folder).about, cell.config.model
+    shape = tuple(about["shape"])
+    model = models.build(chosen.name, shape, about["outputs"], seed=0, head=chosen.head, options=chosen.options)
+    generator = torch.Generator().manual_seed(0)
+    return training_step(model, torch.randn(cell.config.local.batch_size, *shape, generator=generator))
+
+
+def markdown(table: Published, figures: list[Figure], notes: Sequence[str] = ()) -> str:
+    """Ours and, in brackets, the paper's; below them what there is to say."""
+    columns = [c.name for c in table.columns]
+    lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    for row in dict.fromkeys(f.row for f in figures):
+        found = {f.column: f for f in figures if f.row == row}
+        lines.append("| " + " | ".join([row, *(text(found[c]) for c in columns)]) + " |")
+    failed = [f"- {f.row} {f.column}: {f.failed}" for f in figures if f.failed]
+    return "\n".join([*lines, *notes, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"
+
+
+def text(figure: Figure) -> str:
+    """A cell of the table."""
+    if figure.failed:
+        return "failed"
+    scale = 100 if figure.unit == "%" else 1
+    shown = "{:.2f}" if figure.unit == "%" else "{:.3g}"
+    ours = shown.format(scale * figure.mean)
+    if figure.std is not None and not math.isnan(figure.std):
+        ours += " ± " + shown.format(scale * figure.std)
+    return ours + (f" ({figure.paper})" if figure.paper else "")

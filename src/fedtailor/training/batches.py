@@ -1,0 +1,124 @@
+"""Batches as row numbers: drawn before the first step, so that a client's work is a function of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Orders = Sequence[np.ndarray]  # one order of the rows 0..n-1 per pass over the data
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one step: `[batch]` for one client, `[clients, batch]` for a stack."""
+
+    rows: Tensor
+    weight: Tensor | None = None  # 1 for a sample, 0 for padding; None where nothing is padded
+    active: Tensor | None = None  # clients that take this step; None where all do
+    drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
+
+
+class PerSample:
+    """A tensor for each of some rows, 0 to begin with, that lasts from one step to the next."""
+
+    def __init__(self, rows: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.rows = rows.unique()  # in order
+        self.values = torch.zeros(len(self.rows), *shape, dtype=dtype)
+
+    def read(self, batch: Batch) -> Tensor:
+        """Copies of the tensors of a batch."""
+        return self.values[self._places(batch.rows)]
+
+    def write(self, batch: Batch, values: Tensor) -> None:
+        """Replace those of a batch, not of its padding."""
+        real = torch.ones_like(batch.rows, dtype=torch.bool) if batch.weight is None else batch.weight.bool()
+        self.values[self._places(batch.rows[real])] = values[real]
+
+    def _places(self, rows: Tensor) -> Tensor:
+        return torch.searchsorted(self.rows, rows.contiguous())
+
+
+def cut(order: np.ndarray, batch_size: int, least: int = 1) -> list[np.ndarray]:
+    """One pass in batches; the last may be short, and joins the one before it when shorter than `least`."""
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    if len(batches) > 1 and len(batches[-1]) < least:
+        batches[-2:] = [order[batch_size * (len(batches) - 2) :]]
+    return batches
+
+
+def orders_of(
+    rng: np.random.Generator, n: int, epochs: int, steps: int, batch_size: int, least: int = 1
+) -> list[np.ndarray]:
+    """Passes over n samples: one for each epoch or, if an epoch is so many steps, as many as these take."""
+    if not steps or not n:
+        return [rng.permutation(n) for _ in range(epochs)]
+    each = len(cut(np.arange(n), batch_size, least))
+    whole, rest = divmod(epochs * steps, each)
+    orders = [rng.permutation(n) for _ in range(whole)]
+    return [*orders, rng.permutation(n)[: rest * batch_size]] if rest else orders
+
+
+def single(start: int, orders: Orders, batch_size: int, least: int = 1) -> list[Batch]:
+    """One client's batches."""
+    return [Batch(torch.from_numpy(batch + start)) for order in orders for batch in cut(order, batch_size, least)]
+
+
+def stacked(
+    starts: Sequence[int], orders: Sequence[Orders], batch_size: int, dtype: torch.dtype, least: int = 1
+) -> list[Batch]:
+    """The batches of many clients side by side, padded to the longest of a step; some clients may stop early."""
+    if len({len(passes) for passes in orders}) == len({len(order) for passes in orders for order in passes}) == 1:
+        return _unpadded(starts, orders, batch_size, least)
+    batches = [[batch for order in passes for batch in cut(order, batch_size, least)] for passes in orders]
+    steps = max(map(len, batches), default=0)
+    width = max((len(batch) for own in batches for batch in own), default=0)
+    rows = np.empty((len(starts), steps, width), dtype=np.int64)
+    rows[:] = np.asarray(starts)[:, None, None]
+    filled = np.zeros((len(starts), steps), dtype=np.int64)
+    for client, own in enumerate(batches):
+        for step, batch in enumerate(own):
+            rows[client, step, : len(batch)] += batch
+            filled[client, step] = len(batch)
+    out = []
+    for step in range(steps):
+        here, longest = filled[:, step], filled[:, step].max()
+        weight = torch.from_numpy(np.arange(longest) < here[:, None]).to(dtype) if (here < longest).any() else None
+        active = torch.from_numpy(here > 0) if (here == 0).any() else None
+        out.append(Batch(torch.from_numpy(rows[:, step, :longest]), weight, active))
+    return out
+
+
+def _unpadded(starts: Sequence[int], orders: Sequence[Orders], batch_size: int, least: int) -> list[Batch]:
+    """The batches of clients with equally many samples and passes."""
+    rows = np.asarray(orders) + np.asarray(starts)[:, None, None]
+    _, passes, samples = rows.shape
+    spans = [(part[0], part[-1] + 1) for part in cut(np.arange(samples), batch_size, least)]
+    return [Batch(torch.from_numpy(rows[:, i, first:last])) for i in range(passes) for first, last in spans]
+
+
+def with_draws(batches: Sequence[Batch], draws: Sequence[Orders], batch_size: int, least: int = 1) -> list[Batch]:
+    """The batches with what was drawn for each of their samples; draws are in the order of the rows of a pass."""
+    cuts = [[part for drawn in passes for part in cut(drawn, batch_size, least)] for passes in draws]
+    out = []
+    for step, batch in enumerate(batches):
+        drawn = np.zeros((len(cuts), batch.rows.shape[-1], 3), dtype=np.int64)
+        for client, own in enumerate(cuts):
+            if step < len(own):
+                drawn[client, : len(own[step])] = own[step]
+        out.append(replace(batch, drawn=torch.from_numpy(drawn).reshape(*batch.rows.shape, 3)))
+    return out
+
+
+def whole(starts: Sequence[int], sizes: Sequence[int], batch_size: int, dtype: torch.dtype) -> list[Batch]:
+    """Every row once, in order: for evaluation and full-data views of a stack of clients."""
+    orders = [[np.arange(n)] if n else [] for n in sizes]
+    return stacked(starts, orders, batch_size, dtype)
+
+
+def take(values: Tensor, rows: Tensor) -> Tensor:
+    """The rows of a batch, or of a stack of batches."""
+    return values.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *values.shape[1:])  # faster than values[rows]

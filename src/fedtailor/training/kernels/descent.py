@@ -1,0 +1,60 @@
+"""Plain SGD of one client, in place: what the general path does, without a new tensor for every step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.trees import Params, Tree
+from fedtailor.training.kernels import layout, linear_update, output_buffers, winograd
+
+if TYPE_CHECKING:
+    from fedtailor.training.steps import Training
+
+
+def trained(training: Training, t: Tree) -> tuple[Params, Params]:
+    """Parameters and buffers after all steps."""
+    model = training.model
+    is_last = model.likes_channels_last
+    places = output_buffers.current()
+    params: Params = {k: _copied(v, places.take_one(v), is_last).requires_grad_() for k, v in t["params"].items()}
+    t = layout.channels_last_tree(t | {"params": {}}) if is_last else t
+    buffers: Params = {k: v.clone() for k, v in t["buffers"].items()}
+    frozen = {k: v if k in model.trainable else v.clone() for k, v in t["frozen"].items()}
+    moving, lr, center = list(params.values()), float(t["lr"]), t["center"] or {}
+    masks = None if t["mask"] is None else {k: t["mask"][k].to(v.dtype) for k, v in params.items()}
+    with (
+        torch.enable_grad(),
+        winograd.inside(model.module) if is_last else nullcontext(),
+        model.holding(params | buffers | frozen) as module,
+        linear_update.inside(module, params if masks is None else ()) as kept,  # a mask needs the gradients themselves
+    ):
+        for batch in training.draw(False):
+            x, y = training.samples(batch)
+            total = training.loss(module(layout.channels_last(x) if is_last else x), y).mean()
+            kept.clear()  # of a gradient that was taken inside the forward pass
+            gradients = torch.autograd.grad(total, moving, allow_unused=True)
+            computed = {k: g for k, g in zip(params, gradients, strict=True) if g is not None}
+            moved = [params[k] for k in computed]
+            with torch.no_grad():
+                for k, c in center.items():
+                    amount = lr * float(t["mu"])
+                    params[k].lerp_(c, amount if masks is None else amount * masks[k])
+                if masks is not None:
+                    torch._foreach_addcmul_(moved, list(computed.values()), [masks[k] for k in computed], value=-lr)
+                elif computed:
+                    torch._foreach_add_(moved, list(computed.values()), alpha=-lr)
+                for k, cotangents, inputs in kept:
+                    params[k].addmm_(cotangents.T, inputs, alpha=-lr)
+            del gradients, computed, total  # else they are there beside those of the next step
+    return params, buffers
+
+
+def _copied(value: Tensor, place: Tensor | None, is_last: bool) -> Tensor:
+    """A copy in its place if it has one, laid out as convolutions like it."""
+    if place is None:
+        return layout.copied(value) if is_last else value.clone()
+    return (layout.laid_out(place) if is_last else place.detach()).copy_(value)

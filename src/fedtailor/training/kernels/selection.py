@@ -1,0 +1,40 @@
+"""Which fast path takes the steps of a training, if any: by the exact class of the model and by what is asked for.
+
+Never by the number of cores or threads: the same configuration gives the same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fedtailor.core.trees import Params, Tree
+from fedtailor.training.kernels import dense, descent, head, structure
+
+if TYPE_CHECKING:
+    from fedtailor.training.steps import Training
+
+FastPath = Callable[["Training", Tree], tuple[Params, Params]]  # (training, tensors) -> params, buffers
+
+
+def fast_path(training: Training, t: Tree) -> FastPath | None:
+    """For steps that nobody differentiates; None: take them one by one."""
+    if training.solver.kernels == "off" or not t["params"] or training.own_loss is not None:
+        return None
+    if not training.solver.is_plain:
+        return None
+    is_by_hand = training.loss in dense.GRADIENTS and not training.solver.augment and not t["buffers"]
+    if is_by_hand and structure.dense_layers(training.model):
+        return dense.trained
+    if training.is_stacked:
+        return None
+    layer = structure.head_layer(training.model) if is_by_hand else None
+    if layer is not None and set(t["params"]) == {layer.weight, layer.bias}:
+        return head.trained
+    return None if training.model.warm_starts else descent.trained
+
+
+def uses_channels_last(training: Training, differentiable: bool) -> bool:
+    """Whether convolutions of the general path are computed with the channels last."""
+    is_one = not (differentiable or training.is_stacked)
+    return is_one and training.solver.kernels == "auto" and training.model.likes_channels_last

@@ -1,0 +1,74 @@
+"""Local optimizers: from a gradient to the direction of a step, before it is scaled by the step size.
+
+Each is a function of the parameter, its gradient, what it remembers of earlier steps (empty at first) and the number of
+the step; differentiable, so that a tape goes through it. Add one here, or name your own as "module:function".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.plugins import imported
+
+if TYPE_CHECKING:
+    from fedtailor.training.solver import Solver
+
+Memory = list[Tensor]  # is written to
+Optimizer = Callable[["Solver", Tensor, Tensor, Memory, int], Tensor]
+
+
+def sgd(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+    """Plain, or with momentum."""
+    gradient = _decayed(s, param, gradient)
+    if not s.momentum:
+        return gradient
+    memory[:] = [s.momentum * memory[0] + gradient if memory else gradient]
+    return memory[0]
+
+
+def nesterov(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+    """Momentum that looks a step ahead."""
+    ahead = sgd(s, param, gradient, memory, number)
+    return _decayed(s, param, gradient) + s.momentum * ahead
+
+
+def adam(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+    """Weight decay is part of the gradient."""
+    return _scaled(_decayed(s, param, gradient), memory, number)
+
+
+def adamw(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+    """Weight decay beside the scaled gradient."""
+    return _scaled(gradient, memory, number) + s.weight_decay * param
+
+
+OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd, "nesterov": nesterov, "adam": adam, "adamw": adamw}
+
+
+def find(name: str) -> Optimizer:
+    """By its name, or an own one as "module:function"."""
+    if ":" in name:
+        own: Optimizer = imported("local.optimizer", name)
+        if not callable(own):
+            raise ConfigError(f'local.optimizer: "{name}" is no function')
+        return own
+    if name not in OPTIMIZERS:
+        raise ConfigError(f'local.optimizer: no optimizer "{name}"; {nearest(name, OPTIMIZERS)}')
+    return OPTIMIZERS[name]
+
+
+def _decayed(s: Solver, param: Tensor, gradient: Tensor) -> Tensor:
+    return gradient + s.weight_decay * param if s.weight_decay else gradient
+
+
+def _scaled(gradient: Tensor, memory: Memory, number: int) -> Tensor:
+    first, second = memory or (torch.zeros_like(gradient), torch.zeros_like(gradient))
+    memory[:] = [0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient.square()]
+    first, second = memory[0] / (1 - 0.9**number), memory[1] / (1 - 0.999**number)
+    # inside the root, so that the derivative of a step exists where the gradient is 0
+    return first / (second + 1e-16).sqrt()

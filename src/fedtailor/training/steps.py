@@ -1,0 +1,233 @@
+"""The local training loop, as one differentiable operator that also runs for a stack of clients.
+
+Everything the result depends on is an input, so a client can recompute it: the backward pass keeps no graph of the
+forward pass but runs it again from the inputs. Under `torch.func.vmap` the batching rule receives the tensors of all
+clients at once and takes each step for all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.experiment import OwnLoss
+from fedtailor.core.model import Model
+from fedtailor.core.random import seeded
+from fedtailor.core.samples import Rows
+from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.training import optimizers
+from fedtailor.training.augmentation import augment
+from fedtailor.training.batches import Batch, PerSample, take
+from fedtailor.training.kernels import layout, selection, winograd
+
+if TYPE_CHECKING:
+    from fedtailor.training.solver import Solver
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is fixed before the first step. The tensors that a gradient may flow to travel beside it, as a tree:
+
+    params, buffers, frozen: the parts of the model; only params are trained.
+    center, mu: adds the gradient mu (params - center) of a proximal term, for the entries of center; or both None.
+    mask: 0 where a parameter must stay as it is; None without one.
+    lr: step size, possibly one per client.
+    """
+
+    model: Model
+    loss: Callable[[Tensor, Tensor], Tensor]
+    solver: Solver
+    data: Rows
+    draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
+    key: tuple[str | int, ...]  # of the stream for models that draw random numbers
+    own_loss: OwnLoss | None = None  # in place of model and loss
+    structure: Tree = None  # shaped as the tree of tensors
+    is_stacked: bool = False
+
+    def run(self, tensors: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
+        """All steps; returns the leaves of (params, buffers)."""
+        t = rebuild(self.structure, iter(tensors))
+        # clients in a stack cannot draw; alone, each training has its stream, again when it is recomputed
+        with nullcontext() if self.is_stacked else seeded(*self.key):
+            if not differentiable and (fast := selection.fast_path(self, t)) is not None:
+                return _contiguous(leaves(fast(self, t)))
+            if not selection.uses_channels_last(self, differentiable):
+                return self._stepped(t, differentiable)
+            with winograd.inside(self.model.module):
+                return self._stepped(layout.channels_last_tree(t), differentiable)
+
+    def _stepped(self, t: Tree, differentiable: bool) -> list[Tensor]:
+        """Step by step, whatever the model and the optimizer are."""
+        params: Params = {k: v.clone() for k, v in t["params"].items()}
+        buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
+        memory: dict[str, list[Tensor]] = {k: [] for k in params}
+        batches = self.draw(self.is_stacked)
+        starts, direction = self._starts(batches), optimizers.find(self.solver.optimizer)
+        factors = self._factors(batches, t["lr"])
+        with torch.set_grad_enabled(differentiable):
+            for number, batch in enumerate(batches, start=1):
+                before = buffers
+                if batch.active is not None:
+                    buffers = {k: v.clone() for k, v in buffers.items()}
+                gradient = self._gradient(params, buffers, t, batch, starts, differentiable)
+                if t["center"] is not None:
+                    mu = t["mu"]
+                    pulled = {k: gradient[k] + _wide(mu, c) * (params[k] - c) for k, c in t["center"].items()}
+                    gradient = gradient | pulled
+                if self.solver.clip:
+                    gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
+                lr = t["lr"] * factors[number - 1] if factors else t["lr"]
+                for k, g in gradient.items():
+                    step = -_wide(lr, g) * direction(self.solver, params[k], g, memory[k], number)
+                    if t["mask"] is not None:
+                        step = step * t["mask"][k]
+                    if batch.active is not None:
+                        step = torch.where(_wide(batch.active, step), step, torch.zeros_like(step))
+                    params[k] = params[k] + step if differentiable else params[k].detach().add_(step)
+                if batch.active is not None:
+                    buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
+        return [v.contiguous() for v in leaves((params, buffers))]
+
+    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The samples of a batch, augmented if they are to be."""
+        x, y = take(self.data.x, batch.rows), take(self.data.y, batch.rows)
+        return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
+
+    def _starts(self, batches: Sequence[Batch]) -> dict[str, PerSample]:
+        """Where the solves of an equilibrium ended, by sample: when it comes again, they begin there."""
+        # another input, as of an augmented image, has another fixed point
+        if not self.model.warm_starts or self.own_loss is not None or self.solver.augment or not batches:
+            return {}
+        rows = torch.cat([b.rows.flatten() for b in batches])
+        if len(rows.unique()) == len(rows):  # none comes again
+            return {}
+        return {k: PerSample(rows, shape, self.model.dtype) for k, shape in self.model.warm_starts.items()}
+
+    def _gradient(
+        self,
+        params: Params,
+        buffers: Params,
+        t: Tree,
+        batch: Batch,
+        starts: dict[str, PerSample],
+        differentiable: bool,
+    ) -> Params:
+        def loss(
+            params: Params, buffers: Params, frozen: Params, start: Params, x: Tensor, y: Tensor, weight: Tensor | None
+        ) -> Tensor:
+            tensors = params | buffers | frozen | start
+            if self.own_loss is None:
+                losses = self.loss(self.model(tensors, x, training=True), y)
+            else:
+                losses = self.own_loss(tensors, x, y)
+                if losses.shape != y.shape[:1]:
+                    raise TypeError(
+                        f"me.sgd: loss must give one number per sample, here {len(y)}; it gave shape "
+                        f"{list(losses.shape)}"
+                    )
+            return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
+
+        if not params:
+            return {}
+        x, y = self.samples(batch)
+        if selection.uses_channels_last(self, differentiable):
+            x = layout.channels_last(x)
+        start = {k: kept.read(batch) for k, kept in starts.items()}
+        with torch.enable_grad():
+            params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
+            # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
+            frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
+            if self.is_stacked:
+                per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, None if batch.weight is None else 0))
+                total = per_client(params, buffers, frozen, start, x, y, batch.weight).sum()
+            else:
+                total = loss(params, buffers, frozen, start, x, y, batch.weight)
+            for k, values in start.items():
+                starts[k].write(batch, values)
+            gradients = torch.autograd.grad(
+                total, list(params.values()), create_graph=differentiable, materialize_grads=True
+            )
+        return dict(zip(params, gradients, strict=True))
+
+    def _factors(self, batches: Sequence[Batch], like: Tensor) -> list[Tensor]:
+        """Of the step size in each step, by client if they are stacked; none if it is the same in all."""
+        schedule = self.solver.schedule
+        if schedule.is_constant or schedule.over == "rounds":
+            return []
+        if not self.is_stacked:
+            return [like.new_tensor(schedule.in_step(i, len(batches))) for i in range(len(batches))]
+        taken = torch.stack([like.new_ones(len(b.rows)) if b.active is None else b.active.to(like) for b in batches])
+        totals = [int(n) for n in taken.sum(0).tolist()]
+        return [like.new_tensor([schedule.in_step(i, n) for n in totals]) for i in range(len(batches))]
+
+
+def train(training: Training, tensors: Tree) -> tuple[Params, Params]:
+    """Run the operator on a tree of tensors; returns trained params and the buffers after the last step."""
+    training = replace(training, structure=tensors)
+    out = _Train.apply(training, *leaves(tensors))
+    return rebuild((tensors["params"], tensors["buffers"]), iter(out))
+
+
+class _Train(torch.autograd.Function):
+    @staticmethod
+    def forward(training: Training, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(v.detach() for v in training.run([t.detach() for t in tensors], differentiable=False))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.training = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[1:]
+        tensors = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, wanted, strict=True)]
+        with torch.enable_grad():
+            out = ctx.training.run(tensors, differentiable=True)
+        pairs = [(o, c) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
+        gradients = torch.autograd.grad(
+            [o for o, _ in pairs],
+            [t for t in tensors if t.requires_grad],
+            [c for _, c in pairs],
+            allow_unused=True,
+        )
+        each = iter(gradients)
+        return None, *(next(each) if need else None for need in wanted)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], training: Training, *tensors: Tensor) -> Any:
+        stack = [
+            t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+            for t, d in zip(tensors, in_dims[1:], strict=True)
+        ]
+        out = _Train.apply(replace(training, is_stacked=True), *stack)
+        return out, tuple(0 for _ in out)
+
+
+def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
+    """The same tensors, one by one, so that never all of them are there twice."""
+    for i, v in enumerate(tensors):
+        tensors[i] = v.detach().contiguous()
+    return tensors
+
+
+def _wide(value: Tensor, like: Tensor) -> Tensor:
+    """One value, or one per client, made to broadcast against a tensor."""
+    return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))
+
+
+def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:
+    if not gradient:  # of a part without parameters
+        return gradient
+    squares = [
+        g.flatten(int(is_stacked)).square().sum(-1) if g.dim() > int(is_stacked) else g.square()
+        for g in gradient.values()
+    ]
+    norm = torch.stack(squares).sum(0).clamp(min=1e-30).sqrt()
+    scale = (limit / norm).clamp(max=1)
+    return {k: _wide(scale, g) * g for k, g in gradient.items()}

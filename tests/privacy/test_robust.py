@@ -1,0 +1,103 @@
+"""Means that few clients cannot move, and clients that try to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedtailor.engines.attacked import Attack, with_flipped_labels
+from fedtailor.errors import ConfigError
+from fedtailor.experiments import runner
+from fedtailor.experiments.building import build_experiment
+from fedtailor.privacy.robust import MEANS, clipped, krum, median, trimmed
+from tests.helpers import assert_equal, make_data
+from tests.small import config
+
+
+def test_each_mean_by_hand() -> None:
+    rows = torch.tensor([[0.0, 1.0], [1.0, 2.0], [2.0, 3.0], [3.0, 4.0], [1000.0, -1000.0]], dtype=torch.float64)
+    assert median(rows, 1).tolist() == [2, 2]
+    assert median(rows[:4], 1).tolist() == [1.5, 2.5]
+    assert trimmed(rows, 1).tolist() == [2, 2]
+    assert krum(rows, 1).tolist() == [1.5, 2.5]
+    away = torch.tensor([(4 + 1) ** 0.5, 1, 1, 5**0.5], dtype=torch.float64)  # from (2, 2); the fifth is far
+    moves = rows[:4] - torch.tensor([2.0, 2.0], dtype=torch.float64)
+    far = (rows[4] - 2) / (rows[4] - 2).norm() * away.max()
+    near = moves * (away.max() / away).clamp(max=1)[:, None]
+    assert torch.allclose(clipped(rows, 1), 2 + (near.sum(0) + far) / 5)
+
+
+@pytest.mark.parametrize("name", sorted(set(MEANS) - {"clients"}))
+def test_liars_move_it_little(name: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    honest = 1 + 0.1 * torch.randn(16, 50, generator=draw, dtype=torch.float64)
+    for lie in (1e6, -1e6, 10.0):
+        rows = torch.cat([honest, torch.full((4, 50), lie, dtype=torch.float64)])
+        assert (MEANS[name](rows, 4) - 1).abs().max() < 1.1 * 9 * 0.25  # the mean moves by a fifth of the lie
+        assert (rows.mean(0) - 1).abs().min() > 1.7
+        assert (MEANS[name](rows, 4) - 1).norm() < 0.5 * (rows.mean(0) - 1).norm()
+
+
+def test_too_few_clients_are_said() -> None:
+    with pytest.raises(ConfigError, match=r'aggregation\.mean = "krum": 3 clients of which 1 may lie; at least 4'):
+        krum(torch.zeros(3, 2), 1)
+
+
+def test_the_default_is_the_weighted_mean_and_leaves_no_trace(tmp_path: Path) -> None:
+    assert not {"aggregation", "attack"} & config().plain().keys()
+    assert "attackers" not in (runner.start(config("rounds=1"), tmp_path / "run").results or {})
+
+
+@pytest.mark.parametrize("attack", ["sign-flip", "scaling", "noise", "label-flip"])
+def test_engines_agree_on_who_lies_and_how(attack: str, tmp_path: Path) -> None:
+    found = {}
+    for engine in ("loop", "vmap"):
+        made = config("rounds=1", f"attack.name={attack}", "attack.share=0.25", f"federation.engine={engine}")
+        folder = runner.start(made, tmp_path / engine)
+        assert folder.results is not None
+        assert len(folder.results["attackers"]) == 1
+        saved = folder.load_checkpoint()
+        assert saved is not None
+        found[engine] = saved[1]["state"]["server"]
+    assert_equal(found["loop"], found["vmap"], 1e-5)
+    plain = runner.start(config("rounds=1"), tmp_path / "plain").load_checkpoint()
+    assert plain is not None
+    assert any(not torch.allclose(v, plain[1]["state"]["server"][k]) for k, v in found["loop"].items())
+
+
+def test_a_robust_mean_is_recorded_with_distances_and_holds(tmp_path: Path) -> None:
+    lies = ("rounds=3", "attack.name=sign-flip", "attack.share=0.25", "data.clients=8", "data.max_samples=160")
+    held = runner.start(config(*lies, "aggregation.mean=median"), tmp_path / "median")
+    lost = runner.start(config(*lies), tmp_path / "mean")
+    assert held.results is not None
+    assert lost.results is not None
+    liars = [held.about["clients"].index(name) for name in held.results["attackers"]]
+    for line in held.metrics():
+        away = line["report"]["distance"]
+        assert min(away[i] for i in liars) > max(v for i, v in enumerate(away) if i not in liars)
+    assert held.results["last"]["test"]["loss"]["mean"] < lost.results["last"]["test"]["loss"]["mean"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (("algorithm.name=local",), "Local takes no mean over its clients"),
+        (("privacy.secure_sum=true",), "looks at single replies, which privacy.secure_sum hides"),
+        (("algorithm.name=fedl2p",), "differentiates through its rounds"),
+    ],
+)
+def test_what_does_not_go_together_is_said(settings: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        build_experiment(config("aggregation.mean=median", *settings))
+
+
+def test_flipped_labels_are_those_of_liars_only() -> None:
+    data = make_data(names=["ada", "bo", "cy", "di"])
+    attack = Attack("label-flip", 0.25, 1.0, 0)
+    (liar,) = attack.clients(4)
+    flipped = with_flipped_labels(data, attack)
+    for client in range(4):
+        before, after = data.train.of(client)[1], flipped.train.of(client)[1]
+        assert torch.equal(after, data.outputs - 1 - before if client == liar else before)

@@ -1,0 +1,172 @@
+"""One byte changed, a file cut short or gone: it is named, or what comes out is the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fedtailor.cli.listing import print_run, print_weights
+from fedtailor.core.trees import items
+from fedtailor.errors import UserError
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import CompareConfig, parse
+from fedtailor.experiments.store import RunFolder
+from fedtailor.report.write import page_of
+from fedtailor.serving.onboard import onboard
+from fedtailor.serving.personal import personal
+from fedtailor.studies.compare import rows, run_grid
+from fedtailor.studies.explain import explain
+from fedtailor.studies.fit import fit
+from fedtailor.studies.tables import files
+from tests.made_sites import make_sites
+from tests.small import DIGITS, one_after_the_other
+
+OUTSIDE = {"table.md", "table.tex", "table.csv", "table.json", "weights.csv", "report.html", ".lock"}  # see SECURITY.md
+Use = Callable[[Path], Any]
+
+
+def tensors(tree: Any) -> list[tuple[str, list[Any]]]:
+    return [(path, leaf.tolist()) for path, leaf in items(tree)]
+
+
+def checkpoint(path: Path) -> Any:
+    saved = RunFolder.open(path).load_checkpoint()
+    return saved and (saved[0], {name: tensors(tree) for name, tree in saved[1].items()})
+
+
+def shown(path: Path) -> Any:
+    print_run(Console(width=80), path, True)
+
+
+OF_A_RUN: dict[str, Use] = {
+    "show": shown,
+    "explain": lambda path: print_weights(Console(width=80), path),
+    "metrics": lambda path: RunFolder.open(path).metrics(),
+    "resume": lambda path: runner.resume(path).results,
+    "checkpoint": checkpoint,
+    "personal": lambda path: tensors(personal(path, RunFolder.open(path).about["clients"][0]).params),
+    "last": lambda path: tensors(RunFolder.open(path).personal(RunFolder.open(path).about["clients"][0], "last")),
+    "report": lambda path: page_of(path) and None,
+}
+
+
+def damages(content: bytes) -> dict[str, bytes | None]:
+    """A byte here and there, a piece of it, nothing of it, no file."""
+    places = sorted(
+        {0, len(content) // 3, len(content) // 2, len(content) - 2, len(content) - 1} & set(range(len(content)))
+    )
+    changed = {f"byte {i}": content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :] for i in places}
+    return {**changed, "half": content[: len(content) // 2], "nothing": b"", "no file": None}
+
+
+def outcome(use: Use, path: Path) -> str:
+    """What it gives, as text; an error for people by its name, any other is a failure."""
+    try:
+        return json.dumps(use(path), default=str)
+    except UserError:
+        return "named"
+
+
+def try_all(path: Path, uses: dict[str, Use], capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    """Damage every file of a folder in every way; how often it was named, and how often nothing changed."""
+    wanted = {name: (outcome(use, path), capsys.readouterr().out) for name, use in uses.items()}
+    assert all(text != "named" for text, _ in wanted.values()), wanted
+    count = {"named": 0, "no effect": 0}
+    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name not in OUTSIDE):
+        content = file.read_bytes()
+        for what, changed in damages(content).items():
+            file.unlink() if changed is None else file.write_bytes(changed)
+            for name, use in uses.items():
+                text, out = outcome(use, path), capsys.readouterr().out
+                where = f"{name} with {file.relative_to(path)}: {what}"
+                count["named" if text == "named" else "no effect"] += 1
+                assert text == "named" or (text, out) == wanted[name] or _is_left_out(file, changed), where
+        file.write_bytes(content)
+    return count
+
+
+def _is_left_out(file: Path, changed: bytes | None) -> bool:
+    """Without its results a run is one that has not ended yet, and says so."""
+    return file.name in ("results.json", "manifest.json", "metrics.jsonl") and not changed
+
+
+@pytest.mark.parametrize("algorithm", ["fedrep", "duw-fedavg"])
+def test_t6_damage_to_a_run_is_named(
+    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"outer_iterations": 1, "horizon": 1} if algorithm.startswith("duw") else {}
+    tables = DIGITS | {"rounds": 2, "data": {"source": "digits", "clients": 2, "max_samples": 40}}
+    runner.start(parse(tables | {"algorithm": {"name": algorithm} | options}), Path("run"))
+    assert try_all(Path("run"), OF_A_RUN, capsys)["named"] > 100
+
+
+def test_t6_damage_to_a_comparison_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one_after_the_other(monkeypatch)
+    grid: CompareConfig = parse(
+        DIGITS | {"rounds": 1, "compare": {"algorithms": ["local"], "seeds": [0], "workers": 1}}, CompareConfig
+    )
+    silent = lambda cell, round, rounds: None  # noqa: E731
+    for file, text in files(rows(run_grid(grid, Path("grid"), None, silent)), []).items():
+        Path("grid", file).write_text(text)
+    wanted = Path("grid/table.md").read_text()
+    for what, content in damages(Path("grid/compare.json").read_bytes()).items():
+        shutil.copytree("grid", what)
+        (Path(what) / "compare.json").unlink() if content is None else (Path(what) / "compare.json").write_bytes(
+            content
+        )
+        for use in (
+            shown,
+            lambda path: page_of(path) and None,
+            lambda path: run_grid(grid, path, None, silent) and None,
+        ):
+            text, out = outcome(use, Path(what)), capsys.readouterr().out
+            assert text == "named" or (text, out.strip()) in (("null", ""), ("null", wanted.strip())), what
+
+
+def test_t6_damage_to_a_fit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_sites(Path("sites"), sites=2, rows=40)
+    fit({"source": "folder", "path": "sites", "target": "outcome"}, Path("fit"), algorithm="ditto", rounds=1)
+    onboard(Path("fit"), Path("sites/s1.csv"), "late")
+    uses: dict[str, Use] = {
+        "show": shown,
+        "personal": lambda path: tensors(personal(path, "s0").params),
+        "late": lambda path: tensors(personal(path, "late").params),
+        "prepared": lambda path: str(personal(path, "s0").preparation),
+        "report": lambda path: page_of(path) and None,
+    }
+    wanted = {name: (outcome(use, Path("fit")), capsys.readouterr().out) for name, use in uses.items()}
+    assert all(text != "named" for text, _ in wanted.values())
+    mine = [Path("fit/fit.json"), *Path("fit").glob("*/preparation.json"), *Path("fit").glob("*/newcomers/*/*")]
+    for file in mine:
+        content = file.read_bytes()
+        for what, changed in damages(content).items():
+            file.unlink() if changed is None else file.write_bytes(changed)
+            for name, use in uses.items():
+                text, out = outcome(use, Path("fit")), capsys.readouterr().out
+                assert text == "named" or (text, out) == wanted[name] or changed is None, f"{name}, {file}: {what}"
+        file.write_bytes(content)
+
+
+def test_explain_names_what_was_learned_and_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner.start(parse(DIGITS | {"rounds": 1, "algorithm": {"name": "fedselect"}}), Path("run"))
+    before = explain(Path("run"))
+    for file in Path("run").glob("checkpoint/*"):
+        content = file.read_bytes()
+        for changed in damages(content).values():
+            file.unlink() if changed is None else file.write_bytes(changed)
+            assert outcome(explain, Path("run")) in ("named", json.dumps(before))
+        file.write_bytes(content)
