@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from fedtailor.experiments import runner
+from fedtailor.experiments.store import RunFolder
 from fedtailor.metrics.summary import share_hurt
-from fedtailor.runs import fit, runner
-from fedtailor.runs.store import RunFolder
+from fedtailor.studies import fit
 
 SITES, OUTLIER = 12, 11
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # data, and settings that differ from those of fit

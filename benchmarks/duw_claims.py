@@ -12,9 +12,9 @@ from math import sqrt
 from pathlib import Path
 from statistics import mean
 
-from fedtailor.runs.explain import weights
-from fedtailor.runs.grid import folder_name
-from fedtailor.runs.store import RunFolder
+from fedtailor.experiments.store import RunFolder
+from fedtailor.studies.explain import weights
+from fedtailor.studies.grid import folder_name
 
 COLUMNS = ("I: sizes", "II: labels", "III: speed", "IV: failures")
 SEEDS = range(3)

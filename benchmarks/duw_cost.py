@@ -23,12 +23,12 @@ import torch
 from fedtailor.algorithms.duw_fedavg import DUWFedAvg
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Setting
-from fedtailor.data.federated import FederatedData, Rows
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.engines import make
-from fedtailor.local.training import Solver
 from fedtailor.models import build
+from fedtailor.training.solver import Solver
 
 ROUNDS, EPOCHS, REPEATS = 10, 2, 5
 SIZES = (1713, 1713, 1713, 1713, 1716)  # the clients of DUW's environments III and IV
@@ -49,7 +49,7 @@ def runner(algorithm: Algorithm, engine: Any) -> Callable[[int], None]:
     """Something that runs the round of a number."""
     task = data()
     model = build("mlp", task.shape, 10, seed=0, options={"hidden": [128, 128]})
-    made = make(engine, Setting(algorithm, model, task, Solver(lr=0.01, batch_size=50), 0), 64)
+    made = make(engine, Experiment(algorithm, model, task, Solver(lr=0.01, batch_size=50), 0), 64)
     made.start()
     federation, server = Federation(made), algorithm.server_init(model)
 

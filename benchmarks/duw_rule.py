@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import CONFIG, RunFolder
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import CONFIG, RunFolder
 
 RUNS = Path("runs/duw-rule")
 COMMON: dict[str, Any] = {

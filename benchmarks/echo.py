@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
-from fedtailor.core.algorithm import Algorithm, Sent, on_client
+from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
@@ -25,8 +25,8 @@ class Echo(Algorithm):
     floats: int = 256
     """Numbers in a message."""
 
-    @on_client(sends=Sent("echo", lambda algorithm, model: torch.zeros(algorithm.floats)))
-    def echo(self, me: Me, message: Tree) -> tuple[Tree, Tree]:
+    @on_client(sends=ReplySpec("echo", lambda algorithm, model: torch.zeros(algorithm.floats)))
+    def echo(self, me: ClientContext, message: Tree) -> tuple[Tree, Tree]:
         return me.state, message
 
     def server_init(self, model: Model) -> Tree:
@@ -42,5 +42,5 @@ class Echo(Algorithm):
         fed.report(median_ms=torch.tensor(median(times)))
         return server
 
-    def personal(self, me: Me, server: Tree) -> Params:
+    def personal(self, me: ClientContext, server: Tree) -> Params:
         return server

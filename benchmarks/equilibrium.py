@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedtailor import algorithms, data
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Setting
 from fedtailor.core.model import Model
-from fedtailor.data.federated import FederatedData
+from fedtailor.core.samples import FederatedData
 from fedtailor.engines import make
-from fedtailor.local.equilibrium import Equilibrium, Report, fixed_point, watched
-from fedtailor.local.training import Solver
+from fedtailor.experiments.config import parse
 from fedtailor.metrics.memory import megabytes
 from fedtailor.models import build
 from fedtailor.models.equilibrium import ResidualCell
-from fedtailor.runs.config import parse
+from fedtailor.numerics.equilibrium import Equilibrium, fixed_point
+from fedtailor.numerics.solve_log import Report, watched
+from fedtailor.training.solver import Solver
 
 BATCH, REPEATS, ROUNDS = 32, 15, 3
 Figures = dict[str, Any]
@@ -90,7 +91,7 @@ def memory() -> list[Figures]:
 def trained(name: str, federated: FederatedData, warm: bool) -> tuple[Figures, Model]:
     """Some rounds of FeDEQ (3 head epochs, 5 body epochs); counts evaluations of g in training."""
     model = build(name, federated.shape, federated.outputs, seed=0, options={"warm_start": warm})
-    setting = Setting(algorithms.make("fedeq", {}), model, federated, Solver(lr=0.01, batch_size=BATCH), 0)
+    setting = Experiment(algorithms.make("fedeq", {}), model, federated, Solver(lr=0.01, batch_size=BATCH), 0)
     engine = make("loop", setting)
     engine.start()
     federation, server = Federation(engine), setting.algorithm.server_init(model)

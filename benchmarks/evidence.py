@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fedtailor.runs.config import CompareConfig, parse, read_toml
+from fedtailor.experiments.config import CompareConfig, parse, read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -46,6 +46,8 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
     ),
     "federation": ("benchmarks/federation.py --table", "benchmarks/secure_sum.py"),
     "fit": ("benchmarks/auto.py",),
+    "cifar100": ("configs/cifar100/superclass.toml", "configs/cifar100/dirichlet.toml"),
+    "leaderboard": ("benchmarks/leaderboard.py",),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
 SEVERAL = {  # pages of more than one algorithm

@@ -24,21 +24,23 @@ from typing import Any
 import tomli_w
 import torch
 
-from fedtailor import engines
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
-from fedtailor.engines.flare import kits, local, nvidia, processes
-from fedtailor.engines.flare.launcher import Launcher
-from fedtailor.engines.flare.messages import ENVELOPE
-from fedtailor.engines.flare.site import AUDIT, SERVER, SiteService, read_site
-from fedtailor.engines.flare.vault import Vault
+from fedtailor.deploy.flare import flare_adapter as nvidia
+from fedtailor.deploy.flare import local_trial as local
+from fedtailor.deploy.flare import processes
+from fedtailor.deploy.flare import provisioning as kits
+from fedtailor.deploy.flare.launcher import Launcher
+from fedtailor.deploy.flare.messages import ENVELOPE
+from fedtailor.deploy.flare.site import AUDIT, SERVER, SiteService, read_site
+from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.engines.loop import loop
 from fedtailor.errors import RunError
-from fedtailor.runs import runner
-from fedtailor.runs.assemble import put_together, setting_of
-from fedtailor.runs.config import RunConfig, parse, with_settings
-from fedtailor.runs.store import METRICS, RESULTS, RunFolder, read_json, read_tree
+from fedtailor.experiments import runner
+from fedtailor.experiments.building import assemble, build_experiment
+from fedtailor.experiments.config import RunConfig, parse, with_settings
+from fedtailor.experiments.store import METRICS, RESULTS, RunFolder, read_json, read_tree
 
 ROOT = Path(__file__).parents[1]
 TASK: dict[str, Any] = {
@@ -82,9 +84,9 @@ def replayed(
     config: RunConfig, sites: int, lines: list[dict[str, Any]]
 ) -> tuple[Tree, dict[str, Tree], dict[str, Any]]:
     """The same run on the loop engine, in which clients miss the rounds that they missed in the federation."""
-    data = setting_of(config).data
-    setting = put_together(config, data.only(range(sites)))
-    torch.set_num_threads(config.federation.threads or engines.threads(setting))  # as a run, and a site, has it
+    data = build_experiment(config).data
+    setting = assemble(config, data.only(range(sites)))
+    torch.set_num_threads(config.federation.threads or 1)  # as a run, and a site, has it
     engine = loop(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
@@ -114,7 +116,7 @@ def difference(folder: Path, run: str, config: RunConfig) -> float:
     wanted: dict[str, Any] = {"server": server}
     for name, kept in zip(roster["clients"], saved[1]["state"]["clients"]["kept"].tolist(), strict=True):
         private = folder / name / "private" / roster["run"]
-        found[f"state of {name}"] = Vault(private / "states").read(kept)
+        found[f"state of {name}"] = SiteState(private / "states").read(kept)
         wanted[f"state of {name}"] = states[name]
         if (private / "personal" / "last.json").exists():
             found[f"model of {name}"] = read_tree(private / "personal", read_json(private / "personal" / "last.json"))
@@ -132,7 +134,7 @@ class Bench:
         self.verbose = verbose
         self.source = "heart-disease"
         self.folder = out / f"federation-{self.source}"
-        self.keeper: processes.Keeper | None = None
+        self.keeper: processes.ProcessSupervisor | None = None
 
     def say(self, text: str) -> None:
         if self.verbose:
@@ -148,7 +150,7 @@ class Bench:
             shutil.rmtree(path, ignore_errors=True)
         names = local.prepare(self.folder, sites, config, None)
         if self.keeper is None:
-            self.keeper = processes.Keeper(local.participants(self.folder, names))
+            self.keeper = processes.ProcessSupervisor(local.participants(self.folder, names))
         for site in names:
             if site not in self.keeper.participants:
                 self.keeper.add(site, "site", self.folder / site)
@@ -457,13 +459,13 @@ def strange_requests(bench: Bench) -> str:
         request = ENVELOPE.pack(b"0" * 16, number) + codec.encode(header, tree)
         return str(codec.decode_header(service.answer(caller, request)).get("refused"))
 
-    from fedtailor.engines.flare.messages import config_for, data_schema, promise
+    from fedtailor.deploy.flare.messages import config_for, data_schema, promise
 
     plain = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
     hello = {"op": "hello", "version": runner.version("fedtailor"), "run": "strange", "algorithm": "fedrep"}
     ask(hello | {"model": "mlp", "rounds": 2, "seed": 0})
     assert service._data is not None
-    setting = put_together(plain, service._data)
+    setting = assemble(plain, service._data)
     start = {"op": "start", "config": config_for(plain, 0), "client": 0, "schema": data_schema(service._data)}
     ask(start | {"promise": promise(setting), "first": 0})
     ask({"op": "begin", "round": 1, "kept": 0, "needed": []})
@@ -503,7 +505,7 @@ def capture(bench: Bench) -> str:
     roster = read_json(bench.folder / "server" / kits.RUNS / "capture" / "federation.json")
     heads = 0
     for name in roster["clients"]:
-        vault = Vault(bench.folder / name / "private" / roster["run"] / "states")
+        vault = SiteState(bench.folder / name / "private" / roster["run"] / "states")
         for kept in vault.rounds():
             for _, leaf in items(vault.read(kept)["state"]):
                 heads += 1

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedtailor.runs.store import CHECKPOINT, CONFIG, METRICS, RESULTS, RunFolder
+from fedtailor.experiments.store import CHECKPOINT, CONFIG, METRICS, RESULTS, RunFolder
 
 CLIENTS = 8
 TASK = """

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Setting
-from fedtailor.data.federated import FederatedData, Rows
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.engines import make
-from fedtailor.local.training import Solver
 from fedtailor.models import build
+from fedtailor.training.solver import Solver
 
 CELLS, REPEATS = 10, 7
 F64 = torch.float64
@@ -47,7 +47,7 @@ def ours(task: FederatedData) -> Callable[[], None]:
     """An epoch on the engine that stacks clients."""
     model = build("linear", task.shape, 1, seed=0, options={"bias": False}, dtype=F64)
     algorithm = Learn2pFed(outer="train", pull=0.0, cells=CELLS)
-    engine = make("vmap", Setting(algorithm, model, task, Solver(lr=0.1), 0), 4096)
+    engine = make("vmap", Experiment(algorithm, model, task, Solver(lr=0.1), 0), 4096)
     engine.start()
     federation = Federation(engine)
     server = algorithm.server_init(model)

@@ -21,21 +21,24 @@ from benchmarks.speed_tasks import SMALL, TASKS, title
 from fedtailor import algorithms, engines
 
 PARTS = {  # what is timed -> where it is
-    "forward pass and loss": tuple(f"fedtailor.local.training:Training.{k}" for k in ("_descended", "_gradient")),
+    "forward pass and loss": (
+        "fedtailor.training.kernels.selection:descent.trained",
+        "fedtailor.training.steps:Training._gradient",
+    ),
     "backward pass": ("torch.autograd:grad",),
-    "dense layers: forward and backward": ("fedtailor.local.dense:_train",),
+    "dense layers: forward and backward": ("fedtailor.training.kernels.dense:_train",),
     "update of parameters": (
         "torch:_foreach_add_",
         "torch:Tensor.addmm_",
-        *(f"fedtailor.local.dense:{k}" for k in ("_descend", "Ahead.finish")),
+        *(f"fedtailor.training.kernels.dense:{k}" for k in ("_descend", "DeferredWeightUpdate.finish")),
     ),
-    "copies of parameters": ("fedtailor.local.training:Training.run",),
-    "batches: drawing": ("fedtailor.core.me:Me._batches",),
+    "copies of parameters": ("fedtailor.training.steps:Training.run",),
+    "batches: drawing": ("fedtailor.training.solver:Solver._batches",),
     "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),
-    "private states": tuple(f"fedtailor.core.states:States.{k}" for k in ("read", "write", "check", "begin")),
-    "checks of replies": ("fedtailor.core.federation:implausible", "fedtailor.core.federation:schema_difference"),
-    "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.federation:_size_down"),
-    "aggregation": ("fedtailor.core.federation:Federation.mean", "fedtailor.core.federation:in_order"),
+    "private states": tuple(f"fedtailor.engines.states:States.{k}" for k in ("read", "write", "check", "begin")),
+    "checks of replies": ("fedtailor.core.calling:checked",),
+    "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.calling:bytes_down"),
+    "aggregation": ("fedtailor.core.federation:Federation.mean", "fedtailor.core.replies:_Sums.add"),
 }
 REST = "engine, dispatch and the rest"
 

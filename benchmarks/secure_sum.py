@@ -21,14 +21,15 @@ import torch
 
 from fedtailor.core import codec
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me, Setting
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
-from fedtailor.data.federated import FederatedData, Rows
 from fedtailor.engines.wire import Site, Wire
-from fedtailor.local.training import Solver
 from fedtailor.models import build
-from fedtailor.privacy.sealed import Privacy
+from fedtailor.privacy.aggregate_only import Privacy
+from fedtailor.training.solver import Solver
 
 ROUNDS = 3
 
@@ -38,7 +39,7 @@ class Echo(Algorithm):
     """Clients send back what they were sent."""
 
     @on_client(sends=(MODEL, COUNT))
-    def echo(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def echo(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, (w, me.n)
 
     def round(self, fed: Federation, w: Params) -> Params:
@@ -63,7 +64,7 @@ class Measured:
 class Clock(Wire):
     """The wire engine with a clock at the clients, and one client that may be lost."""
 
-    def __init__(self, setting: Setting, lost: int | None) -> None:
+    def __init__(self, setting: Experiment, lost: int | None) -> None:
         super().__init__(setting)
         self.at_clients = 0.0
         for site in self.sites:
@@ -92,11 +93,12 @@ def measure(clients: int, parameters: int, kind: str) -> Measured:
     """Rounds of one kind of sum."""
     data = task(clients, parameters // 10 - 1)
     model = build("linear", data.shape, 10, seed=0, options={}, dtype=torch.float32)
-    setting = Setting(Echo(), model, data, Solver(), 0)
+    is_secure = kind != "plain"
+    privacy = Privacy(secure_sum=is_secure, is_closed=is_secure)
+    setting = Experiment(Echo(), model, data, Solver(), 0, aggregation=privacy)
     engine = Clock(setting, lost=1 if kind == "secure, one lost" else None)
     engine.start()
-    is_secure = kind != "plain"
-    fed = Federation(engine, privacy=Privacy(secure_sum=is_secure, is_sealed=is_secure))
+    fed = Federation(engine)
     assert sum(v.numel() for v in model.params.values()) == parameters
     inside, outside = [], []
     for round in range(ROUNDS):

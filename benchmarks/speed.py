@@ -23,10 +23,10 @@ from benchmarks.speed_growth import growth, learn2pfed
 from benchmarks.speed_limits import PHASES, Clients, Round, Workers, fused, plain, usual
 from benchmarks.speed_tasks import CLASSES, LR, SHAPE, SMALL, TASKS, ConvNet, Task, title
 from fedtailor import algorithms, engines
-from fedtailor.core.me import Setting
+from fedtailor.core.experiment import Experiment
 from fedtailor.data.partitions import dirichlet
-from fedtailor.local.training import Solver
 from fedtailor.models import build
+from fedtailor.training.solver import Solver
 
 
 def beside(
@@ -67,7 +67,7 @@ LAYOUTS, BY_HAND = ("contiguous", "channels_last"), "channels_last, by hand"
 KEPT, PLAIN = ", freed memory kept", f"plain torch, {engines.cores()} processes,"
 
 
-def cohort_of(made: Setting, task: Task) -> Clients:
+def cohort_of(made: Experiment, task: Task) -> Clients:
     """As much data as one round uses."""
     return [made.data.train.of(c) for c in range(task.cohort)]
 
@@ -100,7 +100,7 @@ def workload_c(options: Options) -> Iterator[Figure]:
     for method, own in (("FedRep", {"head_epochs": 1}), ("Ditto", {}), ("FedSelect", {})):
         algorithm = algorithms.make(method.lower(), own)
         model = build("cnn", SHAPE, CLASSES, seed=0)
-        ours = Ours(Setting(algorithm, model, data, Solver(lr=LR, batch_size=10), 0), options.engine)
+        ours = Ours(Experiment(algorithm, model, data, Solver(lr=LR, batch_size=10), 0), options.engine)
         options.alone.load(usual, clients, module, 10, method)
         load(options, plain, clients, ConvNet(pools_first=True), 10, PHASES[method])
         name = f"C: {method}, {len(parts)} clients, {len(x)} images, batch 10"

@@ -17,16 +17,16 @@ from benchmarks.speed_limits import Workers
 from benchmarks.speed_tasks import CLASSES, LR, SHAPE, Task, noise
 from fedtailor import engines
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Setting
 from fedtailor.core.random import stream
-from fedtailor.data.federated import FederatedData, Rows
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.files import data_root
 from fedtailor.data.images import DIGITS, mnist
 from fedtailor.engines import EngineName
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.local.training import Solver
 from fedtailor.models import build
+from fedtailor.training.solver import Solver
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def dealt(parts: list[np.ndarray[Any, Any]], x: Tensor, y: Tensor) -> FederatedD
     return FederatedData("images", "classification", names, rows(parts), one, one, CLASSES)
 
 
-def setting(workload: str, task: Task, algorithm: Algorithm) -> Setting:
+def setting(workload: str, task: Task, algorithm: Algorithm) -> Experiment:
     """Workload A or B."""
     data = dealt(np.split(np.arange(task.clients * task.samples), task.clients), *images(task.clients * task.samples))
     model = (
@@ -91,7 +91,7 @@ def setting(workload: str, task: Task, algorithm: Algorithm) -> Setting:
         if workload == "A"
         else build("mlp", SHAPE, CLASSES, seed=0, options={"hidden": (200,)})
     )
-    return Setting(algorithm, model, data, Solver(lr=LR, batch_size=task.batch), 0)
+    return Experiment(algorithm, model, data, Solver(lr=LR, batch_size=task.batch), 0)
 
 
 def on_threads(count: int, run: Callable[[], None]) -> Callable[[], None]:
@@ -110,13 +110,12 @@ class Ours:
     """Rounds of the federation, each with clients drawn anew."""
 
     def __init__(
-        self, setting: Setting, engine: EngineName, cohort: int = 0, workers: int = 0, threads: int = 0
+        self, setting: Experiment, engine: EngineName, cohort: int = 0, workers: int = 0, threads: int = 0
     ) -> None:
         name = engines.choose(setting, cohort).name if engine == "auto" else engine
         self.engine = engines.make(name, setting, workers=workers or engines.cores(), cohort=cohort)
         self.engine.start()
-        is_alone = isinstance(self.engine, InProcess)
-        self.run_on_threads = on_threads(threads or (engines.threads(setting) if is_alone else 1), self._run)
+        self.run_on_threads = on_threads(threads or 1, self._run)
         self.federation = Federation(self.engine)
         self.server = setting.algorithm.server_init(setting.model)
         self.cohort, self.round = cohort or len(setting.data.clients), 0
@@ -126,7 +125,7 @@ class Ours:
 
     def _run(self) -> None:
         self.round += 1
-        clients = len(self.engine.setting.data.clients)
+        clients = len(self.engine.experiment.data.clients)
         drawn = stream(0, self.round, "cohort").choice(clients, size=self.cohort, replace=False)
         self.server = self.federation.run_round(self.round, sorted(drawn.tolist()), self.server)
 

@@ -19,14 +19,14 @@ from torch import Tensor
 from benchmarks.learn2pfed_epoch import CELLS, F64, data, ours
 from benchmarks.speed_core import Figure, Options, Ours, in_turns, on_threads
 from fedtailor import algorithms
-from fedtailor.core.me import Setting
-from fedtailor.data.federated import FederatedData, Rows
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.engines import EngineName
-from fedtailor.local.training import Solver
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import METRICS
 from fedtailor.models import build
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import METRICS
+from fedtailor.training.solver import Solver
 
 GB = 1e9
 
@@ -106,7 +106,7 @@ def registered(options: Options) -> Iterator[Figure]:
     for clients in counts:
         task = small_clients(clients, 20, 32, 10)
         model = build("mlp", task.shape, 10, seed=0, options={"hidden": (64,)})
-        setting = Setting(algorithms.make("fedrep", {"head_epochs": 2}), model, task, Solver(batch_size=10), 0)
+        setting = Experiment(algorithms.make("fedrep", {"head_epochs": 2}), model, task, Solver(batch_size=10), 0)
         rivals[str(clients)] = Ours(setting, options.engine, cohort)
     found = in_turns(rivals, 20 * options.repeats)  # rounds of a hundredth of a second
     for run in rivals.values():

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from benchmarks.speed_tasks import LR
-from fedtailor.engines import pages
-from fedtailor.local import factors, winograd
+from fedtailor.engines import malloc
+from fedtailor.training.kernels import linear_update as factors
+from fedtailor.training.kernels import winograd
 
 Clients = Sequence[tuple[Tensor, Tensor]]  # images and labels of each
 Round = Callable[[], None]
@@ -96,7 +97,7 @@ def shares(clients: Clients, cores: int) -> list[list[tuple[Tensor, Tensor]]]:
 
 def _serve(pipe: Any, keeps: bool, is_alone: bool) -> None:
     if keeps:
-        pages.keep()
+        malloc.kept().__enter__()  # for as long as this process lives
     if not is_alone:
         torch.set_num_threads(1)
     ways: dict[str, Round] = {}

@@ -6,10 +6,10 @@ python examples/compare_four.py [ROUNDS]
 import sys
 from pathlib import Path
 
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import new_path
 from fedtailor.metrics.summary import share_hurt
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import new_path
 
 rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 30
 task = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from fedtailor.runs import runner
-from fedtailor.runs.assemble import setting_of
-from fedtailor.runs.config import parse
-from fedtailor.runs.explain import SHARES, explain
-from fedtailor.runs.store import new_path
+from fedtailor.experiments import runner
+from fedtailor.experiments.building import build_experiment
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import new_path
+from fedtailor.studies.explain import SHARES, explain
 
 config = parse(
     {
@@ -25,7 +25,7 @@ config = parse(
 )
 run = runner.start(config, new_path(Path("runs"), "fedselect-masks"))
 layers, shares, _ = explain(run.path)
-data = setting_of(config).data
+data = build_experiment(config).data
 
 print("own entries, by layer")
 for number, (client, row) in enumerate(shares.items()):

@@ -11,30 +11,31 @@ import torch
 
 from fedtailor import engines
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me, Setting
 from fedtailor.core.trees import Params, Tree
-from fedtailor.runs.assemble import setting_of
-from fedtailor.runs.config import parse
+from fedtailor.experiments.building import build_experiment
+from fedtailor.experiments.config import parse
 
 
 @dataclass(frozen=True)
 class LearnedSteps(Algorithm):
     title: ClassVar[str] = "LearnedSteps"
 
-    def client_init(self, me: Me) -> Tree:
+    def client_init(self, me: ClientContext) -> Tree:
         return {"log_lr": torch.full_like(me.n, -3.0)}
 
     @on_client(sends=(MODEL, COUNT))
-    def train(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def train(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return me.state, (me.sgd(w, lr=me.state["log_lr"].exp()), me.n)
 
     @on_client(sends=NUMBER)
-    def judge(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def judge(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return me.state, me.loss(w, "val")
 
     @on_client()  # sends nothing: the derivative is used where it is
-    def learn(self, me: Me) -> tuple[Tree, Tree]:
+    def learn(self, me: ClientContext) -> tuple[Tree, Tree]:
         return {"log_lr": me.state["log_lr"] - me.grad["log_lr"].clamp(-0.5, 0.5)}, None
 
     def round(self, fed: Federation, w: Params) -> Params:
@@ -45,8 +46,8 @@ class LearnedSteps(Algorithm):
         return w
 
 
-made = setting_of(parse({"data": {"source": "digits", "clients": 6, "alpha": 0.3}, "model": {"hidden": [16]}}))
-engine = engines.make("auto", Setting(LearnedSteps(), made.model, made.data, made.solver, seed=0))
+made = build_experiment(parse({"data": {"source": "digits", "clients": 6, "alpha": 0.3}, "model": {"hidden": [16]}}))
+engine = engines.make("auto", Experiment(LearnedSteps(), made.model, made.data, made.solver, seed=0))
 engine.start()
 fed, w = Federation(engine), made.model.params
 for round in range(1, (int(sys.argv[1]) if len(sys.argv) > 1 else 10) + 1):

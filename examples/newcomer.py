@@ -6,9 +6,9 @@ python examples/newcomer.py [ROUNDS]
 import sys
 from pathlib import Path
 
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import new_path
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import new_path
 
 task = {
     "rounds": int(sys.argv[1]) if len(sys.argv) > 1 else 20,

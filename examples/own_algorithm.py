@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from fedtailor.algorithms import register
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
+from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.me import Me
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import new_path
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import new_path
 
 
 @register
@@ -38,14 +38,14 @@ class Reptile(Algorithm):
         return model.params
 
     @on_client(sends=MODEL)
-    def local(self, me: Me, w: Params) -> tuple[Tree, Tree]:
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return me.state, me.sgd(w, epochs=self.epochs)
 
     def round(self, fed: Federation, w: Params) -> Params:
         mean = fed.mean(fed.map(self.local, w))
         return {k: w[k] + self.step * (mean[k] - w[k]) for k in w}
 
-    def personal(self, me: Me, w: Params) -> Params:
+    def personal(self, me: ClientContext, w: Params) -> Params:
         return me.sgd(w, epochs=self.epochs)
 
 

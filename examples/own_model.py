@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedtailor.runs import runner
-from fedtailor.runs.config import parse
-from fedtailor.runs.store import new_path
+from fedtailor.experiments import runner
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.store import new_path
 
 
 class Net(nn.Module):
