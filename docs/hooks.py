@@ -101,7 +101,8 @@ class _Links(HTMLParser):
 def configuration() -> str:
     """Every key of a configuration: default, what it may be, and its sentence."""
     from fedtailor.data import SOURCES
-    from fedtailor.runs.config import CompareConfig, Open
+    from fedtailor.experiments.config import CompareConfig
+    from fedtailor.experiments.sections import Open
 
     top = {k: f for k, f in CompareConfig.model_fields.items() if _section(f.annotation) is None and k != "data"}
     parts = ["## Top of the file\n", _keys(top)]
@@ -218,14 +219,14 @@ def _usage(param: Any) -> str:
 def algorithm_options() -> str:
     """Every algorithm: what stays, what is sent, and its options with their sentences."""
     from fedtailor.algorithms import algorithms
-    from fedtailor.core.algorithm import sent_names
+    from fedtailor.core.algorithm import reply_names
 
     parts = []
     for name, kind in algorithms().items():
         if not kind.__module__.startswith("fedtailor."):
             continue
         module = sys.modules[kind.__module__].__doc__ or kind.__doc__ or ""
-        sent = ", ".join(sent_names(kind)) or "nothing"
+        sent = ", ".join(reply_names(kind)) or "nothing"
         parts.append(f"## {name}\n\n{module.splitlines()[0]}\n\n- **private**: {kind.private}\n- **sent**: {sent}\n")
         sentences = field_sentences(kind)
         rows = [
