@@ -201,8 +201,9 @@ def test_who_is_lost_after_the_sums_were_opened_ends_the_round(monkeypatch: pyte
     for secure in (federation("ditto"), federation("ditto", is_secure=False)):
         before = states(secure)
         lost = iter([{1: "connection lost"}])
-        monkeypatch.setattr(secure.engine, "end_round", lambda clients, lost=lost: next(lost, {}), raising=False)
-        monkeypatch.setattr(secure.engine, "saved", lambda states: None, raising=False)
+        losing = {"end_round": lambda _, clients, lost=lost: next(lost, {}), "saved": lambda _, states: None}
+        kind = type(secure.engine)
+        monkeypatch.setattr(secure.engine, "__class__", type("Losing", (kind,), losing))  # what it can do is its type's
         if not secure.engine.experiment.aggregation.secure_sum:  # the server knows every reply anyway
             run(secure, 1)
             assert secure.cohort == (0, 2, 3)
