@@ -79,7 +79,8 @@ class _Personalized(BaseEstimator):
                 loaded=loaded,
             )
             self.models_ = {site: personal(Path(folder) / "fit", site) for site in loaded.clients}
-            common = Path(folder) / "fit" / f"{'fedavg' if len(loaded.clients) > 1 else 'local'}-seed{seed}"
+            kind = "fedavg" if len(loaded.clients) > 1 else "local"
+            common = Path(folder) / "fit" / record.get("common", f"{kind}-seed{seed}")
             self.common_ = personal(common, loaded.clients[0])
             self.n_iter_ = RunFolder(common).config.rounds
         self.served_ = {site: row["served"] for site, row in record["sites"].items()}

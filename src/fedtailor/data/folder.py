@@ -43,6 +43,7 @@ def prepared(
 ) -> FederatedData:
     """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that."""
     columns = _common_columns(tables, config)
+    tables, left_out = _with_target(tables, config)
     target, targets, reason = _read_target(tables, config)
     kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}
     newcomers = newcomers or {}
@@ -67,6 +68,7 @@ def prepared(
         f"{len(sites)} clients from {config.path}: " + ", ".join(f"{site.name} {len(site.y)}" for site in sites),
         reason,
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
+        *left_out,
     )
     name = client_name(config.path) or config.path.resolve().name or "folder"
     return assemble(
@@ -76,6 +78,25 @@ def prepared(
         newcomers=len(newcomers),
         dates=dates,
     )
+
+
+def _with_target(tables: dict[str, Table], config: FolderConfig) -> tuple[dict[str, Table], tuple[str, ...]]:
+    """Rows and sites without a target are left out, and named."""
+    if config.target not in next(iter(tables.values())).columns:
+        return tables, ()
+    kept, gone, rows = {}, [], 0
+    for name, table in tables.items():
+        there = table.columns[config.target].text.is_not_null()
+        rows += table.rows - int(there.sum())
+        if there.any():
+            kept[name] = table if there.all() else table.only(there)
+        else:
+            gone.append(name)
+    if not kept:
+        raise DataError(f'{config.path}: target column "{config.target}" has no value in any row; choose another')
+    notes = [f'{rows} rows without a value of "{config.target}" are left out'] if rows else []
+    notes += [f"left out, without any target: {', '.join(gone)}"] if gone else []
+    return kept, tuple(notes)
 
 
 def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
 from fedtailor.serving.described import described, model_in, part_of
+from fedtailor.serving.trees import TreeParts, tree_parts
 
 if TYPE_CHECKING:
     import polars as pl
@@ -48,6 +49,7 @@ class Personal:
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
     notes: list[str] = field(default_factory=list)  # what was told while rows were read
+    trees: TreeParts | None = None  # boosted trees beside the model, where a fit has them
 
     @property
     def title(self) -> str:
@@ -68,7 +70,8 @@ class Personal:
         """What the model says of samples, as in training: logits, or standardised numbers."""
         with torch.no_grad():
             parts = [self.algorithm.predict(self.model, self.params, part) for part in x.split(ROWS)]
-        return torch.cat(parts)
+        found = torch.cat(parts) if parts else x.new_zeros((0, 1))
+        return found if self.trees is None else self.trees.mixed(x, found, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
         """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
@@ -179,6 +182,12 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     if preparation is not None and preparation.sites and site not in preparation.sites:
         raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
     params = folder.newcomer(site) if newcomer else folder.personal(site, kind)
+    trees = None
+    if not newcomer and (path / FIT).exists():
+        row = read_json(path / FIT)["sites"].get(site, {})
+        if "weights" in row:
+            params = _blended(path, site, row["weights"], kind)
+            trees = tree_parts(path, row, says.shape[0], says.outputs)
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
@@ -188,7 +197,14 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         classes=tuple(says.classes),
         preparation=preparation.of(site) if preparation is not None else None,
         source=str(folder.path),
+        trees=trees,
     )
+
+
+def _blended(path: Path, site: str, weights: dict[str, float], kind: str) -> Params:
+    """The weighted mean of linear models, which predicts the weighted mean of what they predict."""
+    parts = [(weight, RunFolder.open(part_of(path, run)).personal(site, kind)) for run, weight in weights.items()]
+    return {name: sum(weight * model[name] for weight, model in parts) for name in parts[0][1]}  # type: ignore[misc]
 
 
 def predicted(model: Personal, file: Path) -> pl.DataFrame:
