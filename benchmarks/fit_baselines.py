@@ -1,4 +1,4 @@
-"""What an analyst has: ridge or logistic regression and boosting at each site, mixed models and boosting on pooled rows.
+"""What an analyst has: ridge or logistic regression and boosting at each site; mixed models and boosting, pooled.
 
 Each takes the same training rows and returns for every test row a number, or the probability of each class.
 """
@@ -22,11 +22,17 @@ class Rows:
     def __init__(self, train: pl.DataFrame, test: pl.DataFrame, site: str, target: str) -> None:
         self.sites = [frame[site].to_numpy() for frame in (train, test)]
         is_text = train[target].dtype == pl.String
-        few = train[target].n_unique() <= 20 and bool((train[target].drop_nulls() % 1 == 0).all()) if not is_text else True
+        few = (
+            train[target].n_unique() <= 20 and bool((train[target].drop_nulls() % 1 == 0).all())
+            if not is_text
+            else True
+        )
         self.is_class = is_text or few
         self.classes = sorted(train[target].unique().to_list()) if self.is_class else []
         self.y = [
-            np.array([self.classes.index(v) for v in f[target]]) if self.is_class else f[target].to_numpy().astype(float)
+            np.array([self.classes.index(v) for v in f[target]])
+            if self.is_class
+            else f[target].to_numpy().astype(float)
             for f in (train, test)
         ]
         blocks: list[tuple[Floats, Floats]] = []
@@ -37,7 +43,10 @@ class Rows:
             a, b = train[name], test[name]
             if a.dtype == pl.String:
                 known = sorted(v for v in a.drop_nulls().unique().to_list())
-                blocks += [((a == v).fill_null(False).to_numpy() * 1.0, (b == v).fill_null(False).to_numpy() * 1.0) for v in known[1:]]
+                blocks += [
+                    ((a == v).fill_null(False).to_numpy() * 1.0, (b == v).fill_null(False).to_numpy() * 1.0)
+                    for v in known[1:]
+                ]
                 continue
             x, z = (v.cast(pl.Float64).to_numpy() for v in (a, b))
             middle = float(np.nanmedian(x))
@@ -125,7 +134,10 @@ def pooled_boosting(rows: Rows) -> Floats:
     """Boosted trees on the rows of all sites, which see the site's mean of the target beside the features."""
     level = rows.y[0].astype(float)
     total = level.mean()
-    means = {n: (level[rows.sites[0] == n].sum() + total) / ((rows.sites[0] == n).sum() + 1) for n in np.unique(rows.sites[0])}
+    means = {
+        n: (level[rows.sites[0] == n].sum() + total) / ((rows.sites[0] == n).sum() + 1)
+        for n in np.unique(rows.sites[0])
+    }
     x, z = (np.column_stack([rows.x[i], [means.get(n, total) for n in rows.sites[i]]]) for i in (0, 1))
     model = _boosting(rows.is_class, 10**6).fit(x, rows.y[0])
     return _probabilities(model, z, len(rows.classes)) if rows.is_class else model.predict(z)[:, None]

@@ -17,7 +17,7 @@ MULTISITE = {
     "contraception": ("district", "use"),
     "headache": ("id", "headache"),
 }
-HEART = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split()
+HEART = tuple("age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split())  # noqa: SIM905
 MISSING = ["?", "NA", ""]
 
 Table = tuple[pl.DataFrame, str, str]  # rows, site column, target column
@@ -49,8 +49,10 @@ def heart() -> Table:
     parts = []
     for place in ("cleveland", "hungarian", "switzerland", "va"):
         path = root() / "heart_disease" / f"processed.{place}.data"
-        frame = pl.read_csv(path, has_header=False, new_columns=HEART, null_values=MISSING, infer_schema_length=None)
-        frame = frame.with_columns(pl.col(HEART).cast(pl.Float64))
+        frame = pl.read_csv(
+            path, has_header=False, new_columns=list(HEART), null_values=MISSING, infer_schema_length=None
+        )
+        frame = frame.with_columns(pl.col(list(HEART)).cast(pl.Float64))
         frame = frame.with_columns(
             pl.when(pl.col("num") > 0).then(pl.lit("ill")).otherwise(pl.lit("well")).alias("num"),
             pl.lit(place).alias("hospital"),
@@ -105,7 +107,10 @@ def _frame(x: np.ndarray, y: np.ndarray, site: str) -> pl.DataFrame:
 
 def given(path: Path, site: str, target: str) -> Table:
     """A table of your own."""
-    frame = read(path) if path.suffix == ".parquet" else pl.read_csv(path, null_values=MISSING, infer_schema_length=None)
+    if path.suffix == ".parquet":
+        frame = pl.read_parquet(path)
+    else:
+        frame = pl.read_csv(path, null_values=MISSING, infer_schema_length=None)
     return frame.with_columns(pl.col(site).cast(pl.String)), site, target
 
 

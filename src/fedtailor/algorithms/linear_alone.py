@@ -1,7 +1,7 @@
 """LinearAlone: every client solves its own ridge or logistic regression; the penalty is chosen by leaving one out.
 
-Hoerl, Kennard, Technometrics 12, 1970; leave-one-out errors in closed form: Golub, Heath, Wahba, Technometrics 21, 1979,
-and for classes by one Newton step: Rad, Maleki, J. R. Stat. Soc. B 82, 2020. The line that sharing has to beat.
+Hoerl, Kennard, Technometrics 12, 1970; leave-one-out errors in closed form: Golub, Heath, Wahba, Technometrics 21,
+1979, and for classes by one Newton step: Rad, Maleki, J. R. Stat. Soc. B 82, 2020. The line that sharing has to beat.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.numerics import logits, ridge
 
+WEAKEST = 0.1  # penalty for classes: without any, a few rows of one class make it certain
+
 
 @dataclass(frozen=True)
 class LinearAlone(Algorithm):
@@ -27,7 +29,7 @@ class LinearAlone(Algorithm):
     penalties: tuple[float, ...] = (1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 1e5)
     """Ridge penalties to choose from."""
 
-    intercept: float = 0.1
+    intercept: float = 0.3
     """Penalty on the intercepts of classes, so that a class that a client has not seen is not impossible."""
 
     newton: int = 8
@@ -89,7 +91,7 @@ class LinearAlone(Algorithm):
     def classes(self, x: Tensor, y: Tensor, mask: Tensor, start: Tensor) -> Tensor:
         """[features (+ 1), classes], from strong penalties to weak ones."""
         v, tried, scores = start[:, 1:], [], []
-        for penalty in reversed(self.penalties):
+        for penalty in sorted((p for p in self.penalties if p >= WEAKEST), reverse=True):
             by_feature = torch.full_like(v, penalty)
             # a column of ones is the intercept
             constant = ((x - mask[:, None]).abs().sum(0) == 0)[:, None]
@@ -97,11 +99,21 @@ class LinearAlone(Algorithm):
             v = logits.penalised(x, y, mask, by_coefficient, v, self.newton)
             tried.append(v)
             scores.append(logits.left_out(x, y, mask, by_coefficient, v))
-        chosen = _chosen(tried, torch.stack(scores))
+        chosen = _chosen(tried, _nearly_best(torch.stack(scores), mask))
         return torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         return me.state
+
+
+def _nearly_best(scores: Tensor, mask: Tensor) -> Tensor:
+    """1 at the first (strongest) penalty that is within half a standard error of the best, from scores by row."""
+    best = torch.nn.functional.one_hot(scores.sum(1).argmax(), len(scores)).to(scores.dtype)
+    lost = ((best[:, None] * scores).sum(0) - scores) * mask
+    count = mask.sum().clamp(min=1)
+    spread = (lost - lost.sum(1, keepdim=True) / count).square() * mask
+    is_near = lost.sum(1) <= 0.5 * spread.sum(1).sqrt()
+    return torch.where(is_near, torch.arange(len(scores), 0, -1, dtype=scores.dtype), 0)
 
 
 def _chosen(tried: list[Tensor], scores: Tensor) -> Tensor:

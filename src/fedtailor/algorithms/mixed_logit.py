@@ -65,7 +65,11 @@ class MixedLogit(Algorithm):
 
     def server_init(self, model: Model) -> Tree:
         flat = _flat(self, model)
-        return {"beta": torch.zeros_like(flat), "factor": torch.diag(flat[:, 0] * 0), "covariance": torch.diag(flat[:, 0] * 0)}
+        return {
+            "beta": torch.zeros_like(flat),
+            "factor": torch.diag(flat[:, 0] * 0),
+            "covariance": torch.diag(flat[:, 0] * 0),
+        }
 
     def client_init(self, me: ClientContext) -> Tree:
         flat = _flat(self, me.model)

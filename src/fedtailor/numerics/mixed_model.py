@@ -1,8 +1,8 @@
 """Linear mixed models from sums over sites: the profiled deviance of lme4 and its gradient.
 
-y_i ~ N(X_i v_i, noise), v_i = beta + L z_i, z_i ~ N(0, noise I). Given the factor L, beta and noise have closed forms, so
-the deviance is a function of L alone: Bates, Maechler, Bolker, Walker, J. Stat. Softw. 67, 2015, section 3.4. Here its
-terms are sums over sites of matrices of the size of X'X; nothing else of a site is needed.
+y_i ~ N(X_i v_i, noise), v_i = beta + L z_i, z_i ~ N(0, noise I). Given the factor L, beta and noise have closed forms,
+so the deviance is a function of L alone: Bates, Maechler, Bolker, Walker, J. Stat. Softw. 67, 2015, section 3.4. Here
+its terms are sums over sites of matrices of the size of X'X; nothing else of a site is needed.
 """
 
 from __future__ import annotations

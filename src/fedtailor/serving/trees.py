@@ -63,7 +63,10 @@ class Trees:
         nodes = len(made.feature)
         inside = [(made.feature, features), (made.output, outputs)]
         inside += [(v, nodes) for v in (made.left, made.right, made.root)]
-        whole = all(v.dtype == torch.int64 and v.dim() == 1 and (not len(v) or 0 <= int(v.min()) <= int(v.max()) < n) for v, n in inside)
+        whole = all(
+            v.dtype == torch.int64 and v.dim() == 1 and (not len(v) or 0 <= int(v.min()) <= int(v.max()) < n)
+            for v, n in inside
+        )
         sizes = {len(getattr(made, name)) for name in NAMES[:6]}
         if not whole or len(sizes) != 1 or made.baseline.shape != (outputs,) or len(made.root) != len(made.output):
             raise RunError(f"{path}: not boosted trees of {features} features and {outputs} outputs")

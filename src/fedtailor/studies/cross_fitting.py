@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.i
 def only_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
     """The same sites with some of their training rows."""
     starts = data.train.starts.tolist()
-    sizes = [int(keep[a:b].sum()) for a, b in zip(starts, starts[1:], strict=False)]
+    sizes = [int(keep[a:b].sum()) for a, b in pairwise(starts)]
     at = torch.from_numpy(np.flatnonzero(keep))
     return replace(data, train=Rows(data.train.x[at], data.train.y[at], _starts(sizes)))
 

@@ -1,8 +1,9 @@
 """Own data in one line: sensible settings, every site alone and in common beside it, and a personal model for each.
 
-Tables are fitted by solved models and trees (`table_fit`). Elsewhere, or with a model that is named, candidates are compared by successive halving: half of them are dropped at each budget, the others go on
-from their checkpoints. Then each site gets the one that serves it best. All of it on validation data; test data is
-read by the runs that end, for the table, and by no choice.
+Tables are fitted by solved models and trees (`table_fit`). Elsewhere, or with a model that is named, candidates are
+compared by successive halving: half of them are dropped at each budget, the others go on from their checkpoints. Then
+each site gets the one that serves it best. All of it on validation data; test data is read by the runs that end, for
+the table, and by no choice.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ import torch
 from fedtailor import algorithms, data
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
-from fedtailor.data.fingerprint import digest
-from fedtailor.errors import ClientError, ConfigError, RunError, UserError
+from fedtailor.errors import ClientError, ConfigError, UserError
 from fedtailor.experiments import runner, trust
 from fedtailor.experiments.building import build_experiment, load
 from fedtailor.experiments.config import RunConfig, parse, with_settings, with_values
-from fedtailor.experiments.source_code import code_of, difference
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, read_json, write_json
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import table_fit
+from fedtailor.studies.fit_folder import claimed
 from fedtailor.studies.grid import Cell, Told, folder_name
 from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
 from fedtailor.studies.table_record import shared, table_record
@@ -108,7 +108,14 @@ def plan(
 ) -> Plan:
     """Read the data, settle what was left open, and check every run before the first one begins."""
     tables, loaded = read(
-        source, algorithm=algorithm, rounds=rounds, seed=seed, settings=settings, values=values, data_root=data_root, loaded=loaded
+        source,
+        algorithm=algorithm,
+        rounds=rounds,
+        seed=seed,
+        settings=settings,
+        values=values,
+        data_root=data_root,
+        loaded=loaded,
     )
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
@@ -188,7 +195,7 @@ def fit(
     if table_fit.is_for(loaded, tables, algorithm):
         return _fit_tables(tables, loaded, out, data_root, told, time_limit)
     made = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
-    claim = _claim(out, algorithm, made.cells)
+    claim = claimed(out, algorithm, made.cells)
     finished, dropped = run_plan(made, data_root, told)
     record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
     write_json(out / FIT, record)
@@ -199,7 +206,7 @@ def _fit_tables(
     tables: dict[str, Any], loaded: FederatedData, out: Path, root: Path | None, told: Told, limit: float
 ) -> dict[str, Any]:
     cells = table_fit.cells_of(tables, loaded, out)
-    claim = _claim(out, "auto", cells)
+    claim = claimed(out, "auto", cells)
     held = read_json(out / FIT)
     if "sites" in held:
         return dict(held)
@@ -207,33 +214,6 @@ def _fit_tables(
     record = {"settings": claim} | table_record(found, data, out) | {"dropped": found.dropped}
     write_json(out / FIT, record)
     return record
-
-
-def _claim(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """A folder belongs to one fit, and the same fit goes on in it."""
-    claim = {
-        "algorithm": algorithm,
-        "caution": CAUTION,
-        "runs": [cell.config.plain() for cell in cells],
-        "files": digest(cells[0].config.data),
-        "code": [code_of(cell.config) for cell in cells],
-    }
-    path = out / FIT
-    if path.exists():
-        now = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
-        there = now | read_json(path)["settings"]
-        if there | now != claim:
-            raise RunError(f"{out}: holds another fit; choose another folder with --out")
-        if there["files"] != claim["files"]:
-            raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
-        if what := next(filter(None, map(difference, there["code"], claim["code"])), ""):
-            raise RunError(f"{out}: {what} since it was fitted; choose another folder with --out")
-        return claim
-    if out.exists() and any(out.glob(f"*/{CONFIG}")):
-        raise RunError(f"{out}: holds other runs; choose another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"settings": claim})
-    return claim
 
 
 def run_plan(made: Plan, data_root: Path | None, told: Told) -> tuple[list[Cell], list[dict[str, Any]]]:

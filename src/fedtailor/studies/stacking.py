@@ -6,7 +6,7 @@ which the common weights are best; the pull is chosen by predicting folds from t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from scipy.optimize import nnls  # type: ignore[import-untyped]
 from torch import Tensor
 
 PULLS = (30.0, 100.0, 300.0, 1000.0, float("inf"))  # rows of the federation that the common weights are worth
+HELP = 5  # rows of all sites beside a site's own, where its noise is estimated
 NEWTON = 4  # quadratic steps; one is exact for squared errors
 
 
@@ -109,7 +110,24 @@ class Stacked:
 
 
 def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
-    """Settle the pull by folds, then the weights from all rows."""
+    """Settle the pull by folds, then the weights from all rows; sites with more noise count less."""
+    if not c.is_class:
+        noise = _noise(c)[c.site][:, None]
+        found = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
+        return replace(found, held_out=found.held_out * noise)
+    return _stack(c, folds)
+
+
+def _noise(c: Candidates) -> Tensor:
+    """Root of the mean squared error of the best candidate at each site; few rows are helped by those of all."""
+    squares = torch.stack([row_losses(said, c.y, c.is_class) for said in c.outputs])
+    count = torch.zeros(c.sites, dtype=torch.float64).index_add_(0, c.site, torch.ones_like(squares[0]))
+    total = torch.zeros((len(squares), c.sites), dtype=torch.float64).index_add_(1, c.site, squares)
+    usual = squares.mean(1).min()
+    return ((total.min(0).values + HELP * usual) / (count + HELP)).sqrt().clamp(min=1e-150)
+
+
+def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     at = torch.from_numpy(folds)
     said = {pull: torch.zeros_like(c.outputs[0]) for pull in PULLS}
     for fold in np.unique(folds):

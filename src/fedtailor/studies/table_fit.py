@@ -1,4 +1,4 @@
-"""A fit to tables: solved linear and mixed models, boosted trees where a site has enough rows, and a blend for each site.
+"""A fit to tables: solved linear and mixed models, boosted trees where rows suffice, and a blend for each site.
 
 Everything is chosen on out-of-fold predictions of the training rows; test rows are read for the figures alone. What is
 delivered was trained on all training rows.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def run_cells(cells: list[Cell], data: FederatedData, root: Path | None, told: T
                 trust.remember(cell.config)
                 runner.resume(cell.folder, root, listen, loaded=data)
             else:
-                clock.timed(lambda cell=cell, listen=listen: runner.start(cell.config, cell.folder, root, listen, loaded=data))
+                clock.timed(
+                    lambda cell=cell, listen=listen: runner.start(cell.config, cell.folder, root, listen, loaded=data)
+                )
         except (UserError, ClientError, torch.linalg.LinAlgError) as error:
             if cell.label == ALONE:
                 raise
@@ -150,7 +153,15 @@ def select(
     if not len(y):  # nobody has two rows
         weights = np.zeros((len(data.clients), len(used)))
         weights[:, -1] = 1
-        return Found(used, weights, [{"linear": 1.0}] * len(weights), [ALONE] * len(weights), [(0.0, np.inf)] * len(weights), linear[0], dropped)
+        return Found(
+            used,
+            weights,
+            [{"linear": 1.0}] * len(weights),
+            [ALONE] * len(weights),
+            [(0.0, np.inf)] * len(weights),
+            linear[0],
+            dropped,
+        )
     first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
     own, trees_said = linear[0], {}
     if clock.has_time():
@@ -161,7 +172,9 @@ def select(
         best = _better(trees_said[TREES], own, y, site, is_class, len(data.clients))
         own = torch.where(best[site][:, None], trees_said[TREES].nan_to_num(), own)
         own_label = [TREES if b else ALONE for b in best.tolist()]
-        served, kinds = _with_trees(trees_said, first.held_out, y, site, folds[held.numpy()], is_class, len(data.clients))
+        served, kinds = _with_trees(
+            trees_said, first.held_out, y, site, folds[held.numpy()], is_class, len(data.clients)
+        )
     weights = first.weights.numpy()
     gained = _gains(served, own, y, site, is_class, len(data.clients))
     only_own = np.eye(len(used))[0]
@@ -262,7 +275,9 @@ def said_of(found: Found, data: FederatedData, rows: Rows, out: Path) -> dict[st
         x, parts = rows.x[a:b], {"linear": base[a:b]}
         for kind in (TREES, ON_TOP):
             start = base[a:b] if kind == ON_TOP else None
-            made = Trees.read(trees_path(out, i, kind), data.shape[0] + (data.outputs if start is not None else 0), data.outputs)
+            made = Trees.read(
+                trees_path(out, i, kind), data.shape[0] + (data.outputs if start is not None else 0), data.outputs
+            )
             parts[kind] = said(made, x, start, is_class)
         mixed = sum(weight * parts[kind] for kind, weight in kinds.items())
         served[a:b] = mixed.log_softmax(1) if is_class else mixed  # type: ignore[union-attr]
@@ -274,7 +289,7 @@ def said_of(found: Found, data: FederatedData, rows: Rows, out: Path) -> dict[st
 def site_figures(outputs: Tensor, rows: Rows, is_class: bool) -> list[dict[str, float]]:
     """Per site the task's metrics on its rows; NaN where it has none."""
     out = []
-    for a, b in zip(rows.starts.tolist(), rows.starts.tolist()[1:], strict=False):
+    for a, b in pairwise(rows.starts.tolist()):
         if a == b:
             out.append(dict.fromkeys(("accuracy", "loss") if is_class else ("rmse", "mse"), float("nan")))
             continue
