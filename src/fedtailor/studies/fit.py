@@ -95,28 +95,10 @@ def read(
 
 
 def plan(
-    source: Mapping[str, Any],
-    out: Path,
-    *,
-    algorithm: str = "auto",
-    rounds: int = 0,
-    seed: int = 0,
-    settings: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
-    data_root: Path | None = None,
-    loaded: FederatedData | None = None,
+    source: Mapping[str, Any], out: Path, *, algorithm: str = "auto", data_root: Path | None = None, **options: Any
 ) -> Plan:
-    """Read the data, settle what was left open, and check every run before the first one begins."""
-    tables, loaded = read(
-        source,
-        algorithm=algorithm,
-        rounds=rounds,
-        seed=seed,
-        settings=settings,
-        values=values,
-        data_root=data_root,
-        loaded=loaded,
-    )
+    """Read the data, settle what was left open, and check every run before the first one begins; options: of `read`."""
+    tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
     tables = settled(tables, loaded, algorithm)
