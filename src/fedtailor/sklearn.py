@@ -7,6 +7,7 @@ a site that was not there in `fit` is predicted by the model that all have in co
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ class _Personalized(BaseEstimator):
         """Probabilities or numbers, every row by the model of its site."""
         check_is_fitted(self)
         frame, sites = self._rows(X, groups, reset=False)
+        if len(self.models_) > 1 and groups is None and self.client is None:
+            warnings.warn(
+                f"no groups given: all {len(sites)} rows are predicted by the common model, none by its site's own",
+                stacklevel=3,
+            )
         only = next(iter(self.models_.values())) if len(self.models_) == 1 else self.common_
         out: NDArray[np.float64] | None = None
         for site in dict.fromkeys(sites.tolist()):

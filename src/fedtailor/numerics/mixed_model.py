@@ -19,7 +19,7 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 STRUCTURES = ("none", "intercept", "diagonal", "full")
-START, SMALL, STEPS, RESTARTS = 0.3, 0.03, 200, 4
+START, SMALL, STEPS, RESTARTS = 0.3, 0.03, 100, 4
 RANK = 1e-11  # eigenvalues below this part of the largest are those of columns that repeat others
 
 
@@ -138,7 +138,7 @@ def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int =
         return scale * deviance, 2 * scale * (by_covariance @ factor)[rows, columns].double().numpy()
 
     theta = start[rows, columns].double().numpy().copy()
-    first_step = SMALL if start.any() else START
+    first_step = 0.0 if start.any() else START  # what was 0 is looked at again below
     if len(theta):
         is_diagonal = at[0] == at[1]
         theta = np.where(is_diagonal & (theta <= 0), first_step, theta)

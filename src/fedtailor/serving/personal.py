@@ -81,7 +81,10 @@ class Personal:
         return outputs if target is None else outputs * target.sd + target.mean
 
     def predict(self, rows: Any) -> NDArray[Any]:
-        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array of samples."""
+        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array.
+
+        An array of a table's rows has the columns of training, as they are in a file; a tensor has prepared features.
+        """
         found = self._readable(rows)
         if self.task != "classification":
             return found.squeeze(1) if found.shape[1] == 1 else found
@@ -95,12 +98,25 @@ class Personal:
         return self._readable(rows)
 
     def _readable(self, rows: Any) -> NDArray[np.float64]:
-        if isinstance(rows, np.ndarray | Tensor):
+        if isinstance(rows, np.ndarray) and self.preparation is not None:
+            x = self.encode(self.table(Path("rows"), self._named(rows)))
+        elif isinstance(rows, np.ndarray | Tensor):
             x = torch.as_tensor(rows)
             x = x.to(self.model.dtype) if x.is_floating_point() else x
         else:
             x = self.encode(self.table(Path("rows"), as_frame(rows)))
         return self.readable(self.outputs(x)).double().numpy()
+
+    def _named(self, rows: NDArray[Any]) -> pl.DataFrame:
+        """An array of rows as they stand in a file: its columns are those of training, in their order."""
+        assert self.preparation is not None
+        names = [column.name for column in self.preparation.columns]
+        if rows.ndim != 2 or rows.shape[1] != len(names):
+            raise DataError(
+                f"rows: an array of shape {list(rows.shape)}; the model takes {len(names)} columns, "
+                f"{', '.join(names)}, as they are in a file; features that are prepared already go in as a tensor"
+            )
+        return as_frame({name: rows[:, i].tolist() for i, name in enumerate(names)})
 
     def table(self, path: Path, frame: pl.DataFrame) -> Table:
         """The columns of a frame that the model uses; `path` is its name in messages."""
@@ -214,12 +230,20 @@ def predicted(model: Personal, file: Path) -> pl.DataFrame:
     if file.suffix == ".npz":
         x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
         x = x.to(model.model.dtype) if x.is_floating_point() else x
-        frame = pl.DataFrame({"sample": range(len(x))})
-    elif client_name(file) is None:
+        return _with_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x)
+    if client_name(file) is None:
         raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
-    else:
-        frame, values = read_rows(file)
-        x = model.encode(model.table(file, values))
+    return predicted_rows(model, file, *read_rows(file))
+
+
+def predicted_rows(model: Personal, file: Path, frame: pl.DataFrame, values: pl.DataFrame) -> pl.DataFrame:
+    """Rows as they are written, with predictions; `values` are the same with decimal points."""
+    return _with_predictions(model, file, frame, model.encode(model.table(file, values)))
+
+
+def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor) -> pl.DataFrame:
+    import polars as pl
+
     try:
         found = model.readable(model.outputs(x))
     except RuntimeError as error:

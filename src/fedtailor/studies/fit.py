@@ -33,6 +33,7 @@ from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choos
 from fedtailor.studies.table_record import shared, table_record
 
 ROUNDS = 32
+TABLES = ("folder", "heart-disease")  # sources of tables
 ALONE, COMMON = "local", "fedavg"
 KIND = "last"  # round; choosing the best one on validation data would flatter those that vary most
 MOST_ROWS = 100_000  # of a site that are used, unless data.max_samples says otherwise
@@ -91,7 +92,15 @@ def read(
     tables = with_values(with_settings(tables, settings), values or {})
     if "algorithm" in tables and algorithm == "auto":
         raise ConfigError("--set algorithm...: for one algorithm; name it with --algorithm")
-    return tables, loaded or load(parse(tables, origin="fit"), data_root)
+    if loaded is not None:
+        return tables, loaded
+    is_said = "val" in source or "data.val" in (values or {}) or any(s.startswith("data.val=") for s in settings)
+    if algorithm == "auto" and "model" not in tables and tables["data"]["source"] in TABLES and not is_said:
+        folded = tables | {"data": tables["data"] | {"val": 0.0}}  # folds take the place of validation rows
+        found = load(parse(folded, origin="fit"), data_root)
+        if table_fit.is_for(found, folded, algorithm):
+            return folded, found
+    return tables, load(parse(tables, origin="fit"), data_root)
 
 
 def plan(

@@ -56,7 +56,13 @@ def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cel
     wanted = {ALONE: {"name": "linearalone"}}
     if len(data.clients) > 1:
         wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}
-    solved = {"rounds": 1, "model": {"name": "linear", "dtype": "float64"}, "evaluation": {"every": 1}}
+    data_table = tables["data"] | ({"val": 0.0} if "val" in tables["data"] else {})
+    solved = {
+        "rounds": 1,
+        "data": data_table,
+        "model": {"name": "linear", "dtype": "float64"},
+        "evaluation": {"every": 1},
+    }
     cells = []
     for label, algorithm in wanted.items():
         config: RunConfig = parse(tables | solved | {"algorithm": algorithm}, origin="fit")
