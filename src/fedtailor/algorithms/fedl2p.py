@@ -78,7 +78,7 @@ class FedL2P(Algorithm):
         statistics = me.buffers
         own = with_derivable_statistics(me.model, self.tuned(me, w, lam) | me.buffers)
         x, y, mask = me.val
-        losses = task_losses(me.model, own, x, y)
+        losses = task_losses(me, own, x, y)
         me.buffers = statistics  # those of the common model, not of the fine-tuned one
         return me.state, ((losses * mask).sum(), mask.sum())
 

@@ -30,12 +30,13 @@ from fedtailor.experiments.sections import (
     PrivacySection,
     SearchSection,
     Section,
+    TaskSection,
     TrackingSection,
     dotted,
 )
 
 METHOD = ("algorithm", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
-LATER = ("privacy", "aggregation", "attack")
+LATER = ("task", "privacy", "aggregation", "attack")
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
 
 
@@ -46,6 +47,7 @@ class RunConfig(Section):
     rounds: int = Field(default=20, ge=1, description="Communication rounds.")
     data: DataConfig = Field(default_factory=DigitsConfig, description="Where the clients' samples come from.")
     model: ModelSection = Field(default_factory=ModelSection)
+    task: TaskSection = Field(default_factory=TaskSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     local: LocalSection = Field(default_factory=LocalSection)
     federation: FederationSection = Field(default_factory=FederationSection)
@@ -131,7 +133,9 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     tables = dict(tables)
     _check_finite(tables, origin)
     if isinstance(data := tables.get("data"), dict):
-        tables["data"] = {"source": "digits"} | data
+        tables["data"] = data = {"source": "digits"} | data
+        if ":" in str(data["source"]):
+            tables["data"] = data | {"source": "own", "load": str(data["source"])}
     for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
         table = tables.get(section)
         if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):

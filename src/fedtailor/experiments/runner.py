@@ -21,7 +21,7 @@ from fedtailor import engines
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import ALONE, ProcessGroup
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.data.fingerprint import digest
 from fedtailor.engines import machine
 from fedtailor.engines.attacked import Attacked
@@ -81,16 +81,22 @@ def about(
         "data": experiment.data.name,
         "files": digest(config.data),
         "code": code,
-        "task": experiment.data.task,
+        "task": experiment.task.name if experiment.task.kind == "own" else experiment.data.task,
+        "metrics": {metric.name: metric.higher_is_better for metric in experiment.metrics},
         "clients": list(experiment.data.clients),
         "train_samples": experiment.data.train.sizes.tolist(),
         "parameters": sum(v.numel() for v in experiment.model.trainable.values()),
-        "shape": list(experiment.data.shape),
+        "shape": plain_shape(experiment.data.shape),
         "outputs": experiment.data.outputs,
         "classes": list(experiment.data.classes),
         "checked_lines": True,
         "notes": [*experiment.data.notes, *notes(code)],
     }
+
+
+def plain_shape(shape: Shape) -> Any:
+    """As JSON holds it."""
+    return {k: list(v) for k, v in shape.items()} if isinstance(shape, dict) else list(shape)
 
 
 def start(

@@ -60,6 +60,16 @@ class ModelSection(Open):
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
 
 
+class TaskSection(Open):
+    """What is learned from the targets, and its options, such as quantiles or weights."""
+
+    name: str = Field(
+        default="auto",
+        description="auto (what the data is for), classification, multilabel, regression, quantile, survival, tokens, "
+        'or your own "package.module:Class".',
+    )
+
+
 class LocalSection(Section):
     """How a client takes its local steps, the same for every algorithm."""
 
@@ -178,6 +188,12 @@ class EvaluationSection(Section):
     test_curve: bool = Field(
         default=False, description="Also record test metrics at each evaluation; never used for selection."
     )
+    metrics: tuple[str, ...] = Field(
+        default=(),
+        description='Metrics on a client\'s whole split, such as "auroc", or own ones "module:function"; empty: the '
+        "task's.",
+    )
+    decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(
         default=None,
         gt=0,

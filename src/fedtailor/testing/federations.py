@@ -17,7 +17,8 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reply_validation import Limits
-from fedtailor.core.samples import FederatedData, Rows, TaskKind
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.models import build
@@ -40,7 +41,7 @@ FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
 
 def make_data(
-    task: TaskKind = "classification",
+    task: TargetKind = "classification",
     names: Sequence[str] | None = None,
     sizes: Mapping[str, tuple[int, int, int]] = SIZES,
     shape: tuple[int, ...] = (4,),

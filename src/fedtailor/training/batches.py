@@ -117,8 +117,3 @@ def whole(starts: Sequence[int], sizes: Sequence[int], batch_size: int, dtype: t
     """Every row once, in order: for evaluation and full-data views of a stack of clients."""
     orders = [[np.arange(n)] if n else [] for n in sizes]
     return stacked(starts, orders, batch_size, dtype)
-
-
-def take(values: Tensor, rows: Tensor) -> Tensor:
-    """The rows of a batch, or of a stack of batches."""
-    return values.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *values.shape[1:])  # faster than values[rows]

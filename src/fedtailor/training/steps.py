@@ -18,11 +18,12 @@ from torch import Tensor
 from fedtailor.core.experiment import OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
-from fedtailor.core.samples import Rows
+from fedtailor.core.rows import Rows, take
+from fedtailor.core.task import Loss
 from fedtailor.core.trees import Params, Tree, leaves, rebuild
 from fedtailor.training import optimizers
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, take
+from fedtailor.training.batches import Batch, PerSample
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Training:
     """
 
     model: Model
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     solver: Solver
     data: Rows
     draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
@@ -93,7 +94,7 @@ class Training:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return [v.contiguous() for v in leaves((params, buffers))]
 
-    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
         x, y = take(self.data.x, batch.rows), take(self.data.y, batch.rows)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
@@ -118,7 +119,7 @@ class Training:
         differentiable: bool,
     ) -> Params:
         def loss(
-            params: Params, buffers: Params, frozen: Params, start: Params, x: Tensor, y: Tensor, weight: Tensor | None
+            params: Params, buffers: Params, frozen: Params, start: Params, x: Tree, y: Tensor, weight: Tensor | None
         ) -> Tensor:
             tensors = params | buffers | frozen | start
             if self.own_loss is None:
