@@ -242,8 +242,8 @@ def make(name: str, options: Mapping[str, Any]) -> Task:
         if key not in known:
             hint = nearest(key, known) if known else "it has none"
             raise ConfigError(f'task.{key}: {name} has no option "{key}"; {hint}')
-    made: Any = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
-    return made if isinstance(made, tuple(TASKS.values())) else OwnTask(made, name)
+    task: Task = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    return task if name in TASKS else OwnTask(task, name)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def about(
         "train_samples": experiment.data.train.sizes.tolist(),
         "parameters": sum(v.numel() for v in experiment.model.trainable.values()),
         "shape": plain_shape(experiment.data.shape),
-        "outputs": experiment.data.outputs,
+        "outputs": experiment.task.outputs(experiment.data.outputs),
         "classes": list(experiment.data.classes),
         "checked_lines": True,
         "notes": [*experiment.data.notes, *notes(code)],

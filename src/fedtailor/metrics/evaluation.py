@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtailor.core.context import AT_ONCE
 from fedtailor.core.engine import Metrics
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.metric import Metric
@@ -16,6 +17,8 @@ from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import RunError
 from fedtailor.training.batches import Batch, whole
 
+LARGE = 32 * 2**20  # bytes of samples in a pass
+
 
 def evaluate(
     experiment: Experiment,
@@ -24,10 +27,11 @@ def evaluate(
     splits: Sequence[str],
     *,
     is_stacked: bool,
-    batch: int = 256,
+    batch: int = 0,
 ) -> Metrics:
     """Per split and metric the value of each member; not a number where it has no samples, or it cannot be told."""
     out: Metrics = {}
+    batch = batch or _at_once(experiment)
     for split in splits:
         rows: Rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
@@ -48,6 +52,12 @@ def evaluate(
             for m in experiment.metrics
         }
     return out
+
+
+def _at_once(experiment: Experiment) -> int:
+    """Samples of a pass: few where they are large."""
+    size = sum(v.nbytes for v in leaves(experiment.data.train.first(1)))
+    return max(1, min(AT_ONCE, LARGE // max(size, 1)))
 
 
 def _outputs(

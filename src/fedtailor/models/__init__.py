@@ -64,8 +64,9 @@ def build(
     try:
         with torch_stream(seed, "model"):
             module = kind(shape, outputs, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.name: {name} does not fit samples of shape {shape}: {error}") from None
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        said = shape if isinstance(shape, dict) else list(shape)
+        raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}") from None
     if prior:
         add_label_prior(module, outputs)
     # of the class: an instance may have a layer called "head"
