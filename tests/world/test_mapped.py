@@ -30,7 +30,7 @@ each = rows // 8
 whole = ft.MappedArray(folder / "x.npy", scale=1 / 255)
 y = (np.arange(rows) % 97 == 0).astype(np.int64)
 parts = {f"site-{i}": slice(i * each, (i + 1) * each) for i in range(8)}
-data = ft.federated({name: (whole[part], y[part]) for name, part in parts.items()}, name="large", val=0.01, test=0.25)
+data = ft.federated({name: (whole[part], y[part]) for name, part in parts.items()}, name="large", val=0.01, test=0.1)
 run = ft.run("fedavg", data, engine="loop", rounds=1, out=folder / "run", progress=False,
              settings={"model.name": "linear", "local.batch_size": 64, "local.steps": 2})
 print(run.results["last"]["test"]["accuracy"]["mean"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)

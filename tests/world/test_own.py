@@ -11,6 +11,7 @@ import torch
 
 import fedtailor as ft
 from fedtailor import FederatedData, Rows
+from fedtailor.api import Run
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
@@ -42,7 +43,7 @@ def test_all_three_by_name(tmp_path: Path) -> None:
         own.bias(module(x).detach(), y), abs=1e-6
     )
     assert set(run.folder.about["code"]) >= {"task.name", "data.source", "evaluation.metrics.1"}
-    assert ft.load(tmp_path / "run").clients == [f"site-{i}" for i in range(4)]
+    assert Run(tmp_path / "run").clients == [f"site-{i}" for i in range(4)]
     assert runner.resume(tmp_path / "run").results == run.results
 
 

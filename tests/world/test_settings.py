@@ -30,7 +30,7 @@ def arrays(targets: Any, *, task: str = "auto", seed: int = 0, **options: Any) -
     for name, n in SIZES.items():
         rng = np.random.default_rng([seed, n, len(name)])
         x = rng.normal(size=(n, 4)).astype(np.float32)
-        parts = {"train": x, "val": rng.normal(size=(8, 4)), "test": rng.normal(size=(12, 4))}
+        parts: dict[str, Any] = {"train": x, "val": rng.normal(size=(8, 4)), "test": rng.normal(size=(12, 4))}
         clients[name] = {s: (v.astype(np.float32), targets(rng, v)) for s, v in parts.items()}
     return ft.federated(clients, task=task, name="made", **options)
 

@@ -20,7 +20,7 @@ from fedtailor.core.rows import Chosen
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.errors import DataError
 
-KEPT = 64 * 2**20  # bytes read of a file after which its pages are given back
+KEPT = 32 * 2**20  # bytes read of a file after which its pages are given back
 SAFETENSORS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "I8": "|i1"}
 LONGEST_HEADER = 2**24
 

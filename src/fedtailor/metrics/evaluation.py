@@ -17,7 +17,7 @@ from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import RunError
 from fedtailor.training.batches import Batch, whole
 
-LARGE = 32 * 2**20  # bytes of samples in a pass
+LARGE = 16 * 2**20  # bytes of samples in a pass
 
 
 def evaluate(
