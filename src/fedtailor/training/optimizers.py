@@ -58,7 +58,7 @@ def find(name: str) -> Optimizer:
             raise ConfigError(f'local.optimizer: "{name}" is no function')
         return own
     if name not in OPTIMIZERS:
-        raise ConfigError(f'local.optimizer: no optimizer "{name}"; {nearest(name, OPTIMIZERS)}')
+        raise ConfigError(f'local.optimizer: no optimizer "{name}"; {nearest(name, OPTIMIZERS)}', code="config.name")
     return OPTIMIZERS[name]
 
 

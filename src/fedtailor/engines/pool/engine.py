@@ -55,7 +55,8 @@ class Pool:
 
     def __init__(self, experiment: Experiment, workers: int, chunk: int = 0) -> None:
         if not machine.can_fork():
-            raise ConfigError("federation.engine: pool needs fork, which this system does not have; use loop or vmap")
+            why = "pool needs fork, which this system does not have; use loop or vmap"
+            raise ConfigError(f"federation.engine: {why}", code="config.system")
         self.experiment = experiment
         self.workers = max(1, min(workers, len(experiment.data.clients)))
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
