@@ -14,7 +14,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import undrawn
 from fedtailor.core.rows import count
 from fedtailor.core.trees import Params
-from fedtailor.engines.machine import cores
+from fedtailor.engines.machine import can_fork, cores
 
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
 
@@ -32,10 +32,14 @@ def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
     clients = cohort or len(experiment.data.clients)
     if not (_convolves(experiment) or experiment.model.batch_statistics or clients < 4) and _stacks(experiment):
         return Choice("vmap", "dense layers of several clients are faster stacked")
-    processes = min(workers or cores(), clients)
+    processes = min(workers or cores(), clients) if can_fork() else 1
     if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
         return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
-    return Choice("loop", "one core" if processes < 2 else "rounds too short to be spread over processes")
+    return Choice("loop", _alone() if processes < 2 else "rounds too short to be spread over processes")
+
+
+def _alone() -> str:
+    return "one core" if can_fork() else "this system has no fork for worker processes"
 
 
 def _convolves(experiment: Experiment) -> bool:

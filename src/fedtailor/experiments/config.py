@@ -143,7 +143,8 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(error, kind)}") from None
+        code = "config.key" if error.errors()[0]["type"] == "extra_forbidden" else "config.value"
+        raise ConfigError(f"{origin}: {_explain(error, kind)}", code=code) from None
 
 
 def _check_finite(tables: dict[str, Any], origin: str) -> None:
@@ -151,7 +152,7 @@ def _check_finite(tables: dict[str, Any], origin: str) -> None:
     for key, value in dotted(tables).items():
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
-                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number")
+                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number", code="config.value")
 
 
 def _explain(error: ValidationError, kind: type[BaseModel]) -> str:

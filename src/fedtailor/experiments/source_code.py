@@ -61,7 +61,8 @@ def notes(code: Code) -> list[str]:
 def refuse_other_code(folder: RunFolder) -> None:
     """Fail if own code of a run is not what it was then, or is not trusted; nothing of it was run until here."""
     if what := changed_code(folder):
-        raise RunError(f"{folder.path}: {what} since the run was started; put back what it was, or start a new run")
+        why = f"{what} since the run was started; put back what it was, or start a new run"
+        raise RunError(f"{folder.path}: {why}", code="run.changed")
 
 
 def changed_code(folder: RunFolder) -> str:

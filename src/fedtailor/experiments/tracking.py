@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import logging
 import math
@@ -17,6 +16,7 @@ from typing import Any
 from fedtailor.core.metric import recorded_metrics
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.locking import lock
 from fedtailor.experiments.sections import TrackingSection, dotted
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.metrics.summary import summarise
@@ -183,7 +183,7 @@ class _MLflow:
 
 def _experiment(client: Any, name: str, store: Path) -> str:
     """The experiment of this name; runs that begin at the same time must not make two of it."""
-    with (store / ".fedtailor.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (store / ".fedtailor.lock").open("w") as file:
+        lock(file, waits=True)
         existing = client.get_experiment_by_name(name)
         return existing.experiment_id if existing is not None else client.create_experiment(name)

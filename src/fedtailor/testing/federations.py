@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -92,13 +92,18 @@ class SmallConv(nn.Module):
 
 def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
     """Whether an algorithm can serve the model and task of a case."""
-    data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
+    task = case.get("task", "classification")
     try:
-        algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
+        algorithm.check(_untrained(case.get("model", "mlp"), task, case.get("shape", (4,))), task)
         algorithm.check_solver(case.get("solver", SOLVER))
     except ConfigError:
         return False
     return True
+
+
+@cache
+def _untrained(model: str, task: TaskKind, shape: tuple[int, ...]) -> Model:
+    return make_model(model, make_data(task, shape=shape))
 
 
 def usual(algorithm: Algorithm) -> dict[str, Any]:

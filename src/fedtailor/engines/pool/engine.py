@@ -7,7 +7,6 @@ the same inputs and to the same bits. To bring back a private state is to note t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
+from fedtailor.engines import machine
 from fedtailor.engines.inprocess import grouped
 from fedtailor.engines.pool.processes import LIVES, Answer, Process, WorkerProcesses, one_thread
 from fedtailor.engines.pool.scheduler import Rows, Unit
@@ -54,8 +54,9 @@ class Pool:
     """The server's side: hands out clients, most costly first, and puts the replies together in the cohort's order."""
 
     def __init__(self, experiment: Experiment, workers: int, chunk: int = 0) -> None:
-        if not hasattr(os, "fork"):
-            raise ConfigError("federation.engine: pool needs fork, which this system does not have; use loop or vmap")
+        if not machine.can_fork():
+            why = "pool needs fork, which this system does not have; use loop or vmap"
+            raise ConfigError(f"federation.engine: {why}", code="config.system")
         self.experiment = experiment
         self.workers = max(1, min(workers, len(experiment.data.clients)))
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
