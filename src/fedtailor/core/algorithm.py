@@ -31,7 +31,7 @@ class ReplySpec:
 
 
 def _scalar(algorithm: Any, model: Model) -> Tensor:
-    return torch.zeros((), dtype=model.dtype)
+    return model.like.new_zeros(())
 
 
 MODEL = ReplySpec("model", lambda algorithm, model: model.params)

@@ -218,7 +218,7 @@ def _run(
     is_stacked: bool,
 ) -> tuple[Tree, Params]:
     """Call `client(me, args)` for one client or, with vmap, for a stack; returns its trees and the buffers after it."""
-    sizes = torch.tensor(experiment.data.train.bounds(members)[1], dtype=experiment.model.dtype)
+    sizes = experiment.model.like.new_tensor(experiment.data.train.bounds(members)[1])
     mine = (state, buffers, grad)
     flat_mine, flat_args = leaves(mine), leaves(args)
     shape: Tree = None

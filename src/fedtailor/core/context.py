@@ -165,7 +165,7 @@ class ClientContext:
 
         def drawn(client: int) -> Tensor:
             numbers = stream(*self.key, clients[client], "uniform", nth).random(size)
-            return torch.from_numpy(numbers).to(self.n.dtype)
+            return torch.from_numpy(numbers).to(self.model.device, self.n.dtype)
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
             return (torch.stack([drawn(i) for i in self.members]) if is_stacked else drawn(self.members[0]),)
@@ -185,7 +185,8 @@ class ClientContext:
             x, y = rows.of(self.members[0])
             return x, y, self.n.new_ones(len(x))
         at, mask = rows.padded(self.members)
-        return rows.x[at], rows.y[at], mask.to(self.n.dtype)
+        at = at.to(rows.x.device)
+        return rows.x[at], rows.y[at], mask.to(rows.x.device, self.n.dtype)
 
 
 class _AtClients(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -74,6 +74,15 @@ class Experiment:
     environment: Environment = field(default_factory=Environment)
     unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
     aggregation: Aggregation = IN_THE_OPEN
+
+    @property
+    def device(self) -> torch.device:
+        """Where clients compute: that of the model."""
+        return self.model.device
+
+    def on(self, device: torch.device) -> Experiment:
+        """The same experiment on another device, its data included."""
+        return replace(self, model=self.model.to(device), data=self.data.on(device))
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:

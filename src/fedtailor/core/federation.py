@@ -99,7 +99,7 @@ class Federation:
         """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
         self.engine.experiment.aggregation.refuse_tape(self)
         self._settled()
-        self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched))
+        self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched), self.model.like)
         return self._tape.watched
 
     def backward(self, loss: Tensor) -> Tree:
@@ -210,7 +210,8 @@ class Federation:
 
     def samples(self, clients: Sequence[int]) -> Tensor:
         """Training samples of clients, as they told when they came."""
-        return torch.tensor(self.engine.experiment.data.train.bounds(clients)[1], dtype=torch.float64)
+        sizes = self.engine.experiment.data.train.bounds(clients)[1]
+        return self.model.like.new_tensor(sizes, dtype=torch.float64)
 
     # how it comes about
 
@@ -265,7 +266,7 @@ class Federation:
     def open_mean(self, x: PerClient, weight: PerClient | None) -> Tree:
         """The mean of replies that may be looked at."""
         totals, weights = self.weighted_sum(x, weight)
-        by = torch.tensor(len(x.clients)) if weights is None else weights
+        by = self.model.like.new_tensor(len(x.clients), dtype=torch.int64) if weights is None else weights
 
         def divided(v: Tensor) -> Tensor:
             is_own = x.stream is not None and v.is_floating_point()  # made here, and nobody else has it

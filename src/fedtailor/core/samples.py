@@ -33,7 +33,7 @@ class Rows:
 
     def bounds(self, clients: Sequence[int]) -> tuple[list[int], list[int]]:
         """First row and number of rows of each of `clients`."""
-        at = torch.as_tensor(clients, dtype=torch.int64)
+        at = self.starts.new_tensor(clients)
         first = self.starts[at]
         return first.tolist(), (self.starts[at + 1] - first).tolist()
 
@@ -42,8 +42,8 @@ class Rows:
 
         Never zeros: what a model makes of them need not be finite, and would reach what is computed from the batch.
         """
-        starts, sizes = (torch.tensor(v, dtype=torch.int64)[:, None] for v in self.bounds(clients))
-        place = torch.arange(int(sizes.max()))
+        starts, sizes = (self.starts.new_tensor(v)[:, None] for v in self.bounds(clients))
+        place = torch.arange(int(sizes.max()), device=self.starts.device)
         counts = place < sizes
         at = torch.where(counts, starts + place, starts).clamp(max=max(len(self.x) - 1, 0))
         return at, counts
@@ -56,7 +56,11 @@ class Rows:
     def only(self, clients: Sequence[int]) -> Rows:
         """The rows of some clients."""
         x, y = (torch.cat(parts) for parts in zip(*(self.of(c) for c in clients), strict=True))
-        return self._checked_as(replace(self, x=x, y=y, starts=torch.tensor([0, *self.bounds(clients)[1]]).cumsum(0)))
+        return self._checked_as(replace(self, x=x, y=y, starts=self.starts.new_tensor([0, *self.bounds(clients)[1]]).cumsum(0)))
+
+    def on(self, device: torch.device) -> Rows:
+        """The same rows on a device; where they start is looked up on the host."""
+        return self._checked_as(replace(self, x=self.x.to(device), y=self.y.to(device)))
 
     def to(self, dtype: torch.dtype) -> Rows:
         """The same rows with floating-point numbers of another width."""
@@ -111,6 +115,10 @@ class FederatedData:
         """The data of some clients."""
         rows = {split: getattr(self, split).only(clients) for split in SPLITS}
         return replace(self, clients=tuple(self.clients[c] for c in clients), **rows)
+
+    def on(self, device: torch.device) -> FederatedData:
+        """The same data on a device."""
+        return replace(self, train=self.train.on(device), val=self.val.on(device), test=self.test.on(device))
 
     def to(self, dtype: torch.dtype) -> FederatedData:
         """The same data with floating-point numbers of another width."""

@@ -60,7 +60,7 @@ class InProcess:
         self.chunk = chunk  # clients per stack; 0: one after the other, unstacked
         self.recompute = recompute
         self.clients = tuple(clients)
-        self.states = States(self.clients, disk)
+        self.states = States(self.clients, disk, experiment.device)
         self._draws = False  # the method or the model uses global generators, which a stack cannot
         self._tape: dict[int, list[_Taped]] = {}
         self._cotangents: dict[tuple[int, ...], Tree] = {}
@@ -274,5 +274,10 @@ def refuse_infinite(state: Sequence[torch.Tensor | None]) -> None:
     """Leaves of a private state that is not to be kept are an error."""
     floating = [v for v in state if v is not None and v.is_floating_point()]
     # a finite norm, which is cheaper, has finite entries only; that of large ones may overflow
-    if not all(bool(torch.linalg.vector_norm(v).isfinite()) or bool(torch.isfinite(v).all()) for v in floating):
+    if floating and not (_all_finite(torch._foreach_norm(floating)) or _all_finite(floating)):
         raise FloatingPointError("private state contains NaN or Inf")
+
+
+def _all_finite(values: Sequence[torch.Tensor]) -> bool:
+    """In one read off the device."""
+    return bool(torch.stack([torch.isfinite(v).all() for v in values]).all())

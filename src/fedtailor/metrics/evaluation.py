@@ -12,7 +12,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.task import METRICS, sample_metrics
 from fedtailor.core.trees import Params
-from fedtailor.training.batches import whole
+from fedtailor.training.batches import on_device, whole
 
 
 def evaluate(
@@ -34,10 +34,10 @@ def evaluate(
         rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
         totals: dict[str, Tensor] = {}
-        for part in whole(starts, sizes, batch, experiment.model.dtype):
+        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device):
             at = part.rows.clamp(max=len(rows.x) - 1)
             x, y = rows.x[at], rows.y[at]
-            weight = torch.ones(at.shape, dtype=experiment.model.dtype) if part.weight is None else part.weight
+            weight = experiment.model.like.new_ones(at.shape) if part.weight is None else part.weight
             with torch.no_grad():
                 if is_stacked:
                     with undrawn():
@@ -49,11 +49,11 @@ def evaluate(
             for name, flat in per_sample.items():
                 values = flat.reshape(y.shape[:2]).double()
                 known = torch.where(weight > 0, values * weight, 0.0)  # an error without limit, too
-                totals[name] = totals.get(name, torch.zeros(len(members), dtype=torch.float64)) + known.sum(1)
-        count = torch.tensor(sizes, dtype=torch.float64)
+                totals[name] = totals.get(name, values.new_zeros(len(members))) + known.sum(1)
+        count = experiment.model.like.new_tensor(sizes, dtype=torch.float64)
         metrics = {name: total / count for name, total in totals.items()}
         for name in METRICS[task]:
-            metrics.setdefault(name, torch.full((len(members),), torch.nan, dtype=torch.float64))
+            metrics.setdefault(name, torch.full_like(count, torch.nan))
         if "rmse" in metrics:
             metrics["rmse"] = metrics["rmse"].sqrt()
         out[split] = metrics

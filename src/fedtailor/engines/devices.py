@@ -1,0 +1,117 @@
+"""The device that clients compute on: found by name or by itself, and what is known of its memory."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from fedtailor.errors import ConfigError
+
+CPU = torch.device("cpu")
+ADVICE = "set a smaller federation.chunk or local.batch_size, or local.precision = bfloat16"
+
+
+def find(wanted: str, *, rank: int | None = None) -> tuple[torch.device, str]:
+    """The device of a configuration, and why it is that one; a rank on a machine takes the device of its number."""
+    if wanted == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return CPU, "torch finds no accelerator here"
+        return numbered(accelerator, rank), f"torch has {accelerator.type} here"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(
+            f'federation.device = "{wanted}": torch knows no such device; use auto, cpu, cuda, cuda:0, mps or xpu'
+        ) from None
+    if device.type == "cpu":
+        return CPU, "chosen"
+    if why := _missing(device):
+        raise ConfigError(f'federation.device = "{wanted}": {why}; use "cpu", or "auto", which takes what there is')
+    return numbered(device, rank), "chosen"
+
+
+def numbered(device: torch.device, rank: int | None = None) -> torch.device:
+    """One with a number: that which was asked for, or that of the rank, counted round."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, 0 if rank is None else rank % count(device))
+
+
+def count(device: torch.device) -> int:
+    """How many there are of this kind."""
+    return int(torch.get_device_module(device).device_count())
+
+
+def local_rank() -> int | None:
+    """The number of this process on its machine, under torchrun."""
+    return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
+
+
+def _missing(device: torch.device) -> str:
+    """Why a device cannot be used; nothing if it can."""
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        return f"this build of torch ({torch.__version__}) has no {device.type}"
+    built = getattr(getattr(torch.backends, device.type, None), "is_built", None)
+    if built is not None and not built():
+        return f"this build of torch ({torch.__version__}) has no {device.type}"
+    there = int(module.device_count())
+    if not there:
+        return f"torch {torch.__version__} finds no {device.type} device on this machine"
+    return f"there are only {there}, numbered from 0" if (device.index or 0) >= there else ""
+
+
+def use(device: torch.device) -> None:
+    """Make it the current one of this thread: what names no number means this one."""
+    if device.type != "cpu" and device.index is not None and hasattr(torch.get_device_module(device), "set_device"):
+        torch.get_device_module(device).set_device(device.index)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free, where the device tells."""
+    told = _of(device, "mem_get_info")
+    return None if told is None else int(told[0])
+
+
+def has_room(device: torch.device, size: int) -> bool:
+    """Whether so many bytes are at most the half of what is free; the CPU's memory has a budget of its own."""
+    free = None if device.type == "cpu" else free_memory(device)
+    return free is None or size <= free // 2
+
+
+def begin_peak(device: torch.device) -> None:
+    """Forget the largest use of memory so far."""
+    _of(device, "reset_peak_memory_stats")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that were in use since `begin_peak`, where the device tells."""
+    told = _of(device, "max_memory_allocated")
+    return None if told is None else int(told)
+
+
+def let_go(device: torch.device) -> None:
+    """What lies free in torch's cache goes back to the device, after it was full."""
+    if device.type != "cpu" and hasattr(module := torch.get_device_module(device), "empty_cache"):
+        module.empty_cache()
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that memory is out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():
+            return True
+        if "can't allocate memory" in str(error):  # of the CPU
+            return True
+        error = error.__cause__
+    return False
+
+
+def _of(device: torch.device, function: str) -> Any:
+    if device.type == "cpu" or not hasattr(module := torch.get_device_module(device), function):
+        return None
+    return getattr(module, function)(device)
