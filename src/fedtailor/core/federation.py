@@ -213,6 +213,10 @@ class Federation:
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
         return self.model.like.new_tensor(sizes, dtype=torch.float64)
 
+    def places(self, clients: Sequence[int]) -> Tensor:
+        """The numbers of clients, for tables of the server that have a place for each."""
+        return self.model.like.new_tensor(clients, dtype=torch.int64)
+
     # how it comes about
 
     @property

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.samples import SPLITS, FederatedData
 from fedtailor.errors import ConfigError
 
 CPU = torch.device("cpu")
 ADVICE = "set a smaller federation.chunk or local.batch_size, or local.precision = bfloat16"
 
 
-def find(wanted: str, *, rank: int | None = None) -> tuple[torch.device, str]:
+def find(
+    wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.device, str]:
     """The device of a configuration, and why it is that one; a rank on a machine takes the device of its number."""
     if wanted == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
-            return CPU, "torch finds no accelerator here"
-        return numbered(accelerator, rank), f"torch has {accelerator.type} here"
+            return CPU, f"torch {torch.__version__} finds no accelerator"
+        if not has_type(accelerator, dtype):
+            return CPU, f"{accelerator.type} has no {_name(dtype)}"
+        return numbered(accelerator, rank), f"torch {torch.__version__} finds {accelerator.type}"
     try:
         device = torch.device(wanted)
     except RuntimeError:
@@ -30,7 +37,34 @@ def find(wanted: str, *, rank: int | None = None) -> tuple[torch.device, str]:
         return CPU, "chosen"
     if why := _missing(device):
         raise ConfigError(f'federation.device = "{wanted}": {why}; use "cpu", or "auto", which takes what there is')
+    if not has_type(device, dtype):
+        raise ConfigError(f'federation.device = "{wanted}": has no {_name(dtype)}; set model.dtype = "float32"')
     return numbered(device, rank), "chosen"
+
+
+def place(experiment: Experiment, device: torch.device) -> Experiment:
+    """The experiment on a device; data that would take more than half of what is free there stays on the host."""
+    use(device)
+    if has_room(device, _nbytes(experiment.data)):
+        return experiment.on(device)
+    return replace(experiment, model=experiment.model.to(device))
+
+
+def _nbytes(data: FederatedData) -> int:
+    return sum(rows.x.nbytes + rows.y.nbytes for rows in (getattr(data, split) for split in SPLITS))
+
+
+def has_type(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device has numbers of this type."""
+    try:
+        torch.empty((), dtype=dtype, device=device)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def numbered(device: torch.device, rank: int | None = None) -> torch.device:

@@ -108,8 +108,8 @@ class Group:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        short = torch.zeros(8 + INLINE, dtype=torch.uint8)
-        short[:8] = torch.tensor([len(text)]).view(torch.uint8)
+        short = torch.zeros(8 + INLINE, dtype=torch.uint8, device="cpu")
+        short[:8] = _bytes_of(len(text))
         short[8 : 8 + len(text)] = text[:INLINE]
         each = _gathered(short, [len(short)] * self.count)
         lengths = [int(v[:8].clone().view(torch.int64)) for v in each]
@@ -221,7 +221,7 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
     """The bytes of every rank; `lengths` if they are known. Not `to_all`: on rank 0 only."""
     rank, count = dist.get_rank(), dist.get_world_size()
     if lengths is None:
-        each = _gathered(torch.tensor([len(mine)]).view(torch.uint8), [8] * count)
+        each = _gathered(_bytes_of(len(mine)), [8] * count)
         lengths = [int(v.view(torch.int64)) for v in each]
     longest = max(lengths)
     if not longest:
@@ -235,11 +235,15 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
     return [] if blocks is None else [v[:n] for v, n in zip(blocks, lengths, strict=True)]
 
 
+def _bytes_of(number: int) -> Tensor:
+    return torch.tensor([number], device="cpu").view(torch.uint8)
+
+
 def _packed(rows: list[Tensor]) -> Tensor:
     """The bytes of tensors, one after the other."""
     # a copy, because expanded tensors have strides that cannot be seen as bytes
     parts = [v.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for v in rows]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8, device="cpu")
 
 
 def _width(v: Tensor) -> int:
@@ -305,7 +309,7 @@ class Sharded:
         for group, own_metrics, models in self.inside.evaluate(own, round, server, splits):
             parts.append((group, own_metrics))
             yield group, own_metrics, models
-        number = torch.zeros((), dtype=torch.float64)
+        number = self.experiment.model.like.new_zeros((), dtype=torch.float64)
         names = {split: dict.fromkeys(METRICS[self.experiment.data.task], number) for split in splits}
         metrics = self.ranks.everywhere(in_order(parts, own, names), clients)
         at = [i for i, c in enumerate(clients) if c not in set(own)]

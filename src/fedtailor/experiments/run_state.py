@@ -18,7 +18,8 @@ from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.traffic import Traffic
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree, moved, tree_map
+from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import RoundAbandoned, RunError
 from fedtailor.experiments.building import attack_of
@@ -55,6 +56,11 @@ class Run:
         self.best = Best()
 
     @property
+    def device(self) -> torch.device:
+        """Where the server and, in this process, the clients compute; what is saved is on the host."""
+        return self.engine.experiment.device
+
+    @property
     def metric(self) -> str:
         """By which rounds are compared."""
         return METRICS[self.engine.experiment.data.task][0]
@@ -64,6 +70,7 @@ class Run:
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
         cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
+        devices.begin_peak(self.device)
         with solve_log.watched() as solves:
             try:
                 self.server = self.fed.run_round(round, cohort, self.server)
@@ -89,6 +96,8 @@ class Run:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
+        if (peak := devices.peak_memory(self.device)) is not None:
+            line["device_memory"] = peak
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
@@ -157,7 +166,7 @@ class Run:
         if saved is None:
             return
         status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
-        self.server = trees["state"]["server"]
+        self.server = moved(trees["state"]["server"], self.device)
         self.engine.set_states(trees["state"]["clients"])
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
@@ -183,7 +192,7 @@ class Run:
         results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
-            test = self._tested(folder, kind, round, tree["server"])
+            test = self._tested(folder, kind, round, moved(tree["server"], self.device))
             results[kind] = {"round": round, "test": _summaries(test), "clients": test}
         self.engine.set_states(last[1]["clients"])
         if self.ranks.rank:

@@ -23,7 +23,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.fingerprint import digest
-from fedtailor.engines import machine
+from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
@@ -62,6 +62,7 @@ class Options(TypedDict, total=False):
     cores: int  # that it may use; 0 is all
     loaded: FederatedData | None  # in place of the data that the configuration names
     until: int | None  # the last round for now; `resume` goes on from there
+    device: str | None  # in place of the one that the configuration names
 
 
 def about(
@@ -106,6 +107,7 @@ def start(
     def made() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
+        experiment, where = _placed(experiment, config, options.get("device"), ranks)
         trust.remember(config)
         if ranks.count > 1 and experiment.aggregation != Privacy():
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
@@ -118,7 +120,7 @@ def start(
             name, why = found.name, found.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
-        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why}
+        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why} | where
 
     with ExitStack() as held:
         held.enter_context(machine.prepared(config.federation.threads or 1))
@@ -159,6 +161,7 @@ def resume(
         tracking.check(config.tracking)
         held.enter_context(machine.prepared(made_by["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
+        experiment, _ = _placed(experiment, config, options.get("device"), ranks)
         run = _begun(made_by["engine"], experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
         return run
@@ -214,6 +217,15 @@ def _begun(
             engine = cast(Engine, Attacked(engine, attack_of(config)))
     engine.start()
     return Run(config, engine, ranks, disk)
+
+
+def _placed(
+    experiment: Experiment, config: RunConfig, wanted: str | None, ranks: ProcessGroup
+) -> tuple[Experiment, dict[str, str]]:
+    """The experiment on its device, and what is told of that."""
+    rank = devices.local_rank() if ranks.count > 1 else None
+    device, why = devices.find(wanted or config.federation.device, rank=rank, dtype=experiment.model.dtype)
+    return devices.place(experiment, device), {"device": str(device), "device_why": why}
 
 
 def _workers(config: RunConfig, cores: int) -> int:

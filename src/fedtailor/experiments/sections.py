@@ -114,6 +114,9 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
+    device: str = Field(
+        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
+    )
     threads: int = Field(
         default=0,
         ge=0,

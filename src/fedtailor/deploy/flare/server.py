@@ -115,7 +115,7 @@ class Flare(Remote):
 
     def get_states(self) -> Tree:
         """For each client the round whose state it kept last."""
-        return {"kept": torch.tensor(self._kept)}
+        return {"kept": torch.tensor(self._kept, device="cpu")}
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then."""
@@ -215,8 +215,10 @@ def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, conf
 def without_rows(roster: Header) -> FederatedData:
     """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
     schema, sizes = roster["schema"], roster["samples"]
-    x = torch.zeros((2, *schema["shape"]), dtype=torch.int64 if schema["whole_numbers"] else torch.float32)
-    y = torch.zeros(2, dtype=torch.int64) if schema["task"] == "classification" else torch.zeros(2, schema["outputs"])
+    kind = torch.int64 if schema["whole_numbers"] else torch.float32
+    x = torch.zeros((2, *schema["shape"]), dtype=kind, device="cpu")
+    is_label = schema["task"] == "classification"
+    y = x.new_zeros(2, dtype=torch.int64) if is_label else x.new_zeros(2, schema["outputs"], dtype=torch.float32)
     return FederatedData(
         name="sites",
         task=schema["task"],
