@@ -1,4 +1,4 @@
-"""The second torch device of the tests: `load()`, and torch knows "sim:0" and "sim:1" on any machine with a C++ compiler.
+"""The second torch device of the tests: after `load()` torch knows "sim:0" and "sim:1", wherever there is a compiler.
 
 It is compiled once per machine, source and version of torch. In processes that a test starts, torch loads it by itself,
 as it does any device's package (entry points "torch.backends"): see `for_processes`.
@@ -168,7 +168,20 @@ def _compile(library: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     inside = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     beside = [f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    command = [found, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", abi, *inside, str(SOURCE), "-o", str(part), *beside]
+    command = [
+        found,
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        abi,
+        *inside,
+        str(SOURCE),
+        "-o",
+        str(part),
+        *beside,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the second device does not compile: {done.stderr[-2000:]}")

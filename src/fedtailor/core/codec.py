@@ -87,7 +87,9 @@ def _filled(vector: torch.Tensor, places: int) -> Ragged:
     """A ragged vector as it was before `_cut`."""
     if vector.dim() != 1 or not len(vector) <= places < 2**31:
         raise ValueError(f"a vector of shape {list(vector.shape)} does not fit {places} places")
-    return Ragged((torch.cat([vector, vector.new_zeros(places - len(vector))]), vector.new_tensor(len(vector), dtype=torch.int64)))
+    return Ragged(
+        (torch.cat([vector, vector.new_zeros(places - len(vector))]), vector.new_tensor(len(vector), dtype=torch.int64))
+    )
 
 
 def _head(header: dict[str, Any], tree: Tree) -> bytes:

@@ -103,7 +103,7 @@ class Experiment:
 
         def first(batch: Tensor) -> Tensor:
             tensors = {k: v.clone() for k, v in (model.params | model.private_buffers).items()}
-            with torch.no_grad(), seeded("mixing"):
+            with torch.no_grad(), seeded("mixing", device=model.device):
                 return model(tensors, batch, training=training)[0]
 
         among_others, alone = first(x), first(x[:1].expand_as(x))

@@ -146,7 +146,7 @@ class Federation:
         if experiment.aggregation.calls_only or not is_stacking(engine):
             return None
         held = engine.stacked_states(cohort)
-        if held is None or len(cohort) < self.limits.least or (fused := compute(held, server)) is None:
+        if held is None or len(cohort) < self.limits.least or (fused := _computed(compute, held, server)) is None:
             return None
         new = [*(v for v in changed(fused.state, held) if v is not None), *leaves(fused.server)]
         sums = torch.stack([fused.largest.double(), *(v.sum().double() for v in new)])  # of what is not finite is not
@@ -293,3 +293,11 @@ class Federation:
             new = self.engine.experiment.algorithm.round(self, server)
             self._settled()
             return self.group.broadcast(detach(new))  # machines of different kinds must not drift apart
+
+
+def _computed(compute: Callable[[Tree, Tree], FusedRound | None], held: Tree, server: Tree) -> FusedRound | None:
+    """None also where all clients at once are more than a device holds."""
+    try:
+        return compute(held, server)
+    except torch.OutOfMemoryError:
+        return None

@@ -133,7 +133,9 @@ class Model:
             return self
         moved = deepcopy(self)
         moved.module.to(device)
-        moved.trainable, moved.params = ({k: v.to(device) for k, v in part.items()} for part in (self.trainable, self.params))
+        moved.trainable, moved.params = (
+            {k: v.to(device) for k, v in part.items()} for part in (self.trainable, self.params)
+        )
         moved.fixed = {k: v.detach() for k, v in moved.module.named_parameters() if k in self.fixed}
         moved.private_buffers = {k: v.to(device) for k, v in self.private_buffers.items()}
         return moved

@@ -56,7 +56,9 @@ class Rows:
     def only(self, clients: Sequence[int]) -> Rows:
         """The rows of some clients."""
         x, y = (torch.cat(parts) for parts in zip(*(self.of(c) for c in clients), strict=True))
-        return self._checked_as(replace(self, x=x, y=y, starts=self.starts.new_tensor([0, *self.bounds(clients)[1]]).cumsum(0)))
+        return self._checked_as(
+            replace(self, x=x, y=y, starts=self.starts.new_tensor([0, *self.bounds(clients)[1]]).cumsum(0))
+        )
 
     def on(self, device: torch.device) -> Rows:
         """The same rows on a device; where they start is looked up on the host."""

@@ -16,9 +16,7 @@ CPU = torch.device("cpu")
 ADVICE = "set a smaller federation.chunk or local.batch_size, or local.precision = bfloat16"
 
 
-def find(
-    wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[torch.device, str]:
+def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[torch.device, str]:
     """The device of a configuration, and why it is that one; a rank on a machine takes the device of its number."""
     if wanted == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)

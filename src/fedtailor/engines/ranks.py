@@ -22,6 +22,7 @@ from fedtailor.core.per_client import in_order
 from fedtailor.core.process_group import ALONE, ProcessGroup, under_torchrun
 from fedtailor.core.task import METRICS
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
+from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.vmap import fitting
@@ -38,7 +39,7 @@ def join(timeout: float) -> ProcessGroup:
     signal.signal(signal.SIGTERM, _ended)
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        devices.use(devices.numbered(torch.device("cuda"), devices.local_rank()))
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
@@ -103,8 +104,9 @@ class Group:
         flat = _packed([v[None] for v in leaves(tree)])
         if not flat.numel():
             return tree
-        _checked(dist.broadcast, flat, src=0)
-        return rebuild(tree, (v[0] for v in _cut(flat, [v[None] for v in leaves(tree)], 1)))
+        sent = _reachable(flat)
+        _checked(dist.broadcast, sent, src=0)
+        return rebuild(tree, (v[0] for v in _cut(sent, [v[None] for v in leaves(tree)], 1)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -162,8 +164,9 @@ def _summed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     for dtype in dict.fromkeys(v.dtype for v in tensors):
         at = [i for i, v in enumerate(tensors) if v.dtype == dtype]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in at])
-        _checked(dist.all_reduce, flat)
-        parts = flat.split([tensors[i].numel() for i in at])
+        sent = _reachable(flat)
+        _checked(dist.all_reduce, sent)
+        parts = sent.to(flat.device).split([tensors[i].numel() for i in at])
         out |= {i: part.reshape(tensors[i].shape) for i, part in zip(at, parts, strict=True)}
     return tuple(out[i] for i in range(len(tensors)))
 
@@ -210,6 +213,12 @@ class _Own(torch.autograd.Function):
         return None, None, *ctx.group.all_rows(list(cotangents), ctx.clients)
 
 
+def _reachable(flat: Tensor) -> Tensor:
+    """The numbers where the ranks' connections can take them: those of devices without one go through the host."""
+    has_own = flat.device.type == "cpu" or (flat.device.type == "cuda" and "nccl" in dist.get_backend_config())
+    return flat if has_own else flat.cpu()
+
+
 def _checked(collective: Callable[..., Any], *args: Any, **options: Any) -> None:
     try:
         collective(*args, **options)
@@ -226,6 +235,7 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
     longest = max(lengths)
     if not longest:
         return [mine] * count
+    mine = _reachable(mine)
     same = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
     blocks = [torch.empty_like(same) for _ in range(count)] if to_all or rank == 0 else None
     if to_all:
@@ -253,7 +263,7 @@ def _width(v: Tensor) -> int:
 def _cut(flat: Tensor, like: list[Tensor], rows: int) -> list[Tensor]:
     """`_packed` undone: tensors of so many rows, with shapes and types as `like`."""
     parts = flat.split([rows * _width(v) for v in like])
-    return [p.clone().view(v.dtype).reshape(rows, *v.shape[1:]) for p, v in zip(parts, like, strict=True)]
+    return [p.clone().view(v.dtype).reshape(rows, *v.shape[1:]).to(v.device) for p, v in zip(parts, like, strict=True)]
 
 
 class Sharded:

@@ -70,6 +70,7 @@ class Run:
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
         cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
+        chunk = getattr(self.engine, "chunk", 0)
         devices.begin_peak(self.device)
         with solve_log.watched() as solves:
             try:
@@ -78,6 +79,11 @@ class Run:
             except RoundAbandoned as why:
                 line["abandoned"] = str(why)
                 self.abandoned += 1
+            except torch.OutOfMemoryError as error:
+                what = f"round {round}: {self.device} is out of memory; {devices.ADVICE}"
+                raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
+        if (now := getattr(self.engine, "chunk", chunk)) != chunk:
+            line["chunk"] = now
         missed = self.fed.attendance.missed
         if any(missed):
             line["missed"] = [list(m) for m in missed] if round < 1 else list(missed[0])

@@ -120,7 +120,7 @@ def start(
             name, why = found.name, found.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
-        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why} | where
+        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why} | where | _stack(run)
 
     with ExitStack() as held:
         held.enter_context(machine.prepared(config.federation.threads or 1))
@@ -228,6 +228,12 @@ def _placed(
     return devices.place(experiment, device), {"device": str(device), "device_why": why}
 
 
+def _stack(run: Run) -> dict[str, int]:
+    """How many clients are stacked on a device, which depends on its memory."""
+    chunk = getattr(run.engine, "chunk", 0)
+    return {"chunk": chunk} if chunk and run.device.type != "cpu" else {}
+
+
 def _workers(config: RunConfig, cores: int) -> int:
     """Processes that a run may have, on so many cores; 0 is all."""
     wanted = config.federation.workers or engines.cores()
@@ -279,4 +285,5 @@ def _refuse(why: str) -> None:
 
 def _news(line: dict[str, Any]) -> tuple[str, ...]:
     rejected = (f"round {f['round']}: {f['client']} rejected: {f['reason']}" for f in line.get("faults", []))
-    return *rejected, *([line["abandoned"]] if "abandoned" in line else [])
+    smaller = f"round {line['round']}: memory was out; stacks of {line.get('chunk')} clients from here on"
+    return *rejected, *([smaller] if "chunk" in line else []), *([line["abandoned"]] if "abandoned" in line else [])

@@ -40,10 +40,11 @@ def evaluate(
             weight = experiment.model.like.new_ones(at.shape) if part.weight is None else part.weight
             with torch.no_grad():
                 if is_stacked:
-                    with undrawn():
+                    with undrawn(experiment.device):
                         output = torch.func.vmap(predict)(model, x)
                 else:
-                    with seeded(experiment.seed, "evaluate", experiment.data.clients[members[0]], split):
+                    key = (experiment.seed, "evaluate", experiment.data.clients[members[0]], split)
+                    with seeded(*key, device=experiment.device):
                         output = predict(model, x[0])[None]
             per_sample = sample_metrics(task, output.flatten(0, 1), y.flatten(0, 1))
             for name, flat in per_sample.items():

@@ -41,11 +41,8 @@ class PerSample:
 
 
 def with_places(batches: Sequence[Batch]) -> tuple[list[Batch], int]:
-    """The batches with the places of their rows, and how many there are; none if no row comes again."""
-    rows = torch.cat([b.rows.flatten() for b in batches])
-    known = rows.unique()  # in order
-    if len(known) == len(rows):
-        return list(batches), 0
+    """The batches with the places of their rows, and how many there are: one for each row, and one for padding."""
+    known = torch.cat([b.rows.flatten() for b in batches]).unique()  # in order
     out = []
     for batch in batches:
         places = torch.searchsorted(known, batch.rows.contiguous())
@@ -60,7 +57,7 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]
         return batches
     columns = {k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "places")}
     moved = {k: _moved(values, device) for k, values in columns.items()}
-    return [Batch(**{k: values[i] for k, values in moved.items()}) for i in range(len(batches))]
+    return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 
 
 def _moved(values: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedtailor.core.context import ClientContext

@@ -53,7 +53,7 @@ class Training:
         """All steps; returns the leaves of (params, buffers)."""
         t = rebuild(self.structure, iter(tensors))
         # clients in a stack cannot draw; alone, each training has its stream, again when it is recomputed
-        with nullcontext() if self.is_stacked else seeded(*self.key):
+        with nullcontext() if self.is_stacked else seeded(*self.key, device=self.model.device):
             if not differentiable and (fast := selection.fast_path(self, t)) is not None:
                 return _contiguous(leaves(fast(self, t)))
             if not selection.uses_channels_last(self, differentiable):
@@ -104,9 +104,10 @@ class Training:
         # another input, as of an augmented image, has another fixed point
         if not self.model.warm_starts or self.own_loss is not None or self.solver.augment or not batches:
             return batches, {}
-        batches, places = with_places(batches)
-        kept = self.model.warm_starts.items() if places else ()
-        return batches, {k: PerSample(places, shape, self.model.like) for k, shape in kept}
+        placed, places = with_places(batches)
+        if places > sum(b.rows.numel() for b in batches):  # none comes again
+            return batches, {}
+        return placed, {k: PerSample(places, shape, self.model.like) for k, shape in self.model.warm_starts.items()}
 
     def _gradient(
         self,

@@ -1,6 +1,7 @@
 """Which fast path takes the steps of a training, if any: by the exact class of the model and by what is asked for.
 
-All are written for the CPU; another device takes the general path. Never by the number of cores or threads: the same configuration gives the same numbers on every machine.
+All are written for the CPU: another device takes the general path. Never by the number of cores or threads: the same
+configuration gives the same numbers on every machine.
 """
 
 from __future__ import annotations
