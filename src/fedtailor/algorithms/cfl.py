@@ -20,7 +20,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, flat, tree_map
 from fedtailor.errors import ConfigError
 
-CLUSTER = ReplySpec("cluster", lambda algorithm, model: torch.zeros((), dtype=torch.int64))
+CLUSTER = ReplySpec("cluster", lambda algorithm, model: model.like.new_zeros((), dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class CFL(Algorithm):
         nodes = 2 * self.max_clusters - 1
         return {
             "w": {k: v.expand(nodes, *v.shape).clone() for k, v in model.params.items()},
-            "direction": torch.zeros(nodes, sum(v.numel() for v in model.trainable.values()), dtype=model.dtype),
-            "longest": torch.zeros((), dtype=model.dtype),
-            "child": torch.zeros(nodes, dtype=torch.int64),  # the first of two neighbours; 0 at a leaf
+            "direction": model.like.new_zeros(nodes, sum(v.numel() for v in model.trainable.values())),
+            "longest": model.like.new_zeros(()),
+            "child": model.like.new_zeros(nodes, dtype=torch.int64),  # the first of two neighbours; 0 at a leaf
         }
 
     def client_init(self, me: ClientContext) -> Tree:
@@ -144,4 +144,5 @@ def bipartition(update: Tensor) -> Tensor:
     from sklearn.cluster import AgglomerativeClustering
 
     linkage = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete")
-    return torch.as_tensor(linkage.fit_predict(1 - (normalize(update) @ normalize(update).T).numpy()))
+    apart = 1 - (normalize(update) @ normalize(update).T).cpu().numpy()
+    return torch.from_numpy(linkage.fit_predict(apart)).to(update.device)

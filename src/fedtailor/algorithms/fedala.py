@@ -52,7 +52,7 @@ class FedALA(Algorithm):
             raise ConfigError("algorithm: FedALA needs layers >= 0, first_steps >= 1 and share above 0 up to 1")
 
     def server_init(self, model: Model) -> Tree:
-        return {"common": model.params, "rounds": torch.zeros((), dtype=torch.int64)}
+        return {"common": model.params, "rounds": model.like.new_zeros((), dtype=torch.int64)}
 
     def client_init(self, me: ClientContext) -> Tree:
         theta = last_layers(me.model, self.layers)

@@ -75,7 +75,7 @@ class FedAMP(Algorithm):
 
     def weights(self, w: Tensor) -> Tensor:
         """Row i: xi_i1, xi_i2, ... of all models, which add up to 1."""
-        is_self = torch.eye(len(w), dtype=torch.bool)
+        is_self = torch.eye(len(w), dtype=torch.bool, device=w.device)
         if self.attention == "cosine":
             others = (self.sigma * normalize(w) @ normalize(w).T).masked_fill(is_self, -torch.inf).softmax(1)
             others = (1 - self.self_weight) * others.nan_to_num(0)  # nan where there is nobody else

@@ -52,7 +52,7 @@ class FedDBE(Algorithm):
 
     def server_init(self, model: Model) -> Tree:
         z_bar = torch.zeros_like(weight_of_head(model)[0])
-        return {"w": model.params, "z_bar": z_bar, "is_known": torch.tensor(False)}
+        return {"w": model.params, "z_bar": z_bar, "is_known": z_bar.new_zeros((), dtype=torch.bool)}
 
     def client_init(self, me: ClientContext) -> Tree:
         return {"z_p": torch.zeros_like(weight_of_head(me.model)[0])}
@@ -80,7 +80,7 @@ class FedDBE(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         if not server["is_known"]:
             w, mean, n = fed.map(self.first, server["w"])
-            return {"w": fed.mean(w, n), "z_bar": fed.mean(mean, n), "is_known": torch.tensor(True)}
+            return {"w": fed.mean(w, n), "z_bar": fed.mean(mean, n), "is_known": torch.ones_like(server["is_known"])}
         return server | {"w": fed.mean(*fed.map(self.local, server["w"], server["z_bar"]))}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:

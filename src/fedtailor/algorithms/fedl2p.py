@@ -59,8 +59,8 @@ class FedL2P(Algorithm):
     def network(self, model: Model) -> Params:
         """Before it has learned: every eta is 1, every beta 1/2."""
         layers = len(set(layers_of(model).values()))
-        draw = torch.from_numpy(stream("FedL2P").normal(size=(self.hidden, 2 * layers))).to(model.dtype)
-        zeros = torch.zeros(2 * layers, self.hidden + 1, dtype=model.dtype)
+        draw = torch.from_numpy(stream("FedL2P").normal(size=(self.hidden, 2 * layers))).to(model.like)
+        zeros = model.like.new_zeros(2 * layers, self.hidden + 1)
         return {"first": draw / layers**0.5, "first_bias": zeros.new_zeros(self.hidden), "out": zeros}
 
     def tuned(self, me: ClientContext, w: Params, lam: Tensor) -> Params:

@@ -20,7 +20,10 @@ from fedtailor.numerics.masks import pack, pack_each, unpack
 
 ENTRIES = ReplySpec("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
 MASK = ReplySpec(
-    "mask", lambda algorithm, model: Ragged((masks.to_bits(flat(model.trainable).bool()), torch.tensor(0)))
+    "mask",
+    lambda algorithm, model: Ragged(
+        (masks.to_bits(v := flat(model.trainable).bool()), v.new_zeros((), dtype=torch.int64))
+    ),
 )
 REST = ReplySpec(
     "statistics", lambda algorithm, model: {k: v for k, v in model.params.items() if k not in model.trainable}

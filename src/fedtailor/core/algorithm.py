@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedtailor.core.model import Model
@@ -31,7 +30,7 @@ class ReplySpec:
 
 
 def _scalar(algorithm: Any, model: Model) -> Tensor:
-    return torch.zeros((), dtype=model.dtype)
+    return model.like.new_zeros(())
 
 
 MODEL = ReplySpec("model", lambda algorithm, model: model.params)

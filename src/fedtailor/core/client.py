@@ -218,7 +218,7 @@ def _run(
     is_stacked: bool,
 ) -> tuple[Tree, Params]:
     """Call `client(me, args)` for one client or, with vmap, for a stack; returns its trees and the buffers after it."""
-    sizes = torch.tensor(experiment.data.train.bounds(members)[1], dtype=experiment.model.dtype)
+    sizes = experiment.model.like.new_tensor(experiment.data.train.bounds(members)[1])
     mine = (state, buffers, grad)
     flat_mine, flat_args = leaves(mine), leaves(args)
     shape: Tree = None
@@ -237,13 +237,13 @@ def _run(
     with _unwritten(experiment, {"state": state, "buffers": buffers, "grad": grad, "message": args}):
         if is_stacked:
             dims = [0 if p else None for arg, p in zip(args, placed, strict=True) for _ in items(arg)]
-            with undrawn():
+            with undrawn(experiment.device):
                 out = torch.func.vmap(
                     lambda n, m, a: body(n, m, rebuild(args, iter(a))),
                     in_dims=(0, 0 if flat_mine else None, dims or None),
                 )(sizes, flat_mine, flat_args)
         else:
-            with seeded(*key, experiment.data.clients[members[0]], "generators"):
+            with seeded(*key, experiment.data.clients[members[0]], "generators", device=experiment.device):
                 out = body(sizes[0], flat_mine, args)
     fresh = iter(out[1:])
     outputs, new_buffers = rebuild(shape, (next(fresh) if i is None else flat_mine[i] for i in origin))

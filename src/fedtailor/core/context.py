@@ -164,7 +164,7 @@ class ClientContext:
 
         def drawn(client: int) -> Tensor:
             numbers = stream(*self.key, clients[client], "uniform", nth).random(size)
-            return torch.from_numpy(numbers).to(self.n.dtype)
+            return torch.from_numpy(numbers).to(self.model.device, self.n.dtype)
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
             return (torch.stack([drawn(i) for i in self.members]) if is_stacked else drawn(self.members[0]),)
@@ -186,7 +186,8 @@ class ClientContext:
             x, y = rows.of(self.members[0])
             return x, y, self.n.new_ones(count(x))
         at, mask = rows.padded(self.members)
-        return take(rows.x, at), take(rows.y, at), mask.to(self.n.dtype)
+        x, y = take(rows.x, at), take(rows.y, at)
+        return x, y, mask.to(y.device, self.n.dtype)
 
 
 class _AtClients(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -86,6 +86,16 @@ class Experiment:
             object.__setattr__(self, "metrics", usual_metrics(self.task))
 
     @property
+    def device(self) -> torch.device:
+        """Where clients compute: that of the model."""
+        return self.model.device
+
+    def on(self, device: torch.device) -> Experiment:
+        """The same experiment on another device, its data included."""
+        unseen = None if self.unseen is None else self.unseen.on(device)
+        return replace(self, model=self.model.to(device), data=self.data.on(device), unseen=unseen)
+
+    @property
     def loss(self) -> Loss:
         """Of every sample."""
         return self.task.loss
@@ -103,7 +113,7 @@ class Experiment:
 
         def first(batch: Tree) -> list[Tensor]:
             tensors = {k: v.clone() for k, v in (model.params | model.private_buffers).items()}
-            with torch.no_grad(), seeded("mixing"):
+            with torch.no_grad(), seeded("mixing", device=model.device):
                 return [v[0] for v in leaves(model(tensors, batch, training=training))]
 
         among_others, alone = first(x), first(tree_map(lambda v: v[:1].expand_as(v), x))

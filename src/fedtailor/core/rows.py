@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, tree_map
+from fedtailor.core.trees import Tree, moved, tree_map
 
 
 class Stored(Protocol):
@@ -35,17 +35,17 @@ def count(x: Inputs | Tree) -> int:
 def take(x: Inputs, rows: Tensor) -> Tree:
     """The samples of a batch, or of a stack of batches."""
     if isinstance(x, Tensor):  # index_select is faster than x[rows]
-        return x.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *x.shape[1:])
+        return x.index_select(0, rows.reshape(-1).to(x.device)).reshape(*rows.shape, *x.shape[1:])
     if isinstance(x, dict):
         return {k: take(v, rows) for k, v in x.items()}
-    return tree_map(lambda v: v.reshape(*rows.shape, *v.shape[1:]), x.read(rows.reshape(-1)))
+    return tree_map(lambda v: v.reshape(*rows.shape, *v.shape[1:]), x.read(rows.reshape(-1).cpu()))
 
 
 def between(x: Inputs, start: int, end: int) -> Tree:
     """Samples that follow each other, as views where they are in memory."""
     if isinstance(x, Tensor | dict):
         return tree_map(lambda v: v[start:end], x)
-    return x.read(torch.arange(start, end))
+    return x.read(torch.arange(start, end, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Rows:
 
     def bounds(self, clients: Sequence[int]) -> tuple[list[int], list[int]]:
         """First row and number of rows of each of `clients`."""
-        at = torch.as_tensor(clients, dtype=torch.int64)
+        at = self.starts.new_tensor(clients)
         first = self.starts[at]
         return first.tolist(), (self.starts[at + 1] - first).tolist()
 
@@ -84,8 +84,8 @@ class Rows:
 
         Never zeros: what a model makes of them need not be finite, and would reach what is computed from the batch.
         """
-        starts, sizes = (torch.tensor(v, dtype=torch.int64)[:, None] for v in self.bounds(clients))
-        place = torch.arange(int(sizes.max()))
+        starts, sizes = (self.starts.new_tensor(v)[:, None] for v in self.bounds(clients))
+        place = torch.arange(int(sizes.max()), device=self.starts.device)
         counts = place < sizes
         at = torch.where(counts, starts + place, starts).clamp(max=max(len(self.y) - 1, 0))
         return at, counts
@@ -106,9 +106,17 @@ class Rows:
     def only(self, clients: Sequence[int]) -> Rows:
         """The rows of some clients."""
         firsts, sizes = self.bounds(clients)
-        at = torch.cat([torch.arange(a, a + n) for a, n in zip(firsts, sizes, strict=True)])
+        here = self.starts.device
+        at = torch.cat([torch.arange(a, a + n, device=here) for a, n in zip(firsts, sizes, strict=True)])
         x = take(self.x, at) if self.in_memory else Chosen(self.x, at)
-        return self._checked_as(replace(self, x=x, y=self.y[at], starts=torch.tensor([0, *sizes]).cumsum(0)))
+        return self._checked_as(
+            replace(self, x=x, y=take(self.y, at), starts=self.starts.new_tensor([0, *sizes]).cumsum(0))
+        )
+
+    def on(self, device: torch.device) -> Rows:
+        """The same rows on a device, or read to it; where they start is looked up on the host."""
+        x = moved(self.x, device) if self.in_memory else OnDevice(self.x, device)
+        return self._checked_as(replace(self, x=x, y=self.y.to(device)))
 
     def to(self, dtype: torch.dtype) -> Rows:
         """The same rows with floating-point numbers of another width."""
@@ -144,6 +152,23 @@ class Chosen:
 
     def to(self, dtype: torch.dtype) -> Chosen:
         return Chosen(self.whole.to(dtype), self.at)
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Samples that lie elsewhere, for clients that compute on a device."""
+
+    whole: Stored
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def read(self, rows: Tensor) -> Tree:
+        return moved(self.whole.read(rows), self.device)
+
+    def to(self, dtype: torch.dtype) -> OnDevice:
+        return OnDevice(self.whole.to(dtype), self.device)
 
 
 def _flat(tensors: dict[str, Tree]) -> list[Tensor]:

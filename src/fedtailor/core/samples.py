@@ -68,6 +68,10 @@ class FederatedData:
         rows = {split: getattr(self, split).only(clients) for split in SPLITS}
         return replace(self, clients=tuple(self.clients[c] for c in clients), **rows)
 
+    def on(self, device: torch.device) -> FederatedData:
+        """The same data on a device."""
+        return replace(self, train=self.train.on(device), val=self.val.on(device), test=self.test.on(device))
+
     def to(self, dtype: torch.dtype) -> FederatedData:
         """The same data with floating-point numbers of another width."""
         return replace(self, train=self.train.to(dtype), val=self.val.to(dtype), test=self.test.to(dtype))

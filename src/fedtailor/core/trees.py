@@ -82,7 +82,14 @@ def as_tensors(tree: Tree, like: Tensor) -> Tree:
 
 def number(value: float | Tensor, like: Tensor) -> Tensor:
     """A number as a tensor of the type of `like`, not rounded on the way."""
-    return value.to(like.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype)
+    if isinstance(value, Tensor):
+        return value.to(like.dtype)
+    return torch.full((), value, dtype=like.dtype, device=like.device)  # nothing is copied to a device
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    """The same values on a device; what lies there already is not copied."""
+    return tree_map(lambda v: v.to(device), tree)
 
 
 def detach(tree: Tree) -> Tree:

@@ -15,6 +15,7 @@ from fedtailor.core.random import undrawn
 from fedtailor.core.rows import count
 from fedtailor.core.trees import Params
 from fedtailor.engines.machine import can_fork, cores
+from fedtailor.engines.measuring import round_seconds
 
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
 
@@ -30,6 +31,8 @@ class Choice:
 def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
     """For rounds of so many clients (0 is all) on so many processes (0 is one per core)."""
     clients = cohort or len(experiment.data.clients)
+    if experiment.device.type != "cpu":
+        return _on_device(experiment, clients)
     if not (_convolves(experiment) or experiment.model.batch_statistics or clients < 4) and _stacks(experiment):
         return Choice("vmap", "dense layers of several clients are faster stacked")
     processes = min(workers or cores(), clients) if can_fork() else 1
@@ -40,6 +43,18 @@ def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
 
 def _alone() -> str:
     return "one core" if can_fork() else "this system has no fork for worker processes"
+
+
+def _on_device(experiment: Experiment, clients: int) -> Choice:
+    """A stack keeps a device busy; convolutions of each client by its own kernels may not be faster stacked."""
+    device = experiment.device
+    if clients < 2 or not _stacks(experiment):
+        return Choice("loop", "one client" if clients < 2 else "the model cannot be stacked")
+    if not (_convolves(experiment) or experiment.model.batch_statistics):
+        return Choice("vmap", f"clients stacked keep {device} busy")
+    alone, stacked = round_seconds(experiment, clients)
+    name: Literal["loop", "vmap"] = "vmap" if stacked < alone else "loop"
+    return Choice(name, f"a round took {stacked:.2g} s stacked and {alone:.2g} s one by one on {device}")
 
 
 def _convolves(experiment: Experiment) -> bool:
@@ -55,7 +70,7 @@ def _stacks(experiment: Experiment) -> bool:
 
     pair = {k: torch.stack([v, v]) for k, v in (model.params | model.private_buffers).items()}
     try:
-        with torch.no_grad(), undrawn():
+        with torch.no_grad(), undrawn(model.device):
             torch.func.vmap(output)(pair)
     except Exception:
         return False

@@ -18,7 +18,8 @@ from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.traffic import Traffic
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree, moved, tree_map
+from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import RoundAbandoned, RunError
 from fedtailor.experiments.building import attack_of
@@ -55,6 +56,11 @@ class Run:
         self.best = Best()
 
     @property
+    def device(self) -> torch.device:
+        """Where the server and, in this process, the clients compute; what is saved is on the host."""
+        return self.engine.experiment.device
+
+    @property
     def metric(self) -> str:
         """By which rounds are compared."""
         return self.engine.experiment.metrics[0].name
@@ -64,6 +70,8 @@ class Run:
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
         cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
+        chunk = getattr(self.engine, "chunk", 0)
+        devices.begin_peak(self.device)
         with solve_log.watched() as solves:
             try:
                 self.server = self.fed.run_round(round, cohort, self.server)
@@ -71,6 +79,11 @@ class Run:
             except RoundAbandoned as why:
                 line["abandoned"] = str(why)
                 self.abandoned += 1
+            except torch.OutOfMemoryError as error:
+                what = f"round {round}: {self.device} is out of memory; {devices.ADVICE}"
+                raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
+        if (now := getattr(self.engine, "chunk", chunk)) != chunk:
+            line["chunk"] = now
         missed = self.fed.attendance.missed
         if any(missed):
             line["missed"] = [list(m) for m in missed] if round < 1 else list(missed[0])
@@ -89,6 +102,8 @@ class Run:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
+        if (peak := devices.peak_memory(self.device)) is not None:
+            line["device_memory"] = peak
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
@@ -157,7 +172,7 @@ class Run:
         if saved is None:
             return
         status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
-        self.server = trees["state"]["server"]
+        self.server = moved(trees["state"]["server"], self.device)
         self.engine.set_states(trees["state"]["clients"])
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
@@ -186,7 +201,7 @@ class Run:
         }
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
-            test = self._tested(folder, kind, round, tree["server"])
+            test = self._tested(folder, kind, round, moved(tree["server"], self.device))
             results[kind] = {"round": round, "test": self._summaries(test), "clients": test}
             if missing := missing_metrics(self.engine.experiment, test):
                 results[kind]["missing"] = missing

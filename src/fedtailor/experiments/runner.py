@@ -25,7 +25,7 @@ from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.random import STREAMS
 from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.data.fingerprint import digest
-from fedtailor.engines import machine
+from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
@@ -64,6 +64,7 @@ class Options(TypedDict, total=False):
     cores: int  # that it may use; 0 is all
     loaded: FederatedData | None  # in place of the data that the configuration names
     until: int | None  # the last round for now; `resume` goes on from there
+    device: str | None  # in place of the one that the configuration names
 
 
 def about(
@@ -115,6 +116,7 @@ def start(
     def made() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
+        experiment, where = _placed(experiment, config, options.get("device"), ranks)
         trust.remember(config)
         if ranks.count > 1 and experiment.aggregation != Privacy():
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
@@ -127,7 +129,7 @@ def start(
             name, why = found.name, found.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
-        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why}
+        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why} | where | _stack(run)
 
     with ExitStack() as held:
         held.enter_context(machine.prepared(config.federation.threads or 1))
@@ -169,6 +171,7 @@ def resume(
         tracking.check(config.tracking)
         held.enter_context(machine.prepared(made_by["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
+        experiment, _ = _placed(experiment, config, options.get("device"), ranks)
         run = _begun(made_by["engine"], experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
         return run
@@ -238,6 +241,21 @@ def _begun(
     return Run(config, engine, ranks, disk)
 
 
+def _placed(
+    experiment: Experiment, config: RunConfig, wanted: str | None, ranks: ProcessGroup
+) -> tuple[Experiment, dict[str, str]]:
+    """The experiment on its device, and what is told of that."""
+    rank = devices.local_rank() if ranks.count > 1 else None
+    device, why = devices.find(wanted or config.federation.device, rank=rank, dtype=experiment.model.dtype)
+    return devices.place(experiment, device), {"device": str(device), "device_why": why}
+
+
+def _stack(run: Run) -> dict[str, int]:
+    """How many clients are stacked on a device, which depends on its memory."""
+    chunk = getattr(run.engine, "chunk", 0)
+    return {"chunk": chunk} if chunk and run.device.type != "cpu" else {}
+
+
 def _workers(config: RunConfig, cores: int) -> int:
     """Processes that a run may have, on so many cores; 0 is all."""
     wanted = config.federation.workers or engines.cores()
@@ -289,4 +307,5 @@ def _refuse(why: str) -> None:
 
 def _news(line: dict[str, Any]) -> tuple[str, ...]:
     rejected = (f"round {f['round']}: {f['client']} rejected: {f['reason']}" for f in line.get("faults", []))
-    return *rejected, *([line["abandoned"]] if "abandoned" in line else [])
+    smaller = f"round {line['round']}: memory was out; stacks of {line.get('chunk')} clients from here on"
+    return *rejected, *([smaller] if "chunk" in line else []), *([line["abandoned"]] if "abandoned" in line else [])

@@ -138,6 +138,9 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
+    device: str = Field(
+        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
+    )
     threads: int = Field(
         default=0,
         ge=0,
@@ -218,8 +221,7 @@ class EvaluationSection(Section):
     )
     metrics: tuple[str, ...] = Field(
         default=(),
-        description='Metrics on a client\'s whole split, such as "auroc", or own ones "module:function"; empty: the '
-        "task's.",
+        description='Metrics of a client\'s split: "auroc", own "module:function"; empty: the task\'s.',
     )
     decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(

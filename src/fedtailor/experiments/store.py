@@ -118,7 +118,7 @@ def _pieces(tensors: dict[str, Tensor], touch: Touch) -> Iterator[bytes | memory
     for value in tensors.values():
         flat = value.detach().reshape(-1)
         for i in range(0, len(flat), SLICE):
-            yield flat[i : i + SLICE].contiguous().numpy().data
+            yield flat[i : i + SLICE].contiguous().cpu().numpy().data
             touch(flat[i : i + SLICE].nbytes)
 
 

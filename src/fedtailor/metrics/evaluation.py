@@ -13,9 +13,9 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.metric import Metric
 from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.rows import Rows, take
-from fedtailor.core.trees import Params, Tree, leaves, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, moved, tree_map
 from fedtailor.errors import RunError
-from fedtailor.training.batches import Batch, whole
+from fedtailor.training.batches import Batch, on_device, whole
 
 LARGE = 16 * 2**20  # bytes of samples in a pass
 
@@ -35,9 +35,10 @@ def evaluate(
     for split in splits:
         rows: Rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
-        totals = {m.name: torch.zeros(len(members), dtype=torch.float64) for m in experiment.metrics if m.per_sample}
+        zeros = experiment.model.like.new_zeros(len(members), dtype=torch.float64)
+        totals = {m.name: zeros.clone() for m in experiment.metrics if m.per_sample}
         kept: list[tuple[Tree, Tensor, Tensor]] = []  # outputs, targets and which of them count
-        for part in whole(starts, sizes, batch, experiment.model.dtype):
+        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device):
             outputs, y, counts = _outputs(experiment, members, model, rows, split, part, is_stacked=is_stacked)
             if len(totals) < len(experiment.metrics):
                 kept.append((outputs, y, counts))
@@ -46,7 +47,7 @@ def evaluate(
                 if metric.per_sample is not None:
                     values = metric.per_sample(flat, targets).reshape(counts.shape).double()
                     totals[metric.name] += torch.where(counts, values, 0.0).sum(1)  # an error without limit, too
-        samples = torch.tensor(sizes, dtype=torch.float64)
+        samples = zeros.new_tensor(sizes)
         out[split] = {
             m.name: _mean(m, totals[m.name], samples) if m.per_sample else _of_all(experiment, m, members, kept)
             for m in experiment.metrics
@@ -76,13 +77,14 @@ def _outputs(
         return experiment.algorithm.predict(experiment.model, model, x)
 
     at = part.rows.clamp(max=len(rows.y) - 1)
-    x, y = take(rows.x, at), take(rows.y, at)
+    x, y = moved((take(rows.x, at), take(rows.y, at)), experiment.device)
     counts = torch.ones_like(at, dtype=torch.bool) if part.weight is None else part.weight > 0
     with torch.no_grad():
         if is_stacked:
-            with undrawn():
+            with undrawn(experiment.device):
                 return torch.func.vmap(predict)(model, x), y, counts
-        with seeded(experiment.seed, "evaluate", experiment.data.clients[members[0]], split):
+        key = (experiment.seed, "evaluate", experiment.data.clients[members[0]], split)
+        with seeded(*key, device=experiment.device):
             outputs = predict(model, tree_map(lambda v: v[0], x))
         return tree_map(lambda v: v[None], outputs), y, counts
 
@@ -97,7 +99,7 @@ def _of_all(
 ) -> Tensor:
     """A metric of all outputs of a split, client by client."""
     assert metric.of_all is not None
-    values = torch.full((len(members),), torch.nan, dtype=torch.float64)
+    values = torch.full((len(members),), torch.nan, dtype=torch.float64, device="cpu")
     for i, member in enumerate(members):
         parts = [(tree_map(lambda v, i=i, c=c: v[i][c[i]], out), y[i][c[i]]) for out, y, c in kept]
         if not sum(len(y) for _, y in parts):
@@ -107,8 +109,8 @@ def _of_all(
             values[i] = metric.worst
             continue
         try:
-            values[i] = float(metric.of_all(outputs, torch.cat([y for _, y in parts])))
+            values[i] = float(metric.of_all(tree_map(Tensor.cpu, outputs), torch.cat([y for _, y in parts]).cpu()))
         except Exception as error:
             client = experiment.data.clients[member]
             raise RunError(f'evaluation.metrics: "{metric.name}" failed at client {client}: {error}') from error
-    return values
+    return values.to(experiment.device)

@@ -220,19 +220,18 @@ def calibration_error(o: Tensor, y: Tensor, bins: int = 15) -> float:
     """How far the confidence in the likeliest class is from how often it is right: by bins of equal width."""
     confidence, label = o.double().softmax(-1).max(-1)
     at = (confidence * bins).long().clamp(max=bins - 1)
-    gap = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, confidence - (label == y).double())
+    gap = confidence.new_zeros(bins).index_add_(0, at, confidence - (label == y).double())
     return float(gap.abs().sum() / len(y))
 
 
 def c_index(o: Tree, y: Tensor) -> float:
     """Share of the pairs, of which one is known to have come first, that the risks put in this order (Harrell's C)."""
     risk, (time, event) = o[..., 0].double(), y.double().unbind(-1)
-    ahead = torch.zeros((), dtype=torch.float64)
-    pairs = torch.zeros((), dtype=torch.float64)
+    ahead = pairs = risk.new_zeros(())
     for i in torch.nonzero(event)[:, 0].tolist():
         later = (time > time[i]) | ((time == time[i]) & (event == 0))
-        ahead += (risk[i] > risk[later]).sum() + 0.5 * (risk[i] == risk[later]).sum()
-        pairs += later.sum()
+        ahead = ahead + (risk[i] > risk[later]).sum() + 0.5 * (risk[i] == risk[later]).sum()
+        pairs = pairs + later.sum()
     return float(ahead / pairs) if pairs else math.nan
 
 

@@ -165,7 +165,7 @@ def pack_each(values: Tensor, keep: Tensor) -> Ragged:
         places = _places_of(mine)
         row[: len(places)] = values.index_select(0, places)
         lengths.append(len(places))
-    return Ragged((packed, torch.tensor(lengths)))
+    return Ragged((packed, packed.new_tensor(lengths, dtype=torch.int64)))
 
 
 def unpack(packed: Ragged, keep: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
 
 
 @cache
-def _untrained(model: str, task: TaskKind, shape: tuple[int, ...]) -> Model:
+def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
     return make_model(model, make_data(task, shape=shape))
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedtailor.core.context import ClientContext
@@ -71,7 +70,7 @@ class Solver:
         ]
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
-            numbers = torch.tensor(counts, dtype=me.n.dtype)
+            numbers = me.model.like.new_tensor(counts, dtype=me.n.dtype)
             return (numbers if is_stacked else numbers[0],)
 
         return me.constants(make)[0]

@@ -20,7 +20,7 @@ def group(name: str, grain: Grain) -> str:
 
 def first(part: Params, grain: Grain, share: float, rho: float) -> Params:
     """log lam of every group such that lam / (lam + rho) is the share of the common model."""
-    value = torch.tensor(log(rho * share / (1 - share)), dtype=next(iter(part.values())).dtype)
+    value = next(iter(part.values())).new_full((), log(rho * share / (1 - share)))
     if grain == "parameter":
         return {k: value.expand(v.shape).clone() for k, v in part.items()}
     return {group(k, grain): value for k in part}

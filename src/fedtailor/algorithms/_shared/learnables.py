@@ -55,7 +55,7 @@ class Learnables:
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
     """Raw values (lam, then SCALARS) and the averages of Adam; with `cells`, one vector for each of them."""
-    first = torch.cat([lam.flatten(), torch.tensor([scalars[k] for k in SCALARS], dtype=lam.dtype)])
+    first = torch.cat([lam.flatten(), lam.new_tensor([scalars[k] for k in SCALARS])])
     raw = first.log() if positive == "exp" else first
     raw = raw.expand(cells, -1).clone() if cells else raw
     return {"raw": raw, "first": raw - raw, "second": raw - raw, "steps": (raw - raw).sum()}

@@ -67,7 +67,7 @@ def start(n: Tensor, horizon: int, weights: str, given: tuple[float, ...]) -> Tr
             wanted = f"{horizon} rounds x {len(n)} clients" if weights == "table" else f"{FEATURES} of a rule"
             raise ConfigError(f"algorithm.theta: {len(given)} numbers; {wanted} expected")
         theta = n.new_tensor(given).reshape(theta.shape)
-    lowest = torch.tensor(torch.inf, dtype=theta.dtype)
+    lowest = theta.new_full((), torch.inf)
     return {"learned": learnable(theta), "theta": theta, "lowest": lowest, "answers": torch.zeros_like(n)}
 
 
@@ -87,7 +87,7 @@ def moves(
 
     `models` are those of the clients at the places `at` of `rows`.
     """
-    there = torch.tensor([c in here for c in rows])
+    there = at.new_tensor([c in here for c in rows], dtype=torch.bool)
     far = flat(w).new_zeros(len(rows), sum(v.numel() for v in w.values()))
     if models is None:
         return far, there

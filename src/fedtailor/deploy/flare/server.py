@@ -116,7 +116,7 @@ class Flare(Remote):
 
     def get_states(self) -> Tree:
         """For each client the round whose state it kept last."""
-        return {"kept": torch.tensor(self._kept)}
+        return {"kept": torch.tensor(self._kept, device="cpu")}
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then."""
@@ -215,7 +215,7 @@ def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, conf
 
 def _two(form: list[Any]) -> Tensor:
     shape, dtype = form
-    return torch.zeros(2, *shape, dtype=getattr(torch, dtype))
+    return torch.zeros(2, *shape, dtype=getattr(torch, dtype), device="cpu")
 
 
 def without_rows(roster: Header) -> FederatedData:

@@ -89,7 +89,7 @@ class Pool:
 
     def get_states(self) -> Tree:
         """Everything private, stacked in the order of clients; a copy."""
-        states, now = self._inside.states, torch.tensor(self._where.now)
+        states, now = self._inside.states, torch.tensor(self._where.now, device="cpu")
         return rebuild(states.layout.tree, (stack[now] for stack in states.stacks(self._where.used)))
 
     def set_states(self, rows: Tree) -> None:
@@ -303,7 +303,7 @@ class Pool:
                     assert place is not None
                     model = layout.read(place.bytes, strides=answer.found["strides"])
                 metrics = {
-                    split: {k: torch.tensor([v], dtype=torch.float64) for k, v in values.items()}
+                    split: {k: torch.tensor([v], dtype=torch.float64, device="cpu") for k, v in values.items()}
                     for split, values in answer.found["metrics"].items()
                 }
                 yield (task.client,), metrics, tree_map(lambda v: v[None], model)
