@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +21,13 @@ class Audit:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def write(self, request: bytes, reply: bytes, **about: Any) -> None:
+    def write(self, request: bytes, reply: bytes, places: int = 0, **about: Any) -> None:
         """A message that was answered: what it asked for, and what left; one that cannot be read by its length."""
-        answer, out = codec.decode(reply)
+        answer, out = codec.decode(reply, sys.maxsize)  # this site wrote it
         try:
-            header, tree = codec.decode(request)
+            header, tree = codec.decode(request, places)
             what = header.get("op")
-        except Exception:
+        except codec.BrokenMessage:
             about |= {k: answer[k] for k in ("refused", "error") if k in answer}
             self.line(about | {"asked": "nothing that can be read", "came": {"bytes": len(request)}})
             return

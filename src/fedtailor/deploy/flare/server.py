@@ -6,6 +6,7 @@ client's state is that number.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +33,8 @@ from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
 from fedtailor.version import __version__
 
 ROSTER = "federation.json"
+MOST_SAMPLES, LARGEST_SIZE = 10**9, 2**24  # that a site may say it has
+SCHEMA = ("task", "shape", "whole_numbers", "outputs", "classes", "features")
 
 
 class Flare(Remote):
@@ -57,7 +60,7 @@ class Flare(Remote):
     def _tell_each(self, headers: dict[int, Header]) -> Iterator[tuple[int, Header, str]]:
         """To each its own; and what is wrong, if it did not answer or refused."""
         for client, reply in self.carry((c, codec.encode(header, None)) for c, header in headers.items()):
-            answer = {} if isinstance(reply, OSError) else codec.decode_header(reply)
+            answer = {} if isinstance(reply, OSError) else _header(reply)
             wrong = self.lines.away[self._name(client)] if isinstance(reply, OSError) else answer.get("error", "")
             yield client, answer, wrong
 
@@ -102,6 +105,9 @@ class Flare(Remote):
         """Every site keeps its new state on its disk; returns whose is lost. The server keeps its own only after it."""
         answers = list(self._tell_each({c: {"op": "keep", "round": self._round} for c in clients}))
         lost = {client: wrong for client, _, wrong in answers if wrong}
+        lost |= {
+            c: "did not say what it kept" for c, a, wrong in answers if not wrong and type(a.get("kept")) is not int
+        }
         if not lost:
             for client, answer, _ in answers:
                 self._kept[client] = answer["kept"]
@@ -177,10 +183,37 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         if isinstance(reply, OSError):
             lines.leave_out(site, f"did not say hello: {reply}")
             continue
-        greetings[site] = codec.decode_header(reply)
+        greetings[site] = _header(reply)
         if "error" in greetings[site]:
             lines.leave_out(site, greetings.pop(site)["error"])
+        elif wrong := _unknown_greeting(greetings[site]):
+            lines.leave_out(site, f"its hello has no usable {wrong}")
+            del greetings[site]
     return greetings
+
+
+def _header(reply: bytes) -> Header:
+    """What a site says; bytes that are no message are an error of that site."""
+    try:
+        return codec.decode_header(reply)
+    except codec.BrokenMessage as error:
+        return {"error": f"its answer {error}"}
+
+
+def _unknown_greeting(about: Header) -> str:
+    """Which part of what a site says of itself cannot be: it decides how much its replies count."""
+    schema = about.get("schema")
+    if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
+        return "number of samples"
+    if not isinstance(schema, dict) or set(schema) != set(SCHEMA):
+        return "schema"
+    sizes = schema["shape"] if isinstance(schema["shape"], list) else [0]
+    if not all(type(size) is int and 0 < size <= LARGEST_SIZE for size in [*sizes, schema["outputs"]]):
+        return "shape or number of outputs"
+    names = [schema["classes"], schema["features"]]
+    if not all(isinstance(these, list) and all(isinstance(name, str) for name in these) for these in names):
+        return "names of classes or features"
+    return "" if schema["task"] in ("classification", "regression") and math.prod(sizes) <= LARGEST_SIZE else "task"
 
 
 def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:

@@ -171,13 +171,13 @@ class SiteService:
         except Exception as error:
             reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
             text = {"text": str(error)}
-        self.audit.write(message, reply, run=self._run, number=number, **text)
+        self.audit.write(message, reply, self._places, run=self._run, number=number, **text)
         return reply
 
     def _refusal(self, message: bytes, why: str, **about: Any) -> bytes:
         reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
         try:
-            self.audit.write(message, reply, **about)
+            self.audit.write(message, reply, self._places, **about)
         except Exception:  # not even a message
             self.audit.line(about | {"refused": why, "bytes": len(message)})
         return reply
@@ -284,7 +284,7 @@ class SiteService:
         if kind and kind not in KINDS:
             raise Refused(f'"{kind}" is no kind of personal model')
         policy.check_round(header["round"])
-        answer, (metrics, model) = codec.decode(self._pass_on(header, message))
+        answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
         if kind:
             self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
         if not policy.metrics:
@@ -323,7 +323,7 @@ class SiteService:
         job.spent.call(header["round"])
         job.changed = True
         reply = job.client.handle(message)
-        answer, tree = codec.decode(reply)
+        answer, tree = codec.decode(reply, self._places)
         if function is not None and "error" not in answer:
             declared = None if is_sealed else reply_example(algorithm, function, job.experiment.model)
             wrong = schema_difference(schema(tree), schema(declared))
