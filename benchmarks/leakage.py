@@ -138,11 +138,9 @@ def inverted(data: str, method: str, seed: int, step: str) -> dict[str, float]:
     norms = {c: torch.cat([v.flatten() for v in move.values()]).norm() for c, move in changes.items()}
     clipped = [{k: v * min(1.0, CLIP / float(norms[c])) for k, v in move.items()} for c, move in changes.items()]
     draw = torch.Generator().manual_seed(seed)
-    total = {k: sum(move[k] for move in changes.values()) for k in seen.message}
-    noised = {
-        k: sum(move[k] for move in clipped) + CLIP * NOISE * torch.randn(v.shape, generator=draw, dtype=v.dtype)
-        for k, v in seen.message.items()
-    }
+    total = {k: torch.stack([move[k] for move in changes.values()]).sum(0) for k in seen.message}
+    drawn = {k: torch.randn(v.shape, generator=draw, dtype=v.dtype) for k, v in seen.message.items()}
+    noised = {k: torch.stack([move[k] for move in clipped]).sum(0) + CLIP * NOISE * v for k, v in drawn.items()}
     return {
         "guessed": mean(read(x, o.double().flatten(1), center) for x, o in zip(each, others, strict=True)),
         "reply": mean(read(x, candidates(change), center) for x, change in zip(each, changes.values(), strict=True)),

@@ -23,11 +23,11 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.locking import lock
+from fedtailor.experiments.locking import lock, owner, sign
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
-CHECKPOINT, PREPARATION, FIT = "checkpoint", "preparation.json", "fit.json"
+CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
 DTYPES = {  # as safetensors names them
     torch.float32: "F32",
     torch.float64: "F64",
@@ -63,12 +63,8 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) 
 def write_json(path: Path, value: Any) -> None:
     """JSON with its own checksum inside."""
     text = json.dumps(value, indent=1)
-    write_atomically(
-        path,
-        json.dumps(
-            {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": json.loads(text)}, indent=1
-        ).encode(),
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_atomically(path, json.dumps({"sha256": digest, "content": json.loads(text)}, indent=1).encode())
 
 
 def read_json(path: Path) -> Any:
@@ -195,11 +191,12 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Nobody else may train in this folder meanwhile; the lock ends with the process."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
+        with (self.path / LOCK).open("a+") as file:
             try:
                 lock(file)
             except OSError:
-                raise RetryableError(f"{self.path}: another process is working on this run") from None
+                raise RetryableError(f"{self.path}: another process is working on this run{owner(file)}") from None
+            sign(file)
             yield
 
     def save_checkpoint(
