@@ -7,7 +7,7 @@ ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-peers evidence docs clean
+.PHONY: help setup demo test lint fuzz bench bench-peers evidence docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -38,6 +38,12 @@ lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers a
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/structure.py src/fedtailor
+
+SECONDS ?= 600
+fuzz: $(ALL_READY) ## Fuzz every parser, SECONDS=600 each; what is found lies in build/fuzz
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[fuzz]"
+	@for parser in $$($(BIN)/python tools/fuzz.py --list); do \
+		echo "$$parser"; $(BIN)/python tools/fuzz.py $$parser --seconds $(SECONDS) || exit 1; done
 
 bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python -m benchmarks.speed --json runs/bench/speed.json

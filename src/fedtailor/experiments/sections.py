@@ -231,9 +231,7 @@ class EvaluationSection(Section):
         description="Fraction of clients held out of training; they join at the end and are evaluated.",
     )
     unseen_epochs: int | None = Field(
-        default=None,
-        ge=0,
-        description="Epochs of fine-tuning for held-out clients; 3 by default.",
+        default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."
     )
 
 
@@ -291,7 +289,8 @@ class AttackSection(Section):
     """Simulated clients that lie."""
 
     name: AttackName = Field(
-        default="none", description="none, sign-flip, scaling, noise (of their updates) or label-flip (of their data)."
+        default="none",
+        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
     )
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
