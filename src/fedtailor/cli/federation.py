@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli.options import Config, Settings
+from fedtailor.cli.options import AsJson, Config, Settings, print_json
 from fedtailor.errors import ConfigError, RunError
 
 app = typer.Typer(
@@ -146,7 +146,7 @@ def submit(
 
 
 @app.command()
-def status(admin: Admin) -> None:
+def status(admin: Admin, as_json: AsJson = False) -> None:
     """Print which sites are connected and what runs."""
     from fedtailor.deploy.flare import provisioning as kits
     from fedtailor.experiments.store import read_json
@@ -157,13 +157,18 @@ def status(admin: Admin) -> None:
     about = read_json(admin / kits.ABOUT)
     with office(admin / kits.KIT, kits.ADMIN) as session:
         connected, running, jobs = session.sites(), session.running(), session.jobs()
-    print(f"server {about['host']}:{about['port']}")
-    for site in sorted({*about["sites"], *connected}):
-        print(f"site {site}: {'connected' if site in connected else 'away'}")
+    sites = {site: site in connected for site in sorted({*about["sites"], *connected})}
     latest = {job["job_name"]: job for job in reversed(jobs)}
-    for name, job in latest.items():
-        is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
-        print(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
+    lost = {n for n, job in latest.items() if job["status"] == "RUNNING" and job["job_id"] not in running}
+    runs = {n: "interrupted" if n in lost else job["status"].lower() for n, job in latest.items()}
+    if as_json:
+        print_json({"server": f"{about['host']}:{about['port']}", "connected": sites, "runs": runs})
+        return
+    print(f"server {about['host']}:{about['port']}")
+    for site, is_connected in sites.items():
+        print(f"site {site}: {'connected' if is_connected else 'away'}")
+    for name, state in runs.items():
+        print(f"run {name}: {state}{'; submit it again' if name in lost else ''}")
 
 
 @app.command()
