@@ -34,7 +34,7 @@ from fedtailor.version import __version__
 app = typer.Typer(
     name="fedtailor",
     help="Personalized federated learning that learns what each client should share.",
-    epilog="Start with: fedtailor demo; or fedtailor fit SITES --target COLUMN; or fedtailor init, then run config.toml",
+    epilog="Start with: fedtailor demo, fedtailor fit SITES --target COLUMN, or fedtailor init and run config.toml",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
