@@ -6,7 +6,7 @@ import os
 import shutil
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,11 @@ def reason_of(report: Any) -> str:
 
 def is_there(what: dict[str, str]) -> bool:
     """Whether a program, a module or a variable is at hand."""
-    found = {"program": shutil.which, "module": find_spec, "variable": os.environ.get}
+    found: dict[str, Callable[[str], object]] = {
+        "program": shutil.which,
+        "module": find_spec,
+        "variable": os.environ.get,
+    }
     return any(found[kind](name) for kind, name in what.items())
 
 

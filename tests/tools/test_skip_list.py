@@ -1,12 +1,13 @@
 """A new skip fails; a known one is counted, and only where what it needs is missing."""
 
 import sys
+from typing import Any
 
 import pytest
 
 from tests.skip_list import summary, unknown
 
-KEPT = [
+KEPT: list[dict[str, Any]] = [
     {"reason": "needs a"},
     {"reason": "needs b", "unless": {"program": "sh"}},
     {"reason": "needs c", "unless": {"module": "no_such_module"}},
