@@ -7,7 +7,7 @@ ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
+.PHONY: help setup demo test test-browser lint bench bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -31,6 +31,9 @@ demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (und
 
 test: $(ALL_READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
 	$(BIN)/python -m pytest -n 2
+
+test-browser: $(ALL_READY) ## The reports in a real browser (needs Chromium)
+	$(BIN)/python -m pytest tests/report/test_browser.py
 
 lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers and the structure of src
 	$(BIN)/ruff check .
