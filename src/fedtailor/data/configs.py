@@ -26,6 +26,9 @@ Corruption = Literal[
 ]
 
 
+STANDARDISE = "Standardise numeric columns by all training rows (pooled) or each client's."
+
+
 class SourceConfig(BaseModel):
     """Base of all sources: immutable; unknown keys are errors."""
 
@@ -179,10 +182,34 @@ class HeartDiseaseConfig(SplitConfig):
     """Heart disease at four hospitals: is it present?"""
 
     source: Literal["heart-disease"] = Field(default="heart-disease", description="Name of the source.")
-    standardise: Literal["client", "pooled", "none"] = Field(
-        default="pooled",
-        description="Standardise numeric columns by all training rows (pooled) or each client's.",
+    standardise: Literal["client", "pooled", "none"] = Field(default="pooled", description=STANDARDISE)
+
+
+class SchoolConfig(SplitConfig):
+    """School: exam scores of pupils in 139 schools."""
+
+    source: Literal["school"] = Field(default="school", description="Name of the source.")
+    test: float = Field(default=0.15, description="Fraction of each client's samples kept for the final test.")
+    val: float = Field(default=0.15, description="Fraction of each client's samples used to select models.")
+    standardise: Literal["client", "pooled", "none"] = Field(default="client", description=STANDARDISE)
+
+
+class Clinc150Config(SplitConfig):
+    """CLINC150: short requests to an assistant, 150 intents in 10 domains."""
+
+    source: Literal["clinc150"] = Field(default="clinc150", description="Name of the source.")
+    clients: int = Field(default=10, ge=1, description='Number of clients; 10 for "domain".')
+    partition: Literal["domain", "domains", "intents"] = Field(
+        default="domain", description="A domain each; or Dirichlet proportions of domains, or of intents."
     )
+    alpha: float = Field(default=0.5, gt=0, description="Concentration of the Dirichlet draws; smaller is more skewed.")
+    length: int = Field(
+        default=16, ge=2, description="Tokens of a sentence: longer ones are cut, shorter padded with 0."
+    )
+    tokenizer: Path | None = Field(
+        default=None, description="A tokenizer.json of the model's; without one, words by their hash."
+    )
+    vocabulary: int = Field(default=8192, ge=2, description="Number of hashes, without a tokenizer.")
 
 
 class PolynomialConfig(SourceConfig):
@@ -276,10 +303,7 @@ class FolderConfig(SplitConfig):
     missing: Literal["median", "error"] = Field(
         default="median", description="Fill missing numbers with the client's training median, or stop."
     )
-    standardise: Literal["client", "pooled", "none"] = Field(
-        default="pooled",
-        description="Standardise numeric columns by all training rows (pooled) or each client's.",
-    )
+    standardise: Literal["client", "pooled", "none"] = Field(default="pooled", description=STANDARDISE)
     standardise_target: bool = Field(
         default=True, description="Standardise a regression target over all training rows."
     )
@@ -333,6 +357,8 @@ DataConfig = Annotated[
     | PacsConfig
     | QmnistConfig
     | HeartDiseaseConfig
+    | SchoolConfig
+    | Clinc150Config
     | PolynomialConfig
     | ElectricityConfig
     | ShakespeareConfig

@@ -36,7 +36,16 @@ def load(config: PFLlibConfig, *, seed: int, root: Path | None = None) -> Federa
     rows = {kind: _rows(each) for kind, each in parts.items()}
     classes = 1 + max(int(each.y.max()) for each in rows.values() if len(each.y))
     note = f"PFLlib's split: its test data, {config.val:g} of its training data for validation"
-    return FederatedData(folder.name, "classification", names, **rows, outputs=classes, notes=(note,))
+    return FederatedData(
+        folder.name,
+        "classification",
+        names,
+        rows["train"],
+        rows["val"],
+        rows["test"],
+        outputs=classes,
+        notes=(note,),
+    )
 
 
 def _samples(file: Path) -> Samples:
