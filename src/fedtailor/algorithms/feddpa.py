@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedtailor.algorithms._shared.adapters import Adapter, check_dense_adapters, mixed_outputs, names
-from fedtailor.algorithms._shared.own_loss import beside, some_samples, taken, task_loss
+from fedtailor.algorithms._shared.own_loss import beside, some_samples, taken
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -67,7 +67,7 @@ class FedDPA(Algorithm):
         """The own adapters after training beside the common ones."""
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return task_loss(self.outputs(me.model, t, x, self.share, training=True), y)
+            return me.experiment.loss(self.outputs(me.model, t, x, self.share, training=True), y)
 
         if not epochs:
             return dict(me.state)
