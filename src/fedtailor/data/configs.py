@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from fedtailor.data.base_configs import STANDARDISE, PartitionConfig, SourceConfig
 from fedtailor.data.base_configs import Corruption as Corruption
-from fedtailor.data.base_configs import PartitionConfig, SourceConfig
 from fedtailor.data.base_configs import SplitConfig as SplitConfig
 from fedtailor.errors import DataError
 
