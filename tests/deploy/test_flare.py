@@ -41,6 +41,8 @@ def configured(algorithm: str, *settings: str) -> RunConfig:
     if algorithm == "mixedlogit":
         task = task | {"model": {}}
         settings = (*LINEAR, "algorithm.effects=none", "algorithm.steps=2", *settings)
+    if algorithm in ("fedalt", "feddpa", "fedsa-lora"):
+        task = DIGITS | {"model": DIGITS["model"] | {"adapter": {"rank": 2}}}
     if algorithm == "fedeq":
         task = task | {"model": {"name": "deq-mlp", "width": 16, "hidden": 8}}
     if algorithm.startswith("duw"):

@@ -9,8 +9,10 @@ import pytest
 
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
-from fedtailor.experiments.sections import FederationSection, SearchSection
+from fedtailor.core.metric import HIGHER_IS_BETTER
+from fedtailor.experiments.sections import FederationSection
 from fedtailor.experiments.store import RunFolder
+from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.experiments.tracking import of_results, of_round
 from tests.docs.pages import ROOT, run_page
 from tests.small import one_after_the_other
@@ -75,6 +77,11 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"`federation.timeout` seconds ({FederationSection().timeout:g})" in text
 
 
+def test_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/adapters.md", monkeypatch)
+    assert "last round" in capsys.readouterr().out
+
+
 def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/own-model.md", monkeypatch)
 
@@ -112,7 +119,7 @@ def test_track(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_of_what_trackers_are_told_are_listed() -> None:
     page = (ROOT / "docs/how-to/track.md").read_text(encoding="utf-8")
     line = {"round": 1, "cohort": [0], "val": {"accuracy": [0.5], "loss": [1.0]}, "up": 1, "down": 1, "trips": 1}
-    told = of_round(line | {"seconds": 1.0})
+    told = of_round(line | {"seconds": 1.0}, HIGHER_IS_BETTER)
     ended = of_results(
         {k: {"round": 1, "test": {"accuracy": {"mean": 1, "worst_tenth": 1}}} for k in ("last", "selected")}
     )

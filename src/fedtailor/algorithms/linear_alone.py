@@ -113,7 +113,7 @@ def _nearly_best(scores: Tensor, mask: Tensor) -> Tensor:
     count = mask.sum().clamp(min=1)
     spread = (lost - lost.sum(1, keepdim=True) / count).square() * mask
     is_near = lost.sum(1) <= 0.5 * spread.sum(1).sqrt()
-    return torch.where(is_near, torch.arange(len(scores), 0, -1, dtype=scores.dtype), 0)
+    return torch.where(is_near, torch.arange(len(scores), 0, -1, dtype=scores.dtype, device=scores.device), 0)
 
 
 def _chosen(tried: list[Tensor], scores: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ response, whose linear mixed model is fitted as in MixedModel; repeated until no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -78,7 +79,7 @@ class MixedLogit(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         size = len(ridge.as_vector(fed.model, fed.model.params))
         classes = len(server["beta"]) // size
-        is_intercept = torch.zeros(size, dtype=torch.bool)
+        is_intercept = torch.zeros_like(server["beta"][:size, 0], dtype=torch.bool)
         is_intercept[-1] = ridge.names(fed.model)[1] is not None
         varies = varying(fed.sum(fed.map(self.variation)), is_intercept)
         varies, is_intercept = varies.repeat(classes), is_intercept.repeat(classes)
@@ -114,7 +115,7 @@ class MixedLogit(Algorithm):
                 break
         assert found is not None
         evidence = float(fed.sum(fed.map(self.evidence, beta, factor))) - float((penalty * beta[:, 0] ** 2).sum()) / 2
-        return -2 * evidence + len(at[0]) * float(torch.tensor(float(max(len(fed.cohort), 2))).log()), found
+        return -2 * evidence + len(at[0]) * math.log(max(len(fed.cohort), 2)), found
 
     @on_client(sends=WITHIN)
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:

@@ -60,9 +60,8 @@ class MixedModel(Algorithm):
         return {"a": x.mT @ x, "b": x.mT @ y, "c": y.square().sum(), "count": count}
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        size = len(server["beta"])
-        penalty = torch.full((size,), self.penalty, dtype=server["beta"].dtype)
-        is_intercept = torch.zeros(size, dtype=torch.bool)
+        penalty = torch.full_like(server["beta"][:, 0], self.penalty)
+        is_intercept = torch.zeros_like(penalty, dtype=torch.bool)
         if ridge.names(fed.model)[1] is not None:
             penalty[-1], is_intercept[-1] = 0, True
         varies = varying(fed.sum(fed.map(self.variation)), is_intercept)

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli.options import DataRoot, Out, Run, RunOrFit, Settings, Site, Trust, console
+from fedtailor.cli.options import (
+    AsJson,
+    DataRoot,
+    Out,
+    Run,
+    RunOrFit,
+    Settings,
+    Site,
+    Trust,
+    console,
+    print_json,
+    progress_aside,
+)
 from fedtailor.cli.resume_hints import command, resumable, trusted
 from fedtailor.errors import ConfigError
 
@@ -33,13 +45,14 @@ def fit(
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
+    as_json: AsJson = False,
 ) -> None:
     """Give each site of your own data a personal model.
 
     Prints for each site how well it does alone, with one common model, and personalized, and writes a
     report. The same command with --out goes on where it was interrupted.
     """
-    from fedtailor.cli.listing import print_fit
+    from fedtailor.cli.fit_listing import print_fit
     from fedtailor.data import SOURCES
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT, new_path
@@ -58,7 +71,7 @@ def fit(
     of_source = {"target": target, "client_column": client_column, "data_root": data_root}
     of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings, "time_limit": time_limit}
     again = command("fit", sites, **of_source, **of_training, out=path)
-    with resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+    with progress_aside(as_json), resumable(again, path, begun_by=FIT), grid_shown(console) as told:
         record = fitted(
             source,
             path,
@@ -71,6 +84,9 @@ def fit(
             time_limit=time_limit,
         )
     page = write(path)
+    if as_json:
+        print_json({"folder": path, "report": page, **record})
+        return
     print_fit(console, record)
     print(f"models     {path}\nreport     {page}")
 
@@ -147,13 +163,19 @@ def onboard(
     ] = 3,
     data_root: DataRoot = None,
     trust: Trust = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give a newcomer a personal model from a finished run.
 
     The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
     """
     from fedtailor.cli.listing import print_newcomer
+    from fedtailor.cli.records import newcomer_record
     from fedtailor.serving.onboard import onboard as join
 
     trusted(run, trust)
-    print_newcomer(name, join(run, data, name, epochs, data_root))
+    newcomer = join(run, data, name, epochs, data_root)
+    if as_json:
+        print_json(newcomer_record(name, newcomer))
+    else:
+        print_newcomer(name, newcomer)

@@ -18,7 +18,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import row
 from fedtailor.core.reply_validation import reply_faults
-from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
+from fedtailor.core.trees import Tree, moved, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, RoundAbandoned
 
@@ -59,11 +59,11 @@ class Site:
             return self.handle(request)
         if op not in self._controls:
             raise LookupError(f'no operation "{op}"')
-        return codec.encode(*self._controls[op](*codec.decode(request)))
+        return codec.encode(*self._controls[op](*codec.decode(request, _places(self.inside.experiment))))
 
     def handle(self, request: bytes) -> bytes:
         """Run a call, or pull a cotangent back through one that was taped."""
-        header, tree = codec.decode(request)
+        header, tree = codec.decode(request, _places(self.inside.experiment))
         if "sum" in header:
             return codec.encode(*self._member().answer(header, tree))
         if self.inside.experiment.aggregation.secure_sum and (
@@ -71,11 +71,11 @@ class Site:
         ):
             return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
-            call = self._calls.pop(header["call"])
+            call, tree = self._calls.pop(header["call"]), self._here(tree)
             ((_, args),) = self.inside.pull_back(call.number, [self.client], _stacked(tree))
             return codec.encode(call.reply_header, _unplaced(args, call.placed))
         placed = tuple(header["placed"])
-        args = tuple(_stacked(a) if own else a for a, own in zip(tree, placed, strict=True))
+        args = tuple(_stacked(a) if own else a for a, own in zip(self._here(tree), placed, strict=True))
         sealed = header.get("sealed")
         call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"], sealed)
         if call.taped:
@@ -129,8 +129,13 @@ class Site:
         return {}, None
 
     def _evaluate(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
-        ((_, metrics, model),) = self.inside.evaluate([self.client], header["round"], tree, header["splits"])
+        server = self._here(tree)
+        ((_, metrics, model),) = self.inside.evaluate([self.client], header["round"], server, header["splits"])
         return {}, (_first(metrics), _first(model))
+
+    def _here(self, tree: Tree) -> Tree:
+        """What came as bytes, where this client computes."""
+        return moved(tree, self.inside.experiment.device)
 
 
 class Remote:
@@ -163,7 +168,11 @@ class Remote:
             if isinstance(reply, OSError):
                 yield client, {}, None, reply
             else:
-                yield client, *codec.decode(reply), None
+                try:
+                    answer, found = self._read(reply)
+                except codec.BrokenMessage as error:
+                    answer, found = {"error": f"its answer {error}"}, None
+                yield client, answer, found, None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One request per client, one reply each."""
@@ -178,12 +187,15 @@ class Remote:
             if isinstance(reply, OSError):
                 yield Reply((client,), error=ClientError(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
-            header, tree = codec.decode(reply)
+            try:
+                header, tree = self._read(reply)
+            except codec.BrokenMessage as error:
+                header, tree = {"error": f"{self._name(client)}: its reply {error}"}, None
             if "error" in header:
                 yield Reply((client,), error=ClientError(header["error"]))
             else:
                 self.up += len(reply)
-                yield Reply((client,), _stacked(tree))
+                yield Reply((client,), _stacked(self._here(tree)))
 
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
@@ -195,14 +207,18 @@ class Remote:
             for i, client in enumerate(clients)
         )
         for client, reply in self._counted(requests):
-            header, args = ({}, ()) if isinstance(reply, OSError) else codec.decode(reply)
+            header, args = ({}, ()) if isinstance(reply, OSError) else self._read(reply)
             if isinstance(reply, OSError) or "error" in header:
                 raise RoundAbandoned(
                     f"round {call.round}: {self._name(client)} cannot be reached on the way back of {call.function}: "
                     f"{header.get('error', reply)}"
                 )
             self.up += len(reply)
-            yield (client,), tuple(_stacked(a) if own else a for a, own in zip(args, call.placed, strict=True))
+            own_args = zip(self._here(args), call.placed, strict=True)
+            yield (client,), tuple(_stacked(a) if own else a for a, own in own_args)
+
+    def _read(self, message: bytes) -> tuple[Header, Tree]:
+        return codec.decode(message, _places(self.experiment))
 
     def _counted(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         def counted() -> Iterator[tuple[int, bytes]]:
@@ -211,6 +227,10 @@ class Remote:
                 yield client, request
 
         return self.carry(counted())
+
+    def _here(self, tree: Tree) -> Tree:
+        """What came as bytes, where the server computes."""
+        return moved(tree, self.experiment.device)
 
     def _name(self, client: int) -> str:
         return self.experiment.data.clients[client]
@@ -227,8 +247,8 @@ class Remote:
         """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         for client, answer, tree, gone in self.tell(clients, header, server):
-            if gone is None and "error" not in answer:
-                metrics, model = _stacked(tree)
+            if gone is None and "error" not in answer and _are_metrics(tree, splits):
+                metrics, model = _stacked(self._here(tree))
                 yield (client,), metrics, model
 
     @property
@@ -280,6 +300,21 @@ class Wire(Remote):
         """Put saved states back."""
         for client, site in enumerate(self.sites):
             site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
+
+
+def _places(experiment: Experiment) -> int:
+    """The longest vector that a message may have: a model twice over."""
+    return 2 * sum(v.numel() for v in experiment.model.params.values())
+
+
+def _are_metrics(tree: Tree, splits: Sequence[str]) -> bool:
+    """Whether an answer is one number for each metric of these splits, and a model: a client can answer anything."""
+    if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], dict) and set(tree[0]) == set(splits)):
+        return False
+    return all(
+        isinstance(found, dict) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in found.values())
+        for found in tree[0].values()
+    )
 
 
 def _stacked(tree: Tree) -> Tree:

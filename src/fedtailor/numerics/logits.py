@@ -35,7 +35,7 @@ def derivatives(x: Tensor, y: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, 
     """Gradient and curvature (minus the Hessian) of the log-likelihood by the flat coefficients."""
     p = log_probabilities(x, v).exp()[:, 1:]
     classes = p.shape[1]
-    wanted = (y[:, None] == torch.arange(1, classes + 1)).to(p.dtype)
+    wanted = (y[:, None] == torch.arange(1, classes + 1, device=y.device)).to(p.dtype)
     gradient = flat(x.mT @ ((wanted - p) * mask[:, None]))
     rows = []
     for c in range(classes):
@@ -50,7 +50,7 @@ def derivatives(x: Tensor, y: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, 
 def mode(x: Tensor, y: Tensor, mask: Tensor, beta: Tensor, factor: Tensor, z: Tensor, steps: int) -> Tensor:
     """The z that maximises log-likelihood(beta + L z) - |z|^2 / 2, from a start."""
     outputs = beta.shape[1]
-    eye = torch.eye(factor.shape[0], dtype=factor.dtype)
+    eye = torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
 
     def value(z: Tensor) -> Tensor:
         return log_likelihood(x, y, mask, beta + unflat(factor @ z, outputs)) - z.square().sum() / 2
@@ -93,9 +93,9 @@ def left_out(x: Tensor, y: Tensor, mask: Tensor, penalty: Tensor, v: Tensor) -> 
     _, curvature = derivatives(x, y, mask, v)
     inverse = torch.linalg.inv(curvature + torch.diag(penalty)).reshape(classes, size, classes, size)
     leverage = torch.einsum("ni,cidj,nj->ncd", x, inverse, x)
-    wanted = (y[:, None] == torch.arange(1, classes + 1)).to(p.dtype)
+    wanted = (y[:, None] == torch.arange(1, classes + 1, device=y.device)).to(p.dtype)
     weight = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    eye = torch.eye(classes, dtype=p.dtype)
+    eye = torch.eye(classes, dtype=p.dtype, device=p.device)
     inner = eye - leverage @ weight + 1e-6 * eye
     shift = torch.linalg.solve(inner, leverage @ (p - wanted)[:, :, None])[:, :, 0]
     scores = x @ v + shift

@@ -35,7 +35,7 @@ class Marginal(NamedTuple):
 
 def posterior(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """L (I + L'AL)^-1 L', by which v - beta answers to X'(y - X beta); and log|I + L'AL|."""
-    inner = factor.mT @ a @ factor + torch.eye(a.shape[-1], dtype=a.dtype)
+    inner = factor.mT @ a @ factor + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     root = torch.linalg.cholesky(inner)
     half = torch.linalg.solve_triangular(root, factor.mT, upper=False)
     return half.mT @ half, 2 * torch.diagonal(root, dim1=-2, dim2=-1).log().sum(-1)
@@ -119,12 +119,12 @@ def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[n
 
 def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int = STEPS) -> Fitted:
     """Minimise the deviance over the free entries of L, from `start`, by L-BFGS; a diagonal entry is not negative."""
-    rows, columns = (torch.from_numpy(np.ascontiguousarray(v)) for v in at)
+    rows, columns = (torch.from_numpy(np.ascontiguousarray(v)).to(start.device) for v in at)
     exchanges = 0
 
     def factor_of(theta: Floats) -> Tensor:
         factor = torch.zeros_like(start)
-        factor[rows, columns] = torch.from_numpy(np.ascontiguousarray(theta)).to(start.dtype)
+        factor[rows, columns] = torch.from_numpy(np.ascontiguousarray(theta)).to(start)
         return factor
 
     first = problem.sums(factor_of(np.zeros(len(rows))))
@@ -135,9 +135,9 @@ def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int =
         exchanges += 2
         factor = factor_of(theta)
         deviance, by_covariance = problem.at(factor)
-        return scale * deviance, 2 * scale * (by_covariance @ factor)[rows, columns].double().numpy()
+        return scale * deviance, 2 * scale * (by_covariance @ factor)[rows, columns].double().cpu().numpy()
 
-    theta = start[rows, columns].double().numpy().copy()
+    theta = start[rows, columns].double().cpu().numpy().copy()
     first_step = 0.0 if start.any() else START  # what was 0 is looked at again below
     if len(theta):
         is_diagonal = at[0] == at[1]
@@ -147,7 +147,7 @@ def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int =
         for _ in range(RESTARTS):
             theta = minimize(objective, theta, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
             # at L = 0 the gradient by L is 0 whatever the one by the variance is: a long step may have gone there
-            by_covariance = problem.at(factor_of(theta))[1][rows, columns].double().numpy()
+            by_covariance = problem.at(factor_of(theta))[1][rows, columns].double().cpu().numpy()
             exchanges += 2
             stuck = is_diagonal & (theta < 1e-3) & (scale * by_covariance < -1e-9)
             if not stuck.any():

@@ -17,7 +17,8 @@ from torch import Tensor
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params
+from fedtailor.core.rows import between, count
+from fedtailor.core.trees import Params, Tree
 from fedtailor.data.files import read_npz
 from fedtailor.data.folder import check_numbers, numbers
 from fedtailor.data.frames import as_frame
@@ -66,17 +67,22 @@ class Personal:
         # 01 and 1 are two classes
         return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Tree) -> Tensor:
         """What the model says of samples, as in training: logits, or standardised numbers."""
         with torch.no_grad():
-            parts = [self.algorithm.predict(self.model, self.params, part) for part in x.split(ROWS)]
-        found = torch.cat(parts) if parts else x.new_zeros((0, 1))
+            parts = [
+                self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
+                for a in range(0, max(count(x), 1), ROWS)
+            ]
+        found = torch.cat(parts)
         return found if self.trees is None else self.trees.mixed(x, found, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
         """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
         if self.task == "classification":
             return outputs.softmax(1)
+        if self.task == "multilabel":
+            return outputs.sigmoid()
         target = None if self.preparation is None else self.preparation.target
         return outputs if target is None else outputs * target.sd + target.mean
 
@@ -98,7 +104,9 @@ class Personal:
         return self._readable(rows)
 
     def _readable(self, rows: Any) -> NDArray[np.float64]:
-        if isinstance(rows, np.ndarray) and self.preparation is not None:
+        if isinstance(rows, dict) and self.preparation is None:
+            x: Tree = {k: torch.as_tensor(v) for k, v in rows.items()}
+        elif isinstance(rows, np.ndarray) and self.preparation is not None:
             x = self.encode(self.table(Path("rows"), self._named(rows)))
         elif isinstance(rows, np.ndarray | Tensor):
             x = torch.as_tensor(rows)

@@ -53,7 +53,7 @@ def boosted(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: b
 def spread_out(trees: Trees, seen: NDArray[np.int64], outputs: int) -> Trees:
     """The trees of a site that lacks classes, for all classes; those it lacks are unlikely, not impossible."""
     at = torch.from_numpy(seen)
-    baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64)
+    baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64, device="cpu")
     baseline[at] = trees.baseline
     return replace(trees, output=at[trees.output], baseline=baseline)
 
@@ -62,7 +62,7 @@ def cross_fitted(
     x: Tensor, y: Tensor, base: Tensor | None, folds: NDArray[np.int64], outputs: int, is_class: bool, seed: int
 ) -> Tensor:
     """Out-of-fold outputs of trees at one site."""
-    out = torch.full((len(x), outputs), torch.nan, dtype=torch.float64)
+    out = torch.full((len(x), outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in np.unique(folds):
         held = torch.from_numpy(folds == fold)
         made = boosted(x[~held], y[~held], None if base is None else base[~held], outputs, is_class, seed)

@@ -84,7 +84,7 @@ def trained(config: RunConfig, data: FederatedData, start: Tree = None) -> tuple
 def outputs_of(config: RunConfig, data: FederatedData, models: list[Params], rows: Rows) -> Tensor:
     """What every site's model says of its rows: log-probabilities of classes, or numbers."""
     experiment = assemble(config, replace(data, train=rows if len(rows.x) else data.train))
-    out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64)
+    out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64, device="cpu")
     with torch.no_grad():
         for i, params in enumerate(models):
             a, b = int(rows.starts[i]), int(rows.starts[i + 1])
@@ -102,7 +102,7 @@ def out_of_fold(
     told: Callable[[int], None] = lambda fold: None,
 ) -> Tensor:
     """What is said of each training row by models that were trained without its fold; NaN where there is no fold."""
-    out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64)
+    out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in range(int(folds.max()) + 1):
         held = folds == fold
         if held.any():
@@ -117,4 +117,4 @@ def _sites(data: FederatedData) -> range:
 
 
 def _starts(sizes: list[int]) -> Tensor:
-    return torch.tensor([0, *np.cumsum(sizes).tolist()], dtype=torch.int64)
+    return torch.tensor([0, *np.cumsum(sizes).tolist()], dtype=torch.int64, device="cpu")

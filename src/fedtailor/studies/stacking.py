@@ -67,7 +67,7 @@ def row_losses(outputs: Tensor, y: Tensor, is_class: bool) -> Tensor:
 def common_weights(c: Candidates) -> Tensor:
     """One set of weights for all sites [1, candidates]."""
     everybody = Candidates(c.outputs, c.y, torch.zeros_like(c.site), 1, c.is_class)
-    uniform = torch.full((1, len(c.outputs)), 1 / len(c.outputs), dtype=torch.float64)
+    uniform = torch.full((1, len(c.outputs)), 1 / len(c.outputs), dtype=torch.float64, device="cpu")
     return _minimum(everybody, uniform, pull=1.0)
 
 
@@ -91,7 +91,7 @@ def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
 def _on_simplex(q: Tensor, b: Tensor) -> Tensor:
     """argmin u'Qu / 2 - b'u over u >= 0 that sum to 1, as non-negative least squares."""
     size = max(float(q.diagonal().mean()), 1e-300)
-    eye, ones = torch.eye(len(b), dtype=q.dtype), torch.ones_like(b)
+    eye, ones = torch.eye(len(b), dtype=q.dtype, device="cpu"), torch.ones_like(b)
     firm = 1e3  # of the constraint on the sum, which the last division makes exact
     root = torch.linalg.cholesky(q / size + firm * torch.outer(ones, ones) + 1e-9 * eye)
     target = torch.linalg.solve_triangular(root, (b / size + firm * ones)[:, None], upper=False)[:, 0]
@@ -121,8 +121,8 @@ def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
 def _noise(c: Candidates) -> Tensor:
     """Root of the mean squared error of the best candidate at each site; few rows are helped by those of all."""
     squares = torch.stack([row_losses(said, c.y, c.is_class) for said in c.outputs])
-    count = torch.zeros(c.sites, dtype=torch.float64).index_add_(0, c.site, torch.ones_like(squares[0]))
-    total = torch.zeros((len(squares), c.sites), dtype=torch.float64).index_add_(1, c.site, squares)
+    count = torch.zeros(c.sites, dtype=torch.float64, device="cpu").index_add_(0, c.site, torch.ones_like(squares[0]))
+    total = torch.zeros((len(squares), c.sites), dtype=torch.float64, device="cpu").index_add_(1, c.site, squares)
     usual = squares.mean(1).min()
     return ((total.min(0).values + HELP * usual) / (count + HELP)).sqrt().clamp(min=1e-150)
 

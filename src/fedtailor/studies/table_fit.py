@@ -38,9 +38,10 @@ LEAST = 0.01  # weights below this are left out
 
 def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
     """Whether these are rows of a table, for which nothing was prescribed."""
-    size = (int(np.prod(data.shape)) + 1) * max(data.outputs - 1, 1)
-    is_table = len(data.shape) == 1 and data.train.x.is_floating_point() and data.preparation is not None
-    return algorithm == "auto" and is_table and "model" not in tables and size <= MOST_COEFFICIENTS
+    if algorithm != "auto" or "model" in tables or "task" in tables or data.preparation is None:
+        return False
+    is_known = data.is_plain and data.task in ("classification", "regression") and len(data.shape) == 1
+    return is_known and (data.shape[0] + 1) * max(data.outputs - 1, 1) <= MOST_COEFFICIENTS
 
 
 def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cell]:
@@ -209,9 +210,9 @@ def _better(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool,
     """Sites whose own trees beat their own linear model."""
     there = ~trees[:, 0].isnan()
     found = _gains(torch.where(there[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites)
-    has = torch.zeros(sites, dtype=torch.bool)
+    has = torch.zeros(sites, dtype=torch.bool, device="cpu")
     has[site[there].unique()] = True
-    return has & torch.tensor([mean > 0 for mean, _ in found])
+    return has & torch.tensor([mean > 0 for mean, _ in found], device="cpu")
 
 
 def _trees(
@@ -219,7 +220,7 @@ def _trees(
 ) -> dict[str, Tensor]:
     """Trees for sites with enough rows, saved; what they say out of fold, NaN at the other sites."""
     is_class = data.task == "classification"
-    all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64)
+    all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
     spoken = {TREES: torch.full_like(all_rows, torch.nan), ON_TOP: torch.full_like(all_rows, torch.nan)}
     for i in range(len(data.clients)):
@@ -252,7 +253,7 @@ def _with_trees(
     there = (~trees[TREES][:, 0].isnan()).nonzero()[:, 0]
     outputs = torch.stack([linear[there], trees[TREES][there], trees[ON_TOP][there]])
     known = site[there].unique()
-    place = torch.full((sites,), -1).index_put_((known,), torch.arange(len(known)))
+    place = torch.full((sites,), -1, device="cpu").index_put_((known,), torch.arange(len(known), device="cpu"))
     found = stack(Candidates(outputs, y[there], place[site[there]], len(known), is_class), folds[there.numpy()])
     served = linear.clone()
     served[there] = found.held_out

@@ -9,8 +9,8 @@ import torch
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
+from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies import table_fit
 from fedtailor.studies.grid import Cell
@@ -93,7 +93,7 @@ def served_words(found: Found, site: int) -> str:
 
 def _baseline(data: FederatedData) -> torch.Tensor:
     """The mean of each site's training rows, or the shares of its classes with one row of each added."""
-    out = torch.zeros((len(data.test.x), data.outputs), dtype=torch.float64)
+    out = torch.zeros((len(data.test.x), data.outputs), dtype=torch.float64, device="cpu")
     for i in range(len(data.clients)):
         a, b = int(data.test.starts[i]), int(data.test.starts[i + 1])
         y = data.train.of(i)[1]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reply_validation import Limits
-from fedtailor.core.samples import FederatedData, Rows, TaskKind
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.models import build
@@ -40,7 +42,7 @@ FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
 
 def make_data(
-    task: TaskKind = "classification",
+    task: TargetKind = "classification",
     names: Sequence[str] | None = None,
     sizes: Mapping[str, tuple[int, int, int]] = SIZES,
     shape: tuple[int, ...] = (4,),
@@ -77,6 +79,34 @@ class Normed(nn.Module):
         return self.out(torch.tanh(self.norm(self.first(x))))
 
 
+class LowRank(nn.Module):
+    """A fixed dense layer with an adapter, under the names that peft gives."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, outputs, bias=False)})
+        self.scaling = {"default": 1.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        change: Tensor = self.lora_B["default"](self.lora_A["default"](x))
+        return self.base_layer(x) + self.scaling["default"] * change
+
+
+class Adapted(nn.Module):
+    """Two fixed dense layers with adapters, and a head that is trained."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.first = LowRank(math.prod(shape), 5)
+        self.second = LowRank(5, 4)
+        self.out = nn.Linear(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+
+
 class SmallConv(nn.Module):
     """One convolution on small grey images."""
 
@@ -91,28 +121,34 @@ class SmallConv(nn.Module):
 
 def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
     """Whether an algorithm can serve the model and task of a case."""
-    data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
+    task = case.get("task", "classification")
     try:
-        algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
+        algorithm.check(_untrained(case.get("model", "mlp"), task, case.get("shape", (4,))), task)
         algorithm.check_solver(case.get("solver", SOLVER))
     except ConfigError:
         return False
     return True
 
 
+@cache
+def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
+    return make_model(model, make_data(task, shape=shape))
+
+
 def usual(algorithm: Algorithm) -> dict[str, Any]:
     """The first case that an algorithm can serve."""
     linear, normed = {"model": "linear", "task": "regression"}, {"model": "normed", "sizes": EVEN_SIZES}
-    return dict(next(c for c in ({}, linear, {"model": "linear"}, normed) if suits(algorithm, c)))
+    return dict(next(c for c in ({}, linear, {"model": "linear"}, normed, {"model": "adapted"}) if suits(algorithm, c)))
 
 
 def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:
-    """In float64: "mlp", "linear", "normed" or "conv"; the head is the last layer."""
+    """In float64: "mlp", "linear", "normed", "adapted" or "conv"; the head is the last layer."""
     if name in ("mlp", "linear"):
         options = {"hidden": (5,)} if name == "mlp" else {}
         return build(name, data.shape, data.outputs, seed=1, options=options, dtype=F64)
     with torch_stream("initial values"):
-        module = (Normed if name == "normed" else SmallConv)(data.shape, data.outputs).to(F64)
+        kinds: dict[str, type[nn.Module]] = {"normed": Normed, "adapted": Adapted, "conv": SmallConv}
+        module = kinds[name](data.shape, data.outputs).to(F64)
     return Model(module, head=["out"], buffers=buffers)
 
 

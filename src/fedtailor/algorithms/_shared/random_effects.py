@@ -38,5 +38,5 @@ def free_entries(effects: str, varies: Tensor, is_intercept: Tensor) -> list[tup
         wanted.remove("full")
     if not is_intercept.any():
         wanted = [name for name in wanted if name != "intercept"] or ["none"]
-    mask, intercept = varies.numpy().astype(bool), is_intercept.numpy().astype(bool)
+    mask, intercept = varies.cpu().numpy().astype(bool), is_intercept.cpu().numpy().astype(bool)
     return [positions(name, np.asarray(mask), np.asarray(intercept)) for name in wanted]
