@@ -21,19 +21,17 @@ from fedtailor.experiments.sections import (
     AlgorithmSection,
     AttackSection,
     CheckpointSection,
-    CompareSection,
     EnvironmentSection,
     EvaluationSection,
     FederationSection,
     LocalSection,
     ModelSection,
     PrivacySection,
-    SearchSection,
     Section,
     TaskSection,
     TrackingSection,
-    dotted,
 )
+from fedtailor.experiments.study_sections import CompareSection, SearchSection, dotted
 
 METHOD = ("algorithm", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
 LATER = ("task", "privacy", "aggregation", "attack")
