@@ -182,11 +182,12 @@ class ClientContext:
 
     def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tensor, Tensor, Tensor]:
         if not is_stacked:
-            x, y = rows.of(self.members[0])
+            x, y = (v.to(self.model.device) for v in rows.of(self.members[0]))
             return x, y, self.n.new_ones(len(x))
         at, mask = rows.padded(self.members)
         at = at.to(rows.x.device)
-        return rows.x[at], rows.y[at], mask.to(rows.x.device, self.n.dtype)
+        x, y = (v[at].to(self.model.device) for v in (rows.x, rows.y))
+        return x, y, mask.to(self.model.device, self.n.dtype)
 
 
 class _AtClients(torch.autograd.Function):

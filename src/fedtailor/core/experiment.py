@@ -93,7 +93,7 @@ class Experiment:
     @cached_property
     def mixing(self) -> Mixing:
         """Found by trial: the first sample, once among others and once among copies of itself."""
-        x = self.data.train.x[:8]
+        x = self.data.train.x[:8].to(self.device)
         return Mixing(self._mixes(x, training=True), self._mixes(x, training=False))
 
     def _mixes(self, x: Tensor, *, training: bool) -> bool:

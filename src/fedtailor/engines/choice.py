@@ -58,7 +58,7 @@ def _convolves(experiment: Experiment) -> bool:
 
 def _stacks(experiment: Experiment) -> bool:
     """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
-    model, x = experiment.model, experiment.data.train.x[:2]
+    model, x = experiment.model, experiment.data.train.x[:2].to(experiment.device)
 
     def output(tensors: Params) -> Tensor:
         return model(tensors, x, training=True)
@@ -80,7 +80,7 @@ def operations(experiment: Experiment, cohort: int = 0) -> float:
 
 def _per_sample(experiment: Experiment) -> float:
     """Operations of a step for each of its samples."""
-    model, x = experiment.model, experiment.data.train.x[:1]
+    model, x = experiment.model, experiment.data.train.x[:1].to(experiment.device)
     with _Counter() as counter, torch.no_grad():
         model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)
     return 3 * counter.operations / max(len(x), 1)  # a backward pass costs as much as two forward passes

@@ -51,6 +51,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     _reads(model, config.model.name, federated)
+    if config.local.precision != "float32" and config.model.dtype != "float32":
+        raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
     algorithm.check(model, federated.task)
     solver = config.local.made(config.rounds)
     algorithm.check_solver(solver)

@@ -16,6 +16,7 @@ from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
+from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
 from fedtailor.training.solver import Solver
@@ -88,6 +89,10 @@ class LocalSection(Section):
         default="auto",
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
     )
+    precision: Precision = Field(
+        default="float32",
+        description="Products in bfloat16 or float16 (autocast; float16 with loss scaling); float32: as model.dtype.",
+    )
 
     @model_validator(mode="after")
     def _goes_together(self) -> LocalSection:
@@ -105,7 +110,10 @@ class LocalSection(Section):
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
         own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
-        return Solver(**self.model_dump(exclude=set(own)), schedule=schedule, epoch=self.steps)
+        how = ("kernels", "precision")
+        arithmetic = Arithmetic(**self.model_dump(include=set(how)))
+        rest = self.model_dump(exclude={*own, *how})
+        return Solver(**rest, schedule=schedule, epoch=self.steps, arithmetic=arithmetic)
 
 
 class FederationSection(Section):

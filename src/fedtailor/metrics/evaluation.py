@@ -12,7 +12,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.task import METRICS, sample_metrics
 from fedtailor.core.trees import Params
-from fedtailor.training.batches import on_device, whole
+from fedtailor.training.batches import brought, on_device, whole
 
 
 def evaluate(
@@ -34,9 +34,9 @@ def evaluate(
         rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
         totals: dict[str, Tensor] = {}
-        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device):
+        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device, rows.x.device):
             at = part.rows.clamp(max=len(rows.x) - 1)
-            x, y = rows.x[at], rows.y[at]
+            x, y = brought(rows.x[at], experiment.device), brought(rows.y[at], experiment.device)
             weight = experiment.model.like.new_ones(at.shape) if part.weight is None else part.weight
             with torch.no_grad():
                 if is_stacked:

@@ -21,6 +21,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
+from fedtailor.engines.devices import CPU
 from fedtailor.engines.inprocess import grouped
 from fedtailor.engines.pool.processes import LIVES, Answer, Process, WorkerProcesses, one_thread
 from fedtailor.engines.pool.scheduler import Rows, Unit
@@ -56,7 +57,7 @@ class Pool:
     def __init__(self, experiment: Experiment, workers: int, chunk: int = 0) -> None:
         if not hasattr(os, "fork"):
             raise ConfigError("federation.engine: pool needs fork, which this system does not have; use loop or vmap")
-        self.experiment = experiment
+        self.experiment, self._device = experiment.on(CPU), experiment.device  # what is shared is on the host
         self.workers = max(1, min(workers, len(experiment.data.clients)))
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
         self._processes: WorkerProcesses | None = None
@@ -326,10 +327,11 @@ class Pool:
         self.close()
         layout = Layout.of(example)
         self._where = Rows(len(self._clients))
-        states = StateRows(Memory(4 * len(self._clients) * layout.size), layout)
-        worker = Worker(self.experiment, states, Memory(), self.chunk)
+        is_sent = self._device != CPU
+        states = StateRows(Memory(4 * len(self._clients) * layout.size, is_sent=is_sent), layout)
+        worker = Worker(self.experiment, states, Memory(is_sent=is_sent), self.chunk)
         costs = (self.experiment.data.train.sizes + 1).tolist()
-        self._processes = WorkerProcesses(worker, self.workers, costs)
+        self._processes = WorkerProcesses(worker, self.workers, costs, self._device)
 
     def _put(self, tree: Tree) -> _Message:
         self._workers.settle()
