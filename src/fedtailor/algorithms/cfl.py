@@ -17,7 +17,7 @@ from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_clie
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree, flat, tree_map
 from fedtailor.errors import ConfigError
 
 CLUSTER = ReplySpec("cluster", lambda algorithm, model: model.like.new_zeros((), dtype=torch.int64))
@@ -71,7 +71,7 @@ class CFL(Algorithm):
         for _ in range(levels(server["child"].tolist())):  # the tree is the same for all who join
             w, child = at_node(node, server["w"]), at_node(node, server["child"])
             trained = me.sgd(w, epochs=self.epochs)
-            update = torch.cat([(trained[k] - w[k]).flatten() for k in me.model.trainable])
+            update = flat({k: trained[k] - w[k] for k in me.model.trainable})
             node = torch.where(child > 0, child + nearer_half(update, server["direction"], child), node)
         return {"node": node}
 
@@ -92,7 +92,7 @@ class CFL(Algorithm):
         w, n = fed.map(self.local, fed.scatter({k: v[at] for k, v in server["w"].items()}))
         at = fed.gather(told, "cluster of each client", w.clients)
         w, n = fed.gather(w, "model of each client"), fed.gather(n, "sample counts")
-        update = torch.cat([(w[k] - server["w"][k][at]).flatten(1) for k in fed.model.trainable], 1)
+        update = flat({k: w[k] - server["w"][k][at] for k in fed.model.trainable}, stacked=True)
         server, to = tree_map(torch.clone, server), at.clone()
         for node in at.unique().tolist():
             here = (at == node).nonzero()[:, 0]

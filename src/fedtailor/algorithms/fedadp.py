@@ -16,7 +16,7 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, flat
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FedAdp(Algorithm):
         w, angles, rounds = server["w"], server.get("angles", none), server.get("rounds", none)
         models, n = fed.map(self.local, w)
         each, counts = fed.gather(models, "models"), fed.gather(n, "sample counts")
-        moves = torch.cat([(each[k] - w[k]).double().flatten(1) for k in fed.model.trainable], dim=1)
+        moves = flat({k: (each[k] - w[k]).double() for k in fed.model.trainable}, stacked=True)
         mean = (counts / counts.sum()).double() @ moves
         cosine = (moves @ mean) / (moves.norm(dim=1) * mean.norm()).clamp(min=1e-30)
         at = fed.places(models.clients)

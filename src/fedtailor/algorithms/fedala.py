@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import task_loss
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -78,13 +77,13 @@ class FedALA(Algorithm):
     def blended(self, me: ClientContext, common: Params, steps: int) -> tuple[Params, Params]:
         """The blend, and the weights after these steps, or as many as it takes until they settle."""
         theta, W, (x, y, mask) = me.state["theta"], me.state["W"], me.train
-        chosen = drawn(me.uniform(len(x)), mask, self.share)
+        chosen = drawn(me.uniform(len(y)), mask, self.share)
 
         def hat(W: Params) -> Params:
             return common | {k: u + (common[k] - u) * W[k] for k, u in theta.items()}
 
         def loss(W: Params) -> Tensor:
-            return (task_loss(me.model(me.buffers | hat(W), x), y) * chosen).sum() / chosen.sum()
+            return (me.experiment.loss(me.model(me.buffers | hat(W), x), y) * chosen).sum() / chosen.sum()
 
         losses: list[Tensor] = []
         is_settled = torch.zeros_like(me.n, dtype=torch.bool)

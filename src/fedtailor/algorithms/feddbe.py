@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
-from fedtailor.algorithms._shared.own_loss import some_samples, task_loss
+from fedtailor.algorithms._shared.own_loss import some_samples
 from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
@@ -71,7 +71,7 @@ class FedDBE(Algorithm):
             output = self.predict(me.model, t, x, training=True)
             z_g, _ = features_and_logits(me.model, t, t[SOME])
             apart = t[COUNTED] @ z_g / t[COUNTED].sum() - t[Z_BAR]
-            return task_loss(output, y) + self.kappa / 2 * apart.square().mean()
+            return me.experiment.loss(output, y) + self.kappa / 2 * apart.square().mean()
 
         frozen = {Z_BAR: z_bar, SOME: some, COUNTED: counted}
         made = me.sgd(w | {Z_P: me.state["z_p"]}, epochs=self.epochs, frozen=frozen, loss=loss)
@@ -94,6 +94,6 @@ class FedDBE(Algorithm):
 
     def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return task_loss(self.predict(me.model, t, x, training=True), y)
+            return me.experiment.loss(self.predict(me.model, t, x, training=True), y)
 
         return server["w"] | me.sgd({Z_P: me.state["z_p"]}, epochs=epochs, frozen=server["w"], loss=loss)

@@ -14,9 +14,9 @@ from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Ragged, Tree
+from fedtailor.core.trees import Params, Ragged, Tree, flat, unflat
 from fedtailor.numerics import masks
-from fedtailor.numerics.masks import flat, pack, pack_each, unflat, unpack
+from fedtailor.numerics.masks import pack, pack_each, unpack
 
 ENTRIES = ReplySpec("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
 MASK = ReplySpec(

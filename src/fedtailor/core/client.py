@@ -140,7 +140,7 @@ def initial(
     each = [dict(experiment.model.private_buffers) for _ in members]
     for member, own in zip(members, each, strict=True):
         if PRIOR in own:
-            own[PRIOR] = label_prior(experiment.data.train.of(member)[1].to(experiment.device), own[PRIOR])
+            own[PRIOR] = label_prior(experiment.data.train.targets(member).to(experiment.device), own[PRIOR])
     buffers = {k: torch.stack([own[k] for own in each]) for k in each[0]} if is_stacked else each[0]
     key = (experiment.seed, "init")
     state, buffers = _run(
@@ -253,7 +253,7 @@ def _run(
 @contextmanager
 def _unwritten(experiment: Experiment, given: Tree) -> Iterator[None]:
     """Refuse functions that write into what they are given: others have the same tensors, and undo relies on them."""
-    data = {s: {"x": getattr(experiment.data, s).x, "y": getattr(experiment.data, s).y} for s in ("train", "val")}
+    data = {s: getattr(experiment.data, s).tensors for s in ("train", "val")}
     before = [(path, v, v._version) for path, v in items(given | data)]
     yield
     for path, v, version in before:

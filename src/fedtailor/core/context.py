@@ -11,8 +11,8 @@ from torch import Tensor
 from fedtailor.core.experiment import Experiment, LocalSolver, OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
-from fedtailor.core.samples import Rows
-from fedtailor.core.trees import Params, Tree, number
+from fedtailor.core.rows import Rows, count, take
+from fedtailor.core.trees import Params, Tree, leaves, moved, number, rebuild, tree_map
 
 AT_ONCE = 256  # samples of a pass over a whole split
 
@@ -20,15 +20,14 @@ AT_ONCE = 256  # samples of a pass over a whole split
 class View(NamedTuple):
     """A client's samples. In a stack of clients the shorter ones are padded where `mask` is 0, by samples again."""
 
-    x: Tensor
+    x: Tree  # a tensor, or named tensors
     y: Tensor
     mask: Tensor
 
     def parts(self, samples: int = AT_ONCE) -> list[View]:
         """The samples some at a time; nothing if there are none."""
-        if not len(self.x):
-            return []
-        return [View(*part) for part in zip(*(v.split(samples) for v in self), strict=True)]
+        starts = range(0, len(self.y), samples)
+        return [View(*tree_map(lambda v, a=a: v[a : a + samples], tuple(self))) for a in starts]
 
 
 class ClientContext:
@@ -178,15 +177,16 @@ class ClientContext:
         return values
 
     def _view(self, rows: Rows) -> View:
-        return View(*self.constants(lambda is_stacked: self._samples(rows, is_stacked)))
+        form = (rows.first(0) if rows.in_memory else rows.first(1), rows.y, self.n)
+        values = self.constants(lambda is_stacked: tuple(leaves(self._samples(rows, is_stacked))))
+        return View(*rebuild(form, iter(values)))
 
-    def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tree, Tensor, Tensor]:
         if not is_stacked:
-            x, y = (v.to(self.model.device) for v in rows.of(self.members[0]))
-            return x, y, self.n.new_ones(len(x))
+            x, y = moved(rows.of(self.members[0]), self.model.device)
+            return x, y, self.n.new_ones(count(x))
         at, mask = rows.padded(self.members)
-        at = at.to(rows.x.device)
-        x, y = (v[at].to(self.model.device) for v in (rows.x, rows.y))
+        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
         return x, y, mask.to(self.model.device, self.n.dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from fedtailor.core.trees import Params
+from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError, nearest
 
 BufferPolicy = Literal["private", "mean"]
@@ -39,6 +39,11 @@ def label_prior(labels: Tensor, like: Tensor) -> Tensor:
     """Log frequencies of a client's training labels, each label counted half a time more."""
     counts = torch.bincount(labels, minlength=len(like)).to(like.dtype) + 0.5
     return (counts / counts.sum()).log()
+
+
+def called(module: nn.Module, x: Tree) -> Tree:
+    """The outputs of a module; named tensors are its keywords."""
+    return module(**x) if isinstance(x, dict) else module(x)
 
 
 class Model:
@@ -144,12 +149,15 @@ class Model:
         moved.private_buffers = {k: v.to(device) for k, v in self.private_buffers.items()}
         return moved
 
-    def __call__(self, params: Params, x: Tensor, *, training: bool = False) -> Tensor:
-        """Outputs for a batch. Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium
-        where it ends if it was given where to begin (`warm_starts`).
+    def __call__(self, params: Params, x: Tree, *, training: bool = False) -> Tensor:
+        """Outputs for a batch; named tensors are keywords of the module.
+
+        Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium where it ends if it was
+        given where to begin (`warm_starts`).
         """
         self._prepare(params, training)
-        return torch.func.functional_call(self.module, params, (x,))
+        args, named = ((), x) if isinstance(x, dict) else ((x,), {})
+        return torch.func.functional_call(self.module, params, args, named)
 
     @contextmanager
     def holding(self, tensors: Params) -> Iterator[nn.Module]:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+STREAMS = 2  # grows when the same configuration and seed begin to draw other numbers; 1 was 0.1.0 of 2026
+
 
 def stream(*key: str | int) -> np.random.Generator:
     """The random stream of a key such as `(seed, round, client, purpose)`; equal keys give equal numbers."""

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import undrawn
-from fedtailor.core.trees import Params
-from fedtailor.engines.machine import cores
+from fedtailor.core.rows import count
+from fedtailor.core.trees import Params, moved
+from fedtailor.engines.machine import can_fork, cores
 from fedtailor.engines.measuring import round_seconds
 
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
@@ -34,10 +35,14 @@ def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
         return _on_device(experiment, clients)
     if not (_convolves(experiment) or experiment.model.batch_statistics or clients < 4) and _stacks(experiment):
         return Choice("vmap", "dense layers of several clients are faster stacked")
-    processes = min(workers or cores(), clients)
+    processes = min(workers or cores(), clients) if can_fork() else 1
     if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
         return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
-    return Choice("loop", "one core" if processes < 2 else "rounds too short to be spread over processes")
+    return Choice("loop", _alone() if processes < 2 else "rounds too short to be spread over processes")
+
+
+def _alone() -> str:
+    return "one core" if can_fork() else "this system has no fork for worker processes"
 
 
 def _on_device(experiment: Experiment, clients: int) -> Choice:
@@ -58,7 +63,7 @@ def _convolves(experiment: Experiment) -> bool:
 
 def _stacks(experiment: Experiment) -> bool:
     """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
-    model, x = experiment.model, experiment.data.train.x[:2].to(experiment.device)
+    model, x = experiment.model, moved(experiment.data.train.first(2), experiment.device)
 
     def output(tensors: Params) -> Tensor:
         return model(tensors, x, training=True)
@@ -80,10 +85,10 @@ def operations(experiment: Experiment, cohort: int = 0) -> float:
 
 def _per_sample(experiment: Experiment) -> float:
     """Operations of a step for each of its samples."""
-    model, x = experiment.model, experiment.data.train.x[:1].to(experiment.device)
+    model, x = experiment.model, moved(experiment.data.train.first(1), experiment.device)
     with _Counter() as counter, torch.no_grad():
         model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)
-    return 3 * counter.operations / max(len(x), 1)  # a backward pass costs as much as two forward passes
+    return 3 * counter.operations / max(count(x), 1)  # a backward pass costs as much as two forward passes
 
 
 class _Counter(TorchFunctionMode):

@@ -10,6 +10,7 @@ import torch
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import SPLITS, FederatedData
+from fedtailor.core.trees import leaves
 from fedtailor.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def place(experiment: Experiment, device: torch.device) -> Experiment:
 
 
 def _nbytes(data: FederatedData) -> int:
-    return sum(rows.x.nbytes + rows.y.nbytes for rows in (getattr(data, split) for split in SPLITS))
+    return sum(v.nbytes for split in SPLITS for v in leaves(getattr(data, split).tensors))
 
 
 def has_type(device: torch.device, dtype: torch.dtype) -> bool:

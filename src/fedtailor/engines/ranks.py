@@ -20,7 +20,6 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import in_order
 from fedtailor.core.process_group import ALONE, ProcessGroup, under_torchrun
-from fedtailor.core.task import METRICS
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
@@ -320,7 +319,7 @@ class Sharded:
             parts.append((group, own_metrics))
             yield group, own_metrics, models
         number = self.experiment.model.like.new_zeros((), dtype=torch.float64)
-        names = {split: dict.fromkeys(METRICS[self.experiment.data.task], number) for split in splits}
+        names = {split: {m.name: number for m in self.experiment.metrics} for split in splits}
         metrics = self.ranks.everywhere(in_order(parts, own, names), clients)
         at = [i for i, c in enumerate(clients) if c not in set(own)]
         yield tuple(clients[i] for i in at), tree_map(lambda v: v[at], metrics), {}

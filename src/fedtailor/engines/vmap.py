@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.trees import Params
+from fedtailor.core.rows import take
+from fedtailor.core.trees import Params, moved
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
@@ -52,8 +53,8 @@ def _takes_a_step(experiment: Experiment, chunk: int) -> bool:
     """Whether there is room for one step of so many clients side by side."""
     model, rows = experiment.model, experiment.data.train
     size = experiment.solver.batch_size or int(rows.sizes.max())
-    at = torch.arange(size, device=rows.x.device) % len(rows.x)
-    x, y = (v[at].to(model.device) for v in (rows.x, rows.y))
+    at = torch.arange(size, device=rows.home) % len(rows.y)
+    x, y = moved((take(rows.x, at), take(rows.y, at)), model.device)
 
     def loss(tensors: Params) -> Tensor:
         return experiment.loss(model(tensors, x, training=True), y).mean()

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from fedtailor.core.engine import Engine, Losing
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.traffic import Traffic
 from fedtailor.core.trees import Params, Tree, moved, tree_map
 from fedtailor.engines import devices
@@ -63,7 +63,7 @@ class Run:
     @property
     def metric(self) -> str:
         """By which rounds are compared."""
-        return METRICS[self.engine.experiment.data.task][0]
+        return self.engine.experiment.metrics[0].name
 
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
@@ -122,7 +122,7 @@ class Run:
 
     def _select(self, round: int, values: list[float]) -> float:
         """Keep the round if it is the best one on validation data so far."""
-        higher = HIGHER_IS_BETTER[self.metric]
+        higher = self.engine.experiment.metrics[0].higher_is_better
         value = summarise(values, higher_is_better=higher).mean
         better = value > self.best.value if higher else value < self.best.value
         if better or (self.best.snapshot is None and not math.isnan(value)):
@@ -195,11 +195,16 @@ class Run:
         # without validation samples nothing can be selected: the last round stands for both
         selected = last if self.best.snapshot is None else (self.best.round, self.best.snapshot)
         snapshots = {"last": last, "selected": selected}
-        results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
+        results: dict[str, Any] = {
+            "metric": self.metric,
+            "higher_is_better": self.engine.experiment.metrics[0].higher_is_better,
+        }
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
             test = self._tested(folder, kind, round, moved(tree["server"], self.device))
-            results[kind] = {"round": round, "test": _summaries(test), "clients": test}
+            results[kind] = {"round": round, "test": self._summaries(test), "clients": test}
+            if missing := missing_metrics(self.engine.experiment, test):
+                results[kind]["missing"] = missing
         self.engine.set_states(last[1]["clients"])
         if self.ranks.rank:
             return
@@ -218,6 +223,11 @@ class Run:
         if self.config.privacy.secure_sum or self.config.privacy.clip:
             results["privacy"] = self._privacy()
         write_json(folder.path / RESULTS, results)
+
+    def _summaries(self, metrics: dict[str, list[float]]) -> dict[str, Any]:
+        """Over clients."""
+        directions = {m.name: m.higher_is_better for m in self.engine.experiment.metrics}
+        return {k: asdict(summarise(v, higher_is_better=directions[k])) for k, v in metrics.items()}
 
     def _liars(self) -> dict[str, Any]:
         """Who lied, in a simulation of an attack: figures of theirs are no figures."""
@@ -261,13 +271,20 @@ class Run:
             for client, (model, _) in zip(newcomers.clients, joined, strict=True):
                 keep(client, model)
         test = {k: [float(metrics["test"][k]) for _, metrics in joined] for k in seen}
-        summary = _summaries(test)
+        summary = self._summaries(test)
         gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
 
 
-def _summaries(metrics: dict[str, list[float]]) -> dict[str, Any]:
-    return {k: asdict(summarise(v, higher_is_better=HIGHER_IS_BETTER[k])) for k, v in metrics.items()}
+def missing_metrics(experiment: Experiment, test: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Which clients with test samples have no number of a metric, and why."""
+    sizes, names = experiment.data.test.sizes.tolist(), experiment.data.clients
+    out = {}
+    for metric in experiment.metrics:
+        without = [c for c, v, n in zip(names, test[metric.name], sizes, strict=True) if n and math.isnan(v)]
+        if without:
+            out[metric.name] = {"clients": without, "reason": metric.missing}
+    return out
 
 
 def measure(
@@ -280,7 +297,7 @@ def measure(
 ) -> dict[str, dict[str, list[float]]]:
     """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
     clients = len(engine.experiment.data.clients)
-    names = METRICS[engine.experiment.data.task]
+    names = [metric.name for metric in engine.experiment.metrics]
     out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
     for group, by_split, stack in engine.evaluate(range(clients), round, server, splits, kind):
         for split, metrics in by_split.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from fedtailor import engines
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import ALONE, ProcessGroup
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.random import STREAMS
+from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.data.fingerprint import digest
 from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import Attacked
@@ -82,16 +84,23 @@ def about(
         "data": experiment.data.name,
         "files": digest(config.data),
         "code": code,
-        "task": experiment.data.task,
+        "task": experiment.task.name if experiment.task.kind == "own" else experiment.data.task,
+        "metrics": {metric.name: metric.higher_is_better for metric in experiment.metrics},
         "clients": list(experiment.data.clients),
         "train_samples": experiment.data.train.sizes.tolist(),
         "parameters": sum(v.numel() for v in experiment.model.trainable.values()),
-        "shape": list(experiment.data.shape),
-        "outputs": experiment.data.outputs,
+        "shape": plain_shape(experiment.data.shape),
+        "outputs": experiment.task.outputs(experiment.data.outputs),
         "classes": list(experiment.data.classes),
         "checked_lines": True,
+        "streams": STREAMS,
         "notes": [*experiment.data.notes, *notes(code)],
     }
+
+
+def plain_shape(shape: Shape) -> Any:
+    """As JSON holds it."""
+    return {k: list(v) for k, v in shape.items()} if isinstance(shape, dict) else list(shape)
 
 
 def start(
@@ -158,6 +167,7 @@ def resume(
         if folder.results is not None:
             refuse_other_code(folder)
             return None
+        _refuse_other_streams(folder)
         tracking.check(config.tracking)
         held.enter_context(machine.prepared(made_by["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
@@ -169,6 +179,18 @@ def resume(
     with ExitStack() as held:
         run = ranks.agreed(made)
         return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options.get("until"))
+
+
+def _refuse_other_streams(folder: RunFolder) -> None:
+    """The rounds that are left would be those of another run."""
+    made_by = folder.about
+    if made_by.get("streams", STREAMS if "checked_lines" in made_by else 1) != STREAMS:
+        config = shlex.quote(str(folder.path / CONFIG))
+        raise RunError(
+            f"{folder.path}: begun by an earlier fedtailor, which drew other random numbers; run it anew: "
+            f"fedtailor run {config} --out NEW",
+            code="run.version",
+        )
 
 
 def reload_experiment(
@@ -184,7 +206,7 @@ def reload_experiment(
     found = (list(experiment.data.clients), experiment.data.train.sizes.tolist(), digest(config.data))
     files = made_by.get("files") or found[2]  # older folders do not tell
     if found != (made_by["clients"], made_by["train_samples"], files):
-        raise RunError(f"{folder.path}: the data is no longer what the run was started with")
+        raise RunError(f"{folder.path}: the data is no longer what the run was started with", code="run.changed")
     return experiment
 
 

@@ -1,12 +1,12 @@
-"""The sections of a configuration: every key has one default and one sentence, here."""
+"""The sections of a configuration: every key with its sentence, and its default or where that stands."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.core.environment import Environment
 from fedtailor.core.model import BufferPolicy
@@ -61,37 +61,60 @@ class ModelSection(Open):
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
 
 
+class TaskSection(Open):
+    """What is learned from the targets, and its options, such as quantiles or weights."""
+
+    name: str = Field(
+        default="auto",
+        description="auto (what the data is for), classification, multilabel, regression, quantile, survival, tokens, "
+        'or your own "package.module:Class".',
+    )
+
+
 class LocalSection(Section):
     """How a client takes its local steps, the same for every algorithm."""
 
     optimizer: str = Field(
-        default="sgd",
+        default=Solver.optimizer,
         description='sgd, nesterov, adam, adamw or your own "module:function"; its state is reset every round.',
     )
-    lr: float = Field(default=0.05, gt=0, description="Learning rate.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum (sgd and nesterov).")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay: added to the gradient; adamw: beside it.")
-    clip: float = Field(default=0.0, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping.")
-    batch_size: int = Field(default=32, ge=0, description="Batch size; 0: full batch.")
-    steps: int = Field(default=0, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data.")
-    schedule: ScheduleName = Field(default="constant", description="Learning rate: constant, cosine, linear or step.")
-    schedule_over: Literal["rounds", "steps"] = Field(
-        default="rounds", description="Whether it changes over the run's rounds or the steps of each training."
+    lr: float = Field(default=Solver.lr, gt=0, description="Learning rate.")
+    momentum: float = Field(default=Solver.momentum, ge=0, lt=1, description="Momentum (sgd and nesterov).")
+    weight_decay: float = Field(
+        default=Solver.weight_decay, ge=0, description="Weight decay: added to the gradient; adamw: beside it."
     )
-    warmup: int = Field(default=0, ge=0, description="Rounds or steps in which the learning rate grows to lr.")
-    lr_end: float = Field(default=0.0, ge=0, le=1, description="Cosine and linear: where they end, as a share of lr.")
-    lr_decay: float = Field(default=0.1, gt=0, le=1, description="Step: the factor.")
-    lr_decay_every: int = Field(default=0, ge=0, description="Step: rounds or steps from one factor to the next.")
+    clip: float = Field(
+        default=Solver.clip, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping."
+    )
+    batch_size: int = Field(default=Solver.batch_size, ge=0, description="Batch size; 0: full batch.")
+    steps: int = Field(
+        default=Solver.epoch, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data."
+    )
+    schedule: ScheduleName = Field(
+        default=Schedule.name, description="Learning rate: constant, cosine, linear or step."
+    )
+    schedule_over: Literal["rounds", "steps"] = Field(
+        default=Schedule.over, description="Whether it changes over the run's rounds or the steps of each training."
+    )
+    warmup: int = Field(
+        default=Schedule.warmup, ge=0, description="Rounds or steps in which the learning rate grows to lr."
+    )
+    lr_end: float = Field(
+        default=Schedule.last, ge=0, le=1, description="Cosine and linear: where they end, as a share of lr."
+    )
+    lr_decay: float = Field(default=Schedule.decay, gt=0, le=1, description="Step: the factor.")
+    lr_decay_every: int = Field(
+        default=Schedule.every, ge=0, description="Step: rounds or steps from one factor to the next."
+    )
     augment: Literal["crop-flip"] | None = Field(
-        default=None, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
+        default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
     )
     kernels: Literal["auto", "off"] = Field(
-        default="auto",
+        default=Arithmetic.kernels,
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
     )
     precision: Precision = Field(
-        default="float32",
-        description="Products in bfloat16 or float16 (autocast; float16 with loss scaling); float32: as model.dtype.",
+        default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
 
     @model_validator(mode="after")
@@ -109,10 +132,8 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
-        how = ("kernels", "precision")
-        arithmetic = Arithmetic(**self.model_dump(include=set(how)))
-        rest = self.model_dump(exclude={*own, *how})
+        kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
         return Solver(**rest, schedule=schedule, epoch=self.steps, arithmetic=arithmetic)
 
 
@@ -122,14 +143,8 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
-    device: str = Field(
-        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        description="Torch threads; 0: one. Engine pool uses more cores.",
-    )
+    device: str = Field(default="auto", description="auto (what torch finds), cpu, cuda, cuda:1, mps or xpu.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0: one. Engine pool uses more cores.")
     chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
     workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
     memory: int = Field(
@@ -138,8 +153,10 @@ class FederationSection(Section):
         description="Memory budget (MB) for client states; the rest spills to disk. 0: half of the memory.",
     )
     clients_per_round: int = Field(default=0, ge=0, description="Clients sampled per round; 0: all.")
-    min_replies: int = Field(default=1, ge=1, description="A round with fewer usable replies is abandoned.")
-    max_norm: float = Field(default=1e8, gt=0, description="Replies with a larger norm are rejected.")
+    min_replies: int = Field(
+        default=Limits.min_replies, ge=1, description="A round with fewer usable replies is abandoned."
+    )
+    max_norm: float = Field(default=Limits.max_norm, gt=0, description="Replies with a larger norm are rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
     deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
     silence: float = Field(
@@ -159,14 +176,26 @@ class FederationSection(Section):
 class EnvironmentSection(Section):
     """Differences between clients beside their data. Lists have one number per client, in the order of their names."""
 
-    epochs: tuple[int, ...] = Field(default=(), description="Epochs a client runs for each epoch requested; empty: 1.")
-    answer: tuple[float, ...] = Field(default=(), description="Probability that a client's reply arrives; empty: 1.")
-    leave: float = Field(default=0.0, ge=0, lt=1, description="Probability per round that a client drops out for good.")
-    speed: tuple[float, ...] = Field(default=(), description="Samples a client processes per unit of time; empty: 1.")
-    jitter: float = Field(default=0.0, ge=0, description="Standard deviation of the log of a client's round time.")
-    deadline: float = Field(default=0.0, ge=0, description="Replies that take longer are lost; 0: no deadline.")
+    epochs: tuple[int, ...] = Field(
+        default=Environment.epochs, description="Epochs a client runs for each epoch requested; empty: 1."
+    )
+    answer: tuple[float, ...] = Field(
+        default=Environment.answer, description="Probability that a client's reply arrives; empty: 1."
+    )
+    leave: float = Field(
+        default=Environment.leave, ge=0, lt=1, description="Probability per round that a client drops out for good."
+    )
+    speed: tuple[float, ...] = Field(
+        default=Environment.speed, description="Samples a client processes per unit of time; empty: 1."
+    )
+    jitter: float = Field(
+        default=Environment.jitter, ge=0, description="Standard deviation of the log of a client's round time."
+    )
+    deadline: float = Field(
+        default=Environment.deadline, ge=0, description="Replies that take longer are lost; 0: no deadline."
+    )
     missing: Literal["renormalise", "stale"] = Field(
-        default="renormalise",
+        default=Environment.missing,
         description="renormalise: average responders only; stale: count non-responders with the model they received.",
     )
 
@@ -189,6 +218,11 @@ class EvaluationSection(Section):
     test_curve: bool = Field(
         default=False, description="Also record test metrics at each evaluation; never used for selection."
     )
+    metrics: tuple[str, ...] = Field(
+        default=(),
+        description='Metrics of a client\'s split: "auroc", own "module:function"; empty: the task\'s.',
+    )
+    decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(
         default=None,
         gt=0,
@@ -206,20 +240,26 @@ class PrivacySection(Section):
     """Protection of single clients. Secure sums and noise need algorithms that only sum replies."""
 
     secure_sum: bool = Field(
-        default=False, description="Secure aggregation: the server sees masked sums only; needs the wire engine."
+        default=Privacy.secure_sum,
+        description="Secure aggregation: the server sees masked sums only; needs the wire engine.",
     )
     fraction_bits: int = Field(
-        default=32, ge=8, le=52, description="Fractional bits of the fixed-point numbers in a secure sum."
+        default=Privacy.fraction_bits,
+        ge=8,
+        le=52,
+        description="Fractional bits of the fixed-point numbers in a secure sum.",
     )
-    clip: float = Field(default=0.0, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping.")
+    clip: float = Field(
+        default=Privacy.clip, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping."
+    )
     noise: float = Field(
-        default=0.0,
+        default=Privacy.noise,
         ge=0,
         description="Noise multiplier: noise std / clip. Clients then weigh equally.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
     secret_noise: bool = Field(
-        default=False,
+        default=Privacy.secret_noise,
         description="Draw noise from the system, not the seed; runs are then not repeatable.",
     )
 
@@ -268,42 +308,3 @@ class TrackingSection(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files to the run folder.")
     mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
-
-
-class CompareSection(Section):
-    """A grid of runs."""
-
-    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
-    algorithms: tuple[str | dict[str, Any], ...] = Field(
-        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
-    )
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
-    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
-
-
-def dotted(tables: Any) -> Any:
-    """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
-    if not isinstance(tables, dict):
-        return tables
-    out: dict[str, Any] = {}
-    for key, value in tables.items():
-        inner = dotted(value)
-        out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
-    return out
-
-
-Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
-
-
-class SearchSection(Section):
-    """Hyper-parameter search on validation data, before the comparison."""
-
-    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
-    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
-    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
-    space: Space = Field(
-        default_factory=dict, description='Values to try for all algorithms, by key: "local.lr" = [0.01, 0.1].'
-    )
-    algorithms: dict[str, Space] = Field(
-        default_factory=dict, description="Values to try for one algorithm, by its name or label."
-    )

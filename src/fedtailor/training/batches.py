@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from fedtailor.core.trees import Tree, tree_map
 
 T = TypeVar("T")
 Orders = Sequence[np.ndarray]  # one order of the rows 0..n-1 per pass over the data
@@ -61,7 +63,7 @@ def on_device(batches: Sequence[Batch], device: torch.device, data: torch.device
     if device.type == "cpu" or not batches:
         return batches
     columns = {k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "places")}
-    moved = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
+    moved: dict[str, Any] = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
     return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 
 
@@ -166,13 +168,6 @@ def ahead(batches: Sequence[Batch], load: Callable[[Batch], T], *, is_apart: boo
         yield waiting
 
 
-def brought(values: Tensor, device: torch.device) -> Tensor:
+def brought(samples: Tree, device: torch.device) -> Tree:
     """Samples from the host to the device, while it computes."""
-    if values.device == device:
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
-
-
-def take(values: Tensor, rows: Tensor) -> Tensor:
-    """The rows of a batch, or of a stack of batches."""
-    return values.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *values.shape[1:])  # faster than values[rows]
+    return tree_map(lambda v: v if v.device == device else v.pin_memory().to(device, non_blocking=True), samples)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedtailor.core.context import ClientContext
 from fedtailor.core.experiment import OwnLoss
 from fedtailor.core.random import brief_stream
-from fedtailor.core.samples import Rows
+from fedtailor.core.rows import Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.augmentation import draw

@@ -18,12 +18,13 @@ from torch import Tensor
 from fedtailor.core.experiment import OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
-from fedtailor.core.samples import Rows
+from fedtailor.core.rows import Rows, take
+from fedtailor.core.task import Loss
 from fedtailor.core.trees import Params, Tree, leaves, rebuild
 from fedtailor.training import optimizers
 from fedtailor.training.arithmetic import LossScale
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, take, with_places
+from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Training:
     """
 
     model: Model
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     solver: Solver
     data: Rows
     draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
@@ -71,7 +72,7 @@ class Training:
         factors, direction = self._factors(drawn, t["lr"]), optimizers.find(self.solver.optimizer)
         scaling = self.solver.arithmetic.scaling(t["lr"])
         drawn, starts = self._starts(drawn)
-        device, home = self.model.device, self.data.x.device
+        device, home = self.model.device, self.data.home
         batches = on_device(drawn, device, home)
         with torch.set_grad_enabled(differentiable):
             loaded = ahead(batches, self.samples, is_apart=device != home)
@@ -102,9 +103,9 @@ class Training:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return [v.contiguous() for v in leaves((params, buffers))]
 
-    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
-        x, y = (brought(take(v, batch.rows), self.model.device) for v in (self.data.x, self.data.y))
+        x, y = brought((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
     def _starts(self, batches: Sequence[Batch]) -> tuple[Sequence[Batch], dict[str, PerSample]]:
@@ -123,7 +124,7 @@ class Training:
         buffers: Params,
         t: Tree,
         batch: Batch,
-        samples: tuple[Tensor, Tensor],
+        samples: tuple[Tree, Tensor],
         starts: dict[str, PerSample],
         differentiable: bool,
         scaling: LossScale | None,
@@ -132,7 +133,7 @@ class Training:
         device, how = self.model.device, self.solver.arithmetic
 
         def loss(
-            params: Params, buffers: Params, frozen: Params, start: Params, x: Tensor, y: Tensor, weight: Tensor | None
+            params: Params, buffers: Params, frozen: Params, start: Params, x: Tree, y: Tensor, weight: Tensor | None
         ) -> Tensor:
             tensors = params | buffers | frozen | start
             if self.own_loss is None:

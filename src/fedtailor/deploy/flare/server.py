@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core import codec
@@ -212,13 +213,16 @@ def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, conf
     return roster | {"clients": clients, "samples": samples, "schema": schema}
 
 
+def _two(form: list[Any]) -> Tensor:
+    shape, dtype = form
+    return torch.zeros(2, *shape, dtype=getattr(torch, dtype), device="cpu")
+
+
 def without_rows(roster: Header) -> FederatedData:
     """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
     schema, sizes = roster["schema"], roster["samples"]
-    kind = torch.int64 if schema["whole_numbers"] else torch.float32
-    x = torch.zeros((2, *schema["shape"]), dtype=kind, device="cpu")
-    is_label = schema["task"] == "classification"
-    y = x.new_zeros(2, dtype=torch.int64) if is_label else x.new_zeros(2, schema["outputs"], dtype=torch.float32)
+    parts = {name: _two(form) for name, form in schema["x"].items()}
+    x, y = parts.get("", parts), _two(schema["y"])
     return FederatedData(
         name="sites",
         task=schema["task"],

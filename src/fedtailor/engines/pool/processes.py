@@ -67,7 +67,7 @@ class WorkerProcesses:
     through a fork.
     """
 
-    def __init__(self, worker: Worker, count: int, costs: Sequence[int], device: torch.device = CPU) -> None:
+    def __init__(self, worker: Worker, count: int, device: torch.device, costs: Sequence[int]) -> None:
         self.worker, self.device = worker, device
         self.processes: list[Process] = []
         self._count, self._costs = count, costs

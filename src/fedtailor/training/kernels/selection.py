@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.kernels import dense, descent, head, structure
 
@@ -24,7 +26,12 @@ def fast_path(training: Training, t: Tree) -> FastPath | None:
         return None
     if not training.solver.is_plain:
         return None
-    is_by_hand = training.loss in dense.GRADIENTS and not training.solver.augment and not t["buffers"]
+    is_by_hand = (
+        isinstance(training.data.x, Tensor)
+        and training.loss in dense.GRADIENTS
+        and not training.solver.augment
+        and not t["buffers"]
+    )
     if is_by_hand and structure.dense_layers(training.model):
         return dense.trained
     if training.is_stacked:

@@ -1,0 +1,48 @@
+"""The sections of a configuration that are for several runs: every key has one default and one sentence, here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from fedtailor.experiments.sections import Section
+
+
+class CompareSection(Section):
+    """A grid of runs."""
+
+    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
+    algorithms: tuple[str | dict[str, Any], ...] = Field(
+        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
+    )
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
+    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
+
+
+def dotted(tables: Any) -> Any:
+    """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
+    if not isinstance(tables, dict):
+        return tables
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = dotted(value)
+        out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
+    return out
+
+
+Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
+
+
+class SearchSection(Section):
+    """Hyper-parameter search on validation data, before the comparison."""
+
+    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
+    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
+    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
+    space: Space = Field(
+        default_factory=dict, description='Values to try for all algorithms, by key: "local.lr" = [0.01, 0.1].'
+    )
+    algorithms: dict[str, Space] = Field(
+        default_factory=dict, description="Values to try for one algorithm, by its name or label."
+    )
