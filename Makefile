@@ -7,7 +7,7 @@ ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-peers evidence docs clean
+.PHONY: help setup demo test lint bench bench-gpu bench-peers evidence docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python benchmarks/duw_cost.py
 	$(BIN)/python benchmarks/equilibrium.py
 	$(BIN)/python benchmarks/secure_sum.py
+
+bench-gpu: $(ALL_READY) ## Seconds per round on a GPU beside the CPU's (for whoever has one; with torch for it in .venv)
+	$(BIN)/python -m benchmarks.gpu --json runs/bench/gpu.json
 
 # torch in both requests, so that nothing replaces the build that is at hand.
 $(PEERS)/.ready:

@@ -10,8 +10,9 @@ import pytest
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
 from fedtailor.core.metric import HIGHER_IS_BETTER
-from fedtailor.experiments.sections import FederationSection, SearchSection
+from fedtailor.experiments.sections import FederationSection
 from fedtailor.experiments.store import RunFolder
+from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.experiments.tracking import of_results, of_round
 from tests.docs.pages import ROOT, run_page
 from tests.small import one_after_the_other
@@ -20,6 +21,11 @@ from tests.small import one_after_the_other
 def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/resume.md", monkeypatch)
     assert "status     3 of 6 rounds; go on with: fedtailor resume runs/interrupted" in capsys.readouterr().out
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/devices.md", monkeypatch)
+    assert re.search(r"^device     cpu \(torch .* finds no accelerator\)$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_messages_of_the_page_on_runs_are_in_the_code() -> None:
