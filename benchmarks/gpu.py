@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu [--device auto] [--workload A,B,C,Q] [--rounds 5] [--small] [--json FILE]
 
-A: a convolutional network. B: a dense network at many small clients. C: FedRep, Ditto and FedSelect at 20 clients. Q: the
-quick start of PFLlib (FedAvg, CNN, MNIST at 20 clients by Dirichlet 0.1, batch 10). Medians over rounds; the first
-does not count. With FEDTAILOR_DATA set the images are MNIST, otherwise noise of the same shape.
+A: a convolutional network. B: a dense network at many small clients. C: FedRep, Ditto and FedSelect at 20 clients.
+Q: the quick start of PFLlib (FedAvg, CNN, MNIST at 20 clients by Dirichlet 0.1, batch 10). Medians over rounds; the
+first does not count. With FEDTAILOR_DATA set the images are MNIST, otherwise noise of the same shape.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.metric import Metric
 from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.rows import Rows, take
-from fedtailor.core.trees import Params, Tree, leaves, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, tree_map, wide, widest
 from fedtailor.errors import RunError
 from fedtailor.training.batches import Batch, brought, on_device, whole
 
@@ -35,7 +35,7 @@ def evaluate(
     for split in splits:
         rows: Rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
-        zeros = experiment.model.like.new_zeros(len(members), dtype=torch.float64)
+        zeros = experiment.model.like.new_zeros(len(members), dtype=widest(experiment.device))
         totals = {m.name: zeros.clone() for m in experiment.metrics if m.per_sample}
         kept: list[tuple[Tree, Tensor, Tensor]] = []  # outputs, targets and which of them count
         for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device, rows.home):
@@ -45,7 +45,7 @@ def evaluate(
             flat, targets = tree_map(lambda v: v.flatten(0, 1), outputs), y.flatten(0, 1)
             for metric in experiment.metrics:
                 if metric.per_sample is not None:
-                    values = metric.per_sample(flat, targets).reshape(counts.shape).double()
+                    values = wide(metric.per_sample(flat, targets).reshape(counts.shape))
                     totals[metric.name] += torch.where(counts, values, 0.0).sum(1)  # an error without limit, too
         samples = zeros.new_tensor(sizes)
         out[split] = {
@@ -114,4 +114,4 @@ def _of_all(
         except Exception as error:
             client = experiment.data.clients[member]
             raise RunError(f'evaluation.metrics: "{metric.name}" failed at client {client}: {error}') from error
-    return values.to(experiment.device)
+    return values.to(experiment.device, widest(experiment.device))
