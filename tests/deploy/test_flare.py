@@ -38,6 +38,8 @@ def configured(algorithm: str, *settings: str) -> RunConfig:
         settings = (*LINEAR, *settings)
     if algorithm == "fedbn":
         task = NORMED
+    if algorithm in ("fedalt", "feddpa", "fedsa-lora"):
+        task = DIGITS | {"model": DIGITS["model"] | {"adapter": {"rank": 2}}}
     if algorithm == "fedeq":
         task = task | {"model": {"name": "deq-mlp", "width": 16, "hidden": 8}}
     if algorithm.startswith("duw"):

@@ -11,6 +11,7 @@ from fedtailor.algorithms import algorithms
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from tests.docs.pages import ROOT, blocks, run_page
+from tests.small import ADAPTED
 
 
 def test_federation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +85,8 @@ def test_what_the_server_sees_is_what_the_page_says(name: str, tmp_path: Path) -
     model: dict[str, Any] = {"name": "linear", "bias": False} if is_linear else {"hidden": [4]}
     if name == "fedbn":
         model = {"name": "resnet8", "width": 8}
+    if name in ("fedalt", "feddpa", "fedsa-lora"):
+        model = ADAPTED["model"]
     options = {"outer_iterations": 1, "horizon": 2} if name.startswith("duw") else {}
     made = {"rounds": 2, "data": data | {"clients": 3}, "model": model, "algorithm": {"name": name, **options}}
     folder = runner.start(parse(made), tmp_path / "run")

@@ -82,6 +82,11 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"`federation.timeout` seconds ({FederationSection().timeout:g})" in text
 
 
+def test_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/adapters.md", monkeypatch)
+    assert "last round" in capsys.readouterr().out
+
+
 def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/own-model.md", monkeypatch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Literal
 
@@ -35,6 +36,11 @@ def _with_prior(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -
     return output + module.get_buffer(PRIOR)
 
 
+def is_under(name: str, part: str) -> bool:
+    """Whether a parameter or module is `part` or belongs to it; "*" in a part stands for anything, dots too."""
+    return name == part or name.startswith(part + ".") or fnmatchcase(name, part) or fnmatchcase(name, part + ".*")
+
+
 def label_prior(labels: Tensor, like: Tensor) -> Tensor:
     """Log frequencies of a client's training labels, each label counted half a time more."""
     counts = torch.bincount(labels, minlength=len(like)).to(like.dtype) + 0.5
@@ -50,7 +56,8 @@ class Model:
     """Wraps any nn.Module. `params` are the initial values that every client and the server start from; parameters with
     requires_grad=False are not among them and stay as the module has them.
 
-    `head` lists the modules (or single parameters) of the personal end of the network; the rest is the body.
+    `head` lists the modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
+    most often its end; the rest is the body.
     Floating-point buffers, such as the statistics of BatchNorm, follow `buffers`:
 
     - `"private"`: they belong to the client, are never sent and never averaged;
@@ -85,7 +92,7 @@ class Model:
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
         for prefix in prefixes:
-            matching = [k for k in self.params if k == prefix or k.startswith(prefix + ".")]
+            matching = [k for k in self.params if is_under(k, prefix)]
             if not matching:
                 known = {k for name in self.params for k in (name, name.rpartition(".")[0]) if k}
                 raise ConfigError(f'the model has no part "{prefix}" for its head; {nearest(prefix, known)}')

@@ -47,11 +47,26 @@ class AlgorithmSection(Open):
     )
 
 
+class AdapterSection(Section):
+    """A small trained part beside layers that stay as they are."""
+
+    kind: Literal["lora"] = Field(default="lora", description="LoRA, by the package peft.")
+    rank: int = Field(default=8, ge=1, description="Rank of the update of a layer.")
+    alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        default=(), description='Layers, such as "*.query"; empty: dense ones before the head.'
+    )
+    train: tuple[str, ...] | None = Field(default=None, description="Parts trained as they are; none given: the head.")
+
+
 class ModelSection(Open):
     """Which model, and its options."""
 
     name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
-    head: tuple[str, ...] = Field(default=(), description="Modules of the personal head; empty: the model's default.")
+    head: tuple[str, ...] = Field(
+        default=(), description="Modules of the personal head, or globs; empty: the model's default."
+    )
+    adapter: AdapterSection | None = Field(default=None, description="Adapters to train in place of the weights.")
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
     )
@@ -230,9 +245,7 @@ class EvaluationSection(Section):
         description="Fraction of clients held out of training; they join at the end and are evaluated.",
     )
     unseen_epochs: int | None = Field(
-        default=None,
-        ge=0,
-        description="Epochs of fine-tuning for held-out clients; 3 by default.",
+        default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."
     )
 
 
@@ -290,7 +303,8 @@ class AttackSection(Section):
     """Simulated clients that lie."""
 
     name: AttackName = Field(
-        default="none", description="none, sign-flip, scaling, noise (of their updates) or label-flip (of their data)."
+        default="none",
+        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
     )
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
@@ -308,3 +322,14 @@ class TrackingSection(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files to the run folder.")
     mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
+
+
+def dotted(tables: Any) -> Any:
+    """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
+    if not isinstance(tables, dict):
+        return tables
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = dotted(value)
+        out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
+    return out

@@ -1,4 +1,4 @@
-"""The sections of a configuration that are for several runs: every key has one default and one sentence, here."""
+"""The sections of a comparison: the grid and the search before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from fedtailor.experiments.sections import Section
+from fedtailor.experiments.sections import Section, dotted
 
 
 class CompareSection(Section):
@@ -18,17 +18,6 @@ class CompareSection(Section):
     )
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
     workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
-
-
-def dotted(tables: Any) -> Any:
-    """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
-    if not isinstance(tables, dict):
-        return tables
-    out: dict[str, Any] = {}
-    for key, value in tables.items():
-        inner = dotted(value)
-        out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
-    return out
 
 
 Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
