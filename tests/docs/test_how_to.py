@@ -25,6 +25,11 @@ def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert "status     3 of 6 rounds; go on with: fedtailor resume runs/interrupted" in capsys.readouterr().out
 
 
+def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/devices.md", monkeypatch)
+    assert re.search(r"^device     cpu \(torch .* finds no accelerator\)$", capsys.readouterr().out, re.MULTILINE)
+
+
 def test_messages_of_the_page_on_runs_are_in_the_code() -> None:
     page = (ROOT / "docs/how-to/resume.md").read_text(encoding="utf-8")
     code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "src/fedtailor").rglob("*.py"))

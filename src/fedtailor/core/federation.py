@@ -25,7 +25,7 @@ from fedtailor.core.replies import ReplyStream
 from fedtailor.core.reply_validation import Limits
 from fedtailor.core.tape import Tape
 from fedtailor.core.traffic import FusedRound, Traffic, count_fused
-from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, tree_map
+from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, tree_map, wide, widest
 
 
 @dataclass
@@ -149,7 +149,7 @@ class Federation:
         if held is None or len(cohort) < self.limits.least or (fused := _computed(compute, held, server)) is None:
             return None
         new = [*(v for v in changed(fused.state, held) if v is not None), *leaves(fused.server)]
-        sums = torch.stack([fused.largest.double(), *(v.sum().double() for v in new)])  # of what is not finite is not
+        sums = torch.stack([wide(fused.largest), *(wide(v.sum()) for v in new)])  # of what is not finite is not
         if not (fused.largest <= self.limits.max_norm and bool(torch.isfinite(sums).all())):
             return None
         engine.commit_stacked_states(cohort, fused.state, held)
@@ -211,7 +211,7 @@ class Federation:
     def samples(self, clients: Sequence[int]) -> Tensor:
         """Training samples of clients, as they told when they came."""
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
-        return self.model.like.new_tensor(sizes, dtype=torch.float64)
+        return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
 
     def places(self, clients: Sequence[int]) -> Tensor:
         """The numbers of clients, for tables of the server that have a place for each."""

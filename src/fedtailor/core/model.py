@@ -29,7 +29,11 @@ def add_label_prior(module: nn.Module, classes: int) -> None:
     Balanced softmax (Ren et al., NeurIPS 2020), in federated learning FedRoD (Chen, Chao, ICLR 2022).
     """
     module.register_buffer(PRIOR, next(module.parameters()).new_zeros(classes))
-    module.register_forward_hook(lambda m, inputs, output: output + m.get_buffer(PRIOR))
+    module.register_forward_hook(_with_prior)
+
+
+def _with_prior(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output + module.get_buffer(PRIOR)
 
 
 def is_under(name: str, part: str) -> bool:

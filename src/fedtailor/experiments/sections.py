@@ -16,6 +16,7 @@ from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
+from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
 from fedtailor.training.solver import Solver
@@ -124,8 +125,11 @@ class LocalSection(Section):
         default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
     )
     kernels: Literal["auto", "off"] = Field(
-        default=Solver.kernels,
+        default=Arithmetic.kernels,
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
+    )
+    precision: Precision = Field(
+        default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
 
     @model_validator(mode="after")
@@ -143,8 +147,9 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
-        return Solver(**self.model_dump(exclude=set(own)), schedule=schedule, epoch=self.steps)
+        kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
+        return Solver(**rest, schedule=schedule, epoch=self.steps, arithmetic=arithmetic)
 
 
 class FederationSection(Section):
@@ -153,14 +158,8 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
-    device: str = Field(
-        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        description="Torch threads; 0: one. Engine pool uses more cores.",
-    )
+    device: str = Field(default="auto", description="auto (what torch finds), cpu, cuda, cuda:1, mps or xpu.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0: one. Engine pool uses more cores.")
     chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
     workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
     memory: int = Field(
