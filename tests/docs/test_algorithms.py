@@ -62,6 +62,7 @@ PAGES = [
     "pfedla",
     "pfedme",
     "scaffold",
+    "tailor",
 ]  # learn2pfed has a test of its own
 
 

@@ -44,6 +44,7 @@ LOOKS = {
     "pfedhn": 'pFedHN looks at single replies ("embedding of each client")',
     "pfedla": 'pFedLA looks at single replies ("model of each client")',
     "pfedla:exact": "pFedLA differentiates through its rounds (a tape)",
+    "tailor": "Tailor differentiates through its rounds (a tape)",
     "learn2pfed": "Learn2pFed differentiates through its rounds (a tape)",
     "learn2pfed:paper": "Learn2pFed differentiates through its rounds (a tape)",
 }

@@ -65,13 +65,13 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
         return None
     both = {"state": state, "samples": tuple(samples()) if algorithm.outer == "loo" else ()}
     with torch.no_grad():
-        blocks = [_Block(algorithm, part["state"], part["samples"], w.shape) for part in _parts(both)]
+        blocks = [_Block(algorithm, part["state"], w.shape) for part in _parts(both)]
         totals = [torch.stack(each).sum(0) for each in zip(*(b.totals() for b in blocks), strict=True)]
         forward = [b.forward(w) for b in blocks]
         after = _exchanged(forward, lambda sums, i: sums / totals[i])  # (12)
         w = after[-1]
         exact = algorithm.gradient == "exact"
-        starts = [b.outer_slopes(w, count) for b in blocks]
+        starts = [b.outer_slopes(w, count, p["samples"]) for b, p in zip(blocks, _parts(both), strict=True)]
         w_bar = torch.stack([s for _, s in starts]).sum(0)
         back = [b.back(v, w_bar, totals, exact=exact) for b, (v, _) in zip(blocks, starts, strict=True)]
         _exchanged(back, lambda sums, i: sums)
@@ -144,10 +144,9 @@ def _exchanged(blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[
 class _Block:
     """Some clients on their way through the cells and back."""
 
-    def __init__(self, algorithm: UnrolledADMM, state: Tree, samples: Any, shape: torch.Size) -> None:
-        self.algorithm, self.state, self.samples, self.positive = algorithm, state, samples, algorithm.positive
+    def __init__(self, algorithm: UnrolledADMM, state: Tree, shape: torch.Size) -> None:
+        self.algorithm, self.state = algorithm, state
         self.direct = torch.zeros_like(self.raw)  # by the learned numbers, not by way of the cells
-        self.data = state["held"] if algorithm.outer == "holdout" else state["d"]
         self.v, self.z, self.a = state["v"], state["z"], state["a"]
         sets = self.raw.unbind(1) if algorithm.per_cell else [self.raw]
         self.sets = [_numbers(state["d"], learnables.read(one, shape, algorithm.positive)) for one in sets]
@@ -181,16 +180,17 @@ class _Block:
             self.v, self.z, self.a = v, z, a
             w = yield (n.weight * sent).sum(0)
 
-    def outer_slopes(self, w: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def outer_slopes(self, w: Tensor, count: Tensor, samples: Any) -> tuple[Tensor, Tensor]:
         """The derivative of the outer loss by the last v and, the block's part of it, by w; `direct` is kept."""
         if self.algorithm.outer != "loo":
-            return 2 / count * (self.data["A"] @ self.v - self.data["b"]), torch.zeros_like(w)
+            data = self.state["held" if self.algorithm.outer == "holdout" else "d"]
+            return 2 / count * (data["A"] @ self.v - data["b"]), torch.zeros_like(w)
 
         def error(raw: Tensor, w: Tensor) -> Tensor:
             def of_one(raw: Tensor, d: Params, samples: View) -> Tensor:
                 return self.algorithm.left_out_error({"learned": {"raw": raw}, "d": d}, samples, w)
 
-            total: Tensor = torch.vmap(of_one)(raw, self.state["d"], View(*self.samples)).sum() / count
+            total: Tensor = torch.vmap(of_one)(raw, self.state["d"], View(*samples)).sum() / count
             return total
 
         self.direct, slope = torch.func.grad(error, argnums=(0, 1))(self.raw, w)
@@ -220,7 +220,7 @@ class _Block:
         each = list(zip(self.cells, self.bars, totals, after, strict=True))
         own = [[one] for one in each] if len(self.sets) > 1 else [each]
         found = [_by_numbers(n, part) for n, part in zip(self.sets, own, strict=True)]
-        return self.direct + learnables.by_raw(self.raw, found, self.positive)
+        return self.direct + learnables.by_raw(self.raw, found, self.algorithm.positive)
 
     def largest(self) -> Tensor:
         """The largest number of all replies."""
