@@ -24,7 +24,8 @@ from fedtailor import algorithms, engines
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.rows import Rows
+from fedtailor.core.samples import FederatedData
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
 from fedtailor.version import __version__

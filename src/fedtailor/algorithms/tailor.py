@@ -24,6 +24,7 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
 
 PARTS = ("share", "step", "prior")
 
@@ -68,17 +69,21 @@ class Tailor(Algorithm):
         )
     }
 
+    def check(self, model: Model, task: str) -> None:
+        if task not in ("classification", "regression"):
+            raise ConfigError(f"algorithm.name: Tailor mixes predictions of classes or numbers; it is not for {task}")
+
     def server_init(self, model: Model) -> Tree:
         layers = layers_of(model)
         heads = {layers[k] for k in model.head}
         count = len(set(layers.values()))
-        s = torch.tensor([self.head_share if i in heads else self.share for i in range(count)], dtype=model.dtype)
+        s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
         theta = torch.cat([s.logit(), torch.zeros_like(s), s.new_tensor([self.prior])])
         return {"w": model.params, "theta": learnable(theta)}
 
     def client_init(self, me: ClientContext) -> Tree:
         layers = len(set(layers_of(me.model).values()))
-        return {"v": me.model.params, "u": learnable(torch.zeros(2 * layers + 1, dtype=me.model.dtype))}
+        return {"v": me.model.params, "u": learnable(me.model.like.new_zeros(2 * layers + 1))}
 
     def join(self, me: ClientContext, server: Tree) -> Tree:
         return self.client_init(me) | {"v": server["w"]}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import taken, task_loss
+from fedtailor.algorithms._shared.own_loss import taken, task_losses
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
@@ -21,7 +21,7 @@ def label_shift(me: ClientContext) -> Params:
     """log of the client's label frequencies, for the head's bias; nothing for numbers or a head without a bias."""
     biases = [k for k, v in me.model.head.items() if v.dim() == 1]
     _, y, mask = me.train
-    if y.is_floating_point() or not biases:
+    if me.experiment.task.kind != "classification" or not biases:
         return {}
     like = me.model.head[biases[-1]]
     classes = torch.arange(len(like), device=like.device)
@@ -36,11 +36,12 @@ def weights(me: ClientContext, models: Sequence[Params]) -> Params:
     """
     x, y, mask = me.val
     pseudo = me.n.new_tensor(PSEUDO)
-    name = NUMBERS if y.is_floating_point() else CLASSES
-    if not len(x):
+    is_regression = me.experiment.task.kind == "regression"
+    name = NUMBERS if is_regression else CLASSES
+    if not len(y):
         return {name: pseudo / pseudo.sum()}
-    losses = torch.stack([task_loss(me.model(me.buffers | m, x), y) for m in models])  # [models, samples]
-    if y.is_floating_point():
+    losses = torch.stack([task_losses(me, me.buffers | m, x, y) for m in models])  # [models, samples]
+    if is_regression:
         variance = ((losses * mask).sum(1) / mask.sum().clamp(min=1)).min().clamp(min=1e-12)
         losses = losses / (2 * variance)
     likelihood = (losses.min(0).values - losses).exp()
