@@ -65,6 +65,7 @@ PAGES = [
     "pfedla",
     "pfedme",
     "scaffold",
+    "tailor",
 ]  # learn2pfed has a test of its own
 
 
