@@ -30,7 +30,7 @@ demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (und
 	$(BIN)/fedtailor demo
 
 test: $(ALL_READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-browser: $(ALL_READY) ## The reports in a real browser (needs Chromium)
 	$(BIN)/python -m pytest tests/report/test_browser.py

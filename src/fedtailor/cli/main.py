@@ -18,6 +18,7 @@ from fedtailor.cli.options import (
     AsJson,
     Config,
     DataRoot,
+    Device,
     Out,
     Run,
     RunOrRuns,
@@ -71,6 +72,7 @@ def run(
     data_root: DataRoot = None,
     out: Out = None,
     as_json: AsJson = False,
+    device: Device = None,
 ) -> None:
     """Train one algorithm and keep every client's personal model.
 
@@ -81,7 +83,8 @@ def run(
     from fedtailor.experiments.progress import shown
     from fedtailor.experiments.store import new_path
 
-    tables = with_settings(read_toml(config), settings)
+    chosen = [] if device is None else [f"federation.device={device}"]
+    tables = with_settings(read_toml(config), [*settings, *chosen])
     if "compare" in tables:
         raise ConfigError(
             f"{config}: describes a comparison; run it with {shlex.join(['fedtailor', 'compare', str(config)])}"
@@ -98,10 +101,16 @@ def run(
 
 
 @app.command()
-def resume(run: Run, data_root: DataRoot = None, trust: Trust = False, as_json: AsJson = False) -> None:
+def resume(
+    run: Run,
+    data_root: DataRoot = None,
+    trust: Trust = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
     """Go on with a run that was interrupted.
 
-    The result is that of a run never disturbed.
+    The result is that of a run never disturbed. A run begun on one device may go on on another.
     """
     from fedtailor.experiments import runner
     from fedtailor.experiments.progress import shown
@@ -111,7 +120,7 @@ def resume(run: Run, data_root: DataRoot = None, trust: Trust = False, as_json: 
     with joined(RunFolder.open(run).config.federation.timeout) as ranks:
         bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
         with progress_aside(as_json), resumable(command("resume", run), run, ranks), bar as listener:
-            runner.resume(run, data_root, listener, ranks=ranks)
+            runner.resume(run, data_root, listener, ranks=ranks, device=device)
         if ranks.rank == 0:
             _tell(run, as_json=as_json)
 
