@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ VARIANTS = {name: brief(kind) for name, kind in variants().items() if ":" not in
 def parted() -> FederatedData:
     """The usual small federation, each sample cut in two."""
     data = make_data()
-    cut = {
+    cut: dict[str, Any] = {
         s: replace(rows, x={"left": rows.x[:, :1], "right": rows.x[:, 1:]})
         for s, rows in (("train", data.train), ("val", data.val), ("test", data.test))
     }
