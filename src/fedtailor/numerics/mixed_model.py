@@ -18,6 +18,7 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 Floats = NDArray[np.float64]
+Places = NDArray[np.intp]
 STRUCTURES = ("none", "intercept", "diagonal", "full")
 START, SMALL, STEPS, RESTARTS = 0.3, 0.03, 100, 4
 RANK = 1e-11  # eigenvalues below this part of the largest are those of columns that repeat others
@@ -30,7 +31,7 @@ class Marginal(NamedTuple):
     b: Tensor  # [k, outputs]
     c: Tensor
     logdet: Tensor
-    count: Tensor
+    numbers: Tensor
 
 
 def posterior(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,8 +90,8 @@ class Problem:
         rest = (total.c - (total.b * beta).sum()).clamp(min=torch.finfo(s.dtype).tiny)
         outputs = total.b.shape[-1]
         lost = float(seen.sum()) * outputs if self.reml else 0.0
-        freedom = max(float(total.count) - lost, 1.0)
-        tiny = 1e-12 * total.c.abs() / total.count.clamp(min=1) + torch.finfo(s.dtype).tiny
+        freedom = max(float(total.numbers) - lost, 1.0)
+        tiny = 1e-12 * total.c.abs() / total.numbers.clamp(min=1) + torch.finfo(s.dtype).tiny
         noise = (rest / freedom).clamp(min=tiny) if self.noise is None else rest.new_tensor(self.noise)
         deviance = float(total.logdet) + float(rest / noise) + freedom * float(noise.log())
         if self.reml:
@@ -106,7 +107,7 @@ class Problem:
         return deviance, outputs * total.a - squares / noise - (outputs * lost if self.reml else 0.0)
 
 
-def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[np.bool_]) -> tuple[Places, Places]:
     """Rows and columns of the entries of L that are free."""
     chosen = np.flatnonzero(varies & is_intercept if structure == "intercept" else varies)
     if structure == "none":
@@ -128,7 +129,7 @@ def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int =
         return factor
 
     first = problem.sums(factor_of(np.zeros(len(rows))))
-    scale = 1 / max(float(first.count), 1.0)
+    scale = 1 / max(float(first.numbers), 1.0)
 
     def objective(theta: Floats) -> tuple[float, Floats]:
         nonlocal exchanges
