@@ -118,7 +118,7 @@ def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[n
     return chosen[rows], chosen[columns]
 
 
-def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int = STEPS) -> Fitted:
+def fit(problem: Problem, at: tuple[Places, Places], start: Tensor, steps: int = STEPS) -> Fitted:
     """Minimise the deviance over the free entries of L, from `start`, by L-BFGS; a diagonal entry is not negative."""
     rows, columns = (torch.from_numpy(np.ascontiguousarray(v)).to(start.device) for v in at)
     exchanges = 0
@@ -159,7 +159,7 @@ def fit(problem: Problem, at: tuple[Floats, Floats], start: Tensor, steps: int =
     return Fitted(factor, beta, noise, noise * inverse, deviance, len(theta), exchanges + 2)
 
 
-def best(problem: Problem, structures: list[tuple[Floats, Floats]], start: Tensor, sites: int) -> Fitted:
+def best(problem: Problem, structures: list[tuple[Places, Places]], start: Tensor, sites: int) -> Fitted:
     """The structure with the least Schwarz criterion, from simple to rich, each begun where the one before ended."""
     found: Fitted | None = None
     for at in structures:
