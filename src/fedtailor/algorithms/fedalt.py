@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fedtailor.algorithms._shared.adapters import Adapter, adapters, check_dense_adapters, mixed_outputs, names
-from fedtailor.algorithms._shared.own_loss import beside, taken, task_loss
+from fedtailor.algorithms._shared.own_loss import beside, taken
 from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -47,7 +47,7 @@ class FedALT(Algorithm):
         check_dense_adapters(model, self.title)
 
     def server_init(self, model: Model) -> Tree:
-        zero = torch.zeros((), dtype=model.dtype)
+        zero = model.like.new_zeros(())
         own = {k: model.trainable[k] for k in names(model)}
         return {"sum": tree_map(torch.zeros_like, own), "count": zero, "rounds": zero}
 
@@ -63,8 +63,8 @@ class FedALT(Algorithm):
     def fitted(self, me: ClientContext, r: Params, epochs: int) -> tuple[Params, Params]:
         """v and G after training."""
 
-        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return task_loss(self.predict(me.model, t, x, training=True), y)
+        def loss(t: Params, x: Tree, y: Tensor) -> Tensor:
+            return me.experiment.loss(self.predict(me.model, t, x, training=True), y)
 
         start = me.state["v"] | beside(G, me.state["mixer"])
         made = me.sgd(start, epochs=epochs, frozen=beside(R, r), loss=loss)
@@ -85,7 +85,7 @@ class FedALT(Algorithm):
         v, mixer = self.fitted(me, r, epochs)
         return v | beside(G, mixer) | beside(R, r)
 
-    def predict(self, model: Model, personal: Params, x: Tensor, *, training: bool = False) -> Tensor:
+    def predict(self, model: Model, personal: Params, x: Tree, *, training: bool = False) -> Tensor:
         r, mixers = taken(R, personal), taken(G, personal)
 
         def mix(layer: str, adapter: Adapter, h: Tensor) -> Tensor:

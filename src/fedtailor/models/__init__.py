@@ -11,6 +11,7 @@ from torch import nn
 
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior, is_under
 from fedtailor.core.random import torch_stream
+from fedtailor.core.samples import Shape
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models import adapters
 from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
@@ -42,7 +43,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 def build(
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     outputs: int,
     *,
     seed: int,
@@ -51,12 +52,9 @@ def build(
     buffers: BufferPolicy = "private",
     prior: bool = False,
     dtype: torch.dtype = torch.float32,
-    adapter: dict[str, Any] | None = None,
+    adapter: adapters.AdapterConfig | None = None,
 ) -> Model:
-    """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed.
-
-    adapter: rank, alpha, targets and train of `adapters.add_lora`; without train the model's own head is trained.
-    """
+    """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
     kind = find(name)
     options = dict(options or {})
     known = set(inspect.signature(kind).parameters) - {"shape", "outputs"}
@@ -68,13 +66,13 @@ def build(
     try:
         with torch_stream(seed, "model"):
             module = kind(shape, outputs, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.name: {name} does not fit samples of shape {list(shape)}: {error}") from None
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        said = shape if isinstance(shape, dict) else list(shape)
+        raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}") from None
     own_head = getattr(type(module), "head", ())  # of the class: an instance may have a layer called "head"
     if adapter is not None:
-        train = own_head if adapter["train"] is None else adapter["train"]
         with torch_stream(seed, "adapter"):
-            adapters.add_lora(module, adapter["rank"], adapter["alpha"], adapter["targets"], train, own_head)
+            adapters.add_lora(module, adapter, own_head)
         own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained(module))]
     if prior:
         add_label_prior(module, outputs)
