@@ -50,7 +50,7 @@ def test_the_same_word_has_the_same_number_everywhere(tmp_path: Path) -> None:
 def test_dirichlet_mixes(tmp_path: Path) -> None:
     root = write(tmp_path)
     for partition in ("domains", "intents"):
-        config = Clinc150Config(clients=3, partition=partition, alpha=1.0)  # type: ignore[arg-type]
+        config = Clinc150Config(clients=3, partition=partition, alpha=1.0)
         one, again = load(config, seed=1, root=root), load(config, seed=1, root=root)
         assert one.clients == ("client-00", "client-01", "client-02")
         assert torch.equal(one.train.x, again.train.x)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.io import savemat
+from scipy.io import savemat  # type: ignore[import-untyped]
 
 from fedtailor.data import load
 from fedtailor.data.configs import SchoolConfig

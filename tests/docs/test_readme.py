@@ -87,7 +87,8 @@ def test_map_commands_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_version_and_licence_are_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" in project["dynamic"]  # from version.py
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
-    for line in ("cff-version: 1.2.0", f"version: {project['version']}", f"license: {project['license']}"):
+    for line in ("cff-version: 1.2.0", f"version: {__version__}", f"license: {project['license']}"):
         assert line in citation
-    assert project["version"] == __version__
+    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli.options import DataRoot, Out, Run, RunOrFit, Settings, Site, Trust, console
+from fedtailor.cli.options import (
+    AsJson,
+    DataRoot,
+    Out,
+    Run,
+    RunOrFit,
+    Settings,
+    Site,
+    Trust,
+    console,
+    print_json,
+    progress_aside,
+)
 from fedtailor.cli.resume_hints import command, resumable, trusted
 from fedtailor.errors import ConfigError
 
@@ -29,6 +41,7 @@ def fit(
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
+    as_json: AsJson = False,
 ) -> None:
     """Give each site of your own data a personal model.
 
@@ -54,7 +67,7 @@ def fit(
     of_source = {"target": target, "client_column": client_column, "data_root": data_root}
     of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings}
     again = command("fit", sites, **of_source, **of_training, out=path)
-    with resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+    with progress_aside(as_json), resumable(again, path, begun_by=FIT), grid_shown(console) as told:
         record = fitted(
             source,
             path,
@@ -66,6 +79,9 @@ def fit(
             told=told,
         )
     page = write(path)
+    if as_json:
+        print_json({"folder": path, "report": page, **record})
+        return
     print_fit(console, record)
     print(f"models     {path}\nreport     {page}")
 
@@ -130,13 +146,19 @@ def onboard(
     ] = 3,
     data_root: DataRoot = None,
     trust: Trust = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give a newcomer a personal model from a finished run.
 
     The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
     """
     from fedtailor.cli.listing import print_newcomer
+    from fedtailor.cli.records import newcomer_record
     from fedtailor.serving.onboard import onboard as join
 
     trusted(run, trust)
-    print_newcomer(name, join(run, data, name, epochs, data_root))
+    newcomer = join(run, data, name, epochs, data_root)
+    if as_json:
+        print_json(newcomer_record(name, newcomer))
+    else:
+        print_newcomer(name, newcomer)

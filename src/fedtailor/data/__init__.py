@@ -22,6 +22,7 @@ from fedtailor.data.configs import (
     MnistConfig,
     OwnConfig,
     PacsConfig,
+    PFLlibConfig,
     PolynomialConfig,
     QmnistConfig,
     SavedConfig,
@@ -81,6 +82,7 @@ SOURCES: dict[str, SourceInfo] = {
         "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+    "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),
     "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
     "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "own"),
     "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site"),

@@ -1,4 +1,4 @@
-"""What options of several data sources have in common: how samples are dealt to clients, and split."""
+"""What data sources have in common: how samples are split, and how they are dealt to clients."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from fedtailor.data.base_configs import STANDARDISE, PartitionConfig, SourceConfig, SplitConfig
+from fedtailor.data.base_configs import STANDARDISE, PartitionConfig, SourceConfig
+from fedtailor.data.base_configs import Corruption as Corruption
+from fedtailor.data.base_configs import SplitConfig as SplitConfig
 from fedtailor.errors import DataError
 
 
@@ -218,6 +220,15 @@ class FolderConfig(SplitConfig):
     )
 
 
+class PFLlibConfig(SourceConfig):
+    """A folder that PFLlib's generate scripts wrote: train/0.npz, test/0.npz, one pair per client."""
+
+    source: Literal["pfllib"] = Field(default="pfllib", description="Name of the source.")
+    path: Path = Field(description="Folder with PFLlib's train and test folders.")
+    val: float = Field(default=0.1, ge=0, lt=1, description="Fraction of its training data used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
+
+
 class SavedConfig(SourceConfig):
     """A federation's data that a program made and saved, split already."""
 
@@ -265,6 +276,7 @@ DataConfig = Annotated[
     | DuwMnistConfig
     | StanfordDogsConfig
     | FolderConfig
+    | PFLlibConfig
     | SavedConfig
     | OwnConfig
     | SitesConfig,

@@ -41,7 +41,7 @@ def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> Federa
 
 def _read(path: Path) -> list[tuple[Any, Any]]:
     """Features and scores of each school."""
-    from scipy.io import loadmat  # comes with scikit-learn
+    from scipy.io import loadmat  # type: ignore[import-untyped]  # comes with scikit-learn
 
     try:
         content = loadmat(io.BytesIO(read_bytes(path)), variable_names=["X", "Y"])

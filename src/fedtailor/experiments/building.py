@@ -14,7 +14,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
 from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.core.task import Task
-from fedtailor.engines.attacked import Attack, with_flipped_labels
+from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.newcomers import hold_out
@@ -77,8 +77,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
             f'environment.missing = "stale": {algorithm.title or config.algorithm.name} has no mean that could '
             f"count those who did not answer; able to: {', '.join(able)}"
         )
-    if config.attack.name == "label-flip":
-        federated = with_flipped_labels(federated, attack_of(config))
+    if config.attack.name in IN_DATA:
+        federated = IN_DATA[config.attack.name](federated, attack_of(config))
     privacy = _aggregation(config)
     experiment = Experiment(
         algorithm,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.core.environment import Environment
 from fedtailor.core.model import BufferPolicy
@@ -14,13 +14,29 @@ from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
-from fedtailor.experiments.section import Open, Section
 from fedtailor.models.adapters import AdapterConfig
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
 from fedtailor.training.solver import Solver
+
+
+class Section(BaseModel):
+    """Immutable; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Open(BaseModel):
+    """A section whose further keys are options of what it names, checked when that is built."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys beyond the declared ones."""
+        return dict(self.model_extra or {})
 
 
 class AlgorithmSection(Open):
@@ -219,9 +235,7 @@ class EvaluationSection(Section):
         description="Fraction of clients held out of training; they join at the end and are evaluated.",
     )
     unseen_epochs: int | None = Field(
-        default=None,
-        ge=0,
-        description="Epochs of fine-tuning for held-out clients; 3 by default.",
+        default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."
     )
 
 
@@ -279,7 +293,8 @@ class AttackSection(Section):
     """Simulated clients that lie."""
 
     name: AttackName = Field(
-        default="none", description="none, sign-flip, scaling, noise (of their updates) or label-flip (of their data)."
+        default="none",
+        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
     )
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
@@ -299,17 +314,6 @@ class TrackingSection(Section):
     mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
 
 
-class CompareSection(Section):
-    """A grid of runs."""
-
-    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
-    algorithms: tuple[str | dict[str, Any], ...] = Field(
-        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
-    )
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
-    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
-
-
 def dotted(tables: Any) -> Any:
     """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
     if not isinstance(tables, dict):
@@ -319,20 +323,3 @@ def dotted(tables: Any) -> Any:
         inner = dotted(value)
         out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
     return out
-
-
-Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
-
-
-class SearchSection(Section):
-    """Hyper-parameter search on validation data, before the comparison."""
-
-    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
-    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
-    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
-    space: Space = Field(
-        default_factory=dict, description='Values to try for all algorithms, by key: "local.lr" = [0.01, 0.1].'
-    )
-    algorithms: dict[str, Space] = Field(
-        default_factory=dict, description="Values to try for one algorithm, by its name or label."
-    )

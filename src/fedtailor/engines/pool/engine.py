@@ -7,6 +7,7 @@ the same inputs and to the same bits. To bring back a private state is to note t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,7 +221,7 @@ class Pool:
             error.add_note(answer.found["trace"])
             return Reply((client,), error=error)
         if answer.apart is not None:
-            reply = codec.decode(answer.apart)[1]
+            reply = codec.decode(answer.apart, sys.maxsize)[1]
         else:
             reply = rebuild(tree, iter(lying(places, answer.found["strides"])))
         return Reply((client,), tree_map(lambda v: v[None], reply))
@@ -296,7 +297,7 @@ class Pool:
                 if answer.found is None:
                     raise RunError(f"evaluation of client {self._lost(task.client)}")
                 if answer.apart is not None:
-                    model = codec.decode(answer.apart)[1]
+                    model = codec.decode(answer.apart, sys.maxsize)[1]
                     self._model = self._model or Layout.of(model)
                 else:
                     assert layout is not None
