@@ -68,6 +68,7 @@ PAGES = [
     "pfedla",
     "pfedme",
     "scaffold",
+    "tailor",
 ]  # learn2pfed has a test of its own
 
 

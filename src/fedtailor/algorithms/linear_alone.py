@@ -64,7 +64,7 @@ class LinearAlone(Algorithm):
         return server
 
     def solved(self, me: ClientContext) -> Params:
-        x, (_, y, mask) = ridge.design(me.model, me.train), me.train
+        x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
         has_bias = ridge.names(me.model)[1] is not None
         start = torch.zeros_like(ridge.as_vector(me.model, me.model.params))
         solved = self.numbers(x, y, mask, has_bias) if y.is_floating_point() else self.classes(x, y, mask, start)

@@ -119,7 +119,7 @@ class MixedLogit(Algorithm):
 
     @on_client(sends=WITHIN)
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:
-        return me.state, within(ridge.design(me.model, me.train), me.train.mask)
+        return me.state, within(ridge.design_of(me.model, me.train), me.train.mask)
 
     @on_client()
     def linearise(self, me: ClientContext, beta: Tensor, factor: Tensor) -> tuple[Tree, Tree]:
@@ -133,7 +133,7 @@ class MixedLogit(Algorithm):
 
     def working(self, me: ClientContext, beta: Tensor, factor: Tensor) -> tuple[Tree, Tensor]:
         """Normal equations of the working response at the client's mode, and the log-likelihood there."""
-        x, (_, y, mask) = ridge.design(me.model, me.train), me.train
+        x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
         common = logits.unflat(beta[:, 0], beta.shape[0] // x.shape[1])
         z = logits.mode(x, y, mask, common, factor, me.state["z"], self.newton)
         v = beta + (factor @ z)[:, None]
@@ -153,7 +153,7 @@ class MixedLogit(Algorithm):
         return me.state, mixed_model.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        beta, factor, x = server["beta"], server["factor"], ridge.design(me.model, me.train)
+        beta, factor, x = server["beta"], server["factor"], ridge.design_of(me.model, me.train)
         common = logits.unflat(beta[:, 0], beta.shape[0] // x.shape[1])
         z = logits.mode(x, me.train.y, me.train.mask, common, factor, torch.zeros_like(beta[:, 0]), 2 * self.newton)
         own = common + logits.unflat(factor @ z, common.shape[1])

@@ -55,7 +55,7 @@ class MixedModel(Algorithm):
         return {"beta": torch.zeros_like(w), "factor": square, "covariance": square, "noise": w.new_ones(())}
 
     def client_init(self, me: ClientContext) -> Tree:
-        x, y = ridge.design(me.model, me.train), me.train.y * me.train.mask[:, None]
+        x, y = ridge.design_of(me.model, me.train), me.train.y * me.train.mask[:, None]
         count = me.train.mask.sum() * y.shape[-1]
         return {"a": x.mT @ x, "b": x.mT @ y, "c": y.square().sum(), "count": count}
 
@@ -78,7 +78,7 @@ class MixedModel(Algorithm):
 
     @on_client(sends=WITHIN)
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:
-        return me.state, within(ridge.design(me.model, me.train), me.train.mask)
+        return me.state, within(ridge.design_of(me.model, me.train), me.train.mask)
 
     @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER, NUMBER))
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:

@@ -18,7 +18,7 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 Floats = NDArray[np.float64]
-Entries = tuple[NDArray[np.int64], NDArray[np.int64]]  # rows and columns of L
+Entries = tuple[NDArray[np.intp], NDArray[np.intp]]  # rows and columns of L
 STRUCTURES = ("none", "intercept", "diagonal", "full")
 START, SMALL, STEPS, RESTARTS = 0.3, 0.03, 100, 4
 RANK = 1e-11  # eigenvalues below this part of the largest are those of columns that repeat others
@@ -109,7 +109,7 @@ class Problem:
 
 def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[np.bool_]) -> Entries:
     """Rows and columns of the entries of L that are free."""
-    chosen = np.flatnonzero(varies & is_intercept if structure == "intercept" else varies).astype(np.int64)
+    chosen = np.flatnonzero(varies & is_intercept if structure == "intercept" else varies)
     if structure == "none":
         chosen = chosen[:0]
     if structure != "full":

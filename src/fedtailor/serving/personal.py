@@ -211,6 +211,7 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         row = read_json(path / FIT)["sites"].get(site, {})
         if "weights" in row:
             params = _blended(path, site, row["weights"], kind)
+            assert isinstance(says.shape, list)  # of a table
             trees = tree_parts(path, row, says.shape[0], says.outputs)
     return Personal(
         site=site,
@@ -228,7 +229,8 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
 def _blended(path: Path, site: str, weights: dict[str, float], kind: str) -> Params:
     """The weighted mean of linear models, which predicts the weighted mean of what they predict."""
     parts = [(weight, RunFolder.open(part_of(path, run)).personal(site, kind)) for run, weight in weights.items()]
-    return {name: sum(weight * model[name] for weight, model in parts) for name in parts[0][1]}  # type: ignore[misc]
+    first = parts[0][1]
+    return {name: sum((w * m[name] for w, m in parts), torch.zeros_like(first[name])) for name in first}
 
 
 def predicted(model: Personal, file: Path) -> pl.DataFrame:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,7 @@ def run_cells(cells: list[Cell], data: FederatedData, root: Path | None, told: T
                 trust.remember(cell.config)
                 runner.resume(cell.folder, root, listen, loaded=data)
             else:
-                clock.timed(
-                    lambda cell=cell, listen=listen: runner.start(cell.config, cell.folder, root, listen, loaded=data)
-                )
+                clock.timed(partial(runner.start, cell.config, cell.folder, root, listen, loaded=data))
         except (UserError, ClientError, torch.linalg.LinAlgError) as error:
             if cell.label == ALONE:
                 raise
@@ -150,9 +149,7 @@ def select(
         def listen(fold: int, cell: Cell = cell) -> None:
             told(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
 
-        spoken[cell.label] = clock.timed(
-            lambda cell=cell, start=start, listen=listen: out_of_fold(cell.config, data, folds, start, listen)
-        )
+        spoken[cell.label] = clock.timed(partial(out_of_fold, cell.config, data, folds, start, listen))
     used = [cell for cell in cells if cell.label in spoken]
     held = torch.from_numpy(folds >= 0)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
