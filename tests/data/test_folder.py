@@ -380,7 +380,6 @@ BROKEN: dict[str, tuple[str | bytes, list[str]]] = {
         ["b.csv", '"age"', '"old"', "data row 2", "data.categorical = ['age']", "data.ignore = ['age']"],
     ),
     "infinite": (GOOD.replace("\n21,", "\ninf,"), ["b.csv", '"age"', '"inf"', "data row 2"]),
-    "missing target": (GOOD.replace("20,A,0", "20,A,").replace("22,A,0", "22,A,NA"), ["b.csv", '"sick"', "2 of 12"]),
     "duplicate column": ("age,ward,age,sick\n" + "1,A,2,0\n" * 3, ["b.csv", '"age"', "more than once"]),
     "nameless column": (",age,ward,sick\n" + "1,1,A,0\n" * 3, ["b.csv", "column 1 has no name"]),
     "latin-1": (GOOD.replace("B", "\xc9").encode("latin-1"), ["b.csv", "not UTF-8", "0xc9", "line 3"]),
