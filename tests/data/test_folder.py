@@ -130,6 +130,8 @@ def test_rows_without_a_target_are_left_out_and_told(tmp_path: Path) -> None:
 
 
 def test_wild_values_do_not_ruin_the_others(tmp_path: Path) -> None:
+    for name in ("calm", "wild"):
+        (tmp_path / name).mkdir()
     draw = np.random.default_rng(3)
     values = draw.normal(50, 10, size=(2, 60)).round(1)
     plain = {name: "age,y\n" + "".join(f"{v},{v / 2}\n" for v in each) for name, each in zip("ab", values, strict=True)}
