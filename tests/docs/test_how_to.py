@@ -9,8 +9,9 @@ import pytest
 
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
-from fedtailor.experiments.sections import FederationSection, SearchSection
+from fedtailor.experiments.sections import FederationSection
 from fedtailor.experiments.store import RunFolder
+from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.experiments.tracking import of_results, of_round
 from tests.docs.pages import ROOT, run_page
 from tests.small import one_after_the_other

@@ -12,8 +12,8 @@ from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
 from fedtailor.experiments.rounds_file import line_of
-from fedtailor.experiments.sections import SearchSection
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.studies import reproduce
 from fedtailor.studies.compare import run_grid
 from fedtailor.studies.grid import Cell
@@ -155,7 +155,7 @@ def test_figures_that_are_not_finite_lose(tmp_path: Path) -> None:
         ("search.space.local.lr=[0.1, 0.1]", r"search: local.lr = \[0.1, 0.1\]: two of them are the same"),
         ("search.space.local.lrr=[0.1]", 'search, FedAvg: unknown key "local.lrr"; did you mean "lr"'),
         ("search.space.local.lr=[-1]", r"search, FedAvg: local.lr = -1: Input should be greater than 0"),
-        ("search.space.data.alpha=[1]", 'search: "data.alpha" cannot be searched; keys of algorithm, local and model'),
+        ("search.space.data.alpha=[1]", 'search: "data.alpha" cannot be searched; keys of algorithm, local, model'),
         ("search.space.algorithm.lam=[1]", 'FedAvg has no option "lam"'),
         ("search.algorithms.dito.lam=[1]", 'search.algorithms: no algorithm "dito" here; did you mean "ditto"'),
         ("search={}", "search.space: nothing to try; list values"),

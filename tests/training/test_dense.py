@@ -52,13 +52,14 @@ def trained(
         "center": {k: v for k, v in drawn(model.params, 2).items() if k in params and "0" in k} if prox else None,
         "mu": torch.tensor([0.5, 0.0, 2.0], dtype=F64) if prox else None,
         "mask": {k: (v > 0).to(F64) for k, v in drawn(model.params, 3).items() if k in params} if mask else None,
+        "memory": None,
         "lr": torch.tensor([0.1, 0.05, 0.2], dtype=F64),
         "anchor": torch.ones(CLIENTS, dtype=F64),
     }
     starts, sizes = data.train.bounds([0, 1, 3])  # 9, 1 and 13 samples: padded batches, and clients that stop early
     orders = [[torch.randperm(n, generator=torch.Generator().manual_seed(n)).numpy()] * 2 for n in sizes]
     batches = stacked(starts, orders, 4, F64)
-    training = Training(model, LOSSES[task], solver, data.train, lambda _: batches, ("key",), None, tensors, True)
+    training = Training(model, LOSSES[task], solver, data.train, lambda _: batches, ("key",), None, None, tensors, True)
     before = {k: v.clone() for k, v in values.items()}
     out = training.run(leaves(tensors), differentiable=False)
     assert_equal(values, before, 0)  # what came in stays as it was

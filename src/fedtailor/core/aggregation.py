@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from fedtailor.core.trees import Tree
+from fedtailor.core.trees import Tree, detach
 
 if TYPE_CHECKING:
     from fedtailor.core.client import Call
@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class SumLog:
-    """Sums that need an account: what noise they had, and whether a second one may be opened."""
+    """What lasts of sums: what noise they had, whether a second one may be opened, what server steps remember."""
 
     noisy: dict[int, int] = field(default_factory=dict)  # by round
     secure: int = 0  # in this round
+    moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
+    new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
+
+    def cut(self) -> None:
+        """Let no gradient flow further back than here."""
+        self.new_moments = {k: detach(v) for k, v in self.new_moments.items()}
+
+    def commit(self) -> None:
+        """The round has ended."""
+        self.moments = self.moments | self.new_moments
 
 
 class Aggregation(Protocol):

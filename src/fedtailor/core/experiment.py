@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from fedtailor.core.algorithm import Algorithm
     from fedtailor.core.context import ClientContext
 
-OwnLoss = Callable[[Params, Tensor, Tensor], Tensor]  # (tensors of the model, x, y) -> one number per sample
+# (tensors of the model, x, y) -> one number per sample; one that has parameters named so is also given `weight`, which
+# is 0 for padding of a stack, and `index`, the rows of the client's training samples
+OwnLoss = Callable[..., Tensor]
+AfterStep = Callable[[Params], Params]
+
+
+class OwnSteps(NamedTuple):
+    """What an algorithm has its clients do otherwise in their local steps."""
+
+    loss: OwnLoss | None = None  # in place of the task's
+    after_step: AfterStep | None = None
 
 
 class LocalSolver(Protocol):
@@ -46,13 +56,23 @@ class LocalSolver(Protocol):
     def is_even(self) -> bool: ...
     def lr_in(self, round: int) -> float: ...
 
+    @property
+    def keeps_state(self) -> bool: ...
+
     def train(
-        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, loss: OwnLoss | None
-    ) -> tuple[Params, Params]:
-        """Trained parameters and the buffers after the last step, in the nth training of a call."""
+        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
+    ) -> tuple[Params, Params, Tree]:
+        """Parameters, buffers and the optimizer's memory after the last step, in the nth training of a call."""
 
     def steps(self, me: ClientContext, epochs: int) -> Tensor:
         """How many steps that takes."""
+
+
+class ServerSteps(Protocol):
+    """How a server goes from the model it sent out towards the mean of those that came back."""
+
+    def step(self, sent: Params, mean: Params, memory: Tree) -> tuple[Params, Tree]:
+        """The next model and what to remember; `memory` is None at first."""
 
 
 class Mixing(NamedTuple):
@@ -74,6 +94,8 @@ class Experiment:
     environment: Environment = field(default_factory=Environment)
     unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
     aggregation: Aggregation = IN_THE_OPEN
+    server_steps: ServerSteps | None = None  # from the mean of models to the next one; None: the mean is it
+    optimizer_state: Tree = None  # what a client's optimizers remember before the first round; None: they begin anew
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:

@@ -12,13 +12,14 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
 from fedtailor.core.samples import FederatedData
 from fedtailor.engines.attacked import Attack, with_flipped_labels
+from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.newcomers import hold_out
 from fedtailor.plugins import refuse_while_importing
 from fedtailor.privacy import noise
 from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.dry_run import averages, rehearse
+from fedtailor.privacy.dry_run import averages, averages_models, rehearse
 
 
 def build_experiment(
@@ -28,13 +29,18 @@ def build_experiment(
     refuse_while_importing()
     federated, unseen = loaded or load(config, data_root), None
     if config.evaluation.unseen is not None:
-        federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
+        federated, unseen = hold_out(federated, config.evaluation.unseen, data_seed(config))
     return assemble(config, federated, unseen)
 
 
 def load(config: RunConfig, data_root: Path | None = None) -> FederatedData:
     """The data of a configuration, no narrower than its model."""
-    return data.load(config.data, seed=config.seed, root=data_root, dtype=width(config))
+    return data.load(config.data, seed=data_seed(config), root=data_root, dtype=width(config))
+
+
+def data_seed(config: RunConfig) -> int:
+    """From which it follows who has which samples: with `data.seed`, of all of a comparison's runs the same."""
+    return config.seed if config.data.seed is None else config.data.seed
 
 
 def width(config: RunConfig) -> torch.dtype:
@@ -82,7 +88,16 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         environment,
         unseen,
         aggregation=privacy,
+        server_steps=config.server.made(),
     )
+    if experiment.server_steps is not None and not averages_models(experiment):
+        name = algorithm.title or config.algorithm.name
+        raise ConfigError(
+            f'server.optimizer = "{config.server.optimizer}": {name} takes no mean of models that it sent out'
+        )
+    if config.early_stopping.patience and not int(federated.val.sizes.sum()) and int(federated.train.sizes.sum()):
+        raise ConfigError("early_stopping: needs validation samples, and there are none; set data.val above 0")
+    experiment = with_optimizer_state(experiment)
     if privacy.is_closed:
         _can_be_private(experiment, config, privacy)
     if privacy.robust is not None:

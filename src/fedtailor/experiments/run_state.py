@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.traffic import Traffic
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.engines.disk import Disk
-from fedtailor.errors import RoundAbandoned, RunError
+from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.newcomers import EPOCHS, onboarded
@@ -39,6 +39,14 @@ class Best:
     snapshot: Tree = None  # all that is needed to predict as in that round
 
 
+@dataclass
+class Chosen:
+    """Rounds that may be gone back to."""
+
+    best: Best = field(default_factory=Best)
+    kept: Best = field(default_factory=Best)  # the last that was better by early_stopping.min_delta
+
+
 class Run:
     """What changes from round to round."""
 
@@ -52,12 +60,28 @@ class Run:
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
         self.seconds = 0.0
-        self.best = Best()
+        self.chosen = Chosen()
 
     @property
     def metric(self) -> str:
         """By which rounds are compared."""
         return METRICS[self.engine.experiment.data.task][0]
+
+    @property
+    def higher_is_better(self) -> bool:
+        return HIGHER_IS_BETTER[self.metric]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether early stopping has had enough."""
+        patience = self.config.early_stopping.patience
+        return 0 < patience <= self.round - self.chosen.kept.round and self.chosen.kept.round > 0
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the run ends with the round that early stopping found best."""
+        section = self.config.early_stopping
+        return section.patience > 0 and section.keep == "best" and self.chosen.kept.snapshot is not None
 
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
@@ -89,6 +113,8 @@ class Run:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
+            if self.config.early_stopping.patience:
+                self._watch(round, line["val"])
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
@@ -109,10 +135,22 @@ class Run:
         """Keep the round if it is the best one on validation data so far."""
         higher = HIGHER_IS_BETTER[self.metric]
         value = summarise(values, higher_is_better=higher).mean
-        better = value > self.best.value if higher else value < self.best.value
-        if better or (self.best.snapshot is None and not math.isnan(value)):
-            self.best = Best(round, value, self._snapshot())
+        better = value > self.chosen.best.value if higher else value < self.chosen.best.value
+        if better or (self.chosen.best.snapshot is None and not math.isnan(value)):
+            self.chosen.best = Best(round, value, self._snapshot())
         return value
+
+    def _watch(self, round: int, measured: dict[str, list[float]]) -> None:
+        """Keep the round if it is better than the one that is kept, by as much as early stopping asks for."""
+        section = self.config.early_stopping
+        metric = section.metric or self.metric
+        if metric not in measured:
+            raise ConfigError(f'early_stopping.metric: no metric "{metric}" here; {nearest(metric, measured)}')
+        higher = HIGHER_IS_BETTER[metric]
+        value = summarise(measured[metric], higher_is_better=higher).mean
+        gain = (value - self.chosen.kept.value) * (1 if higher else -1)
+        if not math.isnan(value) and (self.chosen.kept.round == 0 or gain > section.min_delta):
+            self.chosen.kept = Best(round, value, self._snapshot() if section.keep == "best" else None)
 
     def _snapshot(self) -> Tree:
         """Server and clients as they are now; of the clients, those of this rank."""
@@ -136,13 +174,17 @@ class Run:
             "traffic": asdict(self.fed.traffic),
             "looked_at": sorted(self.fed.record.gathered),
             "noisy_sums": {str(round): sums for round, sums in self.fed.sums.noisy.items()},
-            "best_round": self.best.round,
-            "best_value": self.best.value,
+            "best_round": self.chosen.best.round,
+            "best_value": self.chosen.best.value,
+            "kept": [self.chosen.kept.round, self.chosen.kept.value],
         }
         now = {"server": self.server, "clients": self.engine.get_states()}
-        trees = {"state": (self.round, self._whole(now))}
-        if self.best.snapshot is not None:
-            trees["best"] = (self.best.round, self._whole(self.best.snapshot))
+        moments = {"moments": self.fed.sums.moments} if self.fed.sums.moments else {}  # of the server's optimizer
+        trees = {"state": (self.round, self._whole(now) | moments)}
+        if self.chosen.best.snapshot is not None:
+            trees["best"] = (self.chosen.best.round, self._whole(self.chosen.best.snapshot))
+        if self.chosen.kept.snapshot is not None:
+            trees["kept"] = (self.chosen.kept.round, self._whole(self.chosen.kept.snapshot))
         if self.ranks.rank == 0:
             folder.save_checkpoint(status, trees, self.disk.touch)
         if isinstance(self.engine, Losing):
@@ -162,9 +204,12 @@ class Run:
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
-        self.best = Best(status["best_round"], status["best_value"], trees.get("best"))
+        self.chosen.best = Best(status["best_round"], status["best_value"], trees.get("best"))
+        round, value = status.get("kept", (0, math.nan))
+        self.chosen.kept = Best(round, value, trees.get("kept"))
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.record.gathered = set(status["looked_at"])
+        self.fed.sums.moments = trees["state"].get("moments", {})
         self.fed.sums.noisy = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
 
     def _part(self, tree: Tree) -> Tree:
@@ -176,9 +221,14 @@ class Run:
         if self.abandoned >= self.config.rounds:
             reason = folder.metrics()[-1]["abandoned"] if self.ranks.rank == 0 else ""
             raise RunError(f"{folder.path}: none of its {self.config.rounds} rounds could be used; the last: {reason}")
+        stopped = {"stopped": self.round} if self.is_stopped else {}
+        if self.goes_back:
+            self.round, tree = self.chosen.kept.round, self.chosen.kept.snapshot
+            self.server = tree["server"]
+            self.engine.set_states(tree["clients"])
         last = (self.round, self._snapshot())
         # without validation samples nothing can be selected: the last round stands for both
-        selected = last if self.best.snapshot is None else (self.best.round, self.best.snapshot)
+        selected = last if self.chosen.best.snapshot is None else (self.chosen.best.round, self.chosen.best.snapshot)
         snapshots = {"last": last, "selected": selected}
         results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
         for kind, (round, tree) in snapshots.items():
@@ -199,6 +249,7 @@ class Run:
             **self._liars(),
             "faults": sum(len(line.get("faults", [])) for line in lines),
             "abandoned": sum("abandoned" in line for line in lines),
+            **stopped,
         }
         if self.config.privacy.secure_sum or self.config.privacy.clip:
             results["privacy"] = self._privacy()

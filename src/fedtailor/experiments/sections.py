@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.core.environment import Environment
 from fedtailor.core.model import BufferPolicy
@@ -18,7 +18,8 @@ from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
-from fedtailor.training.solver import Solver
+from fedtailor.training.server import ServerOptimizer, ServerOptimizerName
+from fedtailor.training.solver import Solver, Work
 
 
 class Section(BaseModel):
@@ -65,13 +66,20 @@ class LocalSection(Section):
 
     optimizer: str = Field(
         default="sgd",
-        description='sgd, nesterov, adam, adamw or your own "module:function"; its state is reset every round.',
+        description='sgd, nesterov, adam, adamw or your own "module:function".',
     )
     lr: float = Field(default=0.05, gt=0, description="Learning rate.")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum (sgd and nesterov).")
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay: added to the gradient; adamw: beside it.")
     clip: float = Field(default=0.0, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping.")
     batch_size: int = Field(default=32, ge=0, description="Batch size; 0: full batch.")
+    accumulate: int = Field(
+        default=1, ge=1, description="Batches whose gradients make one step: as a batch of so many times the size."
+    )
+    keep_state: bool = Field(
+        default=False,
+        description="Each client's optimizer state lasts from round to round; else every round begins anew.",
+    )
     steps: int = Field(default=0, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data.")
     schedule: ScheduleName = Field(default="constant", description="Learning rate: constant, cosine, linear or step.")
     schedule_over: Literal["rounds", "steps"] = Field(
@@ -95,6 +103,8 @@ class LocalSection(Section):
             raise ValueError('schedule = "step" needs lr_decay_every, such as 10')
         if self.optimizer == "nesterov" and not self.momentum:
             raise ValueError('optimizer = "nesterov" needs momentum, such as 0.9')
+        if self.accumulate > 1 and not self.batch_size:
+            raise ValueError("accumulate needs batch_size: of the full batch there is only one")
         if ":" not in self.optimizer:  # what is one's own is not imported to look at a configuration
             find_optimizer(self.optimizer)
         return self
@@ -104,8 +114,10 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
-        return Solver(**self.model_dump(exclude=set(own)), schedule=schedule, epoch=self.steps)
+        work = Work(self.steps, self.accumulate, self.keep_state)
+        own = {"schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every"}
+        plain = self.model_dump(exclude=own | {"steps", "accumulate", "keep_state"})
+        return Solver(**plain, schedule=schedule, work=work)
 
 
 class FederationSection(Section):
@@ -143,6 +155,25 @@ class FederationSection(Section):
     @property
     def limits(self) -> Limits:
         return Limits(self.min_replies, self.max_norm)
+
+
+class ServerSection(Section):
+    """What the server makes of the mean of its clients' models; Reddi et al., ICLR 2021, Algorithm 2."""
+
+    optimizer: ServerOptimizerName = Field(
+        default="none",
+        description="none: the mean is the next model; momentum (FedAvgM), adam or yogi: a step towards it.",
+    )
+    lr: float = Field(default=1.0, gt=0, description="Learning rate of the server.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum; beta 1 of adam and yogi.")
+    beta2: float = Field(default=0.99, gt=0, lt=1, description="Decay of squared changes (adam and yogi).")
+    tau: float = Field(default=1e-3, gt=0, description="Added to the root of squared changes (adam and yogi).")
+
+    def made(self) -> ServerOptimizer | None:
+        """None where the mean is the next model."""
+        if self.optimizer == "none":
+            return None
+        return ServerOptimizer(self.optimizer, self.lr, self.momentum, self.beta2, self.tau)
 
 
 class EnvironmentSection(Section):
@@ -188,6 +219,19 @@ class EvaluationSection(Section):
         default=None,
         ge=0,
         description="Epochs of fine-tuning for held-out clients; 3 by default.",
+    )
+
+
+class EarlyStoppingSection(Section):
+    """Ends a run that no longer gets better on validation data."""
+
+    patience: int = Field(default=0, ge=0, description="Rounds without improvement after which a run ends; 0: never.")
+    metric: str = Field(
+        default="", description="Metric on validation data; empty: the one that rounds are selected by."
+    )
+    min_delta: float = Field(default=0.0, ge=0, description="By how much a round must be better to count as one.")
+    keep: Literal["best", "last"] = Field(
+        default="best", description="Which round the run ends with: the last that improved, or the last."
     )
 
 
@@ -257,17 +301,11 @@ class TrackingSection(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files to the run folder.")
     mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
-
-
-class CompareSection(Section):
-    """A grid of runs."""
-
-    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
-    algorithms: tuple[str | dict[str, Any], ...] = Field(
-        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
+    wandb: str | None = Field(default=None, description="Project of Weights & Biases to log to.")
+    wandb_mode: Literal["offline", "online"] = Field(
+        default="offline",
+        description="offline: files in the run folder, for wandb sync; online: sent as the run goes on.",
     )
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
-    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
 
 
 def dotted(tables: Any) -> Any:
@@ -279,20 +317,3 @@ def dotted(tables: Any) -> Any:
         inner = dotted(value)
         out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
     return out
-
-
-Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
-
-
-class SearchSection(Section):
-    """Hyper-parameter search on validation data, before the comparison."""
-
-    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
-    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
-    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
-    space: Space = Field(
-        default_factory=dict, description='Values to try for all algorithms, by key: "local.lr" = [0.01, 0.1].'
-    )
-    algorithms: dict[str, Space] = Field(
-        default_factory=dict, description="Values to try for one algorithm, by its name or label."
-    )

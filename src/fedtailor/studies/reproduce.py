@@ -15,8 +15,9 @@ from fedtailor import models
 from fedtailor.algorithms import algorithms
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml, with_values
-from fedtailor.experiments.sections import SearchSection, Section, Space
+from fedtailor.experiments.sections import Section
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json
+from fedtailor.experiments.study_sections import SearchSection, Space
 from fedtailor.metrics.memory import training_step
 from fedtailor.metrics.summary import over_seeds
 from fedtailor.studies import search
@@ -163,8 +164,8 @@ def searched(
         return _learned(table, folder, scale, rows, data_root, told)
     search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
     subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
-    trials = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
-    return search.run(table.search, trials, folder, 0, data_root, told)
+    plan = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
+    return search.run(plan, 0, data_root, told)
 
 
 def _learned(

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from fedtailor import engines
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.environment import Environment
-from fedtailor.core.experiment import Experiment
+from fedtailor.core.experiment import Experiment, ServerSteps
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reply_validation import Limits
 from fedtailor.core.samples import FederatedData, Rows, TaskKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
+from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
@@ -124,9 +125,11 @@ def federate(
     solver: Solver = SOLVER,
     limits: Limits | None = None,
     environment: Environment | None = None,
+    server_steps: ServerSteps | None = None,
 ) -> Federation:
     """A federation whose clients have their first state."""
-    setting = Experiment(algorithm, model, data, solver, 3, environment or Environment())
+    setting = Experiment(algorithm, model, data, solver, 3, environment or Environment(), server_steps=server_steps)
+    setting = with_optimizer_state(setting)
     made = engines.make(experiment=setting, **(POOL if engine == "pool" else ENGINES[engine]))
     made.start()
     return Federation(made, limits or Limits())

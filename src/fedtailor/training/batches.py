@@ -20,6 +20,23 @@ class Batch:
     weight: Tensor | None = None  # 1 for a sample, 0 for padding; None where nothing is padded
     active: Tensor | None = None  # clients that take this step; None where all do
     drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
+    index: Tensor | None = None  # the rows as their client counts them, from 0; only for a loss that asks
+
+
+def parts_of(batch: Batch, size: int, least: int = 1) -> list[Batch]:
+    """A batch in pieces of `size` rows, as gradients are accumulated over them."""
+    spans = cut(np.arange(batch.rows.shape[-1]), size, least)
+
+    def piece(value: Tensor | None, first: int, last: int) -> Tensor | None:
+        return None if value is None else value[..., first:last]
+
+    out = []
+    for span in spans:
+        first, last = int(span[0]), int(span[-1]) + 1
+        drawn = None if batch.drawn is None else batch.drawn[..., first:last, :]
+        weight, index = piece(batch.weight, first, last), piece(batch.index, first, last)
+        out.append(Batch(batch.rows[..., first:last], weight, batch.active, drawn, index))
+    return out
 
 
 class PerSample:

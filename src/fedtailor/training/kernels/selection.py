@@ -19,7 +19,7 @@ FastPath = Callable[["Training", Tree], tuple[Params, Params]]  # (training, ten
 
 def fast_path(training: Training, t: Tree) -> FastPath | None:
     """For steps that nobody differentiates; None: take them one by one."""
-    if training.solver.kernels == "off" or not t["params"] or training.own_loss is not None:
+    if training.solver.is_general or training.is_own or not t["params"] or t["memory"] is not None:
         return None
     if not training.solver.is_plain:
         return None
