@@ -75,7 +75,7 @@ def test_settings_are_drawn_by_seed_and_name() -> None:
     space: dict[str, list[Any]] = {"local.lr": [1, 2, 3, 4], "algorithm.lam": ["a", "b", "c"]}
 
     def draw(trials: int, label: str = "Ditto", seed: int = 1) -> list[dict[str, Any]]:
-        return drawn(SearchSection(trials=trials, seed=seed), Subject(label, {}, space))
+        return drawn(SearchSection(trials=trials, seed=seed), Subject(label, {}, dict(space)))
 
     everything = [{"local.lr": lr, "algorithm.lam": lam} for lr in space["local.lr"] for lam in space["algorithm.lam"]]
     assert draw(12) == draw(99) == everything

@@ -75,12 +75,12 @@ def critical(found: Ranks, path: Path) -> None:
         axes.text(rank, 0.25, str(rank), ha="center", va="bottom", fontsize=7)
     axes.plot([1, 1 + found.critical], [1.5, 1.5], "k-", linewidth=1.2)
     axes.text(1 + found.critical / 2, 1.6, f"CD {found.critical:.2f}", ha="center", va="bottom", fontsize=7)
-    for i, (label, rank) in enumerate(order):
+    for i, (label, mean) in enumerate(order):
         is_left = i < half
         height, end = -first - (i if is_left else rows - 1 - i), 0.9 if is_left else rows + 0.1
-        axes.plot([rank, rank, end], [0, height, height], "k-", linewidth=0.6)
+        axes.plot([mean, mean, end], [0, height, height], "k-", linewidth=0.6)
         side = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 7}
-        axes.text(end + (-0.05 if is_left else 0.05), height, f"{label} ({rank:.2f})", **side)
+        axes.text(end + (-0.05 if is_left else 0.05), height, f"{label} ({mean:.2f})", **side)
     for i, group in enumerate(joined):
         ends = [found.by_label[group[0]] - 0.05, found.by_label[group[-1]] + 0.05]
         axes.plot(ends, [-0.3 - 0.25 * i] * 2, "k-", linewidth=2.2, solid_capstyle="butt")
@@ -93,8 +93,8 @@ def _figure(height: float) -> tuple[Any, Any]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize=7)
-    axes.xaxis.label.set_size(8)
-    axes.yaxis.label.set_size(8)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
     return figure, axes
 
 
