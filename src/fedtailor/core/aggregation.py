@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from fedtailor.core.trees import Tree, detach
+from fedtailor.core.trees import Params, Tree, detach
 
 if TYPE_CHECKING:
     from fedtailor.core.client import Call
@@ -31,8 +31,19 @@ class SumLog:
         self.moments = self.moments | self.new_moments
 
 
+class ServerSteps(Protocol):
+    """How a server goes from the model it sent out towards the mean of those that came back."""
+
+    def step(self, sent: Params, mean: Params, memory: Tree) -> tuple[Params, Tree]:
+        """The next model and what to remember; `memory` is None at first."""
+
+
 class Aggregation(Protocol):
     """What happens to replies at the client, on their way, and when they are summed."""
+
+    @property
+    def server_steps(self) -> ServerSteps | None:
+        """What the server makes of a mean of models; None: the mean is its next model."""
 
     @property
     def secure_sum(self) -> bool:
@@ -65,8 +76,11 @@ class Aggregation(Protocol):
         """Raise a `ConfigError` if rounds may not be differentiated."""
 
 
+@dataclass(eq=False)
 class InTheOpen:
     """The server's program may look at every reply, and the record says at which it did."""
+
+    server_steps: ServerSteps | None = None
 
     secure_sum = is_closed = calls_only = False
 

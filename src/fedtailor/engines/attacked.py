@@ -96,7 +96,7 @@ def _with_rows(stack: Tensor, rows: dict[int, Tensor]) -> Tensor:
 def _noise(strength: float) -> Change:
     def change(move: Tensor, draw: np.random.Generator) -> Tensor:
         scale = strength * float(move.double().norm()) / math.sqrt(max(1, move.numel()))
-        return torch.from_numpy(draw.normal(scale=scale, size=tuple(move.shape))).to(move.dtype)
+        return torch.from_numpy(draw.normal(scale=scale, size=tuple(move.shape))).to(move)
 
     return change
 

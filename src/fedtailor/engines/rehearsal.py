@@ -28,6 +28,7 @@ class _Unmoved:
 
     solver: Solver
     trained: dict[str, Params] = field(default_factory=dict)
+    optimizer_state: Tree = field(default_factory=dict)  # of which nothing is known yet
 
     def train(
         self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
@@ -53,14 +54,14 @@ def with_optimizer_state(experiment: Experiment) -> Experiment:
     assert isinstance(solver, Solver)
     recorder = _Unmoved(solver)
     some = _smallest(experiment)
-    rehearsed = replace(experiment, solver=cast(LocalSolver, recorder), optimizer_state={}, server_steps=None)
+    rehearsed = replace(experiment, solver=cast(LocalSolver, recorder))
     _play(rehearsed, some)
     if not recorder.trained:
         name = experiment.algorithm.title or type(experiment.algorithm).__name__
         raise ConfigError(f"local.keep_state: {name} has no local training whose optimizer could be kept")
-    zero = torch.zeros((), dtype=torch.int64)
+    zero = experiment.model.like.new_zeros((), dtype=torch.int64)
     slots = {slot: {"count": zero, "memory": first_memory(solver, p)} for slot, p in recorder.trained.items()}
-    return replace(experiment, optimizer_state=slots)
+    return replace(experiment, solver=replace(solver, work=replace(solver.work, optimizer_state=slots)))
 
 
 def _smallest(experiment: Experiment) -> list[int]:

@@ -21,7 +21,6 @@ from fedtailor.experiments.sections import (
     AlgorithmSection,
     AttackSection,
     CheckpointSection,
-    EarlyStoppingSection,
     EnvironmentSection,
     EvaluationSection,
     FederationSection,
@@ -29,14 +28,15 @@ from fedtailor.experiments.sections import (
     ModelSection,
     PrivacySection,
     Section,
-    ServerSection,
+    TaskSection,
     TrackingSection,
     dotted,
 )
+from fedtailor.experiments.server_sections import EarlyStoppingSection, ServerSection
 from fedtailor.experiments.study_sections import RANGE, VALUES, CompareSection, SearchSection
 
 METHOD = ("algorithm", "server", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
-LATER = ("server", "early_stopping", "privacy", "aggregation", "attack")
+LATER = ("task", "server", "early_stopping", "privacy", "aggregation", "attack")
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
 
 
@@ -47,6 +47,7 @@ class RunConfig(Section):
     rounds: int = Field(default=20, ge=1, description="Communication rounds.")
     data: DataConfig = Field(default_factory=DigitsConfig, description="Where the clients' samples come from.")
     model: ModelSection = Field(default_factory=ModelSection)
+    task: TaskSection = Field(default_factory=TaskSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     local: LocalSection = Field(default_factory=LocalSection)
     server: ServerSection = Field(default_factory=ServerSection)
@@ -134,7 +135,9 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     tables = dict(tables)
     _check_finite(tables, origin)
     if isinstance(data := tables.get("data"), dict):
-        tables["data"] = {"source": "digits"} | data
+        tables["data"] = data = {"source": "digits"} | data
+        if ":" in str(data["source"]):
+            tables["data"] = data | {"source": "own", "load": str(data["source"])}
     for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
         table = tables.get(section)
         if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
@@ -142,7 +145,8 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(error, kind)}") from None
+        code = "config.key" if error.errors()[0]["type"] == "extra_forbidden" else "config.value"
+        raise ConfigError(f"{origin}: {_explain(error, kind)}", code=code) from None
 
 
 def _check_finite(tables: dict[str, Any], origin: str) -> None:
@@ -150,7 +154,7 @@ def _check_finite(tables: dict[str, Any], origin: str) -> None:
     for key, value in dotted(tables).items():
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
-                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number")
+                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number", code="config.value")
 
 
 def _explain(error: ValidationError, kind: type[BaseModel]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.aggregation import IN_THE_OPEN
+from fedtailor.core.aggregation import IN_THE_OPEN, ServerSteps
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.calling import leave_out
 from fedtailor.core.client import Call
@@ -45,6 +45,7 @@ class Privacy:
     is_closed: bool = False  # whether replies are closed to the server's program
     robust: RobustMean | None = None  # in place of the weighted mean
     is_attacked: bool = False  # some replies are changed on their way
+    server_steps: ServerSteps | None = None  # what the server makes of a mean of models
 
     @property
     def calls_only(self) -> bool:
@@ -158,7 +159,7 @@ def _summed(fed: Federation, privacy: Privacy, x: PerClient, weight: PerClient |
         )
     else:
         terms = [PerClient(x.clients, leaf.rows).rows(fed.group, clients).double() for leaf in parts]
-        w = torch.ones(len(clients))
+        w = fed.model.like.new_ones(len(clients))
         if weight is not None and by is not None:
             w = PerClient(weight.clients, by.rows).rows(fed.group, clients)
         sums, weights = [torch.tensordot(w.double(), v, dims=1) for v in terms], float(w.double().sum())
@@ -170,7 +171,7 @@ def _summed(fed: Federation, privacy: Privacy, x: PerClient, weight: PerClient |
 
 
 def _typed(v: Tensor, example: Tensor) -> Tensor:
-    return (v if example.is_floating_point() else v.round()).to(example.dtype)
+    return (v if example.is_floating_point() else v.round()).to(example)
 
 
 def _all_clipped(parts: list[Leaf]) -> None:

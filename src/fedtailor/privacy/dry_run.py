@@ -46,7 +46,7 @@ def averages(experiment: Experiment) -> bool:
 def averages_models(experiment: Experiment) -> bool:
     """Whether one of them is of models that it sent, so that a server optimizer has something to do."""
     seen = _Seen()
-    _play(replace(experiment, aggregation=seen, server_steps=None))
+    _play(replace(experiment, aggregation=seen))
     return seen.of_models > 0
 
 
@@ -54,6 +54,7 @@ class _Seen(InTheOpen):
     """Counts means."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.means = self.of_models = 0
 
     def mean(self, fed: Federation, x: PerClient, weight: PerClient | None) -> Tree:

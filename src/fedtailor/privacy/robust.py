@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, leaves, rebuild
+from fedtailor.core.trees import Tree, flat, leaves, rebuild, tree_map
 from fedtailor.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class RobustMean:
         """The mean; how far each client is from it, in multiples of the median distance, is recorded."""
         tree = x.rows(fed.group)
         each = leaves(tree)
-        rows = torch.cat([v.flatten(1).double() for v in each], dim=1)
+        rows = flat(tree_map(Tensor.double, tree), stacked=True)
         center = MEANS[self.name](rows, math.floor(self.liars * len(rows)))
         away = (rows - center).norm(dim=1)
         fed.report(distance=list(away / away.median().clamp(min=1e-300)))

@@ -148,6 +148,7 @@ class Row:
     hurt: float
     cost: Cost
     means: Mapping[int, float]  # by seed: mean over clients in the last round
+    higher_is_better: bool = True
 
 
 def rows(grid: list[Cell]) -> list[Row]:
@@ -186,6 +187,7 @@ def rows(grid: list[Cell]) -> list[Row]:
                     seconds=mean(r["seconds"] for r in found.values()),
                 ),
                 {seed: t["mean"] for seed, t in tests.items()},
+                higher,
             )
         )
     return out

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fedtailor import algorithms
+from fedtailor.core.metric import recorded_metrics
 from fedtailor.core.random import stream
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.data import has_validation
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, with_values
@@ -200,8 +200,7 @@ def _of_run(cell: Cell, failed: Failed) -> dict[str, Any]:
     if cell.folder.name in failed:
         return {"failed": str(failed[cell.folder.name])}
     ran = RunFolder(cell.folder)
-    metric = METRICS[ran.about["task"]][0]
-    higher = HIGHER_IS_BETTER[metric]
+    metric, higher = next(iter(recorded_metrics(ran.about).items()))
     lines = [line for line in ran.metrics() if "val" in line]
     rounds = {line["round"]: summarise(line["val"][metric], higher_is_better=higher) for line in lines}
     rounds = {round: summary for round, summary in rounds.items() if math.isfinite(summary.mean)}

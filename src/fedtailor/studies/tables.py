@@ -12,7 +12,6 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedtailor.core.task import HIGHER_IS_BETTER
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.studies.compare import TABLE, Row
 
@@ -93,8 +92,7 @@ def check_columns(columns: Sequence[str]) -> None:
 def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float]) -> str:
     """Chosen columns for one column of a paper (booktabs), the best figures in bold; `ps` are p-values by row."""
     wanted, titles = [name for name in columns if name != "algorithm" and (name != "p" or ps)], header(rows)
-    higher = HIGHER_IS_BETTER.get(rows[0].metric, True)
-    best = {name: (max if higher else min)(of(row) for row in rows) for name, of in FIGURES.items()}
+    best = {name: (max if rows[0].higher_is_better else min)(of(row) for row in rows) for name, of in FIGURES.items()}
 
     def cell(row: Row, name: str) -> str:
         if name == "p":

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedtailor import engines
+from fedtailor.core.aggregation import InTheOpen, ServerSteps
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.environment import Environment
-from fedtailor.core.experiment import Experiment, ServerSteps
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reply_validation import Limits
-from fedtailor.core.samples import FederatedData, Rows, TaskKind
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
@@ -41,7 +43,7 @@ FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
 
 def make_data(
-    task: TaskKind = "classification",
+    task: TargetKind = "classification",
     names: Sequence[str] | None = None,
     sizes: Mapping[str, tuple[int, int, int]] = SIZES,
     shape: tuple[int, ...] = (4,),
@@ -92,13 +94,18 @@ class SmallConv(nn.Module):
 
 def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
     """Whether an algorithm can serve the model and task of a case."""
-    data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
+    task = case.get("task", "classification")
     try:
-        algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
+        algorithm.check(_untrained(case.get("model", "mlp"), task, case.get("shape", (4,))), task)
         algorithm.check_solver(case.get("solver", SOLVER))
     except ConfigError:
         return False
     return True
+
+
+@cache
+def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
+    return make_model(model, make_data(task, shape=shape))
 
 
 def usual(algorithm: Algorithm) -> dict[str, Any]:
@@ -128,7 +135,9 @@ def federate(
     server_steps: ServerSteps | None = None,
 ) -> Federation:
     """A federation whose clients have their first state."""
-    setting = Experiment(algorithm, model, data, solver, 3, environment or Environment(), server_steps=server_steps)
+    setting = Experiment(
+        algorithm, model, data, solver, 3, environment or Environment(), aggregation=InTheOpen(server_steps)
+    )
     setting = with_optimizer_state(setting)
     made = engines.make(experiment=setting, **(POOL if engine == "pool" else ENGINES[engine]))
     made.start()

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedtailor.core.context import ClientContext
 from fedtailor.core.experiment import OwnSteps
 from fedtailor.core.random import brief_stream
-from fedtailor.core.samples import Rows
+from fedtailor.core.rows import Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
@@ -27,6 +26,7 @@ class Work:
     epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
     accumulate: int = 1  # batches whose gradients make one step
     keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
+    optimizer_state: Tree = field(default=None, compare=False)  # what it remembers before the first
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Solver:
         return self.work.epoch
 
     @property
+    def optimizer_state(self) -> Tree:
+        """What a client's optimizers remember before the first round; None: they begin anew in every one."""
+        return self.work.optimizer_state
+
+    @property
     def step_size(self) -> int:
         """Samples of a step; 0 is the whole data."""
         return self.batch_size * self.work.accumulate
-
-    @property
-    def is_general(self) -> bool:
-        """Whether it asks for what only the general path of training knows."""
-        return self.kernels == "off" or self.work.accumulate > 1
 
     @property
     def keeps_state(self) -> bool:
@@ -86,10 +86,11 @@ class Solver:
 
         def drawn(is_stacked: bool) -> list[Batch]:
             batches = self._batches(me, rows, epochs, nth, is_stacked)
-            if own.loss is None or "index" not in wants(own.loss):
+            if not batches or own.loss is None or "index" not in wants(own.loss):
                 return batches
-            first = torch.tensor(rows.bounds(me.members)[0])[:, None]  # an own loss counts a client's rows from 0
-            return [replace(b, index=b.rows - (first if is_stacked else first[0])) for b in batches]
+            # an own loss counts a client's rows from 0
+            firsts = batches[0].rows.new_tensor(rows.bounds(me.members)[0])
+            return [replace(b, index=b.rows - (firsts[:, None] if is_stacked else firsts[0])) for b in batches]
 
         key = (*me.key, experiment.data.clients[me.members[0]], "training", nth)
         training = Training(experiment.model, experiment.loss, self, rows, drawn, key, *own)
@@ -106,7 +107,7 @@ class Solver:
         ]
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
-            numbers = torch.tensor(counts, dtype=me.n.dtype)
+            numbers = me.model.like.new_tensor(counts, dtype=me.n.dtype)
             return (numbers if is_stacked else numbers[0],)
 
         return me.constants(make)[0]

@@ -20,11 +20,12 @@ from torch import Tensor
 from fedtailor.core.experiment import AfterStep, OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
-from fedtailor.core.samples import Rows
-from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.core.rows import Rows, take
+from fedtailor.core.task import Loss
+from fedtailor.core.trees import Params, Tree, leaves, moved, rebuild
 from fedtailor.training import optimizers
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, parts_of, take
+from fedtailor.training.batches import Batch, PerSample, on_device, parts_of, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Training:
     """
 
     model: Model
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     solver: Solver
     data: Rows
     draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
@@ -62,7 +63,7 @@ class Training:
         """All steps; returns the leaves of (params, buffers, memory)."""
         t = rebuild(self.structure, iter(tensors))
         # clients in a stack cannot draw; alone, each training has its stream, again when it is recomputed
-        with nullcontext() if self.is_stacked else seeded(*self.key):
+        with nullcontext() if self.is_stacked else seeded(*self.key, device=self.model.device):
             if not differentiable and (fast := selection.fast_path(self, t)) is not None:
                 return _contiguous(leaves(fast(self, t)))
             if not selection.uses_channels_last(self, differentiable):
@@ -77,9 +78,10 @@ class Training:
         kept = t["memory"]
         memory: dict[str, list[Tensor]] = {k: [] if kept is None else list(kept["memory"][k]) for k in params}
         count = None if kept is None else kept["count"]
-        batches = self.draw(self.is_stacked)
-        starts, direction = self._starts(batches), optimizers.find(self.solver.optimizer)
-        factors = self._factors(batches, t["lr"])
+        drawn = self.draw(self.is_stacked)
+        factors, direction = self._factors(drawn, t["lr"]), optimizers.find(self.solver.optimizer)
+        drawn, starts = self._starts(drawn)
+        batches = on_device(drawn, self.model.device)
         with torch.set_grad_enabled(differentiable):
             for number, batch in enumerate(batches, start=1):
                 before = buffers
@@ -136,20 +138,20 @@ class Training:
             total = {k: _wide(share, g) * g + (total[k] if total else 0) for k, g in of_part(part).items()}
         return total
 
-    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
-        x, y = take(self.data.x, batch.rows), take(self.data.y, batch.rows)
+        x, y = moved((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
-    def _starts(self, batches: Sequence[Batch]) -> dict[str, PerSample]:
+    def _starts(self, batches: Sequence[Batch]) -> tuple[Sequence[Batch], dict[str, PerSample]]:
         """Where the solves of an equilibrium ended, by sample: when it comes again, they begin there."""
         # another input, as of an augmented image, has another fixed point
         if not self.model.warm_starts or self.own_loss is not None or self.solver.augment or not batches:
-            return {}
-        rows = torch.cat([b.rows.flatten() for b in batches])
-        if len(rows.unique()) == len(rows):  # none comes again
-            return {}
-        return {k: PerSample(rows, shape, self.model.dtype) for k, shape in self.model.warm_starts.items()}
+            return batches, {}
+        placed, places = with_places(batches)
+        if places > sum(b.rows.numel() for b in batches):  # none comes again
+            return batches, {}
+        return placed, {k: PerSample(places, shape, self.model.like) for k, shape in self.model.warm_starts.items()}
 
     def _gradient(
         self,
@@ -165,7 +167,7 @@ class Training:
             buffers: Params,
             frozen: Params,
             start: Params,
-            x: Tensor,
+            x: Tree,
             y: Tensor,
             weight: Tensor | None,
             index: Tensor | None,
@@ -213,10 +215,10 @@ class Training:
         if schedule.is_constant or schedule.over == "rounds":
             return []
         if not self.is_stacked:
-            return [like.new_tensor(schedule.in_step(i, len(batches))) for i in range(len(batches))]
-        taken = torch.stack([like.new_ones(len(b.rows)) if b.active is None else b.active.to(like) for b in batches])
-        totals = [int(n) for n in taken.sum(0).tolist()]
-        return [like.new_tensor([schedule.in_step(i, n) for n in totals]) for i in range(len(batches))]
+            return list(like.new_tensor([schedule.in_step(i, len(batches)) for i in range(len(batches))]).unbind())
+        taken = torch.stack([b.rows.new_ones(len(b.rows)) if b.active is None else b.active.long() for b in batches])
+        totals = taken.sum(0).tolist()
+        return list(like.new_tensor([[schedule.in_step(i, n) for n in totals] for i in range(len(batches))]).unbind())
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core import codec
@@ -115,7 +116,7 @@ class Flare(Remote):
 
     def get_states(self) -> Tree:
         """For each client the round whose state it kept last."""
-        return {"kept": torch.tensor(self._kept)}
+        return {"kept": torch.tensor(self._kept, device="cpu")}
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then."""
@@ -212,11 +213,16 @@ def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, conf
     return roster | {"clients": clients, "samples": samples, "schema": schema}
 
 
+def _two(form: list[Any]) -> Tensor:
+    shape, dtype = form
+    return torch.zeros(2, *shape, dtype=getattr(torch, dtype), device="cpu")
+
+
 def without_rows(roster: Header) -> FederatedData:
     """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
     schema, sizes = roster["schema"], roster["samples"]
-    x = torch.zeros((2, *schema["shape"]), dtype=torch.int64 if schema["whole_numbers"] else torch.float32)
-    y = torch.zeros(2, dtype=torch.int64) if schema["task"] == "classification" else torch.zeros(2, schema["outputs"])
+    parts = {name: _two(form) for name, form in schema["x"].items()}
+    x, y = parts.get("", parts), _two(schema["y"])
     return FederatedData(
         name="sites",
         task=schema["task"],
