@@ -152,3 +152,13 @@ def test_wandb_that_is_not_there_is_said_before_anything_is_written(
     with pytest.raises(ConfigError, match=r"tracking\.wandb: wandb is not installed"):
         runner.start(config('tracking.wandb="digits"'), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "pool"])
+def test_kept_optimizers_and_server_steps_go_on_after_an_interruption(engine: str, tmp_path: Path) -> None:
+    own = ('local.optimizer="adam"', "local.lr=0.01", "local.keep_state=true", "local.accumulate=2")
+    made = config(*own, 'server.optimizer="yogi"', "server.lr=0.05", f"federation.engine={engine}", "rounds=4")
+    straight = runner.start(made, tmp_path / "straight")
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(made, tmp_path / "run", None, stop_after(2))
+    assert records(runner.resume(tmp_path / "run")) == records(straight)
