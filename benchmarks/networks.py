@@ -24,6 +24,7 @@ import json
 import os
 import random
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=500, help="of the part many")
     parser.add_argument("--sites", type=int, default=10, help="of the part many")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # namespaces are removed in any case
     kept = given.out / "networks.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     config: RunConfig = parse(TASK)

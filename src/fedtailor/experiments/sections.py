@@ -131,6 +131,7 @@ class FederationSection(Section):
     max_norm: float = Field(default=1e8, gt=0, description="Replies with a larger norm are rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
     deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
+    goal: int = Field(default=0, ge=0, description="Replies that close a round of a real federation; 0: all.")
     silence: float = Field(
         default=10.0, gt=0, description="Seconds without a heartbeat after which a site counts as away."
     )

@@ -18,6 +18,8 @@ import torch
 
 from fedtailor import algorithms
 from fedtailor.core import codec
+from fedtailor.core.client import Call
+from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Tree
@@ -56,11 +58,18 @@ class Flare(Remote):
         self._kept = [self.first for _ in self.everybody]
         self._needed: list[set[int]] = [set() for _ in self.everybody]
         self._round = self.first
+        self._goal = 0  # replies that close a call
+
+    def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
+        """As ever; but a round may close before the slowest have answered."""
+        self._goal = self.config.federation.goal
+        yield from super().call(call, clients)
+        self._goal = 0
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """All sites at the same time."""
         asked = {self._name(client): (client, request) for client, request in requests}
-        replies = self.lines.ask((name, request) for name, (_, request) in asked.items())
+        replies = self.lines.ask(((name, request) for name, (_, request) in asked.items()), self._goal)
         for name, (client, _) in asked.items():
             yield client, replies[name]
 
@@ -120,6 +129,17 @@ class Flare(Remote):
             for client, answer, _ in answers:
                 self._kept[client] = answer["kept"]
         return lost
+
+    def evaluate(
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
+    ) -> Iterator[Evaluated]:
+        """As ever; where models are kept, the late ones are waited for."""
+        if keep and self.config.federation.goal:
+            away = set(self.lines.away)
+            self.lines.settle()
+            back = away - set(self.lines.away)
+            self.undo([c for c in self.everybody if self._name(c) in back])  # what they computed late does not count
+        return super().evaluate(clients, round, server, splits, keep)
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Sites go back to what they kept last; who cannot be reached does so when its next round begins."""
@@ -187,6 +207,8 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
         raise ConfigError("evaluation.unseen: not in a federation of sites; onboard a newcomer instead")
+    if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
+        raise ConfigError("federation.goal: not with secure sums, and not below federation.min_replies")
     path = root / name
     lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
     old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
