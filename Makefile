@@ -30,7 +30,7 @@ demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (und
 	$(BIN)/fedtailor compare configs/demo.toml
 
 test: $(ALL_READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers and the structure of src
 	$(BIN)/ruff check .

@@ -220,7 +220,9 @@ def page(cells: dict[str, dict[str, float]], seeds: list[int]) -> str:
     """Both tables."""
 
     def row(names: Sequence[str], views: Sequence[str]) -> str:
-        runs = [cells["/".join([*names, str(s)])] for s in seeds]
+        runs = [cells[key] for s in seeds if (key := "/".join([*names, str(s)])) in cells]
+        if len(runs) < len(seeds):
+            return f"| {' | '.join([*names[1:], *('' for _ in views)])} |"
         told = [spread([run[v] for run in runs]) if all(v in run for run in runs) else "refused" for v in views]
         return f"| {' | '.join([*names[1:], *told])} |"
 

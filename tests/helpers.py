@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,7 @@ from fedtailor.training.solver import Solver
 EVERYWHERE = ("pool", *ENGINES)
 
 
+@cache
 def variants() -> dict[str, Algorithm]:
     """Every registered algorithm with its defaults and with each of its presets."""
     found: dict[str, Algorithm] = {}
@@ -46,6 +49,13 @@ def variants() -> dict[str, Algorithm]:
         found[name] = algorithms.make(name, {})
         found |= {f"{name}:{preset}": algorithms.make(name, {"preset": preset}) for preset in kind.presets}
     return found
+
+
+def brief(algorithm: Algorithm) -> Algorithm:
+    """The same method with at most two of all that it repeats within a round, where more of the same shows nothing."""
+    repeated = ("epochs", "steps", "local_rounds", "cells", "horizon", "outer_iterations")
+    counts = {f.name: getattr(algorithm, f.name) for f in fields(algorithm) if f.name.endswith(repeated)}
+    return replace(algorithm, **{name: 2 for name, count in counts.items() if isinstance(count, int) and count > 2})
 
 
 def assert_equal(found: Tree, wanted: Tree, tolerance: float = 1e-10) -> None:

@@ -4,7 +4,9 @@
 - no class with more than 10 fields, but for options that people set (algorithms and sections of a configuration)
   and the layers of a network;
 - no six identical lines in two places;
-- algorithms do not reach through `fed.engine`.
+- algorithms do not reach through `fed.engine`;
+- tensors are made on the device of others, `like.new_zeros(...)`, or say which, `torch.zeros(..., device=...)`; but
+  for the loading of data, which begins on the host.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from pathlib import Path
 MOST_LINES, MOST_FIELDS, REPEATED = 350, 10, 6
 EXEMPT = {"Algorithm", "Section", "Open", "SourceConfig", "Module"}  # by their own bases, however far up
 KNOWN = {"FederatedData"}  # has eleven fields
+MAKES = {"zeros", "ones", "full", "empty", "tensor", "as_tensor", "arange", "eye", "linspace", "rand", "randn"}
+ON_HOST = ("data", "testing", "serving")  # packages that load data, or serve it, on the host
 
 
 def main(root: Path) -> int:
@@ -45,6 +49,19 @@ def of_file(path: Path, root: Path, exempt: set[str]) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {node.name} has {len(fields)} fields, more than {MOST_FIELDS}"
         if isinstance(node, ast.Attribute) and node.attr == "engine" and path.is_relative_to(root / "algorithms"):
             yield f"{path}:{node.lineno}: an algorithm reaches for an engine; what it needs is public on `fed`"
+        if is_bare(node) and path.relative_to(root).parts[0] not in ON_HOST:
+            yield f"{path}:{node.lineno}: a tensor is made without a device; take it from an input: v.new_zeros(...)"
+
+
+def is_bare(node: ast.AST) -> bool:
+    """Whether a tensor is made without a word on where: on the CPU, wherever its neighbours are."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in MAKES) == ("torch", True)
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    )
 
 
 def fields_of(node: ast.ClassDef) -> set[str]:

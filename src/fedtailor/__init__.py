@@ -31,10 +31,14 @@ if TYPE_CHECKING:
     from fedtailor.core.samples import Rows as Rows
     from fedtailor.core.trees import Params as Params
     from fedtailor.core.trees import Tree as Tree
+    from fedtailor.data.making import federated as federated
+    from fedtailor.data.stored import MappedArray as MappedArray
 
 _PUBLIC = {  # by module: torch is imported by the first use
     "fedtailor.api": ("fit", "load", "run"),
     "fedtailor.algorithms": ("register",),
+    "fedtailor.data.making": ("federated",),
+    "fedtailor.data.stored": ("MappedArray",),
     "fedtailor.core.algorithm": ("Algorithm", "ReplySpec", "on_client", "MODEL", "BODY", "HEAD", "COUNT", "NUMBER"),
     "fedtailor.core.context": ("ClientContext",),
     "fedtailor.core.federation": ("Federation",),

@@ -247,6 +247,7 @@ def run(
     task: FederatedData | SourceConfig | Mapping[str, Any] | str,
     *,
     engine: str = "auto",
+    device: str | None = None,
     rounds: int | None = None,
     seed: int | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -258,6 +259,7 @@ def run(
 
     task: the name of a data source, its options, the tables of a configuration ({"data": ..., "model": ...}), or a
     federation's data made by you, which is then kept in the run's folder.
+    device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto": an accelerator if torch has one.
     settings: further keys of a configuration, such as {"model.name": "linear"}.
     """
     section = _section(algorithm)
@@ -265,6 +267,7 @@ def run(
     loaded = task if isinstance(task, FederatedData) else None
     tables = _tables(task)
     chosen: dict[str, Any] = {"federation.engine": engine} if engine != "auto" else {}
+    chosen |= {} if device is None else {"federation.device": device}
     chosen |= {} if rounds is None else {"rounds": rounds}
     chosen |= {} if seed is None else {"seed": seed}
     tables = with_values(tables | {"algorithm": section}, chosen | dict(settings or {}))

@@ -5,29 +5,67 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+CODES = {  # stable, for programs and tests; the sentence may change
+    "user": "something else that you can put right",
+    "config": "a key or value of the configuration",
+    "config.key": "a key that does not exist",
+    "config.value": "a value of the wrong type or out of range",
+    "config.name": "no algorithm, model, optimizer or the like of this name",
+    "config.system": "this system lacks what is asked for",
+    "data": "a file, column, client or partition of the data",
+    "run": "a run folder",
+    "run.none": "not the folder of a run",
+    "run.exists": "the folder holds a run already",
+    "run.damaged": "a file is missing, or not as it was written",
+    "run.changed": "data, code or configuration is no longer what the run was started with",
+    "run.version": "another version of fedtailor wrote it",
+    "run.busy": "not now; the same may work later",
+    "equilibrium": "a fixed point cannot be found",
+}
+
 
 class UserError(Exception):
-    """Something the user can put right. The command line prints it as one line and exits with code 2."""
+    """Something the user can put right. The command line prints it as one line and exits with code 2.
+
+    `code` names the kind of mistake; docs/reference/errors.md lists them.
+    """
+
+    code = "user"
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        if code:
+            self.code = code
 
 
 class ConfigError(UserError):
     """A configuration key or value is wrong."""
 
+    code = "config"
+
 
 class DataError(UserError):
     """A data file, column, client or partition is wrong."""
+
+    code = "data"
 
 
 class RunError(UserError):
     """A run folder cannot be read, resumed or written."""
 
+    code = "run"
+
 
 class RetryableError(RunError):
     """A run cannot go on at the moment; the same may work later."""
 
+    code = "run.busy"
+
 
 class EquilibriumError(UserError):
     """A fixed point cannot be found: no iterations to find it with, or its values are not finite."""
+
+    code = "equilibrium"
 
 
 class ClientError(Exception):

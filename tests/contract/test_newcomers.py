@@ -16,6 +16,7 @@ from tests.helpers import (
     EVEN_SIZES,
     FULL_BATCH,
     assert_equal,
+    brief,
     descend,
     federate,
     make_data,
@@ -28,7 +29,7 @@ from tests.helpers import (
     variants,
 )
 
-VARIANTS = variants()
+VARIANTS = {name: brief(algorithm) for name, algorithm in variants().items()}
 NEW = 3
 
 

@@ -19,6 +19,7 @@ from tests.helpers import (
     EVEN_SIZES,
     SOLVER,
     assert_equal,
+    brief,
     everything,
     make_data,
     make_model,
@@ -28,7 +29,7 @@ from tests.helpers import (
     variants,
 )
 
-VARIANTS = variants()
+VARIANTS = {name: brief(algorithm) for name, algorithm in variants().items()}
 CASES: dict[str, dict[str, Any]] = {
     "batchnorm-private": {"model": "normed", "sizes": EVEN_SIZES},
     "batchnorm-mean": {"model": "normed", "sizes": EVEN_SIZES, "buffers": "mean"},

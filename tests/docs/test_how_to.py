@@ -9,6 +9,7 @@ import pytest
 
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
+from fedtailor.core.metric import HIGHER_IS_BETTER
 from fedtailor.experiments.sections import FederationSection, SearchSection
 from fedtailor.experiments.store import RunFolder
 from fedtailor.experiments.tracking import of_results, of_round
@@ -112,7 +113,7 @@ def test_track(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_of_what_trackers_are_told_are_listed() -> None:
     page = (ROOT / "docs/how-to/track.md").read_text(encoding="utf-8")
     line = {"round": 1, "cohort": [0], "val": {"accuracy": [0.5], "loss": [1.0]}, "up": 1, "down": 1, "trips": 1}
-    told = of_round(line | {"seconds": 1.0})
+    told = of_round(line | {"seconds": 1.0}, HIGHER_IS_BETTER)
     ended = of_results(
         {k: {"round": 1, "test": {"accuracy": {"mean": 1, "worst_tenth": 1}}} for k in ("last", "selected")}
     )

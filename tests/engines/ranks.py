@@ -34,7 +34,7 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.run_state import measure
 from tests.contract.test_tape import SOLVERS, Passing, Taped
 from tests.core.test_federation import ANYWHERE, ONE_BY_ONE, Faulty, Loses
-from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, make_data, make_model, usual, variants
+from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, brief, make_data, make_model, usual, variants
 
 ALL = (0, 1, 2, 3)
 COHORTS = (ALL, (2, 0), (1, 3), ALL)  # with two ranks, one of them has nobody
@@ -155,7 +155,7 @@ def all_algorithms(engine: str) -> Iterator[Case]:
     some = {"cfl", "duw-fednova", "fedadp", "fedpac", "fedrep", "fedselect", "learn2pfed", "learn2pfed-net"}
     for name, algorithm in variants().items():
         if engine == "loop" or name in some:
-            yield Case(name, algorithm, COHORTS, usual(algorithm))
+            yield Case(name, brief(algorithm), COHORTS, usual(algorithm))
 
 
 def tapes(engine: str) -> Iterator[Case]:

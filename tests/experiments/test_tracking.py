@@ -142,7 +142,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
 
 def test_reports_and_lists_have_names_and_what_is_no_number_is_left_out(tmp_path: Path) -> None:
     line = {"round": 1, "cohort": [0, 2], "up": 5, "down": 6, "trips": 1, "seconds": 0.5}
-    values = tracking.of_round(line | {"report": {"gap": 2.0, "weights": [0.25, 0.75]}, "faults": [{}]})
+    values = tracking.of_round(line | {"report": {"gap": 2.0, "weights": [0.25, 0.75]}, "faults": [{}]}, {})
     assert values["report/gap"] == 2
     assert (values["report/weights/0"], values["report/weights/1"]) == (0.25, 0.75)
     assert (values["clients/asked"], values["clients/rejected"]) == (2, 1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedtailor.core.trees import Params, Ragged
+from fedtailor.core.trees import Params, Ragged, flat, unflat
 from fedtailor.errors import ConfigError, RoundAbandoned
 from fedtailor.numerics import masks
 from tests.helpers import F64
@@ -17,15 +17,15 @@ ALL = set(PARAMS)
 
 
 def test_flat_and_back() -> None:
-    assert masks.flat(PARAMS).tolist() == [9, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3]  # a.scale, a.weight, b
-    back = masks.unflat(masks.flat(PARAMS), PARAMS)
+    assert flat(PARAMS).tolist() == [9, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3]  # a.scale, a.weight, b
+    back = unflat(flat(PARAMS), PARAMS)
     assert all(torch.equal(back[k], v) for k, v in PARAMS.items())
 
 
 def test_parts() -> None:
     found = masks.under(PARAMS, ["a"])
     assert {k: bool(v.all()) for k, v in found.items()} == {"b": False, "a.weight": True, "a.scale": True}
-    assert not masks.flat(masks.under(PARAMS, [])).any()
+    assert not flat(masks.under(PARAMS, [])).any()
     with pytest.raises(ConfigError, match=r'algorithm\.layers: the model has no part "a\.wheight"; did you mean "a\.w'):
         masks.under(PARAMS, ["b", "a.wheight"])
 
@@ -142,11 +142,11 @@ def test_a_mask_is_told_only_when_it_changed() -> None:
     assert masks.told(NOTHING, NOTHING)[1].item() == 0
     bits, length = masks.told(wider, NOTHING)
     assert length.item() == 2
-    old = masks.to_bits(masks.flat(NOTHING))
+    old = masks.to_bits(flat(NOTHING))
     stack = Ragged((torch.stack([bits, torch.zeros_like(bits)]), torch.tensor([2, 0])))
     new = masks.from_bits(masks.heard(stack, torch.stack([old, bits])), 11)
-    assert torch.equal(new[0], masks.flat(wider))
-    assert torch.equal(new[1], masks.flat(wider))
+    assert torch.equal(new[0], flat(wider))
+    assert torch.equal(new[1], flat(wider))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

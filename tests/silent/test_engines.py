@@ -21,7 +21,7 @@ from fedtailor.core.trees import items
 from fedtailor.models.networks import CNN, MLP, Linear
 from fedtailor.training.kernels.structure import dense_layers, head_layer
 from fedtailor.training.solver import Solver
-from tests.helpers import F64, assert_equal, everything, federate, make_data, run, usual, variants
+from tests.helpers import F64, assert_equal, brief, everything, federate, make_data, run, usual, variants
 
 
 class Tanh(MLP):
@@ -104,7 +104,7 @@ class BatchMean(nn.Module):
 
 
 MODELS = {"log": Logs, "batch mean": BatchMean}
-NAMES = [n for n in variants() if usual(variants()[n]) == {}]  # those for classification
+NAMES = [name for name, algorithm in variants().items() if usual(algorithm) == {}]  # those for classification
 
 
 @pytest.mark.parametrize("engine", ["vmap", "vmap2", "wire", "pool"])
@@ -114,7 +114,7 @@ def test_models_that_padding_would_disturb(algorithm: str, model: str, engine: s
     data = make_data()
 
     def ran(engine: str) -> dict[str, Any]:
-        fed = federate(variants()[algorithm], data, made(MODELS[model]), engine)
+        fed = federate(brief(variants()[algorithm]), data, made(MODELS[model]), engine)
         return everything(fed, run(fed, 2))
 
     assert_equal(ran(engine), reference(algorithm, model, ran))
@@ -131,7 +131,7 @@ def reference(algorithm: str, model: str, ran: Callable[[str], dict[str, Any]]) 
     return _references[key]
 
 
-def images(sizes: tuple[int, ...] = (24, 24, 12)) -> FederatedData:
+def images(sizes: tuple[int, ...] = (16, 16, 8)) -> FederatedData:
     rows = {}
     for split in ("train", "val", "test"):
         rng = stream("images", split)
@@ -156,7 +156,7 @@ def fingerprint(algorithm: str, engine: engines.EngineName, *, workers: int = 0,
     data = make_data("regression").to(torch.float32) if is_linear else images()
     with torch_stream("initial values"):
         model = Model((Linear if is_linear else CNN)(data.shape, 3), head=["out"])
-    experiment = Experiment(variants()[algorithm], model, data, Solver(lr=0.05, batch_size=8), 3)
+    experiment = Experiment(brief(variants()[algorithm]), model, data, Solver(lr=0.05, batch_size=8), 3)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -206,7 +206,7 @@ def test_convolutions_called_with_keywords_are_counted() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.out(F.conv2d(input=x, weight=self.weight).flatten(1))
 
-    data = images()
+    data = images((24, 24, 12))
     experiment = Experiment(algorithms.make("fedavg", {}), Model(Keywords(), head=["out"]), data, Solver(), 0)
     assert engines.operations(experiment) == 3 * 60 * 2 * (2 * 26 * 26 * 9 + 3 * 2 * 26 * 26)
 

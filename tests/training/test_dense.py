@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.model import Model
-from fedtailor.core.task import LOSSES
+from fedtailor.core.task import default_task
 from fedtailor.core.trees import Params, Tree, leaves
 from fedtailor.models import build
 from fedtailor.training.batches import stacked
@@ -58,7 +58,9 @@ def trained(
     starts, sizes = data.train.bounds([0, 1, 3])  # 9, 1 and 13 samples: padded batches, and clients that stop early
     orders = [[torch.randperm(n, generator=torch.Generator().manual_seed(n)).numpy()] * 2 for n in sizes]
     batches = stacked(starts, orders, 4, F64)
-    training = Training(model, LOSSES[task], solver, data.train, lambda _: batches, ("key",), None, tensors, True)
+    training = Training(
+        model, default_task(task).loss, solver, data.train, lambda _: batches, ("key",), None, tensors, True
+    )
     before = {k: v.clone() for k, v in values.items()}
     out = training.run(leaves(tensors), differentiable=False)
     assert_equal(values, before, 0)  # what came in stays as it was

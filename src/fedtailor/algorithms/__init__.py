@@ -44,18 +44,21 @@ def make(name: str, options: dict[str, Any]) -> Algorithm:
     options = dict(options)
     if (preset := options.pop("preset", None)) is not None:
         if preset not in kind.presets:
-            raise ConfigError(f'algorithm.preset: no preset "{preset}"; {nearest(str(preset), kind.presets)}')
+            hint = nearest(str(preset), kind.presets)
+            raise ConfigError(f'algorithm.preset: no preset "{preset}"; {hint}', code="config.name")
         options = kind.presets[preset] | options
     fields = {f.name: f for f in dataclasses.fields(kind)}
     checked = {}
     for key, value in options.items():
         if key not in fields:
             hint = nearest(key, {"name", *fields})
-            raise ConfigError(f'algorithm.{key}: {kind.title or kind.__name__} has no option "{key}"; {hint}')
+            title = kind.title or kind.__name__
+            raise ConfigError(f'algorithm.{key}: {title} has no option "{key}"; {hint}', code="config.key")
         try:
             checked[key] = TypeAdapter(get_type_hints(kind)[key]).validate_python(value)
         except ValidationError as error:
-            raise ConfigError(f"algorithm.{key}: {value!r}: {error.errors()[0]['msg']}") from None
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(f"algorithm.{key}: {value!r}: {reason}", code="config.value") from None
     return kind(**checked)
 
 
@@ -68,7 +71,7 @@ def find(name: str) -> type[Algorithm]:
         return kind
     known = algorithms()
     if name.lower() not in known:
-        raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}')
+        raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}', code="config.name")
     return known[name.lower()]
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import beside, taken, task_loss
+from fedtailor.algorithms._shared.own_loss import beside, taken, task_losses
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -67,7 +67,7 @@ class APFL(Algorithm):
             w = {k: t[k] for k in (*me.model.params, *me.model.private_buffers)}
             v_bar = blend(taken(V, t), {k: u.detach() for k, u in w.items()}, t[ALPHA])
             w, v_bar = own_statistics(me.model, w, v_bar)
-            return task_loss(me.model(w, x, training=True), y) + task_loss(me.model(v_bar, x, training=True), y)
+            return task_losses(me, w, x, y, training=True) + task_losses(me, v_bar, x, y, training=True)
 
         made = me.sgd(w | beside(V, v), epochs=self.epochs, frozen={ALPHA: alpha}, loss=both)
         return {"v": taken(V, made), "alpha": alpha}, ({k: made[k] for k in w}, me.n)

@@ -17,10 +17,10 @@ from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_clie
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree, flat, tree_map
 from fedtailor.errors import ConfigError
 
-CLUSTER = ReplySpec("cluster", lambda algorithm, model: torch.zeros((), dtype=torch.int64))
+CLUSTER = ReplySpec("cluster", lambda algorithm, model: model.like.new_zeros((), dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class CFL(Algorithm):
         nodes = 2 * self.max_clusters - 1
         return {
             "w": {k: v.expand(nodes, *v.shape).clone() for k, v in model.params.items()},
-            "direction": torch.zeros(nodes, sum(v.numel() for v in model.trainable.values()), dtype=model.dtype),
-            "longest": torch.zeros((), dtype=model.dtype),
-            "child": torch.zeros(nodes, dtype=torch.int64),  # the first of two neighbours; 0 at a leaf
+            "direction": model.like.new_zeros(nodes, sum(v.numel() for v in model.trainable.values())),
+            "longest": model.like.new_zeros(()),
+            "child": model.like.new_zeros(nodes, dtype=torch.int64),  # the first of two neighbours; 0 at a leaf
         }
 
     def client_init(self, me: ClientContext) -> Tree:
@@ -71,7 +71,7 @@ class CFL(Algorithm):
         for _ in range(levels(server["child"].tolist())):  # the tree is the same for all who join
             w, child = at_node(node, server["w"]), at_node(node, server["child"])
             trained = me.sgd(w, epochs=self.epochs)
-            update = torch.cat([(trained[k] - w[k]).flatten() for k in me.model.trainable])
+            update = flat({k: trained[k] - w[k] for k in me.model.trainable})
             node = torch.where(child > 0, child + nearer_half(update, server["direction"], child), node)
         return {"node": node}
 
@@ -92,7 +92,7 @@ class CFL(Algorithm):
         w, n = fed.map(self.local, fed.scatter({k: v[at] for k, v in server["w"].items()}))
         at = fed.gather(told, "cluster of each client", w.clients)
         w, n = fed.gather(w, "model of each client"), fed.gather(n, "sample counts")
-        update = torch.cat([(w[k] - server["w"][k][at]).flatten(1) for k in fed.model.trainable], 1)
+        update = flat({k: w[k] - server["w"][k][at] for k in fed.model.trainable}, stacked=True)
         server, to = tree_map(torch.clone, server), at.clone()
         for node in at.unique().tolist():
             here = (at == node).nonzero()[:, 0]
@@ -144,4 +144,5 @@ def bipartition(update: Tensor) -> Tensor:
     from sklearn.cluster import AgglomerativeClustering
 
     linkage = AgglomerativeClustering(n_clusters=2, metric="precomputed", linkage="complete")
-    return torch.as_tensor(linkage.fit_predict(1 - (normalize(update) @ normalize(update).T).numpy()))
+    apart = 1 - (normalize(update) @ normalize(update).T).cpu().numpy()
+    return torch.from_numpy(linkage.fit_predict(apart)).to(update.device)

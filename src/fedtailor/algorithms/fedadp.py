@@ -16,7 +16,7 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, flat
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class FedAdp(Algorithm):
     local: ClassVar[Any] = FedAvg.local
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        none = torch.zeros(fed.clients, dtype=torch.float64)
+        none = fed.model.like.new_zeros(fed.clients, dtype=torch.float64)
         w, angles, rounds = server["w"], server.get("angles", none), server.get("rounds", none)
         models, n = fed.map(self.local, w)
         each, counts = fed.gather(models, "models"), fed.gather(n, "sample counts")
-        moves = torch.cat([(each[k] - w[k]).double().flatten(1) for k in fed.model.trainable], dim=1)
+        moves = flat({k: (each[k] - w[k]).double() for k in fed.model.trainable}, stacked=True)
         mean = (counts / counts.sum()).double() @ moves
         cosine = (moves @ mean) / (moves.norm(dim=1) * mean.norm()).clamp(min=1e-30)
-        at = torch.tensor(models.clients)
-        rounds = rounds.index_add(0, at, torch.ones(len(at), dtype=rounds.dtype))
+        at = fed.places(models.clients)
+        rounds = rounds.index_add(0, at, torch.ones_like(at, dtype=rounds.dtype))
         angle = angles[at] + (cosine.clamp(-1, 1).arccos() - angles[at]) / rounds[at]
         score = self.alpha * (1 - (-(-self.alpha * (angle - 1)).exp()).exp())
         weight = fed.scatter(counts * (score - score.max()).exp().to(counts.dtype))

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import task_loss
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -53,7 +52,7 @@ class FedALA(Algorithm):
             raise ConfigError("algorithm: FedALA needs layers >= 0, first_steps >= 1 and share above 0 up to 1")
 
     def server_init(self, model: Model) -> Tree:
-        return {"common": model.params, "rounds": torch.zeros((), dtype=torch.int64)}
+        return {"common": model.params, "rounds": model.like.new_zeros((), dtype=torch.int64)}
 
     def client_init(self, me: ClientContext) -> Tree:
         theta = last_layers(me.model, self.layers)
@@ -78,13 +77,13 @@ class FedALA(Algorithm):
     def blended(self, me: ClientContext, common: Params, steps: int) -> tuple[Params, Params]:
         """The blend, and the weights after these steps, or as many as it takes until they settle."""
         theta, W, (x, y, mask) = me.state["theta"], me.state["W"], me.train
-        chosen = drawn(me.uniform(len(x)), mask, self.share)
+        chosen = drawn(me.uniform(len(y)), mask, self.share)
 
         def hat(W: Params) -> Params:
             return common | {k: u + (common[k] - u) * W[k] for k, u in theta.items()}
 
         def loss(W: Params) -> Tensor:
-            return (task_loss(me.model(me.buffers | hat(W), x), y) * chosen).sum() / chosen.sum()
+            return (me.experiment.loss(me.model(me.buffers | hat(W), x), y) * chosen).sum() / chosen.sum()
 
         losses: list[Tensor] = []
         is_settled = torch.zeros_like(me.n, dtype=torch.bool)

@@ -18,7 +18,7 @@ from fedtailor.core.algorithm import MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, flat
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FedAMP(Algorithm):
         here = [fed.names[c] for c in fed.cohort]
         known = dict.fromkeys(here, fed.model.params) | server["w"]
         w = stacked(known.values())
-        xi = self.weights(torch.cat([w[k].flatten(1) for k in fed.model.trainable], 1))
+        xi = self.weights(flat({k: w[k] for k in fed.model.trainable}, stacked=True))
         rows = [list(known).index(name) for name in here]
         fed.report(own_weight=xi.diagonal()[rows].mean())
         u = fed.scatter({k: torch.tensordot(xi[rows].to(v.dtype), v, dims=1) for k, v in w.items()})  # (5)
@@ -75,7 +75,7 @@ class FedAMP(Algorithm):
 
     def weights(self, w: Tensor) -> Tensor:
         """Row i: xi_i1, xi_i2, ... of all models, which add up to 1."""
-        is_self = torch.eye(len(w), dtype=torch.bool)
+        is_self = torch.eye(len(w), dtype=torch.bool, device=w.device)
         if self.attention == "cosine":
             others = (self.sigma * normalize(w) @ normalize(w).T).masked_fill(is_self, -torch.inf).softmax(1)
             others = (1 - self.self_weight) * others.nan_to_num(0)  # nan where there is nobody else

@@ -18,7 +18,7 @@ from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
 from fedtailor.core.task import classification_loss
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
 
 MEANS = "fedas.class means"
@@ -91,7 +91,7 @@ def fisher_trace(me: ClientContext, params: Params) -> Tensor:
 
     def square(x: Tensor, y: Tensor) -> Tensor:
         def loss(part: Params) -> Tensor:
-            return classification_loss(me.model(rest | part, x[None]), y[None]).sum()
+            return classification_loss(me.model(rest | part, tree_map(lambda v: v[None], x)), y[None]).sum()
 
         return torch.stack([g.square().sum() for g in torch.func.grad(loss)(trained).values()]).sum()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, normalize
 
 from fedtailor.algorithms._shared.heads import check_dense_head, dense, weight_of_head
-from fedtailor.algorithms._shared.own_loss import beside, some_samples, taken, task_loss
+from fedtailor.algorithms._shared.own_loss import beside, some_samples, taken
 from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
@@ -75,7 +75,7 @@ class FedCP(Algorithm):
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
             output = parted(me.model, t, t[V], x, training=True)
             h, _ = features_and_logits(me.model, t, t[SOME])
-            return task_loss(output, y) + self.lam * discrepancy(h, t[BEFORE], t[COUNTED], WIDTHS)
+            return me.experiment.loss(output, y) + self.lam * discrepancy(h, t[BEFORE], t[COUNTED], WIDTHS)
 
         start = common["body"] | me.state | beside(POLICY, common["policy"])
         made = me.sgd(start, epochs=self.epochs, frozen=frozen, loss=loss)
@@ -97,7 +97,7 @@ class FedCP(Algorithm):
         rest = {k: v for k, v in self.personal(me, common).items() if k not in me.state}
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return task_loss(parted(me.model, t, t[V], x, training=True), y)
+            return me.experiment.loss(parted(me.model, t, t[V], x, training=True), y)
 
         return rest | me.sgd(me.state, epochs=epochs, frozen=rest | {V: direction(me.state)}, loss=loss)
 

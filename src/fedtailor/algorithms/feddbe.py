@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
-from fedtailor.algorithms._shared.own_loss import some_samples, task_loss
+from fedtailor.algorithms._shared.own_loss import some_samples
 from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
@@ -52,7 +52,7 @@ class FedDBE(Algorithm):
 
     def server_init(self, model: Model) -> Tree:
         z_bar = torch.zeros_like(weight_of_head(model)[0])
-        return {"w": model.params, "z_bar": z_bar, "is_known": torch.tensor(False)}
+        return {"w": model.params, "z_bar": z_bar, "is_known": z_bar.new_zeros((), dtype=torch.bool)}
 
     def client_init(self, me: ClientContext) -> Tree:
         return {"z_p": torch.zeros_like(weight_of_head(me.model)[0])}
@@ -71,7 +71,7 @@ class FedDBE(Algorithm):
             output = self.predict(me.model, t, x, training=True)
             z_g, _ = features_and_logits(me.model, t, t[SOME])
             apart = t[COUNTED] @ z_g / t[COUNTED].sum() - t[Z_BAR]
-            return task_loss(output, y) + self.kappa / 2 * apart.square().mean()
+            return me.experiment.loss(output, y) + self.kappa / 2 * apart.square().mean()
 
         frozen = {Z_BAR: z_bar, SOME: some, COUNTED: counted}
         made = me.sgd(w | {Z_P: me.state["z_p"]}, epochs=self.epochs, frozen=frozen, loss=loss)
@@ -80,7 +80,7 @@ class FedDBE(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         if not server["is_known"]:
             w, mean, n = fed.map(self.first, server["w"])
-            return {"w": fed.mean(w, n), "z_bar": fed.mean(mean, n), "is_known": torch.tensor(True)}
+            return {"w": fed.mean(w, n), "z_bar": fed.mean(mean, n), "is_known": torch.ones_like(server["is_known"])}
         return server | {"w": fed.mean(*fed.map(self.local, server["w"], server["z_bar"]))}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
@@ -94,6 +94,6 @@ class FedDBE(Algorithm):
 
     def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return task_loss(self.predict(me.model, t, x, training=True), y)
+            return me.experiment.loss(self.predict(me.model, t, x, training=True), y)
 
         return server["w"] | me.sgd({Z_P: me.state["z_p"]}, epochs=epochs, frozen=server["w"], loss=loss)

@@ -16,9 +16,8 @@ from fedtailor.core.algorithm import BODY, COUNT, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, unflat
 from fedtailor.errors import ConfigError
-from fedtailor.numerics.masks import unflat
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class FedFa(Algorithm):
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         models, accuracy = fed.map(self.local, server["w"])
-        at = torch.tensor(models.clients)
-        took_part = server.get("took_part", torch.zeros(fed.clients, dtype=torch.float64))
-        took_part = took_part.index_add(0, at, torch.ones(len(at), dtype=torch.float64))
+        at = fed.places(models.clients)
+        took_part = server.get("took_part", at.new_zeros(fed.clients, dtype=torch.float64))
+        took_part = took_part.index_add(0, at, torch.ones_like(at, dtype=torch.float64))
         by_accuracy = rarity(fed.gather(accuracy, "training accuracies").double())
         often = took_part[at] / took_part[at].sum()
         by_part = _shares(-(1 - often).clamp(min=1e-6).log2())

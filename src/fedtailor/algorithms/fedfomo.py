@@ -78,12 +78,12 @@ class FedFomo(Algorithm):
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         models, names = server["models"], fed.names
-        p = {names[c]: server["p"].get(names[c], torch.zeros(fed.clients, dtype=fed.model.dtype)) for c in fed.cohort}
+        p = {names[c]: server["p"].get(names[c], fed.model.like.new_zeros(fed.clients)) for c in fed.cohort}
         chosen = {c: self.choose(fed, names[c], sorted(models), p[names[c]]) for c in fed.cohort}
         for m in range(min(map(len, chosen.values()))):
             w = fed.map(self.weigh, fed.scatter(stacked(models[chosen[c][m]] for c in fed.cohort)))
             for c, value in zip(w.clients, fed.gather(w, "weights of models"), strict=True):
-                at = torch.tensor(names.index(chosen[c][m]))
+                at = fed.places([names.index(chosen[c][m])])
                 p[names[c]] = p[names[c]].index_add(0, at, value[None])
         return {"p": server["p"] | p, "models": received(fed, fed.map(self.local))}
 

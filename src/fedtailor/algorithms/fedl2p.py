@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fedtailor.algorithms._shared.layers import input_statistics, layers_of, with_derivable_statistics
 from fedtailor.algorithms._shared.own_loss import task_losses
-from fedtailor.algorithms._shared.unfolding import adam, learnable, like, vector
+from fedtailor.algorithms._shared.unfolding import adam, learnable
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, flat, unflat
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class FedL2P(Algorithm):
     local: ClassVar[Any] = FedAvg.local
 
     def server_init(self, model: Model) -> Tree:
-        return {"w": model.params, "lam": learnable(vector(self.network(model)))}
+        return {"w": model.params, "lam": learnable(flat(self.network(model)))}
 
     def network(self, model: Model) -> Params:
         """Before it has learned: every eta is 1, every beta 1/2."""
         layers = len(set(layers_of(model).values()))
-        draw = torch.from_numpy(stream("FedL2P").normal(size=(self.hidden, 2 * layers))).to(model.dtype)
-        zeros = torch.zeros(2 * layers, self.hidden + 1, dtype=model.dtype)
+        draw = torch.from_numpy(stream("FedL2P").normal(size=(self.hidden, 2 * layers))).to(model.like)
+        zeros = model.like.new_zeros(2 * layers, self.hidden + 1)
         return {"first": draw / layers**0.5, "first_bias": zeros.new_zeros(self.hidden), "out": zeros}
 
     def tuned(self, me: ClientContext, w: Params, lam: Tensor) -> Params:
         w = {k: v.detach() for k, v in w.items()}  # only lam learns from the validation loss
-        net, layers = like(self.network(me.model), lam), layers_of(me.model)
+        net, layers = unflat(lam, self.network(me.model)), layers_of(me.model)
         units = (net["first"] @ input_statistics(me, w) + net["first_bias"]).relu()
         log_eta, raw = (net["out"][:, :-1] @ units + net["out"][:, -1]).chunk(2)
         eta, beta = log_eta.exp(), raw.sigmoid()
@@ -78,7 +78,7 @@ class FedL2P(Algorithm):
         statistics = me.buffers
         own = with_derivable_statistics(me.model, self.tuned(me, w, lam) | me.buffers)
         x, y, mask = me.val
-        losses = task_losses(me.model, own, x, y)
+        losses = task_losses(me, own, x, y)
         me.buffers = statistics  # those of the common model, not of the fine-tuned one
         return me.state, ((losses * mask).sum(), mask.sum())
 

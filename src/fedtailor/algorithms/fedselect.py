@@ -14,13 +14,16 @@ from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Ragged, Tree
+from fedtailor.core.trees import Params, Ragged, Tree, flat, unflat
 from fedtailor.numerics import masks
-from fedtailor.numerics.masks import flat, pack, pack_each, unflat, unpack
+from fedtailor.numerics.masks import pack, pack_each, unpack
 
 ENTRIES = ReplySpec("shared entries", lambda algorithm, model: pack(v := flat(model.trainable), v.bool()))
 MASK = ReplySpec(
-    "mask", lambda algorithm, model: Ragged((masks.to_bits(flat(model.trainable).bool()), torch.tensor(0)))
+    "mask",
+    lambda algorithm, model: Ragged(
+        (masks.to_bits(v := flat(model.trainable).bool()), v.new_zeros((), dtype=torch.int64))
+    ),
 )
 REST = ReplySpec(
     "statistics", lambda algorithm, model: {k: v for k, v in model.params.items() if k not in model.trainable}

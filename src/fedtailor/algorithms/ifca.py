@@ -20,7 +20,7 @@ from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
 
 MEMBERS = ReplySpec(
-    "sample count by cluster", lambda algorithm, model: (torch.zeros((), dtype=model.dtype),) * algorithm.clusters
+    "sample count by cluster", lambda algorithm, model: (model.like.new_zeros(()),) * algorithm.clusters
 )
 
 
@@ -62,7 +62,7 @@ class IFCA(Algorithm):
 
     def round(self, fed: Federation, theta: Params) -> Params:
         trained, members = fed.map(self.local, theta)
-        rows = [row(theta, torch.tensor(j)) for j in range(self.clusters)]
+        rows = [row(theta, j) for j in fed.places(range(self.clusters))]
         for j in range(self.clusters):
             if (count := fed.sum(members[j])) > 0:  # else the model stays as it is
                 rows[j] = fed.mean(trained, members[j])
@@ -83,5 +83,5 @@ def another(model: Model, name: str, j: int) -> Tensor:
     value = model.params[name]
     if j == 0 or name not in model.trainable:
         return value
-    order = torch.from_numpy(stream("IFCA", name, j).permutation(value.numel()))
+    order = torch.from_numpy(stream("IFCA", name, j).permutation(value.numel())).to(value.device)
     return value.flatten()[order].reshape(value.shape)

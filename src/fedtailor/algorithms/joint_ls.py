@@ -59,10 +59,8 @@ class JointLS(Algorithm):
     def own(self, w: Tensor) -> Tensor:
         """1 at personal features, 0 at common ones."""
         if self.personal_features is None:
-            return torch.ones(len(w), dtype=w.dtype)
-        return torch.zeros(len(w), dtype=w.dtype).index_fill(
-            0, torch.tensor(self.personal_features, dtype=torch.int64), 1
-        )
+            return w.new_ones(len(w))
+        return w.new_zeros(len(w)).index_fill(0, w.new_tensor(self.personal_features, dtype=torch.int64), 1)
 
     def fitted(self, d: Params, rest: Tensor) -> Tensor:
         """The personal coefficients that fit `rest` best, with zeros at the common ones."""

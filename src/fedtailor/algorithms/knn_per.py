@@ -13,7 +13,8 @@ from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.context import ClientContext, View
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params
+from fedtailor.core.rows import take
+from fedtailor.core.trees import Params, tree_map
 from fedtailor.errors import ConfigError
 
 FEATURES, LABELS, SHARE = "knn.features", "knn.labels", "knn.share"
@@ -61,12 +62,12 @@ class KNNPer(Algorithm):
             raise ConfigError("algorithm: kNN-Per needs k, capacity and scale above 0, and at least one of lams")
 
     def personal(self, me: ClientContext, w: Params) -> Params:
-        x, y, _ = view = me.train if len(me.train.x) else empty(me.train)
+        x, y, _ = view = me.train if len(me.train.y) else empty(me.train)
         row = torch.arange(self.capacity, device=me.n.device)
-        sample = (row * (me.n / self.capacity).clamp(min=1)).long().clamp(max=len(x) - 1)
+        sample = (row * (me.n / self.capacity).clamp(min=1)).long().clamp(max=len(y) - 1)
         is_kept = row < me.n
-        if len(x) > self.capacity:
-            view = View(x[sample], y[sample], is_kept)
+        if len(y) > self.capacity:
+            view = View(take(x, sample), y[sample], is_kept)
             y, sample = view.y, row
         features = torch.cat([features_and_logits(me.model, me.buffers | w, part.x)[0] for part in view.parts()])
         store = w | {
@@ -99,7 +100,7 @@ class KNNPer(Algorithm):
 
 def empty(view: View) -> View:
     """In place of no samples: one that does not count."""
-    return View(*(v.new_zeros(1, *v.shape[1:]) for v in view))
+    return View(*tree_map(lambda v: v.new_zeros(1, *v.shape[1:]), tuple(view)))
 
 
 def features_and_logits(

@@ -55,7 +55,7 @@ class LpProj(Algorithm):
 
     def server_init(self, model: Model) -> Tensor:
         size = sum(v.numel() for v in model.trainable.values())
-        return torch.zeros(min(self.q, size), dtype=model.dtype)
+        return model.like.new_zeros(min(self.q, size))
 
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
@@ -90,7 +90,7 @@ class LpProj(Algorithm):
         """P, cut into the columns of each parameter: the same wherever the seed is the same."""
         sizes = {k: model.trainable[k].numel() for k in sorted(model.trainable)}
         whole = torch.from_numpy(orthonormal(self.projection_seed, len(self.server_init(model)), sum(sizes.values())))
-        return dict(zip(sizes, whole.to(model.dtype).split(list(sizes.values()), dim=1), strict=True))
+        return dict(zip(sizes, whole.to(model.like).split(list(sizes.values()), dim=1), strict=True))
 
 
 @lru_cache(maxsize=1)  # a large model's takes a while to make, and every call needs it

@@ -70,18 +70,18 @@ class MOCHA(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         none = ridge.as_vector(fed.model, fed.model.params)[..., None].expand(*(-1, -1, fed.clients)).mul(0)
         B, W, is_known = (server.get(k, v) for k, v in (("B", none), ("W", none), ("is_known", none[0, 0])))
-        is_known = is_known.index_fill(0, torch.tensor(fed.cohort), 1)
+        is_known = is_known.index_fill(0, fed.places(fed.cohort), 1)
         Sigma = self.related(W, is_known)
         rho = (Sigma.abs().sum(1) / Sigma.diagonal().clamp(min=1e-30)).max()
         W = B @ Sigma / self.lam
         for _ in range(self.cells):
-            at = torch.tensor(fed.cohort)
+            at = fed.places(fed.cohort)
             kappa = self.lam / (rho * Sigma.diagonal()[at])
             deltas = fed.map(self.solve, fed.scatter(W[..., at].movedim(-1, 0)), fed.scatter(kappa))
             moved = fed.gather(deltas, "dual variables of each client").movedim(0, -1)
-            B = B.index_add(-1, torch.tensor(deltas.clients), moved)
+            B = B.index_add(-1, fed.places(deltas.clients), moved)
             W = B @ Sigma / self.lam
-        fed.map(self.adopt, fed.scatter(W[..., torch.tensor(fed.cohort)].movedim(-1, 0)))
+        fed.map(self.adopt, fed.scatter(W[..., fed.places(fed.cohort)].movedim(-1, 0)))
         return {"B": B, "W": W, "is_known": is_known}
 
     def related(self, W: Tensor, is_known: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class PeFLL(Algorithm):
 
     def server_init(self, model: Model) -> Tree:
         draw = stream("PeFLL", "mix").normal(size=(self.embedding, 2 * len(weight_of_head(model))))
-        mix = SPREAD * torch.from_numpy(draw).to(model.dtype)
+        mix = SPREAD * torch.from_numpy(draw).to(model.like)
         psi = {"net": model.trainable, "mix": mix}
         phi = hypernetwork.start(model, self.embedding, self.hidden, "PeFLL")
         return {"phi": phi, "psi": psi, "statistics": untrained(model)}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import some_samples, task_loss
+from fedtailor.algorithms._shared.own_loss import some_samples
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -65,13 +65,13 @@ class PerFedAvg(Algorithm):
             constant = {k: v.clone() for k, v in rest.items()}  # D' writes statistics, D only reads them
 
             def inner(w: Params) -> Tensor:
-                losses = task_loss(me.model(constant | w, t[X]), t[Y])
+                losses = me.experiment.loss(me.model(constant | w, t[X]), t[Y])
                 return (losses * t[WEIGHT]).sum() / t[WEIGHT].sum()
 
             slope = torch.func.grad(inner)(w)
             slope = slope if self.order == "exact" else {k: g.detach() for k, g in slope.items()}
             own = {k: v - self.alpha * slope[k] for k, v in w.items()}
-            return task_loss(me.model(rest | own, x, training=True), y)
+            return me.experiment.loss(me.model(rest | own, x, training=True), y)
 
         made = me.sgd(w, epochs=self.epochs, frozen={X: x, Y: y, WEIGHT: weight}, loss=loss)
         return {}, (made, me.n)

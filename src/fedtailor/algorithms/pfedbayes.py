@@ -82,7 +82,7 @@ class PFedBayes(Algorithm):
             rho, noise = taken(RHO, t), taken(NOISE, t)
             drawn = t | {k: t[k] + rho[k].exp() * noise[k] for k in noise}
             known = {k: v for k, v in drawn.items() if not k.startswith("pfedbayes.")}
-            return task_losses(me.model, known, x, y, training=True) + divergence(t)
+            return task_losses(me, known, x, y, training=True) + divergence(t)
 
         for _ in range(epochs):
             frozen = fixed | beside(NOISE, noise_like(me, mu)) | {SHARE: share}

@@ -71,7 +71,7 @@ class PFedGate(Algorithm):
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
             gated = t | self.gated(me.model, t, gates(t[A], t[B], t[SOME], t[COUNTED]) / t[COUNTED].sum())
             known = {k: v for k, v in gated.items() if not k.startswith("pfedgate.")}
-            return task_losses(me.model, known, x, y, training=True)
+            return task_losses(me, known, x, y, training=True)
 
         beside = frozen | {SOME: some, COUNTED: counted}
         return me.sgd(theta | {A: me.state["A"], B: me.state["b"]}, epochs=epochs, frozen=beside, loss=loss)

@@ -20,7 +20,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 
-EMBEDDING = ReplySpec("embedding", lambda algorithm, model: torch.zeros(algorithm.embedding, dtype=model.dtype))
+EMBEDDING = ReplySpec("embedding", lambda algorithm, model: model.like.new_zeros(algorithm.embedding))
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,10 @@ class PFedLA(Algorithm):
 
     def hypernetwork(self, fed: Federation, name: str) -> Tree:
         """Of a new client: all others weigh the same."""
-        draw, dtype, width = stream(fed.seed, "pFedLA", name), fed.model.dtype, (self.hidden, self.embedding)
-        common = torch.from_numpy(stream(fed.seed, "pFedLA").normal(size=width)).to(dtype) / self.embedding**0.5
-        v = torch.from_numpy(draw.normal(size=self.embedding)).to(dtype)
-        out = torch.zeros(self.hidden + 1, len(set(layers_of(fed.model).values())), fed.clients, dtype=dtype)
+        draw, like, width = stream(fed.seed, "pFedLA", name), fed.model.like, (self.hidden, self.embedding)
+        common = torch.from_numpy(stream(fed.seed, "pFedLA").normal(size=width)).to(like) / self.embedding**0.5
+        v = torch.from_numpy(draw.normal(size=self.embedding)).to(like)
+        out = like.new_zeros(self.hidden + 1, len(set(layers_of(fed.model).values())), fed.clients)
         return {"hidden": {"v": v, "weight": common, "bias": torch.zeros_like(common[:, 0])}, "alpha": out}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:

@@ -176,9 +176,10 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
         print(f"           {note}")
     print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}".rstrip())
     ranks = f" on {made_by['ranks']} ranks" if made_by.get("ranks", 1) > 1 else ""
-    why = f" ({made_by['engine_why']})" if made_by.get("engine_why", "chosen") != "chosen" else ""
+    why = _reason(made_by.get("engine_why"))
     print(f"model      {config.model.name}, {made_by['parameters']} parameters")
     print(f"engine     {made_by['engine']}{ranks}{why}")
+    print(f"device     {made_by.get('device', 'cpu')}{_reason(made_by.get('device_why'))}")
     if results is None:
         rounds = len(folder.metrics())
         print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {quoted}")
@@ -327,3 +328,8 @@ def download_with_progress(console: Console, name: str, root: Path | None) -> No
         paths = fetch(name, root, progress=listen)
     for path in paths:
         print(path)
+
+
+def _reason(why: str | None) -> str:
+    """In brackets, of what was not chosen by a person."""
+    return "" if why in (None, "chosen") else f" ({why})"

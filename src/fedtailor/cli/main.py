@@ -14,7 +14,7 @@ import typer
 
 from fedtailor.cli import federation, models
 from fedtailor.cli.checking import check
-from fedtailor.cli.options import Config, DataRoot, Out, Run, RunOrRuns, Settings, Trust, console
+from fedtailor.cli.options import Config, DataRoot, Device, Out, Run, RunOrRuns, Settings, Trust, console
 from fedtailor.cli.resume_hints import command, joined, refuse_torchrun, resumable, say, trusted
 from fedtailor.errors import ConfigError, RankLost, UserError
 from fedtailor.version import __version__
@@ -44,7 +44,13 @@ for elsewhere in (models.fit, models.predict, models.export, models.onboard, che
 
 
 @app.command()
-def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out: Out = None) -> None:  # noqa: B006
+def run(
+    config: Config,
+    settings: Settings = [],  # noqa: B006
+    data_root: DataRoot = None,
+    out: Out = None,
+    device: Device = None,
+) -> None:
     """Train one algorithm and keep every client's personal model.
 
     Example: fedtailor run config.toml --set algorithm.name=ditto
@@ -54,7 +60,8 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
     from fedtailor.experiments.progress import shown
     from fedtailor.experiments.store import new_path
 
-    tables = with_settings(read_toml(config), settings)
+    chosen = [] if device is None else [f"federation.device={device}"]
+    tables = with_settings(read_toml(config), [*settings, *chosen])
     if "compare" in tables:
         raise ConfigError(
             f"{config}: describes a comparison; run it with {shlex.join(['fedtailor', 'compare', str(config)])}"
@@ -71,10 +78,10 @@ def run(config: Config, settings: Settings = [], data_root: DataRoot = None, out
 
 
 @app.command()
-def resume(run: Run, data_root: DataRoot = None, trust: Trust = False) -> None:
+def resume(run: Run, data_root: DataRoot = None, trust: Trust = False, device: Device = None) -> None:
     """Go on with a run that was interrupted.
 
-    The result is that of a run never disturbed.
+    The result is that of a run never disturbed. A run begun on one device may go on on another.
     """
     from fedtailor.experiments import runner
     from fedtailor.experiments.progress import shown
@@ -84,7 +91,7 @@ def resume(run: Run, data_root: DataRoot = None, trust: Trust = False) -> None:
     with joined(RunFolder.open(run).config.federation.timeout) as ranks:
         bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
         with resumable(command("resume", run), run, ranks), bar as listener:
-            runner.resume(run, data_root, listener, ranks=ranks)
+            runner.resume(run, data_root, listener, ranks=ranks, device=device)
         if ranks.rank == 0:
             _tell(run)
 

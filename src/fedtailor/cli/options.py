@@ -21,5 +21,9 @@ Settings = Annotated[
 DataRoot = Annotated[
     Path | None, typer.Option("--data-root", help="Folder of data sets; default: FEDTAILOR_DATA or the user cache.")
 ]
+Device = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps or xpu; as federation.device."),
+]
 Trust = Annotated[bool, typer.Option("--trust", help='Run code outside fedtailor that RUN names ("module:Class").')]
 Out = Annotated[Path | None, typer.Option("--out", help="Output folder; default: a new one under runs/.")]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedtailor.core.model import Model
@@ -31,7 +30,7 @@ class ReplySpec:
 
 
 def _scalar(algorithm: Any, model: Model) -> Tensor:
-    return torch.zeros((), dtype=model.dtype)
+    return model.like.new_zeros(())
 
 
 MODEL = ReplySpec("model", lambda algorithm, model: model.params)
@@ -94,6 +93,7 @@ class Algorithm:
     counts_all: ClassVar[bool] = False  # the number of all clients, present or not, is in its equations
     fits: ClassVar[bool] = False  # `join` or `personal` fit a newcomer to its data
     at_once: ClassVar[bool] = False  # has rounds that are computed, or taped, on the stack of all clients
+    needs_tensor: ClassVar[bool] = False  # a sample must be one tensor of numbers: it computes with samples itself
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
 
     @property

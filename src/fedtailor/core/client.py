@@ -140,7 +140,7 @@ def initial(
     each = [dict(experiment.model.private_buffers) for _ in members]
     for member, own in zip(members, each, strict=True):
         if PRIOR in own:
-            own[PRIOR] = label_prior(experiment.data.train.of(member)[1], own[PRIOR])
+            own[PRIOR] = label_prior(experiment.data.train.targets(member), own[PRIOR])
     buffers = {k: torch.stack([own[k] for own in each]) for k in each[0]} if is_stacked else each[0]
     key = (experiment.seed, "init")
     state, buffers = _run(
@@ -218,7 +218,7 @@ def _run(
     is_stacked: bool,
 ) -> tuple[Tree, Params]:
     """Call `client(me, args)` for one client or, with vmap, for a stack; returns its trees and the buffers after it."""
-    sizes = torch.tensor(experiment.data.train.bounds(members)[1], dtype=experiment.model.dtype)
+    sizes = experiment.model.like.new_tensor(experiment.data.train.bounds(members)[1])
     mine = (state, buffers, grad)
     flat_mine, flat_args = leaves(mine), leaves(args)
     shape: Tree = None
@@ -237,13 +237,13 @@ def _run(
     with _unwritten(experiment, {"state": state, "buffers": buffers, "grad": grad, "message": args}):
         if is_stacked:
             dims = [0 if p else None for arg, p in zip(args, placed, strict=True) for _ in items(arg)]
-            with undrawn():
+            with undrawn(experiment.device):
                 out = torch.func.vmap(
                     lambda n, m, a: body(n, m, rebuild(args, iter(a))),
                     in_dims=(0, 0 if flat_mine else None, dims or None),
                 )(sizes, flat_mine, flat_args)
         else:
-            with seeded(*key, experiment.data.clients[members[0]], "generators"):
+            with seeded(*key, experiment.data.clients[members[0]], "generators", device=experiment.device):
                 out = body(sizes[0], flat_mine, args)
     fresh = iter(out[1:])
     outputs, new_buffers = rebuild(shape, (next(fresh) if i is None else flat_mine[i] for i in origin))
@@ -253,7 +253,7 @@ def _run(
 @contextmanager
 def _unwritten(experiment: Experiment, given: Tree) -> Iterator[None]:
     """Refuse functions that write into what they are given: others have the same tensors, and undo relies on them."""
-    data = {s: {"x": getattr(experiment.data, s).x, "y": getattr(experiment.data, s).y} for s in ("train", "val")}
+    data = {s: getattr(experiment.data, s).tensors for s in ("train", "val")}
     before = [(path, v, v._version) for path, v in items(given | data)]
     yield
     for path, v, version in before:

@@ -27,7 +27,7 @@ class BrokenMessage(ValueError):
 def encode(header: dict[str, Any], tree: Tree) -> bytes:
     """A message: length of the header, header, tensors."""
     head = _head(header, tree)
-    tensors = {path: leaf.detach().contiguous().numpy() for path, leaf in items(_cut(tree))}
+    tensors = {path: leaf.detach().contiguous().cpu().numpy() for path, leaf in items(_cut(tree))}
     return _LENGTH.pack(len(head)) + head + safetensors.numpy.save(tensors)
 
 
@@ -106,7 +106,9 @@ def _filled(vector: torch.Tensor, places: int, most: int) -> Ragged:
     """A ragged vector as it was before `_cut`."""
     if vector.dim() != 1 or not len(vector) <= places <= max(most, len(vector)):
         raise ValueError(f"a vector of shape {list(vector.shape)} does not fit {places} places, at most {most}")
-    return Ragged((torch.cat([vector, vector.new_zeros(places - len(vector))]), torch.tensor(len(vector))))
+    return Ragged(
+        (torch.cat([vector, vector.new_zeros(places - len(vector))]), vector.new_tensor(len(vector), dtype=torch.int64))
+    )
 
 
 def _head(header: dict[str, Any], tree: Tree) -> bytes:

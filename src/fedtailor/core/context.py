@@ -11,8 +11,8 @@ from torch import Tensor
 from fedtailor.core.experiment import Experiment, LocalSolver, OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
-from fedtailor.core.samples import Rows
-from fedtailor.core.trees import Params, Tree, number
+from fedtailor.core.rows import Rows, count, take
+from fedtailor.core.trees import Params, Tree, leaves, number, rebuild, tree_map
 
 AT_ONCE = 256  # samples of a pass over a whole split
 
@@ -20,15 +20,14 @@ AT_ONCE = 256  # samples of a pass over a whole split
 class View(NamedTuple):
     """A client's samples. In a stack of clients the shorter ones are padded where `mask` is 0, by samples again."""
 
-    x: Tensor
+    x: Tree  # a tensor, or named tensors
     y: Tensor
     mask: Tensor
 
     def parts(self, samples: int = AT_ONCE) -> list[View]:
         """The samples some at a time; nothing if there are none."""
-        if not len(self.x):
-            return []
-        return [View(*part) for part in zip(*(v.split(samples) for v in self), strict=True)]
+        starts = range(0, len(self.y), samples)
+        return [View(*tree_map(lambda v, a=a: v[a : a + samples], tuple(self))) for a in starts]
 
 
 class ClientContext:
@@ -165,7 +164,7 @@ class ClientContext:
 
         def drawn(client: int) -> Tensor:
             numbers = stream(*self.key, clients[client], "uniform", nth).random(size)
-            return torch.from_numpy(numbers).to(self.n.dtype)
+            return torch.from_numpy(numbers).to(self.model.device, self.n.dtype)
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
             return (torch.stack([drawn(i) for i in self.members]) if is_stacked else drawn(self.members[0]),)
@@ -178,14 +177,17 @@ class ClientContext:
         return values
 
     def _view(self, rows: Rows) -> View:
-        return View(*self.constants(lambda is_stacked: self._samples(rows, is_stacked)))
+        form = (rows.first(0) if rows.in_memory else rows.first(1), rows.y, self.n)
+        values = self.constants(lambda is_stacked: tuple(leaves(self._samples(rows, is_stacked))))
+        return View(*rebuild(form, iter(values)))
 
-    def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tree, Tensor, Tensor]:
         if not is_stacked:
             x, y = rows.of(self.members[0])
-            return x, y, self.n.new_ones(len(x))
+            return x, y, self.n.new_ones(count(x))
         at, mask = rows.padded(self.members)
-        return rows.x[at], rows.y[at], mask.to(self.n.dtype)
+        x, y = take(rows.x, at), take(rows.y, at)
+        return x, y, mask.to(y.device, self.n.dtype)
 
 
 class _AtClients(torch.autograd.Function):

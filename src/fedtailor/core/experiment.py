@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -12,17 +12,19 @@ from torch import Tensor
 
 from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation
 from fedtailor.core.environment import Environment
+from fedtailor.core.metric import Metric, usual_metrics
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
+from fedtailor.core.rows import count
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.task import LOSSES
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.task import Loss, Task, default_task
+from fedtailor.core.trees import Params, Tree, leaves, tree_map
 
 if TYPE_CHECKING:
     from fedtailor.core.algorithm import Algorithm
     from fedtailor.core.context import ClientContext
 
-OwnLoss = Callable[[Params, Tensor, Tensor], Tensor]  # (tensors of the model, x, y) -> one number per sample
+OwnLoss = Callable[[Params, Tree, Tensor], Tensor]  # (tensors of the model, x, y) -> one number per sample
 
 
 class LocalSolver(Protocol):
@@ -74,27 +76,46 @@ class Experiment:
     environment: Environment = field(default_factory=Environment)
     unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
     aggregation: Aggregation = IN_THE_OPEN
+    task: Task = field(default=None)  # type: ignore[assignment]  # that of the data, if it is not given
+    metrics: tuple[Metric, ...] = ()  # the first decides; those of the task, if none are given
+
+    def __post_init__(self) -> None:
+        if self.task is None:
+            object.__setattr__(self, "task", default_task(self.data.task))
+        if not self.metrics:
+            object.__setattr__(self, "metrics", usual_metrics(self.task))
 
     @property
-    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+    def device(self) -> torch.device:
+        """Where clients compute: that of the model."""
+        return self.model.device
+
+    def on(self, device: torch.device) -> Experiment:
+        """The same experiment on another device, its data included."""
+        unseen = None if self.unseen is None else self.unseen.on(device)
+        return replace(self, model=self.model.to(device), data=self.data.on(device), unseen=unseen)
+
+    @property
+    def loss(self) -> Loss:
         """Of every sample."""
-        return LOSSES[self.data.task]
+        return self.task.loss
 
     @cached_property
     def mixing(self) -> Mixing:
         """Found by trial: the first sample, once among others and once among copies of itself."""
-        x = self.data.train.x[:8]
-        return Mixing(self._mixes(x, training=True), self._mixes(x, training=False))
+        x = self.data.train.first(8)
+        return Mixing(self.task.mixes or self._mixes(x, training=True), self._mixes(x, training=False))
 
-    def _mixes(self, x: Tensor, *, training: bool) -> bool:
-        if len(x) < 2:
+    def _mixes(self, x: Tree, *, training: bool) -> bool:
+        if count(x) < 2:
             return self.model.batch_statistics and training
         model = self.model
 
-        def first(batch: Tensor) -> Tensor:
+        def first(batch: Tree) -> list[Tensor]:
             tensors = {k: v.clone() for k, v in (model.params | model.private_buffers).items()}
-            with torch.no_grad(), seeded("mixing"):
-                return model(tensors, batch, training=training)[0]
+            with torch.no_grad(), seeded("mixing", device=model.device):
+                return [v[0] for v in leaves(model(tensors, batch, training=training))]
 
-        among_others, alone = first(x), first(x[:1].expand_as(x))
-        return not torch.allclose(among_others, alone, rtol=1e-4, atol=1e-6, equal_nan=True)
+        among_others, alone = first(x), first(tree_map(lambda v: v[:1].expand_as(v), x))
+        pairs = zip(among_others, alone, strict=True)
+        return not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs)

@@ -99,7 +99,7 @@ class Federation:
         """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
         self.engine.experiment.aggregation.refuse_tape(self)
         self._settled()
-        self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched))
+        self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched), self.model.like)
         return self._tape.watched
 
     def backward(self, loss: Tensor) -> Tree:
@@ -146,7 +146,7 @@ class Federation:
         if experiment.aggregation.calls_only or not is_stacking(engine):
             return None
         held = engine.stacked_states(cohort)
-        if held is None or len(cohort) < self.limits.least or (fused := compute(held, server)) is None:
+        if held is None or len(cohort) < self.limits.least or (fused := _computed(compute, held, server)) is None:
             return None
         new = [*(v for v in changed(fused.state, held) if v is not None), *leaves(fused.server)]
         sums = torch.stack([fused.largest.double(), *(v.sum().double() for v in new)])  # of what is not finite is not
@@ -210,7 +210,12 @@ class Federation:
 
     def samples(self, clients: Sequence[int]) -> Tensor:
         """Training samples of clients, as they told when they came."""
-        return torch.tensor(self.engine.experiment.data.train.bounds(clients)[1], dtype=torch.float64)
+        sizes = self.engine.experiment.data.train.bounds(clients)[1]
+        return self.model.like.new_tensor(sizes, dtype=torch.float64)
+
+    def places(self, clients: Sequence[int]) -> Tensor:
+        """The numbers of clients, for tables of the server that have a place for each."""
+        return self.model.like.new_tensor(clients, dtype=torch.int64)
 
     # how it comes about
 
@@ -265,7 +270,7 @@ class Federation:
     def open_mean(self, x: PerClient, weight: PerClient | None) -> Tree:
         """The mean of replies that may be looked at."""
         totals, weights = self.weighted_sum(x, weight)
-        by = torch.tensor(len(x.clients)) if weights is None else weights
+        by = self.model.like.new_tensor(len(x.clients), dtype=torch.int64) if weights is None else weights
 
         def divided(v: Tensor) -> Tensor:
             is_own = x.stream is not None and v.is_floating_point()  # made here, and nobody else has it
@@ -288,3 +293,11 @@ class Federation:
             new = self.engine.experiment.algorithm.round(self, server)
             self._settled()
             return self.group.broadcast(detach(new))  # machines of different kinds must not drift apart
+
+
+def _computed(compute: Callable[[Tree, Tree], FusedRound | None], held: Tree, server: Tree) -> FusedRound | None:
+    """None also where all clients at once are more than a device holds."""
+    try:
+        return compute(held, server)
+    except torch.OutOfMemoryError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cached_property
 from typing import Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
-from fedtailor.core.trees import Params
+from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError, nearest
 
 BufferPolicy = Literal["private", "mean"]
@@ -26,7 +27,7 @@ def add_label_prior(module: nn.Module, classes: int) -> None:
 
     Balanced softmax (Ren et al., NeurIPS 2020), in federated learning FedRoD (Chen, Chao, ICLR 2022).
     """
-    module.register_buffer(PRIOR, torch.zeros(classes))
+    module.register_buffer(PRIOR, next(module.parameters()).new_zeros(classes))
     module.register_forward_hook(lambda m, inputs, output: output + m.get_buffer(PRIOR))
 
 
@@ -34,6 +35,11 @@ def label_prior(labels: Tensor, like: Tensor) -> Tensor:
     """Log frequencies of a client's training labels, each label counted half a time more."""
     counts = torch.bincount(labels, minlength=len(like)).to(like.dtype) + 0.5
     return (counts / counts.sum()).log()
+
+
+def called(module: nn.Module, x: Tree) -> Tree:
+    """The outputs of a module; named tensors are its keywords."""
+    return module(**x) if isinstance(x, dict) else module(x)
 
 
 class Model:
@@ -113,15 +119,41 @@ class Model:
         return sum(v.nbytes for v in self.params.values())
 
     @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.params.values())).dtype
+    def like(self) -> Tensor:
+        """One of its tensors: what is to have its type and to lie beside it is made of it, as `like.new_zeros(3)`."""
+        return next(iter(self.params.values()))
 
-    def __call__(self, params: Params, x: Tensor, *, training: bool = False) -> Tensor:
-        """Outputs for a batch. Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium
-        where it ends if it was given where to begin (`warm_starts`).
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.like.device
+
+    def to(self, device: torch.device) -> Model:
+        """The same model elsewhere; this one stays."""
+        if device == self.device:
+            return self
+        moved = deepcopy(self)
+        moved.module.to(device)
+        moved.trainable, moved.params = (
+            {k: v.to(device) for k, v in part.items()} for part in (self.trainable, self.params)
+        )
+        moved.fixed = {k: v.detach() for k, v in moved.module.named_parameters() if k in self.fixed}
+        moved.private_buffers = {k: v.to(device) for k, v in self.private_buffers.items()}
+        return moved
+
+    def __call__(self, params: Params, x: Tree, *, training: bool = False) -> Tensor:
+        """Outputs for a batch; named tensors are keywords of the module.
+
+        Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium where it ends if it was
+        given where to begin (`warm_starts`).
         """
         self._prepare(params, training)
-        return torch.func.functional_call(self.module, params, (x,))
+        args, named = ((), x) if isinstance(x, dict) else ((x,), {})
+        return torch.func.functional_call(self.module, params, args, named)
 
     @contextmanager
     def holding(self, tensors: Params) -> Iterator[nn.Module]:

@@ -56,21 +56,31 @@ def reply_faults(
     flat = {path: _flat(leaf, clients) for path, leaf in items(stack) if leaf.is_floating_point()}
     if known is None:
         norms = [torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim()))).double() for v in flat.values()]
-        norm = torch.stack(norms).square().sum(0).sqrt() if norms else torch.zeros(clients, dtype=torch.float64)
+        known, counts = _read(norms, [flat[path] for path in positive], clients)
     else:
-        norm = torch.tensor(known, dtype=torch.float64)
+        counts = _read([], [flat[path] for path in positive], clients)[1]
     reasons: list[str | None] = [None] * clients
-    for i in (~(norm <= max_norm)).nonzero()[:, 0].tolist():  # a norm tells of what is not finite, too
+    for i in (i for i, norm in enumerate(known) if not norm <= max_norm):  # it tells of what is not finite, too
         wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]
         large = torch.stack([v[i].double().square().sum() for v in flat.values()]).sum().sqrt().item()
         if wrong:
             reasons[i] = f'reply "{wrong[0] or "number"}" is not finite'
         elif large > max_norm:
             reasons[i] = f"reply has norm {large:.3g}, above the limit {max_norm:.3g}"
-    for path in positive:
-        for i in (~(flat[path] > 0).all(1)).nonzero()[:, 0].tolist():
-            reasons[i] = reasons[i] or f"count {flat[path][i].item():g} is not positive"
+    for i, least in enumerate(counts):
+        if not least > 0:
+            reasons[i] = reasons[i] or f"count {least:g} is not positive"
     return reasons
+
+
+def _read(norms: list[Tensor], counts: list[Tensor], clients: int) -> tuple[list[float], list[float]]:
+    """The norm of each client's reply and the least of its counts, in one read off the device."""
+    rows = [torch.stack(norms).square().sum(0).sqrt()] if norms else []
+    rows += [torch.cat(counts, 1).amin(1).to(rows[0].dtype if rows else counts[0].dtype)] if counts else []
+    if not rows:
+        return [0.0] * clients, []
+    each = torch.stack(rows).tolist()
+    return each[0] if norms else [0.0] * clients, each[-1] if counts else []
 
 
 def _flat(leaf: Tensor, clients: int) -> Tensor:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class Tape:
     """Server-side autograd in which a call to the clients is one node, and its backward a call again."""
 
-    def __init__(self, watched: Tree) -> None:
+    def __init__(self, watched: Tree, like: Tensor) -> None:
         self.watched = watched
         # threads through all calls, so that backward reaches them in reverse order even where no message links them
-        self.start = torch.zeros((), requires_grad=True)
+        self.start = like.new_zeros((), requires_grad=True)
         self.token: Tensor = self.start
 
     def call(self, fed: Federation, call: Call) -> PerClient:

@@ -1,40 +1,287 @@
-"""What is to be predicted: the loss of a sample, and what is measured of a prediction."""
+"""What is learned: the loss of every sample, what a target looks like, and what is measured.
+
+A task of one's own is any class with `kind`, `metrics` and `loss`; the other members have defaults here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from fedtailor.core.trees import Tree
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.plugins import imported
+
+Loss = Callable[[Tree, Tensor], Tensor]  # (outputs, targets) -> one number per sample
+TargetKind = Literal["classification", "multilabel", "regression", "survival", "tokens", "own"]
+IGNORED = -100  # a token without a loss: padding
+
+
+class Task(Protocol):
+    """What is learned of samples with targets of some kind."""
+
+    @property
+    def kind(self) -> TargetKind:
+        """Of the targets."""
+
+    @property
+    def name(self) -> str:
+        """What algorithms are told, which may refuse it."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured unless others are asked for; the first decides."""
+
+    @property
+    def loss(self) -> Loss:
+        """Of every sample."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the loss of a sample depends on the others of its batch."""
+
+    def outputs(self, columns: int) -> int:
+        """How many numbers a model gives for so many classes, or columns of the target."""
 
 
 def classification_loss(output: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy of every sample."""
-    return torch.nn.functional.cross_entropy(output, target, reduction="none")
+    return F.cross_entropy(output, target, reduction="none")
 
 
 def regression_loss(output: Tensor, target: Tensor) -> Tensor:
     """Squared error of every sample, mean over the target columns."""
-    if output.shape != target.shape:  # broadcasting would compare every sample with every other
-        raise ValueError(f"outputs have shape {list(output.shape)}, targets {list(target.shape)}")
+    _refuse_other_shape(output, target)
     return (output - target).square().mean(dim=-1)
 
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "classification": classification_loss,
-    "regression": regression_loss,
+@dataclass(frozen=True)
+class Classification:
+    """One class of several."""
+
+    weights: tuple[float, ...] = ()  # of the classes; a batch's loss is the mean of the weighted ones
+    smoothing: float = 0.0  # this share of every label is spread over all classes
+    kind: ClassVar[TargetKind] = "classification"
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+    mixes: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "classification" if self.loss is classification_loss else "weighted classification"
+
+    @property
+    def loss(self) -> Loss:
+        if not (self.weights or self.smoothing):
+            return classification_loss
+        return self._loss
+
+    def outputs(self, columns: int) -> int:
+        if self.weights and len(self.weights) != columns:
+            raise ValueError(f"weights: {len(self.weights)} numbers for {columns} classes")
+        if not 0 <= self.smoothing < 1 or min(self.weights, default=0.0) < 0:
+            raise ValueError("smoothing must be between 0 and 1, and weights not below 0")
+        return columns
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        weights = output.new_tensor(self.weights) if self.weights else None
+        return F.cross_entropy(output, target, weights, label_smoothing=self.smoothing, reduction="none")
+
+
+@dataclass(frozen=True)
+class Multilabel:
+    """Any number of labels, each present or not."""
+
+    weights: tuple[float, ...] = ()  # of a label that is present, against one that is not
+    kind: ClassVar[TargetKind] = "multilabel"
+    name: ClassVar[str] = "multilabel"
+    metrics: ClassVar[tuple[str, ...]] = ("macro_f1", "accuracy", "loss")
+    mixes: ClassVar[bool] = False
+
+    def outputs(self, columns: int) -> int:
+        if self.weights and len(self.weights) != columns:
+            raise ValueError(f"weights: {len(self.weights)} numbers for {columns} labels")
+        return columns
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        _refuse_other_shape(output, target)
+        weights = output.new_tensor(self.weights) if self.weights else None
+        losses = F.binary_cross_entropy_with_logits(output, target, pos_weight=weights, reduction="none")
+        return losses.mean(dim=-1)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """One number, or several."""
+
+    error: Literal["mse", "mae", "huber"] = "mse"
+    delta: float = 1.0  # of huber: where the square ends
+    kind: ClassVar[TargetKind] = "regression"
+    metrics: ClassVar[tuple[str, ...]] = ("rmse", "mse")
+    mixes: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return "regression" if self.error == "mse" else f"{self.error} regression"
+
+    @property
+    def loss(self) -> Loss:
+        return regression_loss if self.error == "mse" else self._loss
+
+    def outputs(self, columns: int) -> int:
+        if self.error not in ("mse", "mae", "huber"):
+            raise ValueError(f'error = "{self.error}": mse, mae or huber')
+        return columns
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        _refuse_other_shape(output, target)
+        error = (output - target).abs()
+        if self.error == "huber":
+            error = torch.where(error < self.delta, error.square() / 2, self.delta * (error - self.delta / 2))
+        return error.mean(dim=-1)
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """Several quantiles of one number: an interval, and what lies in its middle."""
+
+    quantiles: tuple[float, ...] = (0.05, 0.5, 0.95)
+    kind: ClassVar[TargetKind] = "regression"
+    name: ClassVar[str] = "quantile"
+    metrics: ClassVar[tuple[str, ...]] = ("pinball", "coverage", "width")
+    mixes: ClassVar[bool] = False
+
+    def outputs(self, columns: int) -> int:
+        if columns != 1:
+            raise ValueError(f"for one target column, not {columns}")
+        if list(self.quantiles) != sorted(set(self.quantiles)) or not all(0 < q < 1 for q in self.quantiles):
+            raise ValueError("quantiles must rise and lie between 0 and 1")
+        return len(self.quantiles)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The pinball loss, mean over the quantiles."""
+        if target.shape[-1:] != (1,) or output.shape[:-1] != target.shape[:-1]:
+            raise ValueError(f"outputs have shape {list(output.shape)}, targets {list(target.shape)}")
+        error, levels = target - output, output.new_tensor(self.quantiles)
+        return torch.maximum(levels * error, (levels - 1) * error).mean(dim=-1)
+
+
+@dataclass(frozen=True)
+class Survival:
+    """How long until an event, which for some had not come when they were last seen: Cox's proportional hazards.
+
+    Targets are [time, 1 if the event came]. The loss of a sample is its term of the partial likelihood (Breslow's),
+    with those of its batch that were still at risk.
+    """
+
+    kind: ClassVar[TargetKind] = "survival"
+    name: ClassVar[str] = "survival"
+    metrics: ClassVar[tuple[str, ...]] = ("c_index", "loss")
+    mixes: ClassVar[bool] = True
+
+    def outputs(self, columns: int) -> int:
+        return 1
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        risk, (time, event) = output.squeeze(-1), target.unbind(-1)
+        at_risk = time[None, :] >= time[:, None]
+        among = torch.where(at_risk, risk[None, :], -torch.inf).logsumexp(dim=-1)
+        return event * (among - risk)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The next token at every place of a sequence; targets of -100 do not count."""
+
+    kind: ClassVar[TargetKind] = "tokens"
+    name: ClassVar[str] = "tokens"
+    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "accuracy", "loss")
+    mixes: ClassVar[bool] = False
+
+    def outputs(self, columns: int) -> int:
+        return columns
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean over the tokens of a sequence."""
+        counts = target != IGNORED
+        losses = F.cross_entropy(output.movedim(-1, 1), target, ignore_index=IGNORED, reduction="none")
+        return losses.sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+TASKS: dict[str, type[Any]] = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+    "quantile": Quantile,
+    "survival": Survival,
+    "tokens": Tokens,
 }
 
-METRICS = {"classification": ("accuracy", "loss"), "regression": ("rmse", "mse")}
-"""Metrics of a task; the first is the one that counts."""
 
-HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "rmse": False, "mse": False}
+def find(name: str) -> type[Any]:
+    """The class of a task by its name, or one's own."""
+    if name in TASKS:
+        return TASKS[name]
+    if ":" not in name:
+        raise ConfigError(f'task.name: no task "{name}"; {nearest(name, TASKS)} (own tasks: "package.module:Class")')
+    kind = imported("task.name", name)
+    if not isinstance(kind, type) or not all(hasattr(kind, part) for part in ("kind", "metrics", "loss")):
+        raise ConfigError(f'task.name: "{name}" must be a class with kind, metrics and loss')
+    return kind
 
 
-def sample_metrics(task: str, output: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Of every sample. A prediction that is not a number is wrong, by any measure."""
-    loss = LOSSES[task](output, target)
-    loss = torch.where(loss.isnan(), torch.inf, loss)
-    if task == "classification":
-        return {"loss": loss, "accuracy": (output.argmax(-1) == target) & ~output.isnan().any(-1)}
-    return {"mse": loss, "rmse": loss}
+def make(name: str, options: Mapping[str, Any]) -> Task:
+    """A task with its options."""
+    kind = find(name)
+    known = [f.name for f in fields(kind)] if is_dataclass(kind) else []
+    for key in options:
+        if key not in known:
+            hint = nearest(key, known) if known else "it has none"
+            raise ConfigError(f'task.{key}: {name} has no option "{key}"; {hint}')
+    task: Task = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+    return task if name in TASKS else OwnTask(task, name)
+
+
+@dataclass(frozen=True)
+class OwnTask:
+    """A task of the user's, with what it leaves out."""
+
+    made: Any
+    name: str
+    kind: TargetKind = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.made.kind)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(self.made.metrics)
+
+    @property
+    def mixes(self) -> bool:
+        return bool(getattr(self.made, "mixes", False))
+
+    @property
+    def loss(self) -> Loss:
+        loss: Loss = self.made.loss
+        return loss
+
+    def outputs(self, columns: int) -> int:
+        return int(self.made.outputs(columns)) if hasattr(self.made, "outputs") else columns
+
+
+def default_task(kind: str) -> Task:
+    """What is learned from targets of a kind if nothing else is said."""
+    if kind not in TASKS:
+        raise ValueError(f'targets of kind "{kind}": task.name must say what is learned of them, as "module:Class"')
+    task: Task = TASKS[kind]()
+    return task
+
+
+def _refuse_other_shape(output: Tensor, target: Tensor) -> None:
+    if output.shape != target.shape:  # broadcasting would compare every sample with every other
+        raise ValueError(f"outputs have shape {list(output.shape)}, targets {list(target.shape)}")

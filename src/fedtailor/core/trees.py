@@ -64,6 +64,17 @@ def rebuild(tree: Tree, new_leaves: Iterator[Any]) -> Tree:
     return None if tree is None else next(new_leaves)
 
 
+def flat(tree: Tree, *, stacked: bool = False) -> Tensor:
+    """All numbers of a tree in a row, in the order of `items`; of each client if it is stacked."""
+    return torch.cat([leaf.flatten(1 if stacked else 0) for leaf in leaves(tree)], dim=-1)
+
+
+def unflat(numbers: Tensor, like: Tree) -> Tree:
+    """The inverse of `flat`: a tree shaped as `like`."""
+    parts = numbers.split([leaf.numel() for leaf in leaves(like)])
+    return rebuild(like, (part.reshape(leaf.shape) for part, leaf in zip(parts, leaves(like), strict=True)))
+
+
 def as_tensors(tree: Tree, like: Tensor) -> Tree:
     """The tree with plain numbers turned into 0-d tensors of the type of `like`."""
     return tree_map(lambda v: v if isinstance(v, Tensor) else number(v, like), tree)
@@ -71,7 +82,14 @@ def as_tensors(tree: Tree, like: Tensor) -> Tree:
 
 def number(value: float | Tensor, like: Tensor) -> Tensor:
     """A number as a tensor of the type of `like`, not rounded on the way."""
-    return value.to(like.dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=like.dtype)
+    if isinstance(value, Tensor):
+        return value.to(like.dtype)
+    return torch.full((), value, dtype=like.dtype, device=like.device)  # nothing is copied to a device
+
+
+def moved(tree: Tree, device: torch.device) -> Tree:
+    """The same values on a device; what lies there already is not copied."""
+    return tree_map(lambda v: v.to(device), tree)
 
 
 def detach(tree: Tree) -> Tree:

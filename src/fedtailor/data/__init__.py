@@ -19,6 +19,7 @@ from fedtailor.data.configs import (
     HeartDiseaseConfig,
     MiniImageNetConfig,
     MnistConfig,
+    OwnConfig,
     PacsConfig,
     PolynomialConfig,
     QmnistConfig,
@@ -77,6 +78,7 @@ SOURCES: dict[str, SourceInfo] = {
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
     "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
+    "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "own"),
     "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site"),
 }
 
@@ -87,7 +89,7 @@ def has_validation(config: DataConfig) -> bool:
         from fedtailor.data import saved
 
         return saved.validation_samples(config) > 0
-    return bool(getattr(config, "val", 0))
+    return isinstance(config, OwnConfig) or bool(getattr(config, "val", 0))
 
 
 def load(config: DataConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype | None = None) -> FederatedData:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedtailor.errors import DataError
 
@@ -292,6 +292,22 @@ class SavedConfig(SourceConfig):
     path: Path = Field(description="Folder that fedtailor.data.saved.save wrote.")
 
 
+class OwnConfig(SourceConfig):
+    """Data that a function of the user's makes; further keys are its options."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    source: Literal["own"] = Field(default="own", description="Name of the source.")
+    load: str = Field(description='Function load(seed, **options) that returns FederatedData: "package.module:load".')
+
+    @field_validator("load")
+    @classmethod
+    def _check_load(cls, value: str) -> str:
+        if ":" not in value:
+            raise ValueError('must be "package.module:function"')
+        return value
+
+
 class SitesConfig(SourceConfig):
     """Data that the sites of a federation hold; each describes its own in its site.toml."""
 
@@ -315,6 +331,7 @@ DataConfig = Annotated[
     | StanfordDogsConfig
     | FolderConfig
     | SavedConfig
+    | OwnConfig
     | SitesConfig,
     Field(discriminator="source"),
 ]

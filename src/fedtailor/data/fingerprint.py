@@ -11,8 +11,8 @@ from fedtailor.data.tables import client_name
 
 def digest(config: SourceConfig) -> str | None:
     """Of the files that a source reads from a path; None for published data, which is checked when it is downloaded."""
-    given: Path | None = getattr(config, "path", None)
-    if given is None or not (path := given.expanduser()).exists():
+    given: Path | str | None = getattr(config, "path", None)
+    if not isinstance(given, Path | str) or not (path := Path(given).expanduser()).exists():
         return None
     is_read = client_name if isinstance(config, FolderConfig) else bool
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))

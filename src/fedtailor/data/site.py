@@ -112,7 +112,8 @@ def write_prepared(path: Path, data: FederatedData, client: int) -> None:
     tensors: dict[str, Tensor] = {}
     for split in ("train", "val", "test"):
         x, y = getattr(data, split).of(client)
-        tensors |= {f"{split}.x": x.contiguous(), f"{split}.y": y.contiguous()}
+        named = {f"{split}.x.{k}": v for k, v in x.items()} if isinstance(x, dict) else {f"{split}.x": x}
+        tensors |= {k: v.contiguous() for k, v in named.items()} | {f"{split}.y": y.contiguous()}
     about = {
         "name": data.name,
         "task": data.task,
@@ -123,12 +124,19 @@ def write_prepared(path: Path, data: FederatedData, client: int) -> None:
     path.write_bytes(save(tensors, metadata={"about": json.dumps(about)}))
 
 
+def _inputs(file: Any, split: str) -> Any:
+    """One tensor, or named ones."""
+    prefix = f"{split}.x."
+    named = {k.removeprefix(prefix): file.get_tensor(k) for k in file.keys() if k.startswith(prefix)}  # noqa: SIM118
+    return named or file.get_tensor(f"{split}.x")
+
+
 def _read_prepared(path: Path, name: str) -> FederatedData:
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["about"])
             rows = {
-                split: Rows(x := file.get_tensor(f"{split}.x"), file.get_tensor(f"{split}.y"), starts([len(x)]))
+                split: Rows(_inputs(file, split), y := file.get_tensor(f"{split}.y"), starts([len(y)]))
                 for split in ("train", "val", "test")
             }
     except FileNotFoundError:

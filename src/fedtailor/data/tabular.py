@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedtailor.core.samples import FederatedData, Rows, TaskKind
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import SplitConfig
 from fedtailor.data.preparation import (
     MISSING,
@@ -46,7 +46,7 @@ class Site:
 class Target:
     """What is predicted; `classes` is empty for regression."""
 
-    task: TaskKind
+    task: Literal["classification", "regression"]
     classes: tuple[str, ...] = ()
     standardise: bool = False
     name: str = "target"

@@ -52,13 +52,9 @@ def with_backdoor(data: FederatedData, attack: Attack) -> FederatedData:
     """Every second training row of those who lie carries the trigger, and class 0."""
     if data.task != "classification":
         raise ConfigError(f'attack.name = "backdoor": for classification, not {data.task}')
-    rows = torch.cat(
-        [
-            torch.arange(int(data.train.starts[c]), int(data.train.starts[c + 1]), 2)
-            for c in sorted(attack.clients(len(data.clients)))
-        ]
-        or [torch.arange(0)]
-    )
+    starts = data.train.starts.tolist()
+    lies = [row for c in sorted(attack.clients(len(data.clients))) for row in range(starts[c], starts[c + 1], 2)]
+    rows = data.train.starts.new_tensor(lies, dtype=torch.int64)
     x, y = data.train.x.clone(), data.train.y.clone()
     x[rows], y[rows] = with_trigger(x[rows], data.train.x), 0
     return replace(data, train=replace(data.train, x=x, y=y))
@@ -121,7 +117,7 @@ def _with_rows(stack: Tensor, rows: dict[int, Tensor]) -> Tensor:
 def _noise(strength: float) -> Change:
     def change(move: Tensor, draw: np.random.Generator) -> Tensor:
         scale = strength * float(move.double().norm()) / math.sqrt(max(1, move.numel()))
-        return torch.from_numpy(draw.normal(scale=scale, size=tuple(move.shape))).to(move.dtype)
+        return torch.from_numpy(draw.normal(scale=scale, size=tuple(move.shape))).to(move)
 
     return change
 

@@ -12,8 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import undrawn
+from fedtailor.core.rows import count
 from fedtailor.core.trees import Params
-from fedtailor.engines.machine import cores
+from fedtailor.engines.machine import can_fork, cores
+from fedtailor.engines.measuring import round_seconds
 
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
 
@@ -29,12 +31,30 @@ class Choice:
 def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
     """For rounds of so many clients (0 is all) on so many processes (0 is one per core)."""
     clients = cohort or len(experiment.data.clients)
+    if experiment.device.type != "cpu":
+        return _on_device(experiment, clients)
     if not (_convolves(experiment) or experiment.model.batch_statistics or clients < 4) and _stacks(experiment):
         return Choice("vmap", "dense layers of several clients are faster stacked")
-    processes = min(workers or cores(), clients)
+    processes = min(workers or cores(), clients) if can_fork() else 1
     if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
         return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
-    return Choice("loop", "one core" if processes < 2 else "rounds too short to be spread over processes")
+    return Choice("loop", _alone() if processes < 2 else "rounds too short to be spread over processes")
+
+
+def _alone() -> str:
+    return "one core" if can_fork() else "this system has no fork for worker processes"
+
+
+def _on_device(experiment: Experiment, clients: int) -> Choice:
+    """A stack keeps a device busy; convolutions of each client by its own kernels may not be faster stacked."""
+    device = experiment.device
+    if clients < 2 or not _stacks(experiment):
+        return Choice("loop", "one client" if clients < 2 else "the model cannot be stacked")
+    if not (_convolves(experiment) or experiment.model.batch_statistics):
+        return Choice("vmap", f"clients stacked keep {device} busy")
+    alone, stacked = round_seconds(experiment, clients)
+    name: Literal["loop", "vmap"] = "vmap" if stacked < alone else "loop"
+    return Choice(name, f"a round took {stacked:.2g} s stacked and {alone:.2g} s one by one on {device}")
 
 
 def _convolves(experiment: Experiment) -> bool:
@@ -43,14 +63,14 @@ def _convolves(experiment: Experiment) -> bool:
 
 def _stacks(experiment: Experiment) -> bool:
     """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
-    model, x = experiment.model, experiment.data.train.x[:2]
+    model, x = experiment.model, experiment.data.train.first(2)
 
     def output(tensors: Params) -> Tensor:
         return model(tensors, x, training=True)
 
     pair = {k: torch.stack([v, v]) for k, v in (model.params | model.private_buffers).items()}
     try:
-        with torch.no_grad(), undrawn():
+        with torch.no_grad(), undrawn(model.device):
             torch.func.vmap(output)(pair)
     except Exception:
         return False
@@ -65,10 +85,10 @@ def operations(experiment: Experiment, cohort: int = 0) -> float:
 
 def _per_sample(experiment: Experiment) -> float:
     """Operations of a step for each of its samples."""
-    model, x = experiment.model, experiment.data.train.x[:1]
+    model, x = experiment.model, experiment.data.train.first(1)
     with _Counter() as counter, torch.no_grad():
         model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)
-    return 3 * counter.operations / max(len(x), 1)  # a backward pass costs as much as two forward passes
+    return 3 * counter.operations / max(count(x), 1)  # a backward pass costs as much as two forward passes
 
 
 class _Counter(TorchFunctionMode):

@@ -33,7 +33,7 @@ class Disk:
         """A tensor in a file without a name: it is gone with the tensor or the process, however that ends."""
         size = prod(shape) * dtype.itemsize
         if not size:
-            return torch.zeros(tuple(shape), dtype=dtype)
+            return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             try:
@@ -63,11 +63,11 @@ class Disk:
             self.touch(2 * values[i : i + step].nbytes)
 
     def copy(self, tree: Tree) -> Tree:
-        """A copy of a tree: large tensors on disk, small ones in memory."""
+        """A copy of a tree on the host: large tensors on disk, small ones in memory."""
 
         def one(value: Tensor) -> Tensor:
             if value.nbytes < self.budget // 16:
-                return value.clone()
+                return value.clone() if value.device.type == "cpu" else value.cpu()
             copied = self.zeros(value.shape, value.dtype)
             self.fill(copied, value)
             return copied

@@ -12,7 +12,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import Draws
 from fedtailor.core.trees import Params, Tree, changed, detach, tree_map
-from fedtailor.engines import malloc
+from fedtailor.engines import devices, malloc
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.states import States
 from fedtailor.errors import ClientError
@@ -60,7 +60,7 @@ class InProcess:
         self.chunk = chunk  # clients per stack; 0: one after the other, unstacked
         self.recompute = recompute
         self.clients = tuple(clients)
-        self.states = States(self.clients, disk)
+        self.states = States(self.clients, disk, experiment.device)
         self._draws = False  # the method or the model uses global generators, which a stack cannot
         self._tape: dict[int, list[_Taped]] = {}
         self._cotangents: dict[tuple[int, ...], Tree] = {}
@@ -78,10 +78,12 @@ class InProcess:
             if not group.is_stacked:
                 raise
             self._notice(error)
-            for one in _each(group):
-                self._start(one)
+            parts = self._parts(group, error)
+        else:
+            self.states.create(group.clients, group.stack({"state": state, "buffers": buffers}))
             return
-        self.states.create(group.clients, group.stack({"state": state, "buffers": buffers}))
+        for part in parts:
+            self._start(part)
 
     def close(self) -> None:
         """Forget tapes."""
@@ -120,15 +122,14 @@ class InProcess:
             refuse_infinite(changed(kept, held))
             self.states.write(group.clients, kept, held)
         except Exception as error:
-            if not group.is_stacked:
+            if not (group.is_stacked or self._has_graphs(error)):
                 yield Reply(group.clients, error=explained(self.experiment, call, group.clients[0], error))
                 return
             self._notice(error)
-            outcome = None  # find out whose error it is; the others must not suffer from it
-        if outcome is None:
-            for i, one in enumerate(_each(group)):
-                mine_alone = replace(call, args=_rows(call, [i]))
-                yield from self._call_group(mine_alone, one, [0])
+            outcome, parts = None, self._parts(group, error)
+        if outcome is None:  # the error, and what it held of memory, is gone
+            del held, mine, grad
+            yield from self._call_parts(call, group, parts)
             return
         if call.taped:
             saved = None if self.recompute else outcome
@@ -137,6 +138,34 @@ class InProcess:
         reply = Reply(group.clients, group.stack(detach(outcome.reply)))
         del outcome, kept  # a model is large
         yield reply
+
+    def _call_parts(self, call: Call, group: _Group, parts: Sequence[_Group]) -> Iterator[Reply]:
+        """A call to the clients of a group that did not get through as a whole."""
+        devices.let_go(self.experiment.device)
+        position = {c: i for i, c in enumerate(group.clients)}
+        for part in parts:
+            rows = [position[c] for c in part.clients]
+            own = replace(call, args=_rows(call, rows)) if group.is_stacked else _again_stacked(call)
+            yield from self._call_group(own, part, list(range(len(rows))))
+
+    def _parts(self, group: _Group, error: Exception) -> list[_Group]:
+        """How to go on with a group: as it is without graphs, in halves, or one by one.
+
+        Where memory was out, with less of it. Else to find out whose error it is: the others must not suffer from it.
+        """
+        if self._has_graphs(error):
+            self.recompute = True
+            self._tape = {n: [replace(one, outcome=None) for one in taped] for n, taped in self._tape.items()}
+            return [group]
+        if not devices.is_full(error) or len(group.clients) == 1:
+            return _each(group)
+        half = (len(group.clients) + 1) // 2
+        self.chunk = min(self.chunk, half)
+        return [_Group(some, True) for some in (group.clients[:half], group.clients[half:])]
+
+    def _has_graphs(self, error: Exception) -> bool:
+        """Whether memory is out while a tape holds graphs that could be made again."""
+        return devices.is_full(error) and bool(self._tape) and not self.recompute
 
     def _notice(self, error: Exception) -> None:
         self._draws = self._draws or isinstance(error, Draws) or "randomness" in str(error)
@@ -172,10 +201,21 @@ class InProcess:
             rows = [position[c] for c in members]
             outcome = taped.outcome or self._invoke(taped.call, group, taped.state, taped.buffers, taped.grad)
             mine = group.unstack(tree_map(lambda v, rows=rows: v[rows], cotangent))
-            state, args = pull_back(outcome, group.unstack(self._cotangents.pop(members, None)), mine)
+            state, args = pull_back(outcome, group.unstack(self._cotangent_of(members)), mine)
             self._cotangents[members] = group.stack(state)
             placed = zip(args, taped.call.placed, strict=True)
             yield members, tuple(group.stack(arg) if own else arg for arg, own in placed)
+
+    def _cotangent_of(self, members: tuple[int, ...]) -> Tree:
+        """Of the private states after a call; in the call after it, groups may have been others."""
+        if not self._cotangents or members in self._cotangents:
+            return self._cotangents.pop(members, None)
+        rows = {
+            c: tree_map(lambda v, i=i: v[i : i + 1], t) for g, t in self._cotangents.items() for i, c in enumerate(g)
+        }
+        own = [rows.pop(c) for c in members if c in rows]
+        self._cotangents = {(c,): row for c, row in rows.items()}
+        return tree_map(lambda *parts: torch.cat(parts), *own) if own else None
 
     def finish_backward(self) -> None:
         """The tape is read back: what has reached the private states is now `me.grad`."""
@@ -209,12 +249,14 @@ class InProcess:
             metrics = evaluate(self.experiment, group.clients, model, splits, is_stacked=stacks)
         except Exception as error:
             self._notice(error)
-            if not (stacks and self._draws):
+            if not (stacks and (self._draws or devices.is_full(error))):
                 raise
-            for one in _each(group):
-                yield from self._evaluate(one, round, server, splits)
+            parts = self._parts(group, error)
+        else:
+            yield group.clients, metrics, group.stack(model)
             return
-        yield group.clients, metrics, group.stack(model)
+        for part in parts:
+            yield from self._evaluate(part, round, server, splits)
 
     def _grad_of(self, clients: tuple[int, ...]) -> Tree:
         if not self._grads or clients in self._grads:
@@ -225,6 +267,12 @@ class InProcess:
 
 def _each(group: _Group) -> list[_Group]:
     return [_Group((c,), False) for c in group.clients]
+
+
+def _again_stacked(call: Call) -> Call:
+    """The call of a client on its own, as it was before `_with_rows`."""
+    args = zip(call.args, call.placed, strict=True)
+    return replace(call, args=tuple(tree_map(lambda v: v[None], arg) if placed else arg for arg, placed in args))
 
 
 def _rows(call: Call, rows: list[int]) -> tuple[Tree, ...]:
@@ -265,7 +313,10 @@ def explained(experiment: Experiment, call: Call, client: int, error: Exception)
     """An error of a client function, with where it happened."""
     name = type(experiment.algorithm).__name__
     where = f"{name}.{call.function}, client {experiment.data.clients[client]}, round {call.round}"
-    explanation = ClientError(f"{where}: {type(error).__name__}: {error}")
+    what = f"{type(error).__name__}: {error}"
+    if devices.is_full(error):
+        what = f"{experiment.device} is out of memory; {devices.ADVICE} ({str(error).splitlines()[0]})"
+    explanation = ClientError(f"{where}: {what}")
     explanation.__cause__ = error
     return explanation
 
@@ -274,5 +325,10 @@ def refuse_infinite(state: Sequence[torch.Tensor | None]) -> None:
     """Leaves of a private state that is not to be kept are an error."""
     floating = [v for v in state if v is not None and v.is_floating_point()]
     # a finite norm, which is cheaper, has finite entries only; that of large ones may overflow
-    if not all(bool(torch.linalg.vector_norm(v).isfinite()) or bool(torch.isfinite(v).all()) for v in floating):
+    if floating and not (_all_finite(torch._foreach_norm(floating)) or _all_finite(floating)):
         raise FloatingPointError("private state contains NaN or Inf")
+
+
+def _all_finite(values: Sequence[torch.Tensor]) -> bool:
+    """In one read off the device."""
+    return bool(torch.stack([torch.isfinite(v).all() for v in values]).all())

@@ -20,8 +20,8 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import in_order
 from fedtailor.core.process_group import ALONE, ProcessGroup, under_torchrun
-from fedtailor.core.task import METRICS
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
+from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.vmap import fitting
@@ -38,7 +38,7 @@ def join(timeout: float) -> ProcessGroup:
     signal.signal(signal.SIGTERM, _ended)
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     if gpus:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        devices.use(devices.numbered(torch.device("cuda"), devices.local_rank()))
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
@@ -103,13 +103,14 @@ class Group:
         flat = _packed([v[None] for v in leaves(tree)])
         if not flat.numel():
             return tree
-        _checked(dist.broadcast, flat, src=0)
-        return rebuild(tree, (v[0] for v in _cut(flat, [v[None] for v in leaves(tree)], 1)))
+        sent = _reachable(flat)
+        _checked(dist.broadcast, sent, src=0)
+        return rebuild(tree, (v[0] for v in _cut(sent, [v[None] for v in leaves(tree)], 1)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        short = torch.zeros(8 + INLINE, dtype=torch.uint8)
-        short[:8] = torch.tensor([len(text)]).view(torch.uint8)
+        short = torch.zeros(8 + INLINE, dtype=torch.uint8, device="cpu")
+        short[:8] = _bytes_of(len(text))
         short[8 : 8 + len(text)] = text[:INLINE]
         each = _gathered(short, [len(short)] * self.count)
         lengths = [int(v[:8].clone().view(torch.int64)) for v in each]
@@ -162,8 +163,9 @@ def _summed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     for dtype in dict.fromkeys(v.dtype for v in tensors):
         at = [i for i, v in enumerate(tensors) if v.dtype == dtype]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in at])
-        _checked(dist.all_reduce, flat)
-        parts = flat.split([tensors[i].numel() for i in at])
+        sent = _reachable(flat)
+        _checked(dist.all_reduce, sent)
+        parts = sent.to(flat.device).split([tensors[i].numel() for i in at])
         out |= {i: part.reshape(tensors[i].shape) for i, part in zip(at, parts, strict=True)}
     return tuple(out[i] for i in range(len(tensors)))
 
@@ -210,6 +212,12 @@ class _Own(torch.autograd.Function):
         return None, None, *ctx.group.all_rows(list(cotangents), ctx.clients)
 
 
+def _reachable(flat: Tensor) -> Tensor:
+    """The numbers where the ranks' connections can take them: those of devices without one go through the host."""
+    has_own = flat.device.type == "cpu" or (flat.device.type == "cuda" and "nccl" in dist.get_backend_config())
+    return flat if has_own else flat.cpu()
+
+
 def _checked(collective: Callable[..., Any], *args: Any, **options: Any) -> None:
     try:
         collective(*args, **options)
@@ -221,11 +229,12 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
     """The bytes of every rank; `lengths` if they are known. Not `to_all`: on rank 0 only."""
     rank, count = dist.get_rank(), dist.get_world_size()
     if lengths is None:
-        each = _gathered(torch.tensor([len(mine)]).view(torch.uint8), [8] * count)
+        each = _gathered(_bytes_of(len(mine)), [8] * count)
         lengths = [int(v.view(torch.int64)) for v in each]
     longest = max(lengths)
     if not longest:
         return [mine] * count
+    mine = _reachable(mine)
     same = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
     blocks = [torch.empty_like(same) for _ in range(count)] if to_all or rank == 0 else None
     if to_all:
@@ -235,11 +244,15 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
     return [] if blocks is None else [v[:n] for v, n in zip(blocks, lengths, strict=True)]
 
 
+def _bytes_of(number: int) -> Tensor:
+    return torch.tensor([number], device="cpu").view(torch.uint8)
+
+
 def _packed(rows: list[Tensor]) -> Tensor:
     """The bytes of tensors, one after the other."""
     # a copy, because expanded tensors have strides that cannot be seen as bytes
     parts = [v.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for v in rows]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.uint8, device="cpu")
 
 
 def _width(v: Tensor) -> int:
@@ -249,7 +262,7 @@ def _width(v: Tensor) -> int:
 def _cut(flat: Tensor, like: list[Tensor], rows: int) -> list[Tensor]:
     """`_packed` undone: tensors of so many rows, with shapes and types as `like`."""
     parts = flat.split([rows * _width(v) for v in like])
-    return [p.clone().view(v.dtype).reshape(rows, *v.shape[1:]) for p, v in zip(parts, like, strict=True)]
+    return [p.clone().view(v.dtype).reshape(rows, *v.shape[1:]).to(v.device) for p, v in zip(parts, like, strict=True)]
 
 
 class Sharded:
@@ -305,8 +318,8 @@ class Sharded:
         for group, own_metrics, models in self.inside.evaluate(own, round, server, splits):
             parts.append((group, own_metrics))
             yield group, own_metrics, models
-        number = torch.zeros((), dtype=torch.float64)
-        names = {split: dict.fromkeys(METRICS[self.experiment.data.task], number) for split in splits}
+        number = self.experiment.model.like.new_zeros((), dtype=torch.float64)
+        names = {split: {m.name: number for m in self.experiment.metrics} for split in splits}
         metrics = self.ranks.everywhere(in_order(parts, own, names), clients)
         at = [i for i, c in enumerate(clients) if c not in set(own)]
         yield tuple(clients[i] for i in at), tree_map(lambda v: v[at], metrics), {}

@@ -7,23 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Schema, Tree, changed, leaves, schema, schema_difference, tree_map
+from fedtailor.core.trees import Schema, Tree, changed, leaves, moved, schema, schema_difference, tree_map
+from fedtailor.engines import devices
+from fedtailor.engines.devices import CPU
 from fedtailor.engines.disk import Disk
 
 
 class States:
     """Rows are read as copies and written in place; `undo` brings back what a client had at `begin`.
 
-    Rows that are more than the budget of `disk` lie there, and in memory only while they are used.
+    Rows that are more than the budget of `disk` lie there, and in memory only while they are used; those that are more
+    than the half of what is free on the device lie in the host's memory.
     """
 
-    def __init__(self, clients: Sequence[int], disk: Disk | None = None) -> None:
-        self.clients = tuple(clients)
+    def __init__(self, clients: Sequence[int], disk: Disk | None = None, device: torch.device = CPU) -> None:
+        self.clients, self.device = tuple(clients), device
         self._disk, self._on_disk = disk, False
         self.rows: Tree = None  # as a client's state, with a leading dimension of all clients
         self._row = {c: i for i, c in enumerate(self.clients)}
         self._log: list[tuple[Tensor, Tree]] = []
-        self._logged = torch.zeros(len(self.clients), dtype=torch.bool)
+        self._logged = torch.zeros(len(self.clients), dtype=torch.bool, device="cpu")
         self._shared = False  # whether the log holds tensors that are rows still
 
     def create(self, clients: Sequence[int], stack: Tree) -> None:
@@ -43,8 +46,9 @@ class States:
         size = sum(v.nbytes for v in leaves(shapes))
         disk = self._disk if self._disk is not None and size > self._disk.budget else None
         self._on_disk = disk is not None
+        home = self.device if disk is None and devices.has_room(self.device, size) else CPU
         return tree_map(
-            lambda v: torch.zeros(v.shape, dtype=v.dtype) if disk is None else disk.zeros(v.shape, v.dtype), shapes
+            lambda v: torch.zeros_like(v, device=home) if disk is None else disk.zeros(v.shape, v.dtype), shapes
         )
 
     def read(self, clients: Sequence[int]) -> Tree:
@@ -52,7 +56,7 @@ class States:
         at = self._at(clients)
         rows = tree_map(lambda v: v[at], self.rows)
         self._touch(rows)
-        return rows
+        return moved(rows, self.device)
 
     def _touch(self, rows: Tree) -> None:
         if self._disk is not None and self._on_disk:
@@ -60,7 +64,8 @@ class States:
 
     def all_rows(self, clients: Sequence[int]) -> Tree | None:
         """The rows themselves, if `clients` are all; they may be read only, and handed on to `take_over`."""
-        return self.rows if tuple(clients) == self.clients and not self._on_disk else None
+        is_here = all(v.device == self.device for v in leaves(self.rows))
+        return self.rows if tuple(clients) == self.clients and not self._on_disk and is_here else None
 
     def take_over(self, stack: Tree) -> None:
         """New states of all clients, made from `all_rows`: the tensors become the rows, nothing is copied."""
@@ -95,7 +100,7 @@ class States:
         """Bring back the states at `begin`, of all or of some clients."""
         if self._shared:
             self.rows, self._shared = tree_map(torch.clone, self.rows), False
-        wanted = torch.zeros(len(self.clients), dtype=torch.bool)
+        wanted = torch.zeros_like(self._logged)
         wanted[self._at(self.clients if clients is None else clients)] = True
         for at, old in self._log:
             keep = wanted[at]
@@ -106,12 +111,12 @@ class States:
         refuse_other(schema(stack, stacked=True), schema(self.rows, stacked=True))
 
     def _at(self, clients: Sequence[int]) -> Tensor:
-        return torch.tensor([self._row[c] for c in clients], dtype=torch.int64)
+        return torch.tensor([self._row[c] for c in clients], dtype=torch.int64, device="cpu")
 
     def _write(self, at: Tensor, stack: Tree, old: Tree = None) -> None:
         for row, new in zip(leaves(self.rows), leaves(stack) if old is None else changed(stack, old), strict=True):
             if new is not None:
-                row[at] = new.detach()
+                row[at] = new.detach().to(row.device)
         self._touch(stack)
 
 

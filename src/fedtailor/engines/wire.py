@@ -18,7 +18,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import row
 from fedtailor.core.reply_validation import reply_faults
-from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
+from fedtailor.core.trees import Tree, moved, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, RoundAbandoned
 
@@ -71,11 +71,11 @@ class Site:
         ):
             return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
-            call = self._calls.pop(header["call"])
+            call, tree = self._calls.pop(header["call"]), self._here(tree)
             ((_, args),) = self.inside.pull_back(call.number, [self.client], _stacked(tree))
             return codec.encode(call.reply_header, _unplaced(args, call.placed))
         placed = tuple(header["placed"])
-        args = tuple(_stacked(a) if own else a for a, own in zip(tree, placed, strict=True))
+        args = tuple(_stacked(a) if own else a for a, own in zip(self._here(tree), placed, strict=True))
         sealed = header.get("sealed")
         call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"], sealed)
         if call.taped:
@@ -129,8 +129,13 @@ class Site:
         return {}, None
 
     def _evaluate(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
-        ((_, metrics, model),) = self.inside.evaluate([self.client], header["round"], tree, header["splits"])
+        server = self._here(tree)
+        ((_, metrics, model),) = self.inside.evaluate([self.client], header["round"], server, header["splits"])
         return {}, (_first(metrics), _first(model))
+
+    def _here(self, tree: Tree) -> Tree:
+        """What came as bytes, where this client computes."""
+        return moved(tree, self.inside.experiment.device)
 
 
 class Remote:
@@ -190,7 +195,7 @@ class Remote:
                 yield Reply((client,), error=ClientError(header["error"]))
             else:
                 self.up += len(reply)
-                yield Reply((client,), _stacked(tree))
+                yield Reply((client,), _stacked(self._here(tree)))
 
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
@@ -209,7 +214,8 @@ class Remote:
                     f"{header.get('error', reply)}"
                 )
             self.up += len(reply)
-            yield (client,), tuple(_stacked(a) if own else a for a, own in zip(args, call.placed, strict=True))
+            own_args = zip(self._here(args), call.placed, strict=True)
+            yield (client,), tuple(_stacked(a) if own else a for a, own in own_args)
 
     def _read(self, message: bytes) -> tuple[Header, Tree]:
         return codec.decode(message, _places(self.experiment))
@@ -221,6 +227,10 @@ class Remote:
                 yield client, request
 
         return self.carry(counted())
+
+    def _here(self, tree: Tree) -> Tree:
+        """What came as bytes, where the server computes."""
+        return moved(tree, self.experiment.device)
 
     def _name(self, client: int) -> str:
         return self.experiment.data.clients[client]
@@ -238,7 +248,7 @@ class Remote:
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         for client, answer, tree, gone in self.tell(clients, header, server):
             if gone is None and "error" not in answer and _are_metrics(tree, splits):
-                metrics, model = _stacked(tree)
+                metrics, model = _stacked(self._here(tree))
                 yield (client,), metrics, model
 
     @property

@@ -6,15 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fedtailor import algorithms, data, models
+from fedtailor.core import task as tasks
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.samples import FederatedData, Shape
+from fedtailor.core.task import Task
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.newcomers import hold_out
+from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
 from fedtailor.privacy import noise
 from fedtailor.privacy.aggregate_only import Privacy
@@ -45,13 +49,16 @@ def width(config: RunConfig) -> torch.dtype:
 
 def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Experiment:
     """Model and algorithm of a configuration for data that is there already."""
-    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+    algorithm, task = algorithms.make(config.algorithm.name, config.algorithm.options), task_of(config, federated)
     federated, unseen = federated.to(width(config)), None if unseen is None else unseen.to(width(config))
-    model = model_of(config, federated.shape, federated.outputs)
+    model = model_of(config, federated.shape, model_outputs(config, federated))
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     _reads(model, config.model.name, federated)
-    algorithm.check(model, federated.task)
+    algorithm.check(model, task.name)
+    if algorithm.needs_tensor and not federated.is_plain:
+        named = algorithm.title or config.algorithm.name
+        raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")
     solver = config.local.made(config.rounds)
     algorithm.check_solver(solver)
     if config.local.augment is not None and len(federated.shape) != 3:
@@ -82,6 +89,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         environment,
         unseen,
         aggregation=privacy,
+        task=task,
+        metrics=metrics_of(task, config.evaluation.metrics, config.evaluation.decide),
     )
     if privacy.is_closed:
         _can_be_private(experiment, config, privacy)
@@ -133,7 +142,28 @@ def _can_be_private(experiment: Experiment, config: RunConfig, privacy: Privacy)
     rehearse(experiment, privacy)
 
 
-def model_of(config: RunConfig, shape: tuple[int, ...], outputs: int) -> Model:
+def task_of(config: RunConfig, federated: FederatedData) -> Task:
+    """What is learned: as configured, or what the data is for."""
+    name, options = config.task.name, config.task.options
+    if name == "auto":
+        if federated.task not in tasks.TASKS:
+            raise ConfigError(f'task.name: {federated.name} has targets of its own; name your "package.module:Class"')
+        name = federated.task
+    task = tasks.make(name, options)
+    if task.kind != federated.task:
+        raise ConfigError(f"task.name: {name} is for targets of {task.kind}, and {federated.name} has {federated.task}")
+    return task
+
+
+def model_outputs(config: RunConfig, federated: FederatedData) -> int:
+    """How many numbers the model gives."""
+    try:
+        return task_of(config, federated).outputs(federated.outputs)
+    except ValueError as error:
+        raise ConfigError(f"task: {error}") from None
+
+
+def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
     """The model of a configuration for samples of a shape."""
     return models.build(
         config.model.name,
@@ -149,10 +179,13 @@ def model_of(config: RunConfig, shape: tuple[int, ...], outputs: int) -> Model:
 
 
 def _reads(model: Model, name: str, federated: FederatedData) -> None:
-    """Text is numbers of characters: most models cannot read it, which is better said before the first round."""
-    if not federated.train.x.is_floating_point():
-        try:
-            with torch.no_grad():
-                model(model.params | model.private_buffers, federated.train.x[:2])
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            raise ConfigError(f"model.name: {name} does not read {federated.name}, which is text: {error}") from None
+    """Most models cannot read text or samples of several parts, which is better said before the first round."""
+    x = federated.train.first(2)
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return
+    what = "text" if isinstance(x, Tensor) else f"samples of {', '.join(x)}"
+    try:
+        with torch.no_grad():
+            model(model.params | model.private_buffers, x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"model.name: {name} does not read {federated.name}, which is {what}: {error}") from None

@@ -30,12 +30,13 @@ from fedtailor.experiments.sections import (
     PrivacySection,
     SearchSection,
     Section,
+    TaskSection,
     TrackingSection,
     dotted,
 )
 
 METHOD = ("algorithm", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
-LATER = ("privacy", "aggregation", "attack")
+LATER = ("task", "privacy", "aggregation", "attack")
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
 
 
@@ -46,6 +47,7 @@ class RunConfig(Section):
     rounds: int = Field(default=20, ge=1, description="Communication rounds.")
     data: DataConfig = Field(default_factory=DigitsConfig, description="Where the clients' samples come from.")
     model: ModelSection = Field(default_factory=ModelSection)
+    task: TaskSection = Field(default_factory=TaskSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     local: LocalSection = Field(default_factory=LocalSection)
     federation: FederationSection = Field(default_factory=FederationSection)
@@ -131,7 +133,9 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     tables = dict(tables)
     _check_finite(tables, origin)
     if isinstance(data := tables.get("data"), dict):
-        tables["data"] = {"source": "digits"} | data
+        tables["data"] = data = {"source": "digits"} | data
+        if ":" in str(data["source"]):
+            tables["data"] = data | {"source": "own", "load": str(data["source"])}
     for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
         table = tables.get(section)
         if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
@@ -139,7 +143,8 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_explain(error, kind)}") from None
+        code = "config.key" if error.errors()[0]["type"] == "extra_forbidden" else "config.value"
+        raise ConfigError(f"{origin}: {_explain(error, kind)}", code=code) from None
 
 
 def _check_finite(tables: dict[str, Any], origin: str) -> None:
@@ -147,7 +152,7 @@ def _check_finite(tables: dict[str, Any], origin: str) -> None:
     for key, value in dotted(tables).items():
         for number in value if isinstance(value, list | tuple) else (value,):
             if isinstance(number, float) and not math.isfinite(number):
-                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number")
+                raise ConfigError(f"{origin}: {key} = {number}: must be a finite number", code="config.value")
 
 
 def _explain(error: ValidationError, kind: type[BaseModel]) -> str:

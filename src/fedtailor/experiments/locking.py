@@ -11,15 +11,21 @@ from contextlib import suppress
 from typing import IO
 
 
-def lock(file: IO[str]) -> None:
-    """Raises an OSError if another process holds it. Systems without file locks do without."""
+def lock(file: IO[str], *, waits: bool = False) -> None:
+    """Raises an OSError if another process holds it, or waits. Systems without file locks do without."""
     with suppress(ImportError):
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def sign(file: IO[str]) -> None:
+def hold(file: IO[str]) -> None:
+    """Lock a file and write into it who has it."""
+    lock(file)
+    _sign(file)
+
+
+def _sign(file: IO[str]) -> None:
     """Say who holds it, for people; the lock itself ends with the process."""
     with suppress(OSError):
         file.truncate(0)

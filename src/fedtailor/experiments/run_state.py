@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from fedtailor.core.engine import Engine, Losing
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.traffic import Traffic
-from fedtailor.core.trees import Params, Tree, tree_map
+from fedtailor.core.trees import Params, Tree, moved, tree_map
+from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import RoundAbandoned, RunError
 from fedtailor.experiments.building import attack_of
@@ -55,15 +56,22 @@ class Run:
         self.best = Best()
 
     @property
+    def device(self) -> torch.device:
+        """Where the server and, in this process, the clients compute; what is saved is on the host."""
+        return self.engine.experiment.device
+
+    @property
     def metric(self) -> str:
         """By which rounds are compared."""
-        return METRICS[self.engine.experiment.data.task][0]
+        return self.engine.experiment.metrics[0].name
 
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
         cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
+        chunk = getattr(self.engine, "chunk", 0)
+        devices.begin_peak(self.device)
         with solve_log.watched() as solves:
             try:
                 self.server = self.fed.run_round(round, cohort, self.server)
@@ -71,6 +79,11 @@ class Run:
             except RoundAbandoned as why:
                 line["abandoned"] = str(why)
                 self.abandoned += 1
+            except torch.OutOfMemoryError as error:
+                what = f"round {round}: {self.device} is out of memory; {devices.ADVICE}"
+                raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
+        if (now := getattr(self.engine, "chunk", chunk)) != chunk:
+            line["chunk"] = now
         missed = self.fed.attendance.missed
         if any(missed):
             line["missed"] = [list(m) for m in missed] if round < 1 else list(missed[0])
@@ -89,6 +102,8 @@ class Run:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
+        if (peak := devices.peak_memory(self.device)) is not None:
+            line["device_memory"] = peak
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
@@ -107,7 +122,7 @@ class Run:
 
     def _select(self, round: int, values: list[float]) -> float:
         """Keep the round if it is the best one on validation data so far."""
-        higher = HIGHER_IS_BETTER[self.metric]
+        higher = self.engine.experiment.metrics[0].higher_is_better
         value = summarise(values, higher_is_better=higher).mean
         better = value > self.best.value if higher else value < self.best.value
         if better or (self.best.snapshot is None and not math.isnan(value)):
@@ -157,7 +172,7 @@ class Run:
         if saved is None:
             return
         status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
-        self.server = trees["state"]["server"]
+        self.server = moved(trees["state"]["server"], self.device)
         self.engine.set_states(trees["state"]["clients"])
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
@@ -180,11 +195,16 @@ class Run:
         # without validation samples nothing can be selected: the last round stands for both
         selected = last if self.best.snapshot is None else (self.best.round, self.best.snapshot)
         snapshots = {"last": last, "selected": selected}
-        results: dict[str, Any] = {"metric": self.metric, "higher_is_better": HIGHER_IS_BETTER[self.metric]}
+        results: dict[str, Any] = {
+            "metric": self.metric,
+            "higher_is_better": self.engine.experiment.metrics[0].higher_is_better,
+        }
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
-            test = self._tested(folder, kind, round, tree["server"])
-            results[kind] = {"round": round, "test": _summaries(test), "clients": test}
+            test = self._tested(folder, kind, round, moved(tree["server"], self.device))
+            results[kind] = {"round": round, "test": self._summaries(test), "clients": test}
+            if missing := missing_metrics(self.engine.experiment, test):
+                results[kind]["missing"] = missing
         self.engine.set_states(last[1]["clients"])
         if self.ranks.rank:
             return
@@ -203,6 +223,11 @@ class Run:
         if self.config.privacy.secure_sum or self.config.privacy.clip:
             results["privacy"] = self._privacy()
         write_json(folder.path / RESULTS, results)
+
+    def _summaries(self, metrics: dict[str, list[float]]) -> dict[str, Any]:
+        """Over clients."""
+        directions = {m.name: m.higher_is_better for m in self.engine.experiment.metrics}
+        return {k: asdict(summarise(v, higher_is_better=directions[k])) for k, v in metrics.items()}
 
     def _liars(self) -> dict[str, Any]:
         """Who lied, in a simulation of an attack: figures of theirs are no figures."""
@@ -246,13 +271,20 @@ class Run:
             for client, (model, _) in zip(newcomers.clients, joined, strict=True):
                 keep(client, model)
         test = {k: [float(metrics["test"][k]) for _, metrics in joined] for k in seen}
-        summary = _summaries(test)
+        summary = self._summaries(test)
         gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
 
 
-def _summaries(metrics: dict[str, list[float]]) -> dict[str, Any]:
-    return {k: asdict(summarise(v, higher_is_better=HIGHER_IS_BETTER[k])) for k, v in metrics.items()}
+def missing_metrics(experiment: Experiment, test: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Which clients with test samples have no number of a metric, and why."""
+    sizes, names = experiment.data.test.sizes.tolist(), experiment.data.clients
+    out = {}
+    for metric in experiment.metrics:
+        without = [c for c, v, n in zip(names, test[metric.name], sizes, strict=True) if n and math.isnan(v)]
+        if without:
+            out[metric.name] = {"clients": without, "reason": metric.missing}
+    return out
 
 
 def measure(
@@ -265,7 +297,7 @@ def measure(
 ) -> dict[str, dict[str, list[float]]]:
     """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
     clients = len(engine.experiment.data.clients)
-    names = METRICS[engine.experiment.data.task]
+    names = [metric.name for metric in engine.experiment.metrics]
     out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
     for group, by_split, stack in engine.evaluate(range(clients), round, server, splits, kind):
         for split, metrics in by_split.items():

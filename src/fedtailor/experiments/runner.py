@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +22,10 @@ from fedtailor import engines
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import ALONE, ProcessGroup
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.random import STREAMS
+from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.data.fingerprint import digest
-from fedtailor.engines import machine
+from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
@@ -62,6 +64,7 @@ class Options(TypedDict, total=False):
     cores: int  # that it may use; 0 is all
     loaded: FederatedData | None  # in place of the data that the configuration names
     until: int | None  # the last round for now; `resume` goes on from there
+    device: str | None  # in place of the one that the configuration names
 
 
 def about(
@@ -81,16 +84,23 @@ def about(
         "data": experiment.data.name,
         "files": digest(config.data),
         "code": code,
-        "task": experiment.data.task,
+        "task": experiment.task.name if experiment.task.kind == "own" else experiment.data.task,
+        "metrics": {metric.name: metric.higher_is_better for metric in experiment.metrics},
         "clients": list(experiment.data.clients),
         "train_samples": experiment.data.train.sizes.tolist(),
         "parameters": sum(v.numel() for v in experiment.model.trainable.values()),
-        "shape": list(experiment.data.shape),
-        "outputs": experiment.data.outputs,
+        "shape": plain_shape(experiment.data.shape),
+        "outputs": experiment.task.outputs(experiment.data.outputs),
         "classes": list(experiment.data.classes),
         "checked_lines": True,
+        "streams": STREAMS,
         "notes": [*experiment.data.notes, *notes(code)],
     }
+
+
+def plain_shape(shape: Shape) -> Any:
+    """As JSON holds it."""
+    return {k: list(v) for k, v in shape.items()} if isinstance(shape, dict) else list(shape)
 
 
 def start(
@@ -106,6 +116,7 @@ def start(
     def made() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
+        experiment, where = _placed(experiment, config, options.get("device"), ranks)
         trust.remember(config)
         if ranks.count > 1 and experiment.aggregation != Privacy():
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
@@ -118,7 +129,7 @@ def start(
             name, why = found.name, found.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
-        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why}
+        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why} | where | _stack(run)
 
     with ExitStack() as held:
         held.enter_context(machine.prepared(config.federation.threads or 1))
@@ -156,9 +167,11 @@ def resume(
         if folder.results is not None:
             refuse_other_code(folder)
             return None
+        _refuse_other_streams(folder)
         tracking.check(config.tracking)
         held.enter_context(machine.prepared(made_by["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
+        experiment, _ = _placed(experiment, config, options.get("device"), ranks)
         run = _begun(made_by["engine"], experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
         return run
@@ -166,6 +179,18 @@ def resume(
     with ExitStack() as held:
         run = ranks.agreed(made)
         return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options.get("until"))
+
+
+def _refuse_other_streams(folder: RunFolder) -> None:
+    """The rounds that are left would be those of another run."""
+    made_by = folder.about
+    if made_by.get("streams", STREAMS if "checked_lines" in made_by else 1) != STREAMS:
+        config = shlex.quote(str(folder.path / CONFIG))
+        raise RunError(
+            f"{folder.path}: begun by an earlier fedtailor, which drew other random numbers; run it anew: "
+            f"fedtailor run {config} --out NEW",
+            code="run.version",
+        )
 
 
 def reload_experiment(
@@ -181,7 +206,7 @@ def reload_experiment(
     found = (list(experiment.data.clients), experiment.data.train.sizes.tolist(), digest(config.data))
     files = made_by.get("files") or found[2]  # older folders do not tell
     if found != (made_by["clients"], made_by["train_samples"], files):
-        raise RunError(f"{folder.path}: the data is no longer what the run was started with")
+        raise RunError(f"{folder.path}: the data is no longer what the run was started with", code="run.changed")
     return experiment
 
 
@@ -216,6 +241,21 @@ def _begun(
             engine = cast(Engine, Attacked(engine, attack_of(config)))
     engine.start()
     return Run(config, engine, ranks, disk)
+
+
+def _placed(
+    experiment: Experiment, config: RunConfig, wanted: str | None, ranks: ProcessGroup
+) -> tuple[Experiment, dict[str, str]]:
+    """The experiment on its device, and what is told of that."""
+    rank = devices.local_rank() if ranks.count > 1 else None
+    device, why = devices.find(wanted or config.federation.device, rank=rank, dtype=experiment.model.dtype)
+    return devices.place(experiment, device), {"device": str(device), "device_why": why}
+
+
+def _stack(run: Run) -> dict[str, int]:
+    """How many clients are stacked on a device, which depends on its memory."""
+    chunk = getattr(run.engine, "chunk", 0)
+    return {"chunk": chunk} if chunk and run.device.type != "cpu" else {}
 
 
 def _workers(config: RunConfig, cores: int) -> int:
@@ -269,4 +309,5 @@ def _refuse(why: str) -> None:
 
 def _news(line: dict[str, Any]) -> tuple[str, ...]:
     rejected = (f"round {f['round']}: {f['client']} rejected: {f['reason']}" for f in line.get("faults", []))
-    return *rejected, *([line["abandoned"]] if "abandoned" in line else [])
+    smaller = f"round {line['round']}: memory was out; stacks of {line.get('chunk')} clients from here on"
+    return *rejected, *([smaller] if "chunk" in line else []), *([line["abandoned"]] if "abandoned" in line else [])

@@ -1,4 +1,4 @@
-"""The sections of a configuration: every key has one default and one sentence, here."""
+"""The sections of a configuration: every key with its sentence, and its default or where that stands."""
 
 from __future__ import annotations
 
@@ -60,32 +60,56 @@ class ModelSection(Open):
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
 
 
+class TaskSection(Open):
+    """What is learned from the targets, and its options, such as quantiles or weights."""
+
+    name: str = Field(
+        default="auto",
+        description="auto (what the data is for), classification, multilabel, regression, quantile, survival, tokens, "
+        'or your own "package.module:Class".',
+    )
+
+
 class LocalSection(Section):
     """How a client takes its local steps, the same for every algorithm."""
 
     optimizer: str = Field(
-        default="sgd",
+        default=Solver.optimizer,
         description='sgd, nesterov, adam, adamw or your own "module:function"; its state is reset every round.',
     )
-    lr: float = Field(default=0.05, gt=0, description="Learning rate.")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum (sgd and nesterov).")
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay: added to the gradient; adamw: beside it.")
-    clip: float = Field(default=0.0, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping.")
-    batch_size: int = Field(default=32, ge=0, description="Batch size; 0: full batch.")
-    steps: int = Field(default=0, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data.")
-    schedule: ScheduleName = Field(default="constant", description="Learning rate: constant, cosine, linear or step.")
-    schedule_over: Literal["rounds", "steps"] = Field(
-        default="rounds", description="Whether it changes over the run's rounds or the steps of each training."
+    lr: float = Field(default=Solver.lr, gt=0, description="Learning rate.")
+    momentum: float = Field(default=Solver.momentum, ge=0, lt=1, description="Momentum (sgd and nesterov).")
+    weight_decay: float = Field(
+        default=Solver.weight_decay, ge=0, description="Weight decay: added to the gradient; adamw: beside it."
     )
-    warmup: int = Field(default=0, ge=0, description="Rounds or steps in which the learning rate grows to lr.")
-    lr_end: float = Field(default=0.0, ge=0, le=1, description="Cosine and linear: where they end, as a share of lr.")
-    lr_decay: float = Field(default=0.1, gt=0, le=1, description="Step: the factor.")
-    lr_decay_every: int = Field(default=0, ge=0, description="Step: rounds or steps from one factor to the next.")
+    clip: float = Field(
+        default=Solver.clip, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping."
+    )
+    batch_size: int = Field(default=Solver.batch_size, ge=0, description="Batch size; 0: full batch.")
+    steps: int = Field(
+        default=Solver.epoch, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data."
+    )
+    schedule: ScheduleName = Field(
+        default=Schedule.name, description="Learning rate: constant, cosine, linear or step."
+    )
+    schedule_over: Literal["rounds", "steps"] = Field(
+        default=Schedule.over, description="Whether it changes over the run's rounds or the steps of each training."
+    )
+    warmup: int = Field(
+        default=Schedule.warmup, ge=0, description="Rounds or steps in which the learning rate grows to lr."
+    )
+    lr_end: float = Field(
+        default=Schedule.last, ge=0, le=1, description="Cosine and linear: where they end, as a share of lr."
+    )
+    lr_decay: float = Field(default=Schedule.decay, gt=0, le=1, description="Step: the factor.")
+    lr_decay_every: int = Field(
+        default=Schedule.every, ge=0, description="Step: rounds or steps from one factor to the next."
+    )
     augment: Literal["crop-flip"] | None = Field(
-        default=None, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
+        default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
     )
     kernels: Literal["auto", "off"] = Field(
-        default="auto",
+        default=Solver.kernels,
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
     )
 
@@ -114,6 +138,9 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
+    device: str = Field(
+        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
+    )
     threads: int = Field(
         default=0,
         ge=0,
@@ -127,8 +154,10 @@ class FederationSection(Section):
         description="Memory budget (MB) for client states; the rest spills to disk. 0: half of the memory.",
     )
     clients_per_round: int = Field(default=0, ge=0, description="Clients sampled per round; 0: all.")
-    min_replies: int = Field(default=1, ge=1, description="A round with fewer usable replies is abandoned.")
-    max_norm: float = Field(default=1e8, gt=0, description="Replies with a larger norm are rejected.")
+    min_replies: int = Field(
+        default=Limits.min_replies, ge=1, description="A round with fewer usable replies is abandoned."
+    )
+    max_norm: float = Field(default=Limits.max_norm, gt=0, description="Replies with a larger norm are rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
     deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
     goal: int = Field(default=0, ge=0, description="Replies that close a round of a real federation; 0: all.")
@@ -149,14 +178,26 @@ class FederationSection(Section):
 class EnvironmentSection(Section):
     """Differences between clients beside their data. Lists have one number per client, in the order of their names."""
 
-    epochs: tuple[int, ...] = Field(default=(), description="Epochs a client runs for each epoch requested; empty: 1.")
-    answer: tuple[float, ...] = Field(default=(), description="Probability that a client's reply arrives; empty: 1.")
-    leave: float = Field(default=0.0, ge=0, lt=1, description="Probability per round that a client drops out for good.")
-    speed: tuple[float, ...] = Field(default=(), description="Samples a client processes per unit of time; empty: 1.")
-    jitter: float = Field(default=0.0, ge=0, description="Standard deviation of the log of a client's round time.")
-    deadline: float = Field(default=0.0, ge=0, description="Replies that take longer are lost; 0: no deadline.")
+    epochs: tuple[int, ...] = Field(
+        default=Environment.epochs, description="Epochs a client runs for each epoch requested; empty: 1."
+    )
+    answer: tuple[float, ...] = Field(
+        default=Environment.answer, description="Probability that a client's reply arrives; empty: 1."
+    )
+    leave: float = Field(
+        default=Environment.leave, ge=0, lt=1, description="Probability per round that a client drops out for good."
+    )
+    speed: tuple[float, ...] = Field(
+        default=Environment.speed, description="Samples a client processes per unit of time; empty: 1."
+    )
+    jitter: float = Field(
+        default=Environment.jitter, ge=0, description="Standard deviation of the log of a client's round time."
+    )
+    deadline: float = Field(
+        default=Environment.deadline, ge=0, description="Replies that take longer are lost; 0: no deadline."
+    )
     missing: Literal["renormalise", "stale"] = Field(
-        default="renormalise",
+        default=Environment.missing,
         description="renormalise: average responders only; stale: count non-responders with the model they received.",
     )
 
@@ -179,6 +220,11 @@ class EvaluationSection(Section):
     test_curve: bool = Field(
         default=False, description="Also record test metrics at each evaluation; never used for selection."
     )
+    metrics: tuple[str, ...] = Field(
+        default=(),
+        description='Metrics of a client\'s split: "auroc", own "module:function"; empty: the task\'s.',
+    )
+    decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(
         default=None,
         gt=0,
@@ -196,20 +242,26 @@ class PrivacySection(Section):
     """Protection of single clients. Secure sums and noise need algorithms that only sum replies."""
 
     secure_sum: bool = Field(
-        default=False, description="Secure aggregation: the server sees masked sums only; needs the wire engine."
+        default=Privacy.secure_sum,
+        description="Secure aggregation: the server sees masked sums only; needs the wire engine.",
     )
     fraction_bits: int = Field(
-        default=32, ge=8, le=52, description="Fractional bits of the fixed-point numbers in a secure sum."
+        default=Privacy.fraction_bits,
+        ge=8,
+        le=52,
+        description="Fractional bits of the fixed-point numbers in a secure sum.",
     )
-    clip: float = Field(default=0.0, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping.")
+    clip: float = Field(
+        default=Privacy.clip, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping."
+    )
     noise: float = Field(
-        default=0.0,
+        default=Privacy.noise,
         ge=0,
         description="Noise multiplier: noise std / clip. Clients then weigh equally.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
     secret_noise: bool = Field(
-        default=False,
+        default=Privacy.secret_noise,
         description="Draw noise from the system, not the seed; runs are then not repeatable.",
     )
 
@@ -239,10 +291,7 @@ class AggregationSection(Section):
 class AttackSection(Section):
     """Simulated clients that lie."""
 
-    name: AttackName = Field(
-        default="none",
-        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
-    )
+    name: AttackName = Field(default="none", description="none, sign-flip, scaling, noise, label-flip or backdoor.")
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
 

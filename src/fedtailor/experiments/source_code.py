@@ -20,7 +20,7 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import trust
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder
-from fedtailor.plugins import file_of, import_folder, located, module_of
+from fedtailor.plugins import file_of, import_folder, imported, located, module_of
 from fedtailor.training import optimizers
 
 PLAIN = (bool, int, float, str, tuple, list)
@@ -34,6 +34,8 @@ def code_of(config: RunConfig) -> Code:
         "model.name": (config.model.name, models.find(config.model.name)),
         "local.optimizer": (config.local.optimizer, optimizers.find(config.local.optimizer)),
     }
+    others = {k: v for k, v in trust.names(config).items() if k not in found}
+    found |= {key: (name, imported(key, name)) for key, name in others.items()}
     return {key: own for key, (name, kind) in found.items() if (own := _source(name, kind)) is not None}
 
 
@@ -59,7 +61,8 @@ def notes(code: Code) -> list[str]:
 def refuse_other_code(folder: RunFolder) -> None:
     """Fail if own code of a run is not what it was then, or is not trusted; nothing of it was run until here."""
     if what := changed_code(folder):
-        raise RunError(f"{folder.path}: {what} since the run was started; put back what it was, or start a new run")
+        why = f"{what} since the run was started; put back what it was, or start a new run"
+        raise RunError(f"{folder.path}: {why}", code="run.changed")
 
 
 def changed_code(folder: RunFolder) -> str:

@@ -23,7 +23,7 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.locking import lock, owner, sign
+from fedtailor.experiments.locking import hold, owner
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
@@ -37,6 +37,7 @@ DTYPES = {  # as safetensors names them
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+CHANGED = "changed since it was written (checksum differs)"
 SLICE = 2**24  # numbers that are written at once
 Touch = Callable[[int], None]  # told how many bytes were read
 
@@ -63,8 +64,8 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) 
 def write_json(path: Path, value: Any) -> None:
     """JSON with its own checksum inside."""
     text = json.dumps(value, indent=1)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    write_atomically(path, json.dumps({"sha256": digest, "content": json.loads(text)}, indent=1).encode())
+    checked = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": json.loads(text)}
+    write_atomically(path, json.dumps(checked, indent=1).encode())
 
 
 def read_json(path: Path) -> Any:
@@ -73,11 +74,11 @@ def read_json(path: Path) -> Any:
         stored = json.loads(path.read_text(encoding="utf-8"))
         content, digest = stored["content"], stored["sha256"]
     except FileNotFoundError:
-        raise RunError(f"{path}: no such file") from None
+        raise RunError(f"{path}: no such file", code="run.damaged") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise RunError(f"{path}: damaged; it is not the JSON that was written") from None
+        raise RunError(f"{path}: damaged; it is not the JSON that was written", code="run.damaged") from None
     if hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest() != digest:
-        raise RunError(f"{path}: changed since it was written (checksum differs)")
+        raise RunError(f"{path}: {CHANGED}", code="run.damaged")
     return _recorded(content, path)
 
 
@@ -89,7 +90,8 @@ class Record(dict[str, Any]):
         self.path = path
 
     def __missing__(self, key: str) -> Any:
-        raise RunError(f'{self.path}: has no "{key}", so another version of fedtailor wrote it; start the run anew')
+        other = f'has no "{key}", so another version of fedtailor wrote it; start the run anew'
+        raise RunError(f"{self.path}: {other}", code="run.version")
 
 
 def _recorded(content: Any, path: Path) -> Any:
@@ -116,7 +118,7 @@ def _pieces(tensors: dict[str, Tensor], touch: Touch) -> Iterator[bytes | memory
     for value in tensors.values():
         flat = value.detach().reshape(-1)
         for i in range(0, len(flat), SLICE):
-            yield flat[i : i + SLICE].contiguous().numpy().data
+            yield flat[i : i + SLICE].contiguous().cpu().numpy().data
             touch(flat[i : i + SLICE].nbytes)
 
 
@@ -129,7 +131,7 @@ def read_tree(folder: Path, entry: dict[str, Any]) -> Tree:
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
     if digest != entry["sha256"]:
-        raise RunError(f"{path}: changed since it was written (checksum differs)")
+        raise RunError(f"{path}: {CHANGED}", code="run.damaged")
     try:
         aligned = {name: v.clone() for name, v in load_file(path).items()}  # or kernels may round otherwise
         return build(entry["tree"], aligned)
@@ -150,7 +152,8 @@ class RunFolder:
         """A new folder with the resolved configuration, what made it and, of tables, how columns are prepared."""
         folder = cls(path)
         if (path / CONFIG).exists():
-            raise RunError(f"{path}: holds a run already; fedtailor resume {shlex.quote(str(path))} goes on with it")
+            hint = f"fedtailor resume {shlex.quote(str(path))} goes on with it"
+            raise RunError(f"{path}: holds a run already; {hint}", code="run.exists")
         content = tomli_w.dumps(config.plain()).encode()
         if preparation is not None:
             write_json(path / PREPARATION, preparation.model_dump(mode="json"))
@@ -162,14 +165,15 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """An existing run."""
         if not (path / CONFIG).is_file() or not (path / ABOUT).is_file():
-            raise RunError(f"{path}: {_instead_of_a_run(path)}")
+            raise RunError(f"{path}: {_instead_of_a_run(path)}", code="run.none")
         return cls(path)
 
     @property
     def config(self) -> RunConfig:
         """The resolved configuration; one that was edited no longer describes this run."""
         if hashlib.sha256((self.path / CONFIG).read_bytes()).hexdigest() != self.about["config_sha256"]:
-            raise RunError(f"{self.path / CONFIG}: changed since the run was started; start a new run with it instead")
+            why = "changed since the run was started; start a new run with it instead"
+            raise RunError(f"{self.path / CONFIG}: {why}", code="run.changed")
         return parse(read_toml(self.path / CONFIG), RunConfig, str(self.path / CONFIG))
 
     @property
@@ -193,10 +197,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a+") as file:
             try:
-                lock(file)
+                hold(file)
             except OSError:
                 raise RetryableError(f"{self.path}: another process is working on this run{owner(file)}") from None
-            sign(file)
             yield
 
     def save_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import logging
 import math
@@ -14,9 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedtailor.core.task import HIGHER_IS_BETTER
+from fedtailor.core.metric import recorded_metrics
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.locking import lock
 from fedtailor.experiments.sections import TrackingSection, dotted
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.metrics.summary import summarise
@@ -38,7 +38,7 @@ def check(section: TrackingSection) -> None:
 @contextmanager
 def followed(folder: RunFolder, config: RunConfig) -> Iterator[Told]:
     """Tell the trackers of a configuration about rounds, and at the end about the results."""
-    wanted = config.tracking
+    wanted, directions = config.tracking, recorded_metrics(folder.about)
     opened = [
         *([_Follower("tensorboard", lambda: _TensorBoard(folder))] if wanted.tensorboard else []),
         *([_Follower("mlflow", lambda: _MLflow(folder, config, wanted.mlflow))] if wanted.mlflow else []),
@@ -46,7 +46,7 @@ def followed(folder: RunFolder, config: RunConfig) -> Iterator[Told]:
 
     def tell(line: dict[str, Any]) -> None:
         for follower in opened:
-            follower.tell(line["round"], of_round(line))
+            follower.tell(line["round"], of_round(line, directions))
 
     try:
         yield tell
@@ -60,12 +60,12 @@ def followed(folder: RunFolder, config: RunConfig) -> Iterator[Told]:
         follower.close(is_finished=True)
 
 
-def of_round(line: Mapping[str, Any]) -> Values:
-    """What a tracker is told of a recorded round."""
+def of_round(line: Mapping[str, Any], directions: Mapping[str, bool]) -> Values:
+    """What a tracker is told of a recorded round; by metric, whether higher is better."""
     values: Values = {}
     for split in ("val", "test"):
         for metric, clients in line.get(split, {}).items():
-            summary = summarise(clients, higher_is_better=HIGHER_IS_BETTER[metric])
+            summary = summarise(clients, higher_is_better=directions[metric])
             values |= {f"{split}/{metric}": summary.mean, f"{split}/{metric} worst tenth": summary.worst_tenth}
     for name, value in line.get("report", {}).items():
         several = enumerate(value) if isinstance(value, list) else [(None, value)]
@@ -183,7 +183,7 @@ class _MLflow:
 
 def _experiment(client: Any, name: str, store: Path) -> str:
     """The experiment of this name; runs that begin at the same time must not make two of it."""
-    with (store / ".fedtailor.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (store / ".fedtailor.lock").open("w") as file:
+        lock(file, waits=True)
         existing = client.get_experiment_by_name(name)
         return existing.experiment_id if existing is not None else client.create_experiment(name)

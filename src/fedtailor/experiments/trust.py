@@ -16,15 +16,17 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from fedtailor import algorithms, models
+from fedtailor.core import task as tasks
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import CONFIG, RunFolder
-from fedtailor.plugins import folder_above, located
+from fedtailor.plugins import folder_above, imported, located
 from fedtailor.training import optimizers
 
 _remembered = set[str]()  # by this process, which may have no folder to write to
@@ -36,8 +38,16 @@ def names(config: RunConfig) -> dict[str, str]:
         "algorithm.name": config.algorithm.name,
         "model.name": config.model.name,
         "local.optimizer": config.local.optimizer,
+        "task.name": config.task.name,
+        "data.source": getattr(config.data, "load", ""),
     }
+    named |= {f"evaluation.metrics.{i}": name for i, name in enumerate(metric_names(config))}
     return {key: name for key, name in named.items() if ":" in name}
+
+
+def metric_names(config: RunConfig) -> list[str]:
+    """Metrics that a configuration names."""
+    return [*config.evaluation.metrics, config.evaluation.decide]
 
 
 def remember(config: RunConfig) -> None:
@@ -68,7 +78,8 @@ def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
         if file is not None:  # else `require` says so
             tell(f'{origin}: trusted: {key} "{name}", {file}, sha256 {fingerprint(name, file)}')
             find = {"algorithm.name": algorithms.find, "model.name": models.find, "local.optimizer": optimizers.find}
-            kind = find[key](name)
+            find |= {"task.name": tasks.find}
+            kind = find.get(key, partial(imported, key))(name)
             if key == "model.name" and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise ConfigError(f'{origin}: model.name "{name}": is no nn.Module, and is not called for a file')
             _remember(name, file)

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtailor.core.context import AT_ONCE
 from fedtailor.core.engine import Metrics
 from fedtailor.core.experiment import Experiment
+from fedtailor.core.metric import Metric
 from fedtailor.core.random import seeded, undrawn
-from fedtailor.core.task import METRICS, sample_metrics
-from fedtailor.core.trees import Params
-from fedtailor.training.batches import whole
+from fedtailor.core.rows import Rows, take
+from fedtailor.core.trees import Params, Tree, leaves, moved, tree_map
+from fedtailor.errors import RunError
+from fedtailor.training.batches import Batch, on_device, whole
+
+LARGE = 16 * 2**20  # bytes of samples in a pass
 
 
 def evaluate(
@@ -22,39 +27,90 @@ def evaluate(
     splits: Sequence[str],
     *,
     is_stacked: bool,
-    batch: int = 256,
+    batch: int = 0,
 ) -> Metrics:
-    """Per split and metric the value of each member; not a number where it has no samples."""
+    """Per split and metric the value of each member; not a number where it has no samples, or it cannot be told."""
+    out: Metrics = {}
+    batch = batch or _at_once(experiment)
+    for split in splits:
+        rows: Rows = getattr(experiment.data, split)
+        starts, sizes = rows.bounds(members)
+        zeros = experiment.model.like.new_zeros(len(members), dtype=torch.float64)
+        totals = {m.name: zeros.clone() for m in experiment.metrics if m.per_sample}
+        kept: list[tuple[Tree, Tensor, Tensor]] = []  # outputs, targets and which of them count
+        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device):
+            outputs, y, counts = _outputs(experiment, members, model, rows, split, part, is_stacked=is_stacked)
+            if len(totals) < len(experiment.metrics):
+                kept.append((outputs, y, counts))
+            flat, targets = tree_map(lambda v: v.flatten(0, 1), outputs), y.flatten(0, 1)
+            for metric in experiment.metrics:
+                if metric.per_sample is not None:
+                    values = metric.per_sample(flat, targets).reshape(counts.shape).double()
+                    totals[metric.name] += torch.where(counts, values, 0.0).sum(1)  # an error without limit, too
+        samples = zeros.new_tensor(sizes)
+        out[split] = {
+            m.name: _mean(m, totals[m.name], samples) if m.per_sample else _of_all(experiment, m, members, kept)
+            for m in experiment.metrics
+        }
+    return out
 
-    def predict(model: Params, x: Tensor) -> Tensor:
+
+def _at_once(experiment: Experiment) -> int:
+    """Samples of a pass: few where they are large."""
+    size = sum(v.nbytes for v in leaves(experiment.data.train.first(1)))
+    return max(1, min(AT_ONCE, LARGE // max(size, 1)))
+
+
+def _outputs(
+    experiment: Experiment,
+    members: Sequence[int],
+    model: Params,
+    rows: Rows,
+    split: str,
+    part: Batch,
+    *,
+    is_stacked: bool,
+) -> tuple[Tree, Tensor, Tensor]:
+    """What the models say of a part of a split, stacked; its targets; and which of them are not padding."""
+
+    def predict(model: Params, x: Tree) -> Tree:
         return experiment.algorithm.predict(experiment.model, model, x)
 
-    task, out = experiment.data.task, {}
-    for split in splits:
-        rows = getattr(experiment.data, split)
-        starts, sizes = rows.bounds(members)
-        totals: dict[str, Tensor] = {}
-        for part in whole(starts, sizes, batch, experiment.model.dtype):
-            at = part.rows.clamp(max=len(rows.x) - 1)
-            x, y = rows.x[at], rows.y[at]
-            weight = torch.ones(at.shape, dtype=experiment.model.dtype) if part.weight is None else part.weight
-            with torch.no_grad():
-                if is_stacked:
-                    with undrawn():
-                        output = torch.func.vmap(predict)(model, x)
-                else:
-                    with seeded(experiment.seed, "evaluate", experiment.data.clients[members[0]], split):
-                        output = predict(model, x[0])[None]
-            per_sample = sample_metrics(task, output.flatten(0, 1), y.flatten(0, 1))
-            for name, flat in per_sample.items():
-                values = flat.reshape(y.shape[:2]).double()
-                known = torch.where(weight > 0, values * weight, 0.0)  # an error without limit, too
-                totals[name] = totals.get(name, torch.zeros(len(members), dtype=torch.float64)) + known.sum(1)
-        count = torch.tensor(sizes, dtype=torch.float64)
-        metrics = {name: total / count for name, total in totals.items()}
-        for name in METRICS[task]:
-            metrics.setdefault(name, torch.full((len(members),), torch.nan, dtype=torch.float64))
-        if "rmse" in metrics:
-            metrics["rmse"] = metrics["rmse"].sqrt()
-        out[split] = metrics
-    return out
+    at = part.rows.clamp(max=len(rows.y) - 1)
+    x, y = moved((take(rows.x, at), take(rows.y, at)), experiment.device)
+    counts = torch.ones_like(at, dtype=torch.bool) if part.weight is None else part.weight > 0
+    with torch.no_grad():
+        if is_stacked:
+            with undrawn(experiment.device):
+                return torch.func.vmap(predict)(model, x), y, counts
+        key = (experiment.seed, "evaluate", experiment.data.clients[members[0]], split)
+        with seeded(*key, device=experiment.device):
+            outputs = predict(model, tree_map(lambda v: v[0], x))
+        return tree_map(lambda v: v[None], outputs), y, counts
+
+
+def _mean(metric: Metric, totals: Tensor, samples: Tensor) -> Tensor:
+    means = totals / samples
+    return means if metric.finish is None else metric.finish(means)
+
+
+def _of_all(
+    experiment: Experiment, metric: Metric, members: Sequence[int], kept: Sequence[tuple[Tree, Tensor, Tensor]]
+) -> Tensor:
+    """A metric of all outputs of a split, client by client."""
+    assert metric.of_all is not None
+    values = torch.full((len(members),), torch.nan, dtype=torch.float64, device="cpu")
+    for i, member in enumerate(members):
+        parts = [(tree_map(lambda v, i=i, c=c: v[i][c[i]], out), y[i][c[i]]) for out, y, c in kept]
+        if not sum(len(y) for _, y in parts):
+            continue
+        outputs = tree_map(lambda *each: torch.cat(each), *(out for out, _ in parts))
+        if not all(bool(v.isfinite().all()) for v in leaves(outputs)):
+            values[i] = metric.worst
+            continue
+        try:
+            values[i] = float(metric.of_all(tree_map(Tensor.cpu, outputs), torch.cat([y for _, y in parts]).cpu()))
+        except Exception as error:
+            client = experiment.data.clients[member]
+            raise RunError(f'evaluation.metrics: "{metric.name}" failed at client {client}: {error}') from error
+    return values.to(experiment.device)

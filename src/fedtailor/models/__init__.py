@@ -11,6 +11,7 @@ from torch import nn
 
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior
 from fedtailor.core.random import torch_stream
+from fedtailor.core.samples import Shape
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
 from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
@@ -41,7 +42,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 def build(
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     outputs: int,
     *,
     seed: int,
@@ -63,8 +64,9 @@ def build(
     try:
         with torch_stream(seed, "model"):
             module = kind(shape, outputs, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.name: {name} does not fit samples of shape {list(shape)}: {error}") from None
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        said = shape if isinstance(shape, dict) else list(shape)
+        raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}") from None
     if prior:
         add_label_prior(module, outputs)
     # of the class: an instance may have a layer called "head"

@@ -38,7 +38,7 @@ class EquilibriumLayer(nn.Module):
         super().__init__()
         self.cell, self.shape, self.how = cell, tuple(shape), how
         if warm_start:
-            self.register_buffer(WARM_START, torch.empty(0, *shape), persistent=False)
+            self.register_buffer(WARM_START, torch.empty(0, *shape, device="cpu"), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         names, values = zip(*_tensors(self.cell).items(), strict=True)
@@ -101,7 +101,7 @@ class DenseCell(nn.Module):
             raise ConfigError(f"model.contraction = {contraction}: must be between 0 and 1")
         self.activation, self.project, self.contraction = ACTIVATIONS[activation], project, contraction
         # rows begin with absolute sums of about 1/2, inside the ball: projected from afar, few entries would be left
-        self.weight = nn.Parameter(torch.empty(width, width).uniform_(-1 / width, 1 / width))
+        self.weight = nn.Parameter(torch.empty(width, width, device="cpu").uniform_(-1 / width, 1 / width))
 
     def tensors(self) -> dict[str, Tensor]:
         return {"weight": rows_in_l1_ball(self.weight, self.contraction) if self.project else self.weight}

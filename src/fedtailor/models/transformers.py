@@ -49,7 +49,7 @@ class Embedding(nn.Module):
         super().__init__()
         (length,) = shape
         self.character = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(0.1 * torch.randn(length, width))
+        self.position = nn.Parameter(0.1 * torch.randn(length, width, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.character(x.long()) + self.position

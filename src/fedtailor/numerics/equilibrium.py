@@ -83,6 +83,7 @@ def solve(step: Callable[[Tensor], Tensor], start: Tensor, how: Equilibrium) -> 
     residual = start.new_full(samples, torch.inf)
     iterations = torch.zeros(samples, dtype=torch.long, device=start.device)
     active = torch.ones(samples, dtype=torch.bool, device=start.device)
+    left = finite = residual.numel()
     for k in range(how.max_iterations):
         new = step(z)
         f = (new - z).flatten(how.dims)
@@ -93,18 +94,21 @@ def solve(step: Callable[[Tensor], Tensor], start: Tensor, how: Equilibrium) -> 
         # what is not a number will not become one again
         stops = active & ((relative <= how.tolerance) | ~torch.isfinite(relative))
         goes_on = active & ~stops
-        if k + 1 == how.max_iterations or not bool(goes_on.any()):
+        is_last = k + 1 == how.max_iterations
+        if how.strict or not is_last:  # the only numbers that are read off the device
+            left, finite = torch.stack([goes_on.sum(), torch.isfinite(residual).sum()]).tolist()
+        if is_last or not left:
             z = torch.where(_wide(active, z), new, z)
             break
         z_next = accelerate(z, f)
-        if not bool(goes_on.all()):  # else the masks would change nothing
+        if left < goes_on.numel():  # else the masks would change nothing
             z_next = torch.where(_wide(goes_on, z), z_next, torch.where(_wide(stops, z), new, z))
         z, active = z_next, goes_on
     report = Report(residual, iterations, residual <= how.tolerance)
     log_solve(report)
-    if how.strict and not bool(torch.isfinite(residual).all()):
+    if how.strict and finite < residual.numel():
         raise EquilibriumError(
-            f"the equilibrium of {int((~torch.isfinite(residual)).sum())} of {residual.numel()} samples is not a "
+            f"the equilibrium of {residual.numel() - finite} of {residual.numel()} samples is not a "
             "finite number; look for values that are not in the data, lower local.lr or set model.project = true"
         )
     return z, report
@@ -251,12 +255,18 @@ class _Shift(torch.autograd.Function):
     def forward(sizes: Tensor, radius: float) -> Tensor:
         shift = sizes.new_zeros(*sizes.shape[:-1], 1)
         outside = sizes.sum(-1) > radius
-        falling = sizes[outside].sort(dim=-1, descending=True).values
+        if sizes.device.type != "cpu":  # to find those outside, the host would have to wait
+            return torch.where(outside[..., None], _Shift._of(sizes, radius), shift)
+        shift[outside] = _Shift._of(sizes[outside], radius)
+        return shift
+
+    @staticmethod
+    def _of(sizes: Tensor, radius: float) -> Tensor:
+        falling = sizes.sort(dim=-1, descending=True).values
         excess = falling.cumsum(-1) - radius
         count = torch.arange(1, sizes.shape[-1] + 1, dtype=sizes.dtype, device=sizes.device)
         stay = (falling * count > excess).sum(-1, keepdim=True)
-        shift[outside] = excess.gather(-1, stay - 1) / stay
-        return shift
+        return excess.gather(-1, (stay - 1).clamp(min=0)) / stay
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

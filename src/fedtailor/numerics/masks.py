@@ -12,20 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Params, Ragged
+from fedtailor.core.trees import Params, Ragged, flat, unflat
 from fedtailor.errors import ConfigError, RoundAbandoned, nearest
-
-
-def flat(params: Params) -> Tensor:
-    """All entries in one vector, in the order of names."""
-    return torch.cat([params[k].flatten() for k in sorted(params)])
-
-
-def unflat(vector: Tensor, like: Params) -> Params:
-    """The entries of `flat` by name, shaped as `like`."""
-    names = sorted(like)
-    parts = vector.split([like[k].numel() for k in names])
-    return {k: part.reshape(like[k].shape) for k, part in zip(names, parts, strict=True)}
 
 
 def check(rate: float, limit: float, interval: int) -> None:
@@ -177,7 +165,7 @@ def pack_each(values: Tensor, keep: Tensor) -> Ragged:
         places = _places_of(mine)
         row[: len(places)] = values.index_select(0, places)
         lengths.append(len(places))
-    return Ragged((packed, torch.tensor(lengths)))
+    return Ragged((packed, packed.new_tensor(lengths, dtype=torch.int64)))
 
 
 def unpack(packed: Ragged, keep: Tensor) -> Tensor:

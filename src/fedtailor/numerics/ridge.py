@@ -93,7 +93,7 @@ def determined(d: Params, r: Tensor) -> Tensor:
 
 def _inner(d: Params, r: Tensor) -> Tensor:
     """Lambda^(-1/2) A Lambda^(-1/2) + I, which is never singular."""
-    return _weighed(d, r) + torch.eye(r.shape[-2], dtype=r.dtype)
+    return _weighed(d, r) + torch.eye(r.shape[-2], dtype=r.dtype, device=r.device)
 
 
 def _weighed(d: Params, r: Tensor) -> Tensor:

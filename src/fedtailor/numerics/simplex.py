@@ -12,10 +12,11 @@ def least_on_simplex(q: Tensor, tolerance: float = 1e-12) -> Tensor:
     By active sets: weights are let in one at a time, where that lowers the form most, and leave when they reach 0. It
     ends after finitely many exact steps, so that zeros are zeros and no step size or number of iterations matters.
     """
+    given, q = q, q.cpu()  # many steps on few numbers
     size, scale = len(q), q.abs().max().clamp(min=torch.finfo(q.dtype).tiny)
     q = q.double() / scale
-    a = torch.zeros(size, dtype=q.dtype)
-    free = torch.zeros(size, dtype=torch.bool)
+    a = q.new_zeros(size)
+    free = torch.zeros_like(a, dtype=torch.bool)
     first = int(q.diagonal().argmin())
     a[first], free[first] = 1.0, True
     for _ in range(10 * size):  # a bound that is not reached: each set of free weights comes at most once
@@ -35,18 +36,18 @@ def least_on_simplex(q: Tensor, tolerance: float = 1e-12) -> Tensor:
         if gain.max() <= tolerance:
             break
         free[gain.argmax()] = True
-    return (a / a.sum()).to(scale.dtype)
+    return (a / a.sum()).to(given)
 
 
 def _least_of(q: Tensor, free: Tensor) -> Tensor:
     """The least form with sum(a) = 1 over the free weights, of any sign; among equals the shortest."""
     at = free.nonzero()[:, 0]
     n = len(at)
-    system = torch.zeros(n + 1, n + 1, dtype=q.dtype)  # q a = lam 1, 1'a = 1
+    system = q.new_zeros(n + 1, n + 1)  # q a = lam 1, 1'a = 1
     system[:n, :n] = q[at][:, at]
     system[:n, n], system[n, :n] = -1.0, 1.0
-    right = torch.zeros(n + 1, 1, dtype=q.dtype)
+    right = q.new_zeros(n + 1, 1)
     right[n] = 1.0
-    a = torch.zeros(len(q), dtype=q.dtype)
+    a = q.new_zeros(len(q))
     a[at] = torch.linalg.lstsq(system, right, driver="gelsd").solution[:n, 0]
     return a

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -57,11 +58,12 @@ class Solves(list[Report]):
     @property
     def tally(self) -> Tally:
         """Of all of them."""
-        each = (
-            Tally(r.converged.numel(), int((~r.converged).sum()), int(r.iterations.sum()), float(r.residual.max()))
-            for r in self
-            if r.converged.numel()
-        )
+        known = [r for r in self if r.converged.numel()]
+        if not known:
+            return self.elsewhere
+        columns = [[(~r.converged).sum(), r.iterations.sum(), r.residual.max()] for r in known]
+        read = [torch.stack(column).tolist() for column in zip(*columns, strict=True)]  # once for all solves
+        each = (Tally(r.converged.numel(), *figures) for r, *figures in zip(known, *read, strict=True))
         return sum(each, start=self.elsewhere)
 
 

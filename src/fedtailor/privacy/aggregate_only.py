@@ -158,7 +158,7 @@ def _summed(fed: Federation, privacy: Privacy, x: PerClient, weight: PerClient |
         )
     else:
         terms = [PerClient(x.clients, leaf.rows).rows(fed.group, clients).double() for leaf in parts]
-        w = torch.ones(len(clients))
+        w = fed.model.like.new_ones(len(clients))
         if weight is not None and by is not None:
             w = PerClient(weight.clients, by.rows).rows(fed.group, clients)
         sums, weights = [torch.tensordot(w.double(), v, dims=1) for v in terms], float(w.double().sum())
@@ -170,7 +170,7 @@ def _summed(fed: Federation, privacy: Privacy, x: PerClient, weight: PerClient |
 
 
 def _typed(v: Tensor, example: Tensor) -> Tensor:
-    return (v if example.is_floating_point() else v.round()).to(example.dtype)
+    return (v if example.is_floating_point() else v.round()).to(example)
 
 
 def _all_clipped(parts: list[Leaf]) -> None:

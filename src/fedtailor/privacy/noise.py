@@ -61,7 +61,7 @@ def clipped(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...], clip:
 
 def noisy(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
     """The tree with independent Gaussian noise on every number."""
-    noised = (v + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(v.dtype) for v in leaves(tree))
+    noised = (v + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(v) for v in leaves(tree))
     return rebuild(tree, noised)
 
 

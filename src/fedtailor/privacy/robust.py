@@ -39,13 +39,13 @@ class RobustMean:
         each = leaves(tree)
         if not each:
             return tree
-        rows = torch.cat([v.reshape(len(v), -1).double() for v in each], dim=1)
+        rows = torch.cat([v.reshape(len(v), -1).double() for v in each], dim=1)  # some are single numbers
         liars = math.floor(self.liars * len(rows))
         center = MEANS[self.name](rows, liars)
         away = (rows - center).norm(dim=1)
         _report(fed, "distance", away / away.median().clamp(min=1e-300))
         if self.name == "krum":
-            _report(fed, "left_out", torch.ones(len(rows)).index_fill(0, nearest(rows, liars), 0.0))
+            _report(fed, "left_out", rows.new_ones(len(rows)).index_fill(0, nearest(rows, liars), 0.0))
         sizes = [v[0].numel() for v in each]
         parts = zip(center.split(sizes), each, strict=True)
         return rebuild(tree, (_typed(part.reshape(v.shape[1:]), v.dtype) for part, v in parts))
@@ -53,7 +53,7 @@ class RobustMean:
 
 def _report(fed: Federation, name: str, values: Tensor) -> None:
     """Of several means of a round each client's largest number."""
-    before = torch.tensor(fed.record.reported.get(name, [0.0] * len(values)))
+    before = values.new_tensor(fed.record.reported.get(name, [0.0] * len(values)))
     fed.report(**{name: list(torch.maximum(before, values) if len(before) == len(values) else values)})
 
 

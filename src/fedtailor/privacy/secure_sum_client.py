@@ -86,7 +86,7 @@ def said(function: str, placed: Sequence[bool], args: Sequence[Tree]) -> str:
     for i, (arg, own) in enumerate(zip(args, placed, strict=True)):
         for path, leaf in () if own else items(arg):
             digest.update(f"|{i}|{path}|{leaf.dtype}|{list(leaf.shape)}|".encode())
-            digest.update(leaf.detach().contiguous().numpy().tobytes())
+            digest.update(leaf.detach().contiguous().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -282,11 +282,11 @@ class Member:
 
     def _vector(self, term: Term) -> np.ndarray[Any, np.dtype[np.float64]]:
         parts = [self._replies[term.call][path].double().flatten() for path in term.paths]
-        vector = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+        vector = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
         if term.weight is not None:
             weight = self._replies[term.weight[0]][term.weight[1]].double().reshape(1)
             vector = torch.cat([vector * weight, weight])
-        return vector.numpy()
+        return vector.cpu().numpy()
 
 
 def as_tensor(message: bytes) -> Tensor:
@@ -297,7 +297,7 @@ def as_tensor(message: bytes) -> Tensor:
 def rows_of(messages: Any) -> Tensor:
     """Messages of equal length as rows."""
     rows = [as_tensor(m) for m in messages]
-    return torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.uint8)
+    return torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
 
 
 def as_bytes(rows: Tensor) -> list[bytes]:

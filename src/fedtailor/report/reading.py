@@ -12,7 +12,7 @@ from typing import Any
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
+from fedtailor.core.metric import recorded_metrics
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.rounds_file import read_line
@@ -40,11 +40,11 @@ class Recorded:
 
     @property
     def metric(self) -> str:
-        return METRICS[self.about["task"]][0]
+        return next(iter(recorded_metrics(self.about)))
 
     @property
     def higher(self) -> bool:
-        return HIGHER_IS_BETTER[self.metric]
+        return recorded_metrics(self.about)[self.metric]
 
     @property
     def kind(self) -> type[Algorithm] | None:

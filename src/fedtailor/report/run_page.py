@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.core.algorithm import reply_names
-from fedtailor.core.task import METRICS
+from fedtailor.core.metric import recorded_metrics
 from fedtailor.experiments.store import CONFIG
 from fedtailor.report import figures
 from fedtailor.report.formatting import count, duration
@@ -48,7 +48,7 @@ def run_page(path: Path, data_root: Path | None = None) -> Page:
 
 def learning(run: Recorded) -> Section:
     """Curves by round."""
-    charts = [figures.learning_curve(run, metric) for metric in METRICS[run.about["task"]]]
+    charts = [figures.learning_curve(run, metric) for metric in recorded_metrics(run.about)]
     drawn = tuple(chart for chart in charts if chart is not None)
     missing = ""
     if not drawn:

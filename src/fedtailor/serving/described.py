@@ -28,7 +28,7 @@ class Described(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     task: str = Field(max_length=40)
-    shape: list[Size] = Field(min_length=1, max_length=8)
+    shape: Annotated[list[Size], Field(max_length=8)] | dict[str, Annotated[list[Size], Field(max_length=8)]]
     outputs: Size
     classes: list[str]
 
@@ -42,9 +42,10 @@ def described(about: Any, origin: str) -> Described:
         raise RunError(f"{origin}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     except (KeyError, TypeError):
         raise RunError(f"{origin}: does not say what its model reads; another version of fedtailor wrote it") from None
-    if math.prod(found.shape) > MOST:
+    sizes = found.shape.values() if isinstance(found.shape, dict) else [found.shape]
+    if sum(map(math.prod, sizes)) > MOST:
         raise RunError(f"{origin}: shape: samples of {found.shape} are too large")
-    if found.classes and len(found.classes) != found.outputs:
+    if found.task == "classification" and found.classes and len(found.classes) != found.outputs:
         raise RunError(f"{origin}: classes: {len(found.classes)} names for {found.outputs} outputs")
     return found
 
@@ -66,7 +67,7 @@ def check_options(config: RunConfig, origin: str) -> None:
 def model_in(config: RunConfig, about: Described, tensors: Mapping[str, Tensor], origin: str) -> Model:
     """The model of a configuration, made only after its shapes, without numbers, were found to be those of the file."""
     check_options(config, origin)
-    shape = tuple(about.shape)
+    shape = {k: tuple(v) for k, v in about.shape.items()} if isinstance(about.shape, dict) else tuple(about.shape)
     if ":" not in config.model.name:  # own classes are trusted, and need not be made without numbers
         try:
             with torch.device("meta"):

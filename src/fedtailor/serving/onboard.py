@@ -47,7 +47,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
                 f"{file}: {what} of its samples is {getattr(own, what)}, of the run's {getattr(experiment.data, what)}"
             )
     ((model, found),) = onboarded(experiment, own, saved[1]["state"]["server"], epochs)
-    samples = {split: len(getattr(own, split).x) for split in ("train", "val", "test")}
+    samples = {split: len(getattr(own, split).y) for split in ("train", "val", "test")}
     metrics = {split: {k: float(v) for k, v in values.items()} for split, values in found.items()}
     about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
     if own.preparation is not None and name in own.preparation.sites:

@@ -17,7 +17,8 @@ from torch import Tensor
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params
+from fedtailor.core.rows import between, count
+from fedtailor.core.trees import Params, Tree
 from fedtailor.data.files import read_npz
 from fedtailor.data.folder import check_numbers, numbers
 from fedtailor.data.frames import as_frame
@@ -65,16 +66,21 @@ class Personal:
         # 01 and 1 are two classes
         return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Tree) -> Tensor:
         """What the model says of samples, as in training: logits, or standardised numbers."""
         with torch.no_grad():
-            parts = [self.algorithm.predict(self.model, self.params, part) for part in x.split(ROWS)]
+            parts = [
+                self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
+                for a in range(0, max(count(x), 1), ROWS)
+            ]
         return torch.cat(parts)
 
     def readable(self, outputs: Tensor) -> Tensor:
         """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
         if self.task == "classification":
             return outputs.softmax(1)
+        if self.task == "multilabel":
+            return outputs.sigmoid()
         target = None if self.preparation is None else self.preparation.target
         return outputs if target is None else outputs * target.sd + target.mean
 
@@ -93,7 +99,9 @@ class Personal:
         return self._readable(rows)
 
     def _readable(self, rows: Any) -> NDArray[np.float64]:
-        if isinstance(rows, np.ndarray | Tensor):
+        if isinstance(rows, dict) and self.preparation is None:
+            x: Tree = {k: torch.as_tensor(v) for k, v in rows.items()}
+        elif isinstance(rows, np.ndarray | Tensor):
             x = torch.as_tensor(rows)
             x = x.to(self.model.dtype) if x.is_floating_point() else x
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedtailor.core.client import shares
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.trees import Params, tree_map
+from fedtailor.core.trees import Params, flat, tree_map
 from fedtailor.data.spreadsheets import as_text
 from fedtailor.errors import RunError
 from fedtailor.experiments.runner import reload_experiment
@@ -83,7 +83,7 @@ def weights(path: Path) -> dict[int, dict[str, float]]:
 def overlap_by_classes(path: Path, data_root: Path | None = None) -> dict[str, float]:
     """Mean overlap of the masks of two clients: of pairs with a class in "common", and of pairs with "none"."""
     experiment, found = _shares(path, data_root)
-    pairs = overlap(torch.stack([torch.cat([v.flatten() == 0 for v in own.values()]) for own, _ in found.values()]))
+    pairs = overlap(torch.stack([flat(own) == 0 for own, _ in found.values()]))
     classes = [set(experiment.data.train.of(i)[1].tolist()) for i in range(len(experiment.data.clients))]
     groups: dict[str, list[float]] = {"common": [], "none": []}
     for i, j in combinations(range(len(classes)), 2):

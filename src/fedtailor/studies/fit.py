@@ -17,8 +17,8 @@ import torch
 
 from fedtailor import algorithms, data
 from fedtailor.core.algorithm import reply_names
+from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.data.fingerprint import digest
 from fedtailor.errors import ClientError, ConfigError, RunError, UserError
 from fedtailor.experiments import runner, trust

@@ -13,6 +13,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from fedtailor.engines import cores
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments import trust
 from fedtailor.experiments.config import RunConfig
@@ -59,7 +60,7 @@ def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
     for cell in grid:
         if cell not in todo:
             told(cell.folder.name, cell.config.rounds, cell.config.rounds)
-    workers = min(workers or os.cpu_count() or 1, len(grid))
+    workers = min(workers or cores(), len(grid))
     context = _Spawn()
     events: Any = context.SimpleQueue()
     failed: Failed = {}

@@ -246,7 +246,7 @@ def _step_memory(cell: Cell) -> float:
     shape = tuple(about["shape"])
     model = models.build(chosen.name, shape, about["outputs"], seed=0, head=chosen.head, options=chosen.options)
     generator = torch.Generator().manual_seed(0)
-    return training_step(model, torch.randn(cell.config.local.batch_size, *shape, generator=generator))
+    return training_step(model, torch.randn(cell.config.local.batch_size, *shape, generator=generator, device="cpu"))
 
 
 def markdown(table: Published, figures: list[Figure], notes: Sequence[str] = ()) -> str:

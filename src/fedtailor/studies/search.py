@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from fedtailor import algorithms
+from fedtailor.core.metric import recorded_metrics
 from fedtailor.core.random import stream
-from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.data import has_validation
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, with_values
@@ -138,8 +138,7 @@ def _outcome(trial: Trial, failed: Failed) -> dict[str, Any]:
     if name in failed:
         return out | {"failed": str(failed[name])}
     ran = RunFolder(trial.cell.folder)
-    metric = METRICS[ran.about["task"]][0]
-    higher = HIGHER_IS_BETTER[metric]
+    metric, higher = next(iter(recorded_metrics(ran.about).items()))
     lines = [line for line in ran.metrics() if "val" in line]
     rounds = {line["round"]: summarise(line["val"][metric], higher_is_better=higher) for line in lines}
     rounds = {round: summary for round, summary in rounds.items() if math.isfinite(summary.mean)}

@@ -8,7 +8,7 @@ is in the equations. A model or task that `check` refuses is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,9 +73,18 @@ class BrokenPromise(AssertionError):
 
 
 def engines_for(algorithm: Algorithm, case: str) -> list[str]:
-    """Where a case is tried beside `loop`: all clients in one stack only where that could differ from two stacks."""
+    """Where a case is tried beside `loop`, if it can differ there.
+
+    All clients in one stack only where that could differ from two stacks; `wire` unless only the solver is another one,
+    which never crosses.
+    """
     in_one = algorithm.at_once or CASES[case] in ({}, usual(algorithm))
-    return ["vmap", "vmap2", "wire"] if in_one else ["vmap2", "wire"]
+    return ["vmap"] * in_one + ["vmap2"] + ["wire"] * (CASES[case].keys() != {"solver"})
+
+
+def rounds_for(algorithm: Algorithm, case: Case) -> int:
+    """Two show what another model or solver does: the second begins with what the first has left."""
+    return 3 if {k: v for k, v in case.items() if k != "names"} == usual(algorithm) else 2
 
 
 def engines_agree(algorithm: Algorithm, case: str, engine: str) -> None:
@@ -102,7 +111,8 @@ def something_is_learned(algorithm: Algorithm, case: str) -> None:
         moved = max(float((after[path] - v).abs().max()) for path, v in before.items() if path in after)
         if not moved > 1e-3:
             raise BrokenPromise(
-                f"{client}: neither its personal model nor its state has changed in three rounds (at most {moved:.0e})"
+                f"{client}: neither its personal model nor its state has changed in "
+                f"{rounds_for(algorithm, CASES[case])} rounds (at most {moved:.0e})"
             )
 
 
@@ -110,7 +120,7 @@ def order_is_irrelevant(algorithm: Algorithm, engine: str) -> None:
     """Whoever stands first in the list of clients."""
     case = usual(algorithm)
     turned = outcome(algorithm, engine, case | {"names": ("di", "bo", "ada", "cy")})
-    _compare(turned, outcome(algorithm, "loop", case), "clients in another order give other results", LIKELY["order"])
+    _compare(turned, usual_reference(algorithm), "clients in another order give other results", LIKELY["order"])
 
 
 def absent_clients_are_untouched(algorithm: Algorithm, engine: str) -> None:
@@ -135,9 +145,8 @@ def a_part_is_a_federation(algorithm: Algorithm, engine: str) -> None:
     case = usual(algorithm)
     fed = federation(algorithm, engine, case)
     server = run(fed, cohort=[0, 2])
-    alone = federation(algorithm, "loop", case | {"names": ("ada", "cy")})
-    wanted = everything(alone, run(alone))
-    found = everything(fed, server)
+    alone, found = usual_reference(algorithm, ("ada", "cy")), everything(fed, server)
+    wanted = {k: v for k, v in alone.items() if not k.startswith("traffic")}
     some = {k: found[k] for k in wanted if k in found}
     _compare(some, wanted, "ada and cy of four clients do other than ada and cy of two", LIKELY["part"])
 
@@ -227,19 +236,26 @@ def federation(algorithm: Algorithm, engine: str, case: Case) -> Federation:
 
 
 def outcome(algorithm: Algorithm, engine: str, case: Case) -> dict[str, Any]:
-    """All that three rounds make."""
+    """All that the rounds of a case make, and the traffic that is reported of them."""
     fed = federation(algorithm, engine, case)
-    server = run(fed)
+    server = run(fed, rounds_for(algorithm, case))
     if fed.record.faults:
         fault = fed.record.faults[0]
         raise BrokenPromise(f"{fault.client}, {fault.function}, round {fault.round}: {fault.reason}")
-    return everything(fed, server)
+    traffic = {f"traffic/{k}": torch.tensor(v) for k, v in asdict(fed.traffic).items()}
+    return everything(fed, server) | traffic
 
 
 @lru_cache(maxsize=256)
 def reference(algorithm: Algorithm, case: str) -> dict[str, Any]:
     """The outcome in `loop`."""
     return outcome(algorithm, "loop", CASES[case])
+
+
+@lru_cache(maxsize=256)
+def usual_reference(algorithm: Algorithm, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The outcome of the usual case in `loop`, of all clients or of some."""
+    return outcome(algorithm, "loop", usual(algorithm) | ({"names": names} if names else {}))
 
 
 def _record(site: Site, messages: list[tuple[bytes, bytes]]) -> None:
@@ -281,6 +297,8 @@ def _same(a: Tree, b: Tree) -> bool:
 
 def _words(path: str) -> str:
     part, _, rest = path.partition("/")
+    if part == "traffic":
+        return f"the reported traffic ({rest})"
     if part == "server":
         return f'the server\'s "{rest}"' if rest else "the server's state"
     client, _, rest = rest.partition("/")

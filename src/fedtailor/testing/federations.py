@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reply_validation import Limits
-from fedtailor.core.samples import FederatedData, Rows, TaskKind
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.models import build
@@ -40,7 +41,7 @@ FULL_BATCH = Solver(lr=0.1, batch_size=0)
 
 
 def make_data(
-    task: TaskKind = "classification",
+    task: TargetKind = "classification",
     names: Sequence[str] | None = None,
     sizes: Mapping[str, tuple[int, int, int]] = SIZES,
     shape: tuple[int, ...] = (4,),
@@ -91,13 +92,18 @@ class SmallConv(nn.Module):
 
 def suits(algorithm: Algorithm, case: dict[str, Any]) -> bool:
     """Whether an algorithm can serve the model and task of a case."""
-    data = make_data(case.get("task", "classification"), shape=case.get("shape", (4,)))
+    task = case.get("task", "classification")
     try:
-        algorithm.check(make_model(case.get("model", "mlp"), data), data.task)
+        algorithm.check(_untrained(case.get("model", "mlp"), task, case.get("shape", (4,))), task)
         algorithm.check_solver(case.get("solver", SOLVER))
     except ConfigError:
         return False
     return True
+
+
+@cache
+def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
+    return make_model(model, make_data(task, shape=shape))
 
 
 def usual(algorithm: Algorithm) -> dict[str, Any]:

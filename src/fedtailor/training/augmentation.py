@@ -25,9 +25,9 @@ def augment(x: Tensor, offsets: Tensor, flips: Tensor, pad: int = PAD) -> Tensor
     *stack, channels, height, width = x.shape
     padded = F.pad(x, (pad,) * 4).flatten(0, len(stack) - 1)
     top, left = offsets.reshape(-1, 2, 1).unbind(1)
-    rows = top + torch.arange(height)
-    columns = left + torch.arange(width)
+    rows = top + torch.arange(height, device=x.device)
+    columns = left + torch.arange(width, device=x.device)
     columns = torch.where(flips.reshape(-1, 1).bool(), columns.flip(1), columns)
-    image = torch.arange(len(padded)).reshape(-1, 1, 1, 1)
-    channel = torch.arange(channels).reshape(-1, 1, 1)
+    image = torch.arange(len(padded), device=x.device).reshape(-1, 1, 1, 1)
+    channel = torch.arange(channels, device=x.device).reshape(-1, 1, 1)
     return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]].reshape(x.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,26 +21,53 @@ class Batch:
     weight: Tensor | None = None  # 1 for a sample, 0 for padding; None where nothing is padded
     active: Tensor | None = None  # clients that take this step; None where all do
     drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
+    places: Tensor | None = None  # of its rows in a `PerSample`; of padding, one that is nobody's
 
 
 class PerSample:
     """A tensor for each of some rows, 0 to begin with, that lasts from one step to the next."""
 
-    def __init__(self, rows: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.rows = rows.unique()  # in order
-        self.values = torch.zeros(len(self.rows), *shape, dtype=dtype)
+    def __init__(self, places: int, shape: Sequence[int], like: Tensor) -> None:
+        self.values = like.new_zeros(places, *shape)
 
     def read(self, batch: Batch) -> Tensor:
         """Copies of the tensors of a batch."""
-        return self.values[self._places(batch.rows)]
+        assert batch.places is not None
+        return self.values[batch.places]
 
     def write(self, batch: Batch, values: Tensor) -> None:
-        """Replace those of a batch, not of its padding."""
-        real = torch.ones_like(batch.rows, dtype=torch.bool) if batch.weight is None else batch.weight.bool()
-        self.values[self._places(batch.rows[real])] = values[real]
+        """Replace those of a batch; what padding leaves, nobody reads."""
+        assert batch.places is not None
+        self.values[batch.places] = values
 
-    def _places(self, rows: Tensor) -> Tensor:
-        return torch.searchsorted(self.rows, rows.contiguous())
+
+def with_places(batches: Sequence[Batch]) -> tuple[list[Batch], int]:
+    """The batches with the places of their rows, and how many there are: one for each row, and one for padding."""
+    known = torch.cat([b.rows.flatten() for b in batches]).unique()  # in order
+    out = []
+    for batch in batches:
+        places = torch.searchsorted(known, batch.rows.contiguous())
+        places = places if batch.weight is None else torch.where(batch.weight > 0, places, len(known))
+        out.append(replace(batch, places=places))
+    return out, len(known) + 1
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]:
+    """The batches where the model is; one copy for all tensors of a kind, whatever the number of steps."""
+    if device.type == "cpu" or not batches:
+        return batches
+    columns = {k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "places")}
+    moved: dict[str, Any] = {k: _moved(values, device) for k, values in columns.items()}
+    return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
+
+
+def _moved(values: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    given = [v for v in values if v is not None]
+    if not given:
+        return list(values)
+    flat = torch.cat([v.reshape(-1) for v in given]).to(device)
+    each = iter(flat.split([v.numel() for v in given]))
+    return [None if v is None else next(each).reshape(v.shape) for v in values]
 
 
 def cut(order: np.ndarray, batch_size: int, least: int = 1) -> list[np.ndarray]:
@@ -117,8 +145,3 @@ def whole(starts: Sequence[int], sizes: Sequence[int], batch_size: int, dtype: t
     """Every row once, in order: for evaluation and full-data views of a stack of clients."""
     orders = [[np.arange(n)] if n else [] for n in sizes]
     return stacked(starts, orders, batch_size, dtype)
-
-
-def take(values: Tensor, rows: Tensor) -> Tensor:
-    """The rows of a batch, or of a stack of batches."""
-    return values.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *values.shape[1:])  # faster than values[rows]

@@ -39,12 +39,12 @@ def nesterov(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number:
 
 def adam(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
     """Weight decay is part of the gradient."""
-    return _scaled(_decayed(s, param, gradient), memory, number)
+    return _remembered(_decayed(s, param, gradient), memory, number)
 
 
 def adamw(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
     """Weight decay beside the scaled gradient."""
-    return _scaled(gradient, memory, number) + s.weight_decay * param
+    return _remembered(gradient, memory, number) + s.weight_decay * param
 
 
 OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd, "nesterov": nesterov, "adam": adam, "adamw": adamw}
@@ -58,7 +58,7 @@ def find(name: str) -> Optimizer:
             raise ConfigError(f'local.optimizer: "{name}" is no function')
         return own
     if name not in OPTIMIZERS:
-        raise ConfigError(f'local.optimizer: no optimizer "{name}"; {nearest(name, OPTIMIZERS)}')
+        raise ConfigError(f'local.optimizer: no optimizer "{name}"; {nearest(name, OPTIMIZERS)}', code="config.name")
     return OPTIMIZERS[name]
 
 
@@ -66,9 +66,32 @@ def _decayed(s: Solver, param: Tensor, gradient: Tensor) -> Tensor:
     return gradient + s.weight_decay * param if s.weight_decay else gradient
 
 
-def _scaled(gradient: Tensor, memory: Memory, number: int) -> Tensor:
+def _remembered(gradient: Tensor, memory: Memory, number: int) -> Tensor:
     first, second = memory or (torch.zeros_like(gradient), torch.zeros_like(gradient))
-    memory[:] = [0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient.square()]
-    first, second = memory[0] / (1 - 0.9**number), memory[1] / (1 - 0.999**number)
     # inside the root, so that the derivative of a step exists where the gradient is 0
-    return first / (second + 1e-16).sqrt()
+    direction, *memory[:] = adam_direction(gradient, first, second, number, inside=1e-16)
+    return direction
+
+
+def adam_direction(
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    number: float | Tensor | None,
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    inside: float = 0.0,
+    beside: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The direction of a step of Adam, and both moments after it.
+
+    The number of the step corrects the moments for having begun at 0; None leaves them as they are. `inside` is added
+    to the second moment, `beside` to its root.
+    """
+    first = torch.lerp(first, gradient, 1 - betas[0])
+    second = torch.lerp(second, gradient.square(), 1 - betas[1])
+    mean, square = first, second
+    if number is not None:
+        mean, square = first / (1 - betas[0] ** number), second / (1 - betas[1] ** number)
+    root = (square + inside).sqrt() if inside else square.sqrt()
+    return mean / (root + beside if beside else root), first, second

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedtailor.core.context import ClientContext
 from fedtailor.core.experiment import OwnLoss
 from fedtailor.core.random import brief_stream
-from fedtailor.core.samples import Rows
+from fedtailor.core.rows import Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
@@ -71,7 +70,7 @@ class Solver:
         ]
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
-            numbers = torch.tensor(counts, dtype=me.n.dtype)
+            numbers = me.model.like.new_tensor(counts, dtype=me.n.dtype)
             return (numbers if is_stacked else numbers[0],)
 
         return me.constants(make)[0]

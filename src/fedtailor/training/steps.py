@@ -18,11 +18,12 @@ from torch import Tensor
 from fedtailor.core.experiment import OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
-from fedtailor.core.samples import Rows
-from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.core.rows import Rows, take
+from fedtailor.core.task import Loss
+from fedtailor.core.trees import Params, Tree, leaves, moved, rebuild
 from fedtailor.training import optimizers
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, take
+from fedtailor.training.batches import Batch, PerSample, on_device, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Training:
     """
 
     model: Model
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Loss
     solver: Solver
     data: Rows
     draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
@@ -53,7 +54,7 @@ class Training:
         """All steps; returns the leaves of (params, buffers)."""
         t = rebuild(self.structure, iter(tensors))
         # clients in a stack cannot draw; alone, each training has its stream, again when it is recomputed
-        with nullcontext() if self.is_stacked else seeded(*self.key):
+        with nullcontext() if self.is_stacked else seeded(*self.key, device=self.model.device):
             if not differentiable and (fast := selection.fast_path(self, t)) is not None:
                 return _contiguous(leaves(fast(self, t)))
             if not selection.uses_channels_last(self, differentiable):
@@ -66,9 +67,10 @@ class Training:
         params: Params = {k: v.clone() for k, v in t["params"].items()}
         buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
         memory: dict[str, list[Tensor]] = {k: [] for k in params}
-        batches = self.draw(self.is_stacked)
-        starts, direction = self._starts(batches), optimizers.find(self.solver.optimizer)
-        factors = self._factors(batches, t["lr"])
+        drawn = self.draw(self.is_stacked)
+        factors, direction = self._factors(drawn, t["lr"]), optimizers.find(self.solver.optimizer)
+        drawn, starts = self._starts(drawn)
+        batches = on_device(drawn, self.model.device)
         with torch.set_grad_enabled(differentiable):
             for number, batch in enumerate(batches, start=1):
                 before = buffers
@@ -93,20 +95,20 @@ class Training:
                     buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
         return [v.contiguous() for v in leaves((params, buffers))]
 
-    def samples(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
-        x, y = take(self.data.x, batch.rows), take(self.data.y, batch.rows)
+        x, y = moved((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
-    def _starts(self, batches: Sequence[Batch]) -> dict[str, PerSample]:
+    def _starts(self, batches: Sequence[Batch]) -> tuple[Sequence[Batch], dict[str, PerSample]]:
         """Where the solves of an equilibrium ended, by sample: when it comes again, they begin there."""
         # another input, as of an augmented image, has another fixed point
         if not self.model.warm_starts or self.own_loss is not None or self.solver.augment or not batches:
-            return {}
-        rows = torch.cat([b.rows.flatten() for b in batches])
-        if len(rows.unique()) == len(rows):  # none comes again
-            return {}
-        return {k: PerSample(rows, shape, self.model.dtype) for k, shape in self.model.warm_starts.items()}
+            return batches, {}
+        placed, places = with_places(batches)
+        if places > sum(b.rows.numel() for b in batches):  # none comes again
+            return batches, {}
+        return placed, {k: PerSample(places, shape, self.model.like) for k, shape in self.model.warm_starts.items()}
 
     def _gradient(
         self,
@@ -118,7 +120,7 @@ class Training:
         differentiable: bool,
     ) -> Params:
         def loss(
-            params: Params, buffers: Params, frozen: Params, start: Params, x: Tensor, y: Tensor, weight: Tensor | None
+            params: Params, buffers: Params, frozen: Params, start: Params, x: Tree, y: Tensor, weight: Tensor | None
         ) -> Tensor:
             tensors = params | buffers | frozen | start
             if self.own_loss is None:
@@ -160,10 +162,10 @@ class Training:
         if schedule.is_constant or schedule.over == "rounds":
             return []
         if not self.is_stacked:
-            return [like.new_tensor(schedule.in_step(i, len(batches))) for i in range(len(batches))]
-        taken = torch.stack([like.new_ones(len(b.rows)) if b.active is None else b.active.to(like) for b in batches])
-        totals = [int(n) for n in taken.sum(0).tolist()]
-        return [like.new_tensor([schedule.in_step(i, n) for n in totals]) for i in range(len(batches))]
+            return list(like.new_tensor([schedule.in_step(i, len(batches)) for i in range(len(batches))]).unbind())
+        taken = torch.stack([b.rows.new_ones(len(b.rows)) if b.active is None else b.active.long() for b in batches])
+        totals = taken.sum(0).tolist()
+        return list(like.new_tensor([[schedule.in_step(i, n) for n in totals] for i in range(len(batches))]).unbind())
 
 
 def train(training: Training, tensors: Tree) -> tuple[Params, Params]:

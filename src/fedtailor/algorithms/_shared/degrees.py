@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from fedtailor.core.trees import Params
+from fedtailor.training.optimizers import adam_direction
 
 Grain = Literal["layer", "tensor", "parameter"]
 
@@ -19,7 +20,7 @@ def group(name: str, grain: Grain) -> str:
 
 def first(part: Params, grain: Grain, share: float, rho: float) -> Params:
     """log lam of every group such that lam / (lam + rho) is the share of the common model."""
-    value = torch.tensor(log(rho * share / (1 - share)), dtype=next(iter(part.values())).dtype)
+    value = next(iter(part.values())).new_full((), log(rho * share / (1 - share)))
     if grain == "parameter":
         return {k: value.expand(v.shape).clone() for k, v in part.items()}
     return {group(k, grain): value for k in part}
@@ -43,7 +44,10 @@ def shrunk(deviation: Params, degrees: Params, grain: Grain, rho: float) -> Para
 
 def adam(degrees: Params, gradient: Params, moments: tuple[Params, Params], lr: float) -> tuple[Params, Params, Params]:
     """A step with short memory, as there are few of them; and the moments after it."""
-    first = {k: 0.5 * m + 0.5 * gradient[k] for k, m in moments[0].items()}
-    second = {k: 0.9 * u + 0.1 * gradient[k].square() for k, u in moments[1].items()}
-    stepped = {k: x - lr * first[k] / (second[k].sqrt() + 1e-12) for k, x in degrees.items()}
+    stepped, first, second = {}, {}, {}
+    for k, x in degrees.items():
+        direction, first[k], second[k] = adam_direction(
+            gradient[k], moments[0][k], moments[1][k], None, betas=(0.5, 0.9), beside=1e-12
+        )
+        stepped[k] = x - lr * direction
     return stepped, first, second

@@ -97,12 +97,12 @@ class DUW(Algorithm, ABC):
         losses = None
         if self.weights == "rule" and fed.cohort:
             losses = fed.gather(fed.map_untaped(self.end, w), "loss of each client")
-        at = torch.tensor([rows.index(c) for c in fed.cohort], dtype=torch.int64)
+        at = fed.places([rows.index(c) for c in fed.cohort])
         moves, there = unfolding.moves(w, models, at, rows, {*here} & {*fed.cohort})
         loss = unfolding.placed(losses, at, len(rows), moves)
         score = unfolding.scores(theta, moves, loss, fed.samples(rows), rows, answers, t, self.horizon)
         counts = there | (fed.environment.missing == "stale")
-        answers = answers.index_add(0, torch.tensor(rows), there.to(answers.dtype))
+        answers = answers.index_add(0, fed.places(rows), there.to(answers.dtype))
         return unfolding.average(w, moves, score, counts, answers, through=self.gradient == "exact")
 
     @on_client(sends=NUMBER)

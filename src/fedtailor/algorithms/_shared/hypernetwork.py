@@ -15,11 +15,11 @@ def start(model: Model, embedding: int, hidden: int, *key: str | int) -> Tree:
     draw = stream(*key)
 
     def normal(*shape: int) -> Tensor:
-        return torch.from_numpy(draw.normal(size=shape)).to(model.dtype)
+        return torch.from_numpy(draw.normal(size=shape)).to(model.like)
 
     def layer(outputs: int, inputs: int) -> Params:
         weight = normal(outputs, inputs) * (2 / max(inputs, 1)) ** 0.5
-        return {"weight": weight, "bias": torch.zeros(outputs, dtype=model.dtype)}
+        return {"weight": weight, "bias": model.like.new_zeros(outputs)}
 
     out = {}
     for k, v in sorted(model.trainable.items()):

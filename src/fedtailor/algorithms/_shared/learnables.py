@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.trees import Params, Tree
+from fedtailor.training.optimizers import adam_direction
 
 Positive = Literal["exp", "relu"]
 SCALARS = ("p", "rho", "eta", "gamma", "theta")
@@ -54,7 +55,7 @@ class Learnables:
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
     """Raw values (lam, then SCALARS) and the averages of Adam; with `cells`, one vector for each of them."""
-    first = torch.cat([lam.flatten(), torch.tensor([scalars[k] for k in SCALARS], dtype=lam.dtype)])
+    first = torch.cat([lam.flatten(), lam.new_tensor([scalars[k] for k in SCALARS])])
     raw = first.log() if positive == "exp" else first
     raw = raw.expand(cells, -1).clone() if cells else raw
     return {"raw": raw, "first": raw - raw, "second": raw - raw, "steps": (raw - raw).sum()}
@@ -100,10 +101,8 @@ def pulled(raw: Tensor, mean: Tensor, pull: float) -> Tensor:
 def adam(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...]) -> Tree:
     """One step of Adam on the raw values of `names`; the others stay."""
     steps = learned["steps"] + 1
-    first = torch.lerp(learned["first"], gradient, 0.1)
-    second = torch.lerp(learned["second"], gradient.square(), 0.001)
     at = steps.reshape(steps.shape + (1,) * (gradient.dim() - steps.dim()))  # one client or a stack
-    direction = (first / (1 - 0.9**at)) / ((second / (1 - 0.999**at)).sqrt() + 1e-12)
+    direction, first, second = adam_direction(gradient, learned["first"], learned["second"], at, beside=1e-12)
     raw = learned["raw"] - lr * chosen(gradient, names) * direction
     return {"raw": raw, "first": first, "second": second, "steps": steps}
 

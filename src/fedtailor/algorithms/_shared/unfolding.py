@@ -1,4 +1,4 @@
-"""Server-side arithmetic of learned averages: trees as vectors, what a rule sees of clients, a step of Adam."""
+"""Server-side arithmetic of learned averages: what a rule sees of clients, a step of Adam."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fedtailor.core.experiment import LocalSolver
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.core.trees import Params, Tree, flat, unflat
 from fedtailor.errors import ConfigError
+from fedtailor.training.optimizers import adam_direction
 
 FEATURES = 10
 
@@ -37,7 +38,7 @@ def average(w: Params, moves: Tensor, score: Tensor, counts: Tensor, answers: Te
     used = (share if through else share.detach()).to(moves.dtype)
     move = used @ moves
     apart = (moves - move).detach() * counts[:, None].to(moves.dtype)
-    new = like(w, vector(w) + move)
+    new = unflat(flat(w) + move, w)
     return Average(new, share, apart, moves.detach().sum(0), answers)
 
 
@@ -46,7 +47,7 @@ def first_order(steps: list[Average], theta: Tensor, slope: Tree, lr: float | No
 
     With `lr`, L also has the losses along the way, whose gradients are the moves of plain SGD divided by lr.
     """
-    a, pulls = vector(slope), []
+    a, pulls = flat(slope), []
     for step in reversed(steps):
         pulls.append((step.apart @ a).to(theta.dtype))  # dL / dTheta
         a = a if lr is None else a - step.moved / lr
@@ -66,7 +67,7 @@ def start(n: Tensor, horizon: int, weights: str, given: tuple[float, ...]) -> Tr
             wanted = f"{horizon} rounds x {len(n)} clients" if weights == "table" else f"{FEATURES} of a rule"
             raise ConfigError(f"algorithm.theta: {len(given)} numbers; {wanted} expected")
         theta = n.new_tensor(given).reshape(theta.shape)
-    lowest = torch.tensor(torch.inf, dtype=theta.dtype)
+    lowest = theta.new_full((), torch.inf)
     return {"learned": learnable(theta), "theta": theta, "lowest": lowest, "answers": torch.zeros_like(n)}
 
 
@@ -86,11 +87,11 @@ def moves(
 
     `models` are those of the clients at the places `at` of `rows`.
     """
-    there = torch.tensor([c in here for c in rows])
-    far = vector(w).new_zeros(len(rows), sum(v.numel() for v in w.values()))
+    there = at.new_tensor([c in here for c in rows], dtype=torch.bool)
+    far = flat(w).new_zeros(len(rows), sum(v.numel() for v in w.values()))
     if models is None:
         return far, there
-    far = far.index_copy(0, at, vector(models, stacked=True) - vector(w))
+    far = far.index_copy(0, at, flat(models, stacked=True) - flat(w))
     return far * there[:, None].to(far.dtype), there
 
 
@@ -115,18 +116,6 @@ def check_solver(outer: str, solver: LocalSolver) -> None:
             'algorithm.outer = "path" reads gradients off a client\'s move: use plain sgd in [local] (no momentum, '
             'weight_decay or clip), or outer = "final" or "holdout"'
         )
-
-
-def vector(tree: Tree, *, stacked: bool = False) -> Tensor:
-    """All numbers of a tree in a row, of each client if it is stacked."""
-    return torch.cat([leaf.flatten(1 if stacked else 0) for leaf in leaves(tree)], dim=-1)
-
-
-def like(tree: Params, numbers: Tensor) -> Params:
-    """The inverse of `vector`."""
-    each = leaves(tree)
-    parts = numbers.split([leaf.numel() for leaf in each])
-    return rebuild(tree, (part.reshape(leaf.shape) for part, leaf in zip(parts, each, strict=True)))
 
 
 def scores(
@@ -167,10 +156,8 @@ def _relative(x: Tensor) -> Tensor:
 def adam(state: Tree, gradient: Tensor, lr: float) -> Tree:
     """One step on state["x"]; the averages are kept beside it."""
     steps = state["steps"] + 1
-    first = torch.lerp(state["first"], gradient, 0.1)
-    second = torch.lerp(state["second"], gradient.square(), 0.001)
-    step = (first / (1 - 0.9**steps)) / ((second / (1 - 0.999**steps)).sqrt() + 1e-8)
-    return {"x": state["x"] - lr * step, "first": first, "second": second, "steps": steps}
+    direction, first, second = adam_direction(gradient, state["first"], state["second"], steps, beside=1e-8)
+    return {"x": state["x"] - lr * direction, "first": first, "second": second, "steps": steps}
 
 
 def learnable(x: Tensor) -> Tree:

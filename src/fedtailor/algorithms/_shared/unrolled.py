@@ -77,7 +77,7 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree) -> FusedRound | 
         largest = torch.stack([b.largest() for b in blocks]).max() * w.numel() ** 0.5  # at least the largest norm
     learned = algorithm.step(learned, gradient)
     exchanges = [
-        Exchange("cell", (w, torch.tensor(0)), algorithm.cells, taped=True),
+        Exchange("cell", (w, w.new_zeros((), dtype=torch.int64)), algorithm.cells, taped=True),
         Exchange("outer_loss", (w,), 1, taped=True),
         Exchange("learn", (), 1, taped=False),
     ]

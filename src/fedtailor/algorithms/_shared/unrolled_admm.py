@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables, unrolled
@@ -43,10 +42,12 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
         w, told = server["w"], []
         for cell in range(self.cells):
             before = w
-            top, bottom = fed.map(self.cell, w, torch.tensor(cell))
+            top, bottom = fed.map(self.cell, w, fed.places([cell])[0])
             w = fed.sum(top) / fed.sum(bottom)  # (12)
             w = w if self.gradient == "exact" else w.detach()
-            told += [fed.sum(fed.map_untaped(self.diagnose, w, before, torch.tensor(cell)))] if self.diagnostics else []
+            told += (
+                [fed.sum(fed.map_untaped(self.diagnose, w, before, fed.places([cell])[0]))] if self.diagnostics else []
+            )
         wrong, count = fed.map(self.outer_loss, w)
         if fed.sum(count) == 0:
             raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')

@@ -50,7 +50,7 @@ def _thresholds(weight: Tensor, bias: Tensor) -> int:
         return 0
     # a direction by two numbers: rows are sorted by them, not compared with each other
     seed = torch.Generator().manual_seed(0)
-    marks = torch.randn(weight.shape[1], 2, generator=seed, dtype=torch.float64)
+    marks = torch.randn(weight.shape[1], 2, generator=seed, dtype=torch.float64, device="cpu")
     places = (directions @ marks / marks.norm(dim=0) / SAME).round().to(torch.int64)
     _, group = places.unique(dim=0, return_inverse=True)
     return max((len(thresholds[group == g].unique()) for g in group.bincount().topk(1).indices), default=0)

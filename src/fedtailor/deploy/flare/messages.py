@@ -8,10 +8,12 @@ import struct
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
+
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.trees import schema
+from fedtailor.core.trees import items, schema
 from fedtailor.experiments.config import RunConfig
 from fedtailor.version import __version__
 
@@ -23,12 +25,17 @@ def data_schema(data: FederatedData) -> dict[str, Any]:
     """What the sites must agree on; the server learns no more of the data than this and the number of samples."""
     return {
         "task": data.task,
-        "shape": list(data.shape),
-        "whole_numbers": not data.train.x.is_floating_point(),
+        "x": {path: _form(v) for path, v in items(data.train.first(1))},
+        "y": _form(data.train.y),
         "outputs": data.outputs,
         "classes": list(data.classes),
         "features": list(data.features),
     }
+
+
+def _form(v: Tensor) -> list[Any]:
+    """Of a sample; floating-point numbers get the width of the model."""
+    return [list(v.shape[1:]), "float32" if v.is_floating_point() else str(v.dtype).removeprefix("torch.")]
 
 
 def promise(experiment: Experiment) -> dict[str, Any]:

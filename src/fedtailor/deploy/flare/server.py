@@ -7,7 +7,6 @@ client's state is that number.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core import codec
@@ -24,6 +24,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Tree
 from fedtailor.data.splits import starts
+from fedtailor.deploy.flare.greeting import unusable
 from fedtailor.deploy.flare.messages import config_for, promise
 from fedtailor.deploy.flare.provisioning import REVOKED
 from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
@@ -39,8 +40,6 @@ from fedtailor.version import __version__
 ROSTER, SITES = "federation.json", "sites.json"
 CONDITION = ("version", "now", "free", "certificate_ends")
 PRESENCE_EVERY = 5.0  # seconds
-MOST_SAMPLES, LARGEST_SIZE = 10**9, 2**24  # that a site may say it has
-SCHEMA = ("task", "shape", "whole_numbers", "outputs", "classes", "features")
 
 
 class Flare(Remote):
@@ -149,7 +148,7 @@ class Flare(Remote):
 
     def get_states(self) -> Tree:
         """For each client the round whose state it kept last."""
-        return {"kept": torch.tensor(self._kept)}
+        return {"kept": torch.tensor(self._kept, device="cpu")}
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then."""
@@ -258,7 +257,7 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         greetings[site] = _header(reply)
         if "error" in greetings[site]:
             lines.leave_out(site, greetings.pop(site)["error"])
-        elif wrong := _unknown_greeting(greetings[site]):
+        elif wrong := unusable(greetings[site]):
             lines.leave_out(site, f"its hello has no usable {wrong}")
             del greetings[site]
     return greetings
@@ -270,22 +269,6 @@ def _header(reply: bytes) -> Header:
         return codec.decode_header(reply)
     except codec.BrokenMessage as error:
         return {"error": f"its answer {error}"}
-
-
-def _unknown_greeting(about: Header) -> str:
-    """Which part of what a site says of itself cannot be: it decides how much its replies count."""
-    schema = about.get("schema")
-    if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
-        return "number of samples"
-    if not isinstance(schema, dict) or set(schema) != set(SCHEMA):
-        return "schema"
-    sizes = schema["shape"] if isinstance(schema["shape"], list) else [0]
-    if not all(type(size) is int and 0 < size <= LARGEST_SIZE for size in [*sizes, schema["outputs"]]):
-        return "shape or number of outputs"
-    names = [schema["classes"], schema["features"]]
-    if not all(isinstance(these, list) and all(isinstance(name, str) for name in these) for these in names):
-        return "names of classes or features"
-    return "" if schema["task"] in ("classification", "regression") and math.prod(sizes) <= LARGEST_SIZE else "task"
 
 
 def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:
@@ -317,11 +300,16 @@ def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, conf
     return roster | {"clients": clients, "samples": samples, "schema": schema}
 
 
+def _two(form: list[Any]) -> Tensor:
+    shape, dtype = form
+    return torch.zeros(2, *shape, dtype=getattr(torch, dtype), device="cpu")
+
+
 def without_rows(roster: Header) -> FederatedData:
     """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
     schema, sizes = roster["schema"], roster["samples"]
-    x = torch.zeros((2, *schema["shape"]), dtype=torch.int64 if schema["whole_numbers"] else torch.float32)
-    y = torch.zeros(2, dtype=torch.int64) if schema["task"] == "classification" else torch.zeros(2, schema["outputs"])
+    parts = {name: _two(form) for name, form in schema["x"].items()}
+    x, y = parts.get("", parts), _two(schema["y"])
     return FederatedData(
         name="sites",
         task=schema["task"],

@@ -7,7 +7,6 @@ the same inputs and to the same bits. To bring back a private state is to note t
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
+from fedtailor.engines import machine
 from fedtailor.engines.inprocess import grouped
 from fedtailor.engines.pool.processes import LIVES, Answer, Process, WorkerProcesses, one_thread
 from fedtailor.engines.pool.scheduler import Rows, Unit
@@ -55,8 +55,9 @@ class Pool:
     """The server's side: hands out clients, most costly first, and puts the replies together in the cohort's order."""
 
     def __init__(self, experiment: Experiment, workers: int, chunk: int = 0) -> None:
-        if not hasattr(os, "fork"):
-            raise ConfigError("federation.engine: pool needs fork, which this system does not have; use loop or vmap")
+        if not machine.can_fork():
+            why = "pool needs fork, which this system does not have; use loop or vmap"
+            raise ConfigError(f"federation.engine: {why}", code="config.system")
         self.experiment = experiment
         self.workers = max(1, min(workers, len(experiment.data.clients)))
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
@@ -89,7 +90,7 @@ class Pool:
 
     def get_states(self) -> Tree:
         """Everything private, stacked in the order of clients; a copy."""
-        states, now = self._inside.states, torch.tensor(self._where.now)
+        states, now = self._inside.states, torch.tensor(self._where.now, device="cpu")
         return rebuild(states.layout.tree, (stack[now] for stack in states.stacks(self._where.used)))
 
     def set_states(self, rows: Tree) -> None:
@@ -303,7 +304,7 @@ class Pool:
                     assert place is not None
                     model = layout.read(place.bytes, strides=answer.found["strides"])
                 metrics = {
-                    split: {k: torch.tensor([v], dtype=torch.float64) for k, v in values.items()}
+                    split: {k: torch.tensor([v], dtype=torch.float64, device="cpu") for k, v in values.items()}
                     for split, values in answer.found["metrics"].items()
                 }
                 yield (task.client,), metrics, tree_map(lambda v: v[None], model)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedtailor.core.rows import take
 from fedtailor.core.trees import Params, Tree
-from fedtailor.training.batches import Batch, take
+from fedtailor.training.batches import Batch
 from fedtailor.training.kernels import dense, layout, structure, winograd
 
 if TYPE_CHECKING:

@@ -8,8 +8,10 @@ from torch import Tensor
 from fedtailor.core.trees import Tree
 
 
-def channels_last(value: Tensor) -> Tensor:
+def channels_last(value: Tree) -> Tree:
     """The same numbers, of an image or a kernel in another order."""
+    if isinstance(value, dict):
+        return {k: channels_last(v) for k, v in value.items()}
     # not `contiguous`, which leaves the strides of a single channel as they are, and these decide on the kernel
     return value.to(memory_format=torch.channels_last) if value.dim() == 4 else value
 

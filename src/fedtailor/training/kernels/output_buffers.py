@@ -21,8 +21,8 @@ class OutputBuffers:
         """The first free stack of the same shape and type, else a new one."""
         place = self.take_one(like)
         if place is None:
-            return torch.empty(like.shape, dtype=like.dtype)
-        self.norms[place.data_ptr()] = torch.empty(len(place), dtype=torch.float64)
+            return like.new_empty(like.shape)
+        self.norms[place.data_ptr()] = place.new_empty(len(place), dtype=torch.float64)
         return place
 
     def take_one(self, like: Tensor) -> Tensor | None:

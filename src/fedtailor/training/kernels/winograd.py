@@ -50,7 +50,9 @@ def transforms(size: int, dtype: torch.dtype) -> Transforms:
     rest = [np.delete(points, i) for i in range(len(points))]
     lagrange = [np.poly(others)[::-1] / np.prod(p - others) for p, others in zip(points, rest, strict=True)]
     tile = np.vstack([*(np.append(row, 0) for row in lagrange), np.poly(points)[::-1]])
-    return Transforms(*(torch.tensor(m, dtype=dtype) for m in (values(STEP).T.copy(), values(size), tile)))
+    return Transforms(
+        *(torch.tensor(m, dtype=dtype, device="cpu") for m in (values(STEP).T.copy(), values(size), tile))
+    )
 
 
 def along_both(matrix: Tensor, values: Tensor) -> Tensor:

@@ -1,0 +1,27 @@
+"""A source of the user's own: `data.source = "my.module:load"`, a function of the seed and its options."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from fedtailor.core.samples import FederatedData
+from fedtailor.data.configs import OwnConfig
+from fedtailor.errors import DataError, nearest
+from fedtailor.plugins import imported
+
+
+def load(config: OwnConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+    """What the function returns for this seed and these options."""
+    function, options = imported("data.source", config.load), dict(config.model_extra or {})
+    if not callable(function):
+        raise DataError(f'data.source: "{config.load}" is not a function load(seed, **options)')
+    known = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    for key in options:
+        if key not in known and not takes_any:
+            raise DataError(f'data.{key}: "{config.load}" has no option "{key}"; {nearest(key, set(known) - {"seed"})}')
+    made = function(seed=seed, **options)
+    if not isinstance(made, FederatedData):
+        raise DataError(f'data.source: "{config.load}" returned a {type(made).__name__}, not a FederatedData')
+    return made

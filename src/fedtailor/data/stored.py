@@ -1,0 +1,179 @@
+"""Samples that stay where they are: arrays in files, and map-style Datasets. They are read batch by batch."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.core.rows import Chosen
+from fedtailor.core.trees import Tree, tree_map
+from fedtailor.errors import DataError
+
+KEPT = 32 * 2**20  # bytes read of a file after which its pages are given back
+SAFETENSORS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "I8": "|i1"}
+LONGEST_HEADER = 2**24
+
+
+@dataclass(frozen=True)
+class MappedArray:
+    """An array in a .npy or .safetensors file, [samples, ...]; memory holds no more of it than a few batches.
+
+    `scale` turns whole numbers, such as the bytes of images, into floating point: x * scale.
+    """
+
+    path: Path
+    key: str = ""  # of a tensor in a .safetensors file
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    _pages: _Pages = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        path = Path(self.path).expanduser()
+        try:
+            about = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+        object.__setattr__(self, "_pages", _mapped(path, self.key, about.st_size, about.st_mtime_ns))
+
+    def __len__(self) -> int:
+        return len(self._pages.array)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return tuple(self._pages.array.shape)
+
+    def __getitem__(self, rows: slice) -> Chosen:
+        """Some of the samples, of one client for instance; nothing is read."""
+        return Chosen(self, torch.arange(len(self))[rows])
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Copies of some samples."""
+        values = torch.from_numpy(self._pages.read(rows.numpy()))
+        if self.scale is not None:
+            return values.to(self.dtype).mul_(self.scale)
+        return values.to(self.dtype) if values.is_floating_point() else values
+
+    def to(self, dtype: torch.dtype) -> MappedArray:
+        return replace(self, dtype=dtype)
+
+
+@lru_cache(maxsize=64)
+def _mapped(path: Path, key: str, size: int, changed: int) -> _Pages:
+    """One mapping for all that read a file, as it is now."""
+    return _Pages(path, key)
+
+
+class _Pages:
+    """A mapping whose pages are given back after so many bytes, so that a pass over it does not fill the memory."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        dtype, shape, offset = _safetensors(path, key) if path.suffix == ".safetensors" else _npy(path)
+        self.array = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+        self.since = 0
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        values = np.array(self.array[rows], dtype=self.array.dtype.newbyteorder("="))
+        self.since += values.nbytes
+        if self.since > KEPT and hasattr(mmap, "MADV_DONTNEED"):
+            self.array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+            self.since = 0
+        return values
+
+
+def _npy(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read(file)
+            offset = file.tell()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not an array that numpy.save wrote: {error}") from None
+    if is_fortran or dtype.hasobject or not shape:
+        raise DataError(f"{path}: must be an array of numbers in C order, one sample after another")
+    return dtype, shape, offset
+
+
+def _safetensors(path: Path, key: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > LONGEST_HEADER:
+                raise ValueError("its head is too long")
+            head = json.loads(file.read(length))
+        if key not in head:
+            raise DataError(f'{path}: no tensor "{key}"; it has {", ".join(sorted(set(head) - {"__metadata__"}))}')
+        about = head[key]
+        dtype, shape = np.dtype(SAFETENSORS[about["dtype"]]), tuple(about["shape"])
+        first, last = about["data_offsets"]
+        if last - first != dtype.itemsize * int(np.prod(shape)):
+            raise ValueError(f'"{key}" has another size than its shape says')
+        return dtype, shape, 8 + length + first
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise DataError(f"{path}: cannot be read as safetensors: {error}") from None
+
+
+@dataclass(frozen=True)
+class DatasetSamples:
+    """Inputs of a map-style torch Dataset, one after another; `pick` takes the input out of an item."""
+
+    dataset: Any
+    at: Sequence[int]
+    pick: Callable[[Any], Any]
+    dtype: torch.dtype | None = None
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def read(self, rows: Tensor) -> Tree:
+        """Some samples, collated as a DataLoader does."""
+        numbers = [self.at[i] for i in rows.tolist()]
+        many = getattr(self.dataset, "__getitems__", None)
+        found = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
+        batch = torch.utils.data.default_collate([self.pick(item) for item in found])
+        return tree_map(self._widened, batch)
+
+    def to(self, dtype: torch.dtype) -> DatasetSamples:
+        return replace(self, dtype=dtype)
+
+    def _widened(self, v: Tensor) -> Tensor:
+        return v.to(self.dtype) if self.dtype is not None and v.is_floating_point() else v
+
+
+class Several:
+    """Samples that lie elsewhere, those of one client after those of another."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = list(parts)
+        self.ends = torch.tensor([len(p) for p in self.parts]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, rows: Tensor) -> Tree:
+        """Of a batch, which mostly lies in one of them."""
+        if not len(rows):
+            return tree_map(lambda v: v[:0], self.read(torch.tensor([0])))
+        part = torch.searchsorted(self.ends, rows, right=True)
+        found: list[tuple[Tensor, Tree]] = []
+        for p in part.unique().tolist():
+            at = (part == p).nonzero()[:, 0]
+            begin = int(self.ends[p]) - len(self.parts[p])
+            found.append((at, self.parts[p].read(rows[at] - begin)))
+        order = torch.cat([at for at, _ in found]).argsort()
+        return tree_map(lambda *each: torch.cat(each)[order], *(values for _, values in found))
+
+    def to(self, dtype: torch.dtype) -> Several:
+        return Several([p.to(dtype) for p in self.parts])

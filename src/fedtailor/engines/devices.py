@@ -1,0 +1,150 @@
+"""The device that clients compute on: found by name or by itself, and what is known of its memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.samples import SPLITS, FederatedData
+from fedtailor.core.trees import leaves
+from fedtailor.errors import ConfigError
+
+CPU = torch.device("cpu")
+ADVICE = "set a smaller federation.chunk or local.batch_size, or local.precision = bfloat16"
+
+
+def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.float32) -> tuple[torch.device, str]:
+    """The device of a configuration, and why it is that one; a rank on a machine takes the device of its number."""
+    if wanted == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return CPU, f"torch {torch.__version__} finds no accelerator"
+        if not has_type(accelerator, dtype):
+            return CPU, f"{accelerator.type} has no {_name(dtype)}"
+        return numbered(accelerator, rank), f"torch {torch.__version__} finds {accelerator.type}"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise ConfigError(
+            f'federation.device = "{wanted}": torch knows no such device; use auto, cpu, cuda, cuda:0, mps or xpu'
+        ) from None
+    if device.type == "cpu":
+        return CPU, "chosen"
+    if why := _missing(device):
+        raise ConfigError(f'federation.device = "{wanted}": {why}; use "cpu", or "auto", which takes what there is')
+    if not has_type(device, dtype):
+        raise ConfigError(f'federation.device = "{wanted}": has no {_name(dtype)}; set model.dtype = "float32"')
+    return numbered(device, rank), "chosen"
+
+
+def place(experiment: Experiment, device: torch.device) -> Experiment:
+    """The experiment on a device; data that would take more than half of what is free there stays on the host."""
+    use(device)
+    if has_room(device, _nbytes(experiment.data)):
+        return experiment.on(device)
+    return replace(experiment, model=experiment.model.to(device))
+
+
+def _nbytes(data: FederatedData) -> int:
+    return sum(v.nbytes for split in SPLITS for v in leaves(getattr(data, split).tensors))
+
+
+def has_type(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device has numbers of this type."""
+    try:
+        torch.empty((), dtype=dtype, device=device)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def numbered(device: torch.device, rank: int | None = None) -> torch.device:
+    """One with a number: that which was asked for, or that of the rank, counted round."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, 0 if rank is None else rank % count(device))
+
+
+def count(device: torch.device) -> int:
+    """How many there are of this kind."""
+    return int(torch.get_device_module(device).device_count())
+
+
+def local_rank() -> int | None:
+    """The number of this process on its machine, under torchrun."""
+    return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
+
+
+def _missing(device: torch.device) -> str:
+    """Why a device cannot be used; nothing if it can."""
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        return f"this build of torch ({torch.__version__}) has no {device.type}"
+    built = getattr(getattr(torch.backends, device.type, None), "is_built", None)
+    if built is not None and not built():
+        return f"this build of torch ({torch.__version__}) has no {device.type}"
+    there = int(module.device_count())
+    if not there:
+        return f"torch {torch.__version__} finds no {device.type} device on this machine"
+    return f"there are only {there}, numbered from 0" if (device.index or 0) >= there else ""
+
+
+def use(device: torch.device) -> None:
+    """Make it the current one of this thread: what names no number means this one."""
+    if device.type != "cpu" and device.index is not None and hasattr(torch.get_device_module(device), "set_device"):
+        torch.get_device_module(device).set_device(device.index)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free, where the device tells."""
+    told = _of(device, "mem_get_info")
+    return None if told is None else int(told[0])
+
+
+def has_room(device: torch.device, size: int) -> bool:
+    """Whether so many bytes are at most the half of what is free; the CPU's memory has a budget of its own."""
+    free = None if device.type == "cpu" else free_memory(device)
+    return free is None or size <= free // 2
+
+
+def begin_peak(device: torch.device) -> None:
+    """Forget the largest use of memory so far."""
+    _of(device, "reset_peak_memory_stats")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The most bytes that were in use since `begin_peak`, where the device tells."""
+    told = _of(device, "max_memory_allocated")
+    return None if told is None else int(told)
+
+
+def let_go(device: torch.device) -> None:
+    """What lies free in torch's cache goes back to the device, after it was full."""
+    if device.type != "cpu" and hasattr(module := torch.get_device_module(device), "empty_cache"):
+        module.empty_cache()
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that memory is out."""
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():
+            return True
+        if "can't allocate memory" in str(error):  # of the CPU
+            return True
+        error = error.__cause__
+    return False
+
+
+def _of(device: torch.device, function: str) -> Any:
+    if device.type == "cpu" or not hasattr(module := torch.get_device_module(device), function):
+        return None
+    return getattr(module, function)(device)

@@ -1,0 +1,247 @@
+"""Metrics by name, of each task: what scikit-learn has is scikit-learn's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.core.metric import Metric, bounded, hits, usual_metrics
+from fedtailor.core.task import IGNORED, Quantile, Task, regression_loss
+from fedtailor.core.trees import Tree
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.plugins import imported
+
+ONE_CLASS = "its samples have one class only"
+Scores = NDArray[np.float64]
+
+
+def metrics_of(task: Task, names: Sequence[str] = (), decide: str = "") -> tuple[Metric, ...]:
+    """The metrics of a task that are asked for, or its usual ones; the one that decides comes first."""
+    chosen = {name: find(task, name) for name in names or task.metrics}
+    if decide and decide not in chosen:
+        chosen[decide] = find(task, decide)
+    first = decide or next(iter(chosen))
+    return chosen[first], *(metric for name, metric in chosen.items() if name != first)
+
+
+def find(task: Task, name: str) -> Metric:
+    """A metric of a task by its name, or one's own "module:function" of outputs and targets."""
+    if ":" in name:
+        return _own(name)
+    known = known_metrics(task)
+    if name.startswith("top_") and name[4:].isdecimal() and "accuracy" in known:
+        k = int(name[4:])
+        return Metric(name, True, lambda o, y: _in_top(o, y, k), worst=0.0)
+    if name in known:
+        return known[name]
+    hint = f'{nearest(name, known)} (own metrics: "package.module:function")'
+    needs = _elsewhere(name)
+    raise ConfigError(f'evaluation.metrics: {task.name} has no metric "{name}"{needs}; {hint}')
+
+
+def known_metrics(task: Task) -> dict[str, Metric]:
+    """All metrics of a task."""
+    usual = {m.name: m for m in usual_metrics(task)}
+    if task.kind == "classification":
+        return usual | _of_classes()
+    if task.kind == "multilabel":
+        return usual | _of_labels()
+    if isinstance(task, Quantile):
+        return usual | _of_quantiles(task)
+    if task.kind == "regression":
+        return usual | _of_numbers()
+    if task.kind == "survival":
+        return usual | {"c_index": Metric("c_index", True, of_all=c_index, worst=0.0, missing="no pair can be ordered")}
+    if task.kind == "tokens":
+        return usual | {
+            "accuracy": Metric("accuracy", True, of_all=_token_accuracy, worst=0.0),
+            "perplexity": Metric("perplexity", False, of_all=_perplexity),
+        }
+    return usual
+
+
+def _elsewhere(name: str) -> str:
+    if name in _of_classes() and name not in _of_numbers():
+        return ", which needs probabilities of classes"
+    return ", which is for numbers" if name in _of_numbers() else ""
+
+
+def _own(name: str) -> Metric:
+    function = imported("evaluation.metrics", name)
+    direction = getattr(function, "higher_is_better", None)
+    if not callable(function) or not isinstance(direction, bool):
+        short = name.partition(":")[2]
+        raise ConfigError(
+            f'evaluation.metrics: "{name}" must be a function of outputs and targets that says which way is better: '
+            f"{short}.higher_is_better = True or False"
+        )
+    return Metric(name, direction, of_all=function, worst=-math.inf if direction else math.inf)
+
+
+def _of_classes() -> dict[str, Metric]:
+    from sklearn import metrics as sk
+
+    def labels(score: Callable[..., float], **options: Any) -> Callable[[Tensor, Tensor], float]:
+        return lambda o, y: score(y.numpy(), o.argmax(-1).numpy(), **options)
+
+    return {
+        "accuracy": Metric("accuracy", True, hits, worst=0.0),
+        "balanced_accuracy": Metric(
+            "balanced_accuracy", True, of_all=_quiet(labels(sk.balanced_accuracy_score)), worst=0
+        ),
+        "macro_f1": Metric(
+            "macro_f1", True, of_all=_quiet(labels(sk.f1_score, average="macro", zero_division=0)), worst=0
+        ),
+        "auroc": Metric("auroc", True, of_all=_by_class(sk.roc_auc_score), worst=0.0, missing=ONE_CLASS),
+        "average_precision": Metric(
+            "average_precision", True, of_all=_by_class(sk.average_precision_score), worst=0.0, missing=ONE_CLASS
+        ),
+        "log_loss": Metric("log_loss", False, bounded(_log_loss)),
+        "brier": Metric("brier", False, bounded(_brier)),
+        "calibration_error": Metric("calibration_error", False, of_all=calibration_error),
+    }
+
+
+def _of_labels() -> dict[str, Metric]:
+    from sklearn import metrics as sk
+
+    def f1(o: Tensor, y: Tensor) -> float:
+        return float(sk.f1_score(y.numpy(), (o > 0).numpy(), average="macro", zero_division=0))
+
+    def each(score: Callable[..., float]) -> Callable[[Tensor, Tensor], float]:
+        """Mean over the labels that some samples have and some have not."""
+        return lambda o, y: _mean_of_columns(score, y.numpy(), o.sigmoid().double().numpy())
+
+    missing = "every label is at all of its samples or at none"
+    return {
+        "accuracy": Metric("accuracy", True, lambda o, y: ((o > 0) == (y > 0)).double().mean(-1), worst=0.0),
+        "macro_f1": Metric("macro_f1", True, of_all=_quiet(f1), worst=0.0),
+        "auroc": Metric("auroc", True, of_all=each(sk.roc_auc_score), worst=0.0, missing=missing),
+        "average_precision": Metric(
+            "average_precision", True, of_all=each(sk.average_precision_score), worst=0.0, missing=missing
+        ),
+        "log_loss": Metric(
+            "log_loss",
+            False,
+            bounded(lambda o, y: torch.nn.functional.binary_cross_entropy_with_logits(o, y, reduction="none").mean(-1)),
+        ),
+        "brier": Metric("brier", False, bounded(lambda o, y: (o.sigmoid() - y).square().mean(-1))),
+    }
+
+
+def _of_numbers() -> dict[str, Metric]:
+    from sklearn import metrics as sk
+
+    squares = bounded(regression_loss)
+
+    def r2(o: Tensor, y: Tensor) -> float:
+        if len(y) < 2 or not bool((y != y[0]).any()):
+            return math.nan
+        return float(sk.r2_score(y.numpy(), o.numpy()))
+
+    return {
+        "rmse": Metric("rmse", False, squares, torch.sqrt),
+        "mse": Metric("mse", False, squares),
+        "mae": Metric("mae", False, bounded(lambda o, y: (o - y).abs().mean(-1))),
+        "r2": Metric("r2", True, of_all=r2, worst=-math.inf, missing="all its targets are the same"),
+    }
+
+
+def _of_quantiles(task: Quantile) -> dict[str, Metric]:
+    middle = min(range(len(task.quantiles)), key=lambda i: abs(task.quantiles[i] - 0.5))
+
+    def median(o: Tensor) -> Tensor:
+        return o[..., middle : middle + 1]
+
+    return {
+        "pinball": Metric("pinball", False, bounded(task.loss)),
+        "coverage": Metric(
+            "coverage", True, lambda o, y: (o[..., 0] <= y[..., 0]) & (y[..., 0] <= o[..., -1]), worst=0
+        ),
+        "width": Metric("width", False, bounded(lambda o, y: o[..., -1] - o[..., 0])),
+        "mae": Metric("mae", False, bounded(lambda o, y: (median(o) - y).abs().mean(-1))),
+        "rmse": Metric("rmse", False, bounded(lambda o, y: regression_loss(median(o), y)), torch.sqrt),
+    }
+
+
+def _by_class(score: Callable[..., float]) -> Callable[[Tensor, Tensor], float]:
+    """Each class against the others, mean over the classes that are there; of two, the second."""
+
+    def of(o: Tensor, y: Tensor) -> float:
+        probabilities, target = o.double().softmax(-1).numpy(), y.numpy()
+        if len(np.unique(target)) < 2:
+            return math.nan
+        if probabilities.shape[1] == 2:
+            return float(score(target, probabilities[:, 1]))
+        return _mean_of_columns(score, np.eye(probabilities.shape[1])[target], probabilities)
+
+    return of
+
+
+def _mean_of_columns(score: Callable[..., float], target: Scores, scores: Scores) -> float:
+    known = [c for c in range(target.shape[1]) if 0 < target[:, c].sum() < len(target)]
+    return float(np.mean([score(target[:, c], scores[:, c]) for c in known])) if known else math.nan
+
+
+def _quiet(of: Callable[[Tensor, Tensor], float]) -> Callable[[Tensor, Tensor], float]:
+    """Without warnings of classes that are foretold and not there, which are ordinary at a small client."""
+
+    def quiet(o: Tensor, y: Tensor) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return float(of(o, y))
+
+    return quiet
+
+
+def _log_loss(o: Tensor, y: Tensor) -> Tensor:
+    return -o.log_softmax(-1).gather(-1, y[:, None])[:, 0]
+
+
+def _brier(o: Tensor, y: Tensor) -> Tensor:
+    """The squared distance of the probabilities from the label, summed over the classes."""
+    return (o.softmax(-1) - torch.nn.functional.one_hot(y, o.shape[-1])).square().sum(-1)
+
+
+def _in_top(o: Tensor, y: Tensor, k: int) -> Tensor:
+    if k > o.shape[-1]:
+        raise ConfigError(f'evaluation.metrics: "top_{k}": there are only {o.shape[-1]} classes')
+    return (o.topk(k, dim=-1).indices == y[:, None]).any(-1) & ~o.isnan().any(-1)
+
+
+def calibration_error(o: Tensor, y: Tensor, bins: int = 15) -> float:
+    """How far the confidence in the likeliest class is from how often it is right: by bins of equal width."""
+    confidence, label = o.double().softmax(-1).max(-1)
+    at = (confidence * bins).long().clamp(max=bins - 1)
+    gap = confidence.new_zeros(bins).index_add_(0, at, confidence - (label == y).double())
+    return float(gap.abs().sum() / len(y))
+
+
+def c_index(o: Tree, y: Tensor) -> float:
+    """Share of the pairs, of which one is known to have come first, that the risks put in this order (Harrell's C)."""
+    risk, (time, event) = o[..., 0].double(), y.double().unbind(-1)
+    ahead = pairs = risk.new_zeros(())
+    for i in torch.nonzero(event)[:, 0].tolist():
+        later = (time > time[i]) | ((time == time[i]) & (event == 0))
+        ahead = ahead + (risk[i] > risk[later]).sum() + 0.5 * (risk[i] == risk[later]).sum()
+        pairs = pairs + later.sum()
+    return float(ahead / pairs) if pairs else math.nan
+
+
+def _token_accuracy(o: Tensor, y: Tensor) -> float:
+    counts = y != IGNORED
+    return float((o.argmax(-1) == y)[counts].double().mean()) if bool(counts.any()) else math.nan
+
+
+def _perplexity(o: Tensor, y: Tensor) -> float:
+    counts = y != IGNORED
+    if not bool(counts.any()):
+        return math.nan
+    return float(torch.nn.functional.cross_entropy(o[counts].double(), y[counts]).exp())

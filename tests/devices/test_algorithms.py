@@ -1,0 +1,49 @@
+"""Every algorithm on another device gives the CPU's numbers, and can go on on the other one."""
+
+import pytest
+import torch
+
+from fedtailor.core.trees import moved, tree_map
+from fedtailor.testing.contract import CASES
+from tests.contract.test_tape import Taped
+from tests.devices.federations import CPU, federation, play, results
+from tests.helpers import assert_equal, suits, usual, variants
+
+VARIANTS = variants() | {"taped": Taped()}
+MATRIX = ("classification", "regression", "linear", "conv", "batchnorm-private", "batchnorm-mean", "adam")
+every_case = pytest.mark.parametrize(
+    ("algorithm", "case"), [(a, c) for a, kind in VARIANTS.items() for c in MATRIX if suits(kind, CASES[c])]
+)
+
+
+def case_of(algorithm: str) -> str:
+    """The first case that an algorithm can serve."""
+    return next(name for name, case in CASES.items() if case == usual(VARIANTS[algorithm]))
+
+
+@every_case
+def test_the_cpu_s_numbers(algorithm: str, case: str) -> None:
+    subject = VARIANTS[algorithm]
+    fed = federation(subject, case)
+    wanted = results(fed, play(fed))
+    for engine in ("loop", "vmap2"):
+        fed = federation(subject, case, "sim:0", engine)
+        assert_equal(results(fed, play(fed)), wanted)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap2"])
+@pytest.mark.parametrize("algorithm", VARIANTS)
+def test_begun_on_one_and_resumed_on_the_other(algorithm: str, engine: str) -> None:
+    subject, case = VARIANTS[algorithm], case_of(algorithm)
+    fed = federation(subject, case, engine=engine)
+    first = play(fed)
+    saved = tree_map(torch.clone, fed.engine.get_states())
+    wanted = results(fed, play(fed, first, 1))
+    there = federation(subject, case, "sim:0", engine)
+    there.engine.set_states(saved)
+    assert_equal(results(there, play(there, moved(first, torch.device("sim:0")), 1)), wanted)
+    begun = federation(subject, case, "sim:0", engine)
+    server = play(begun)
+    back = federation(subject, case, engine=engine)
+    back.engine.set_states(moved(begun.engine.get_states(), CPU))
+    assert_equal(results(back, play(back, moved(server, CPU), 1)), wanted)
