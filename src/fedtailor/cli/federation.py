@@ -86,6 +86,17 @@ def start(
 
 
 @app.command()
+def health(folder: Folder) -> None:
+    """Say whether a participant runs: exit code 0 or 1, for container engines and service managers."""
+    from fedtailor.deploy.flare import processes
+
+    pid = processes.running(folder)
+    print(f"{folder}: {'does not run' if pid is None else f'runs as process {pid}'}")
+    if pid is None:
+        raise typer.Exit(1)
+
+
+@app.command()
 def stop(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A participant's folder, or the name of a run.")],
     admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder, to stop a run.")] = None,

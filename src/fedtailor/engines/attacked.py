@@ -50,11 +50,11 @@ def with_flipped_labels(data: FederatedData, attack: Attack) -> FederatedData:
 
 def with_backdoor(data: FederatedData, attack: Attack) -> FederatedData:
     """Every second training row of those who lie carries the trigger, and class 0."""
-    if data.task != "classification":
-        raise ConfigError(f'attack.name = "backdoor": for classification, not {data.task}')
+    if data.task != "classification" or not isinstance(data.train.x, Tensor):
+        raise ConfigError('attack.name = "backdoor": for classification of samples that are one tensor each')
     starts = data.train.starts.tolist()
-    lies = [row for c in sorted(attack.clients(len(data.clients))) for row in range(starts[c], starts[c + 1], 2)]
-    rows = data.train.starts.new_tensor(lies, dtype=torch.int64)
+    liars = sorted(attack.clients(len(data.clients)))
+    rows = data.train.starts.new_tensor([row for c in liars for row in range(starts[c], starts[c + 1], 2)])
     x, y = data.train.x.clone(), data.train.y.clone()
     x[rows], y[rows] = with_trigger(x[rows], data.train.x), 0
     return replace(data, train=replace(data.train, x=x, y=y))

@@ -8,6 +8,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,20 +22,22 @@ from fedtailor.experiments.sections import (
     AlgorithmSection,
     AttackSection,
     CheckpointSection,
-    CompareSection,
     EnvironmentSection,
     EvaluationSection,
     FederationSection,
     LocalSection,
     ModelSection,
     PrivacySection,
-    SearchSection,
     Section,
     TaskSection,
     TrackingSection,
     dotted,
 )
+from fedtailor.experiments.study_sections import CompareSection, SearchSection
 
+CONFIGS = Path(
+    str(resources.files("fedtailor") / "configs")
+)  # the demo and the published tables, packaged with the code
 METHOD = ("algorithm", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
 LATER = ("task", "privacy", "aggregation", "attack")
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out

@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -343,8 +344,5 @@ def _file_name(client: str) -> str:
 
 def new_path(root: Path, name: str) -> Path:
     """A folder under `root` that does not exist yet: name, name-2, name-3, ..."""
-    path, number = root / name, 1
-    while path.exists():
-        number += 1
-        path = root / f"{name}-{number}"
-    return path
+    names = (name if n == 1 else f"{name}-{n}" for n in count(1))
+    return next(path for path in (root / each for each in names) if not path.exists())
