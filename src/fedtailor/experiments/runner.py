@@ -228,6 +228,8 @@ def _begun(
     name: engines.EngineName, experiment: Experiment, config: RunConfig, path: Path, ranks: ProcessGroup, cores: int
 ) -> Run:
     """A run whose clients have their first state."""
+    if config.federation.goal:
+        raise ConfigError("federation.goal: for a federation of sites; environment.deadline loses slow replies here")
     engine: Engine
     chunk, disk = config.federation.chunk, _disk(config, path)
     if ranks.count > 1:

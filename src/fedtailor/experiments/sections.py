@@ -175,6 +175,7 @@ class FederationSection(Section):
     max_norm: float = Field(default=Limits.max_norm, gt=0, description="Replies with a larger norm are rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
     deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
+    goal: int = Field(default=0, ge=0, description="Replies that close a round of a real federation; 0: all.")
     silence: float = Field(
         default=10.0, gt=0, description="Seconds without a heartbeat after which a site counts as away."
     )
@@ -303,10 +304,7 @@ class AggregationSection(Section):
 class AttackSection(Section):
     """Simulated clients that lie."""
 
-    name: AttackName = Field(
-        default="none",
-        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
-    )
+    name: AttackName = Field(default="none", description="none, sign-flip, scaling, noise, label-flip or backdoor.")
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
 

@@ -24,7 +24,7 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.locking import lock, owner, sign
+from fedtailor.experiments.locking import hold, owner
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
@@ -198,10 +198,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a+") as file:
             try:
-                lock(file)
+                hold(file)
             except OSError:
                 raise RetryableError(f"{self.path}: another process is working on this run{owner(file)}") from None
-            sign(file)
             yield
 
     def save_checkpoint(

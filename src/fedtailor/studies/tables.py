@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fedtailor.data.spreadsheets import as_text
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.studies.compare import TABLE, Row
 
@@ -147,7 +148,7 @@ def comma_separated(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(record(rows[0])), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(record(row) for row in rows)
+    writer.writerows(record(row) | {"algorithm": as_text(row.label)} for row in rows)
     return text.getvalue()
 
 
