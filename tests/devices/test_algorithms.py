@@ -32,6 +32,15 @@ def test_the_cpu_s_numbers(algorithm: str, case: str) -> None:
         assert_equal(results(fed, play(fed)), wanted)
 
 
+@pytest.mark.parametrize("algorithm", ["ditto", "fedselect", "pfedla"])  # states, ragged replies, a tape
+def test_messages_as_bytes_know_no_device(algorithm: str) -> None:
+    fed = federation(VARIANTS[algorithm], "classification")
+    wanted = results(fed, play(fed))
+    there = federation(VARIANTS[algorithm], "classification", "sim:0", "wire")
+    assert_equal(results(there, play(there)), wanted)
+    assert (there.traffic.up, there.traffic.down) == (fed.traffic.up, fed.traffic.down)
+
+
 @pytest.mark.parametrize("case", TAPED)
 def test_the_cpu_s_gradients(case: str) -> None:
     fed = federation(Taped(), case)
