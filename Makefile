@@ -86,6 +86,12 @@ wheel: $(ALL_READY) ## Install the wheel into an empty environment and use it fr
 wheel-full: $(ALL_READY) ## The same with all dependencies installed anew (long)
 	tools/try_wheel.sh $(BIN)/python --full
 
+notebooks: ## Make the notebooks again from the pages of the docs
+	$(PYTHON) tools/notebooks.py
+
+pictures: $(ALL_READY) ## Make the pictures of README and gallery again (needs Chromium)
+	tools/pictures.sh $(BIN)/python
+
 schema: $(ALL_READY) ## Check every configuration against the JSON schema
 	$(BIN)/fedtailor schema | $(BIN)/python tools/check_configs.py configs
 
