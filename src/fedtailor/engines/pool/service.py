@@ -27,7 +27,7 @@ class Sent:
         self.worker = worker
 
     def __reduce__(self) -> Any:
-        from joblib.externals import cloudpickle
+        import cloudpickle
 
         return cloudpickle.loads, (cloudpickle.dumps(self.worker),)
 
