@@ -117,6 +117,8 @@ class Experiment:
 
     def on(self, device: torch.device) -> Experiment:
         """The same experiment on another device, its data included."""
+        if device == self.device:
+            return self
         unseen = None if self.unseen is None else self.unseen.on(device)
         return replace(self, model=self.model.to(device), data=self.data.on(device), unseen=unseen)
 

@@ -28,7 +28,7 @@ from fedtailor.core.rows import take
 from fedtailor.core.server_steps import stepped
 from fedtailor.core.tape import Tape
 from fedtailor.core.traffic import FusedRound, Traffic, count_fused
-from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, tree_map, wide, widest
+from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, moved, tree_map, wide, widest
 
 
 @dataclass
@@ -243,8 +243,8 @@ class Federation:
         """The cohort's training samples, for `fused_round`."""
         rows = self.engine.experiment.data.train
         at, mask = rows.padded(self.cohort)
-        y = take(rows.y, at)
-        return View(take(rows.x, at), y, mask.to(y.device, self.model.dtype))
+        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
+        return View(x, y, mask.to(y.device, self.model.dtype))
 
     def forget_pending(self) -> None:
         """The replies to the last call are on their way."""
