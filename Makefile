@@ -7,7 +7,7 @@ ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint fuzz bench bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
+.PHONY: help setup demo test test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python benchmarks/equilibrium.py
 	$(BIN)/python benchmarks/secure_sum.py
 
+bench-gpu: $(ALL_READY) ## Seconds per round on a GPU beside the CPU's (for whoever has one; with torch for it in .venv)
+	$(BIN)/python -m benchmarks.gpu --json runs/bench/gpu.json
+
 # torch in both requests, so that nothing replaces the build that is at hand.
 $(PEERS)/.ready:
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
@@ -82,6 +85,12 @@ wheel: $(ALL_READY) ## Install the wheel into an empty environment and use it fr
 
 wheel-full: $(ALL_READY) ## The same with all dependencies installed anew (long)
 	tools/try_wheel.sh $(BIN)/python --full
+
+notebooks: ## Make the notebooks again from the pages of the docs
+	$(PYTHON) tools/notebooks.py
+
+pictures: $(ALL_READY) ## Make the pictures of README and gallery again (needs Chromium)
+	tools/pictures.sh $(BIN)/python
 
 schema: $(ALL_READY) ## Check every configuration against the JSON schema
 	$(BIN)/fedtailor schema | $(BIN)/python tools/check_configs.py configs

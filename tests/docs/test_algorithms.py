@@ -53,8 +53,11 @@ PAGES = [
     "jointls",
     "knn-per",
     "lg-fedavg",
+    "linearalone",
     "local",
     "lp-proj",
+    "mixedlogit",
+    "mixedmodel",
     "mocha",
     "mr-mtl",
     "pefll",
@@ -65,6 +68,7 @@ PAGES = [
     "pfedla",
     "pfedme",
     "scaffold",
+    "tailor",
 ]  # learn2pfed has a test of its own
 
 

@@ -33,19 +33,10 @@ def load(config: PFLlibConfig, *, seed: int, root: Path | None = None) -> Federa
         parts["train"].append((x[at.train], y[at.train]))
         parts["val"].append((x[at.val], y[at.val]))
         parts["test"].append(_samples(folder / "test" / file.name))
-    rows = {kind: _rows(each) for kind, each in parts.items()}
-    classes = 1 + max(int(each.y.max()) for each in rows.values() if len(each.y))
+    train, val, test = map(_rows, parts.values())
+    classes = 1 + max(int(each.y.max()) for each in (train, val, test) if len(each.y))
     note = f"PFLlib's split: its test data, {config.val:g} of its training data for validation"
-    return FederatedData(
-        folder.name,
-        "classification",
-        names,
-        rows["train"],
-        rows["val"],
-        rows["test"],
-        outputs=classes,
-        notes=(note,),
-    )
+    return FederatedData(folder.name, "classification", names, train, val, test, classes, notes=(note,))
 
 
 def _samples(file: Path) -> Samples:

@@ -55,6 +55,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     _reads(model, config.model.name, federated)
+    if config.local.precision != "float32" and config.model.dtype != "float32":
+        raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
     algorithm.check(model, task.name)
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
@@ -175,7 +177,7 @@ def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
         buffers=config.model.buffers,
         prior=config.model.prior == "label",
         dtype=width(config),
-        adapter=None if config.model.adapter is None else config.model.adapter.model_dump(),
+        adapter=config.model.adapter,
     )
 
 

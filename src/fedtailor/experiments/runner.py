@@ -234,7 +234,9 @@ def _begun(
         engine = Sharded(experiment, name, chunk, ranks, disk)
     else:
         cohort = config.federation.clients_per_round
-        engine = engines.make(name, experiment, chunk, _workers(config, cores), disk, cohort)
+        # on another device, one worker for each there is
+        workers = _workers(config, cores) if experiment.device == devices.CPU else config.federation.workers
+        engine = engines.make(name, experiment, chunk, workers, disk, cohort)
         if config.attack.name in CHANGES:
             engine = cast(Engine, Attacked(engine, attack_of(config)))
     engine.start()

@@ -14,8 +14,10 @@ from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
+from fedtailor.models.adapters import AdapterConfig
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
+from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
 from fedtailor.training.solver import Solver
@@ -46,18 +48,6 @@ class AlgorithmSection(Open):
     )
 
 
-class AdapterSection(Section):
-    """A small trained part beside layers that stay as they are."""
-
-    kind: Literal["lora"] = Field(default="lora", description="LoRA, by the package peft.")
-    rank: int = Field(default=8, ge=1, description="Rank of the update of a layer.")
-    alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
-    targets: tuple[str, ...] = Field(
-        default=(), description='Layers, such as "*.query"; empty: dense ones before the head.'
-    )
-    train: tuple[str, ...] | None = Field(default=None, description="Parts trained as they are; none given: the head.")
-
-
 class ModelSection(Open):
     """Which model, and its options."""
 
@@ -65,7 +55,7 @@ class ModelSection(Open):
     head: tuple[str, ...] = Field(
         default=(), description="Modules of the personal head, or globs; empty: the model's default."
     )
-    adapter: AdapterSection | None = Field(default=None, description="Adapters to train in place of the weights.")
+    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train in place of the weights.")
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
     )
@@ -124,8 +114,11 @@ class LocalSection(Section):
         default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
     )
     kernels: Literal["auto", "off"] = Field(
-        default=Solver.kernels,
+        default=Arithmetic.kernels,
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
+    )
+    precision: Precision = Field(
+        default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
 
     @model_validator(mode="after")
@@ -143,8 +136,9 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
-        return Solver(**self.model_dump(exclude=set(own)), schedule=schedule, epoch=self.steps)
+        kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
+        return Solver(**rest, schedule=schedule, epoch=self.steps, arithmetic=arithmetic)
 
 
 class FederationSection(Section):
@@ -153,14 +147,8 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
-    device: str = Field(
-        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        description="Torch threads; 0: one. Engine pool uses more cores.",
-    )
+    device: str = Field(default="auto", description="auto (what torch finds), cpu, cuda, cuda:1, mps or xpu.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0: one. Engine pool uses more cores.")
     chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
     workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
     memory: int = Field(
