@@ -49,19 +49,19 @@ COLOURS = ("#777777", "#000000", "#d95f02", "#7570b3", "#1b9e77", "#e7298a", "#1
 
 def draw(spread: float, samples: int, seed: int) -> tuple[FederatedData, Tensor]:
     """A federation with a fifth of the samples to validate on, and the true coefficients [clients, features]."""
-    rng = stream(seed, "oracle", spread, samples)
+    rng = stream(seed, "oracle", repr(spread), samples)
     truth = rng.normal(size=FEATURES) + (spread / FEATURES) ** 0.5 * rng.normal(size=(CLIENTS, FEATURES))
     x = rng.normal(size=(CLIENTS, samples, FEATURES))
     y = (x * truth[:, None]).sum(-1, keepdims=True) + rng.normal(size=(CLIENTS, samples, 1))
-    x, y, truth = (torch.from_numpy(v) for v in (x, y, truth))
+    inputs, targets, coefficients = (torch.from_numpy(v) for v in (x, y, truth))
     kept = samples - samples // 5
     parts = {"train": slice(0, kept), "val": slice(kept, samples), "test": slice(0, 0)}
     made = {}
     for name, part in parts.items():
-        starts = torch.arange(CLIENTS + 1) * x[0, part].shape[0]
-        made[name] = Rows(x[:, part].flatten(0, 1), y[:, part].flatten(0, 1), starts)
+        starts = torch.arange(CLIENTS + 1) * inputs[0, part].shape[0]
+        made[name] = Rows(inputs[:, part].flatten(0, 1), targets[:, part].flatten(0, 1), starts)
     names = tuple(f"client-{i:02}" for i in range(CLIENTS))
-    return FederatedData("oracle", "regression", names, made["train"], made["val"], made["test"], 1), truth
+    return FederatedData("oracle", "regression", names, made["train"], made["val"], made["test"], 1), coefficients
 
 
 def bayes_risk(data: FederatedData, spread: float) -> float:

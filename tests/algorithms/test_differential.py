@@ -162,7 +162,8 @@ def test_fedeq_two_rounds_with_equilibria(engine: str) -> None:
                 own = {k: v - LR * (slope[k] + duals[i][k] + rho * (v - theta[k])) for k, v in own.items()}
             duals[i] = {k: v + rho * (own[k] - theta[k]) for k, v in duals[i].items()}
             sent.append(own)
-        theta = {k: sum(n * own[k] for n, own in zip(COUNTS, sent, strict=True)) / sum(COUNTS) for k in theta}
+        pairs = list(zip(COUNTS, sent, strict=True))
+        theta = {k: np.sum([n * own[k] for n, own in pairs], axis=0) / sum(COUNTS) for k in theta}
     assert_same(server, theta)
     served = models(fed, server)
     for name, head in zip(data.clients, heads, strict=True):

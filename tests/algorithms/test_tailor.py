@@ -73,15 +73,16 @@ def test_theta_takes_the_step_of_central_autograd(engine: str) -> None:
         v = [m | {bias: m[bias] - theta[-1] * shift[i]} for i, m in enumerate(v)]
         if round == 1:  # the tape begins with the second round
             v = [{k: x.detach() for k, x in m.items()} for m in v]
-        w = {k: sum(n * m[k] for n, m in zip(sizes, v, strict=True)) / sum(sizes) for k in w}
+        w = {k: torch.stack([n * m[k] for n, m in zip(sizes, v, strict=True)]).sum(0) / sum(sizes) for k in w}
     steps = {k: eta.exp()[layers[k]] for k in w}
     tuned = [trained(model, begun(i), *data.train.of(i), 2, steps) for i in range(2)]
     held = [data.val.of(i) for i in range(2)]
-    total = sum(
+    parts = [
         torch.nn.functional.cross_entropy(torch.func.functional_call(model.module, m, (x,)), y, reduction="sum")
         for m, (x, y) in zip(tuned, held, strict=True)
-    )
-    (slope,) = torch.autograd.grad(total / sum(len(x) for x, _ in held), theta)  # type: ignore[operator]
+    ]
+    total = torch.stack(parts).sum()
+    (slope,) = torch.autograd.grad(total / sum(len(x) for x, _ in held), theta)
     torch.testing.assert_close(server["theta"]["first"], 0.1 * slope, rtol=0, atol=1e-10)
     assert float(slope.abs().min()) > 0
 
@@ -138,9 +139,9 @@ def test_the_served_mixture_is_the_blend_of_three_models(task: Any) -> None:
     parts = [{k: served[f"{name}{k}"] for k in model.params} for name in ("", "own.", "common.")]
     outputs = [model(part, x) for part in parts]
     if task == "classification":
-        wanted = sum(p * out.softmax(-1) for p, out in zip(pi, outputs, strict=True)).log()  # type: ignore[union-attr]
+        wanted = torch.stack([p * out.softmax(-1) for p, out in zip(pi, outputs, strict=True)]).sum(0).log()
     else:
-        wanted = sum(p * out for p, out in zip(pi, outputs, strict=True))  # type: ignore[assignment]
+        wanted = torch.stack([p * out for p, out in zip(pi, outputs, strict=True)]).sum(0)
     torch.testing.assert_close(algorithm.predict(model, served, x), wanted)
     alone = replace(Tailor(), mixes=False)
     torch.testing.assert_close(alone.predict(model, parts[0], x), outputs[0])

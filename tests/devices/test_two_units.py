@@ -46,22 +46,25 @@ def test_ranks_take_the_device_of_their_number(tmp_path: Path) -> None:
 def test_workers_are_spawned_each_on_its_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in sim.for_processes(tmp_path / "packages").items():
         monkeypatch.setenv(name, value)
-    for engine in (engines.make("pool", experiment(make("ditto", {}), CASES["classification"], "sim:0")),):
-        assert isinstance(engine, Pool)
-        assert engine.workers == 2
-        fed = federation(make("ditto", {}), "classification")
-        wanted = results(fed, play(fed))
-        before = sim.allocations(0), sim.allocations(1)
-        try:
-            engine.start()
-            pool = Federation(engine)
-            server = play(pool)
-            numbers = {process.number: process.process.name for process in engine._workers.processes}
-            assert sorted(numbers) == [0, 1]
-            assert_equal(everything(pool, server), wanted)
-        finally:
-            engine.close()
-        assert (sim.allocations(0), sim.allocations(1)) == before  # this process computes on the host
+    engine = engines.make("pool", experiment(make("tests.devices.units:Units", {}), CASES["classification"], "sim:0"))
+    assert isinstance(engine, Pool)
+    assert engine.workers == 2
+    fed = federation(make("tests.devices.units:Units", {}), "classification")
+    wanted = results(fed, play(fed))
+    before = sim.allocations(0), sim.allocations(1)
+    try:
+        engine.start()
+        pool = Federation(engine)
+        server = play(pool)
+        found = everything(pool, server)
+    finally:
+        engine.close()
+    assert (sim.allocations(0), sim.allocations(1)) == before  # this process computes on the host
+    units = [float(found.pop(f"states/{c}/state/unit")) for c in engine.experiment.data.clients]
+    assert set(units) == {0.0, 1.0}  # each client saw the unit of its worker, and memory of no other
+    for c in engine.experiment.data.clients:
+        wanted.pop(f"states/{c}/state/unit")
+    assert_equal(found, wanted)
 
 
 def test_the_package_is_found_by_torch_itself(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import model_of
 from fedtailor.models import build
+from fedtailor.models.adapters import AdapterConfig, add_lora
 from tests.small import DIGITS, config
 
-ADAPTER: dict[str, Any] = {"rank": 2, "alpha": 6.0, "targets": (), "train": None}
+ADAPTER = AdapterConfig(rank=2, alpha=6.0)
 
 
 def made(**options: Any) -> Model:
-    return build("mlp", (4,), 3, seed=1, options={"hidden": (5, 6)}, adapter=ADAPTER | options)
+    return build("mlp", (4,), 3, seed=1, options={"hidden": (5, 6)}, adapter=ADAPTER.model_copy(update=options))
 
 
 def test_only_adapters_and_the_head_are_trained() -> None:
@@ -38,9 +39,7 @@ def test_only_adapters_and_the_head_are_trained() -> None:
 def test_a_layer_with_an_adapter_by_hand() -> None:
     with torch.random.fork_rng():
         module = nn.Sequential(nn.Linear(4, 5))
-    from fedtailor.models.adapters import add_lora
-
-    add_lora(module, 2, 6.0, ["0"], [], [])
+    add_lora(module, AdapterConfig(rank=2, alpha=6.0, targets=("0",)))
     model = Model(module)
     a, b = torch.randn(2, 4), torch.randn(5, 2)
     x = torch.randn(7, 4)

@@ -49,7 +49,11 @@ LOOKS = {
     "learn2pfed:paper": "Learn2pFed differentiates through its rounds (a tape)",
 }
 SUMS = [name for name in VARIANTS if name not in LOOKS]
-RATIOS = ("empiricalbayes",)  # divide a sum by a sum where both go to 0: half of the 46 bits are left
+RATIOS = (
+    "empiricalbayes",
+    "mixedmodel",
+    "mixedlogit",
+)  # divide a sum by a sum where both go to 0: half of the 46 bits are left
 PLAIN = ("fedavg", "fedprox", "fedper", "fedrep", "fedbabu", "ditto", "lg-fedavg")
 
 

@@ -63,7 +63,7 @@ class FedALT(Algorithm):
     def fitted(self, me: ClientContext, r: Params, epochs: int) -> tuple[Params, Params]:
         """v and G after training."""
 
-        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+        def loss(t: Params, x: Tree, y: Tensor) -> Tensor:
             return me.experiment.loss(self.predict(me.model, t, x, training=True), y)
 
         start = me.state["v"] | beside(G, me.state["mixer"])
@@ -85,7 +85,7 @@ class FedALT(Algorithm):
         v, mixer = self.fitted(me, r, epochs)
         return v | beside(G, mixer) | beside(R, r)
 
-    def predict(self, model: Model, personal: Params, x: Tensor, *, training: bool = False) -> Tensor:
+    def predict(self, model: Model, personal: Params, x: Tree, *, training: bool = False) -> Tensor:
         r, mixers = taken(R, personal), taken(G, personal)
 
         def mix(layer: str, adapter: Adapter, h: Tensor) -> Tensor:

@@ -66,14 +66,14 @@ class FedDPA(Algorithm):
     def fitted(self, me: ClientContext, w: Params, epochs: int) -> Params:
         """The own adapters after training beside the common ones."""
 
-        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+        def loss(t: Params, x: Tree, y: Tensor) -> Tensor:
             return me.experiment.loss(self.outputs(me.model, t, x, self.share, training=True), y)
 
         if not epochs:
             return dict(me.state)
         return taken(V, me.sgd(beside(V, me.state), epochs=epochs, frozen=w, loss=loss))
 
-    def outputs(self, model: Model, t: Params, x: Tensor, alpha: float | Tensor, *, training: bool = False) -> Tensor:
+    def outputs(self, model: Model, t: Params, x: Tree, alpha: float | Tensor, *, training: bool = False) -> Tensor:
         """Of the model with a blend of both adapters; alpha is a number, or one for each sample."""
         v = taken(V, t)
 
@@ -86,13 +86,13 @@ class FedDPA(Algorithm):
     def personal(self, me: ClientContext, w: Params) -> Params:
         own = w | beside(V, me.state)
         x, _, mask = some_samples(me, self.samples)
-        if not len(x):
+        if not len(mask):
             return own | {REFERENCE: me.n.new_zeros(me.experiment.data.outputs)}
         direction = normalize(self.outputs(me.model, me.buffers | own, x, 1.0), dim=1)
         mean = (direction * mask[:, None]).sum(0) / mask.sum().clamp(min=1)  # of cosines: the cosines' mean is linear
         return own | {REFERENCE: mean}
 
-    def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
+    def predict(self, model: Model, personal: Params, x: Tree) -> Tensor:
         like = normalize(self.outputs(model, personal, x, 1.0), dim=1) @ personal[REFERENCE]
         return self.outputs(model, personal, x, self.scale * like)
 

@@ -115,7 +115,7 @@ class Federation:
         self.engine.finish_backward()
         return gradient
 
-    def report(self, **values: Tensor | list[Tensor]) -> None:
+    def report(self, **values: float | Tensor | list[Tensor]) -> None:
         """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
         for name, value in values.items():
             self.record.reported[name] = [float(v) for v in value] if isinstance(value, list) else float(value)

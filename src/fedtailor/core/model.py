@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -147,14 +147,10 @@ class Model:
         """The same model elsewhere; this one stays."""
         if device == self.device:
             return self
-        moved = deepcopy(self)
-        moved.module.to(device)
-        moved.trainable, moved.params = (
-            {k: v.to(device) for k, v in part.items()} for part in (self.trainable, self.params)
-        )
-        moved.fixed = {k: v.detach() for k, v in moved.module.named_parameters() if k in self.fixed}
-        moved.private_buffers = {k: v.to(device) for k, v in self.private_buffers.items()}
-        return moved
+        memo: dict[int, Any] = {id(v): nn.Parameter(v.to(device), v.requires_grad) for v in self.module.parameters()}
+        beside = (*self.module.buffers(), *self.params.values(), *self.private_buffers.values(), *self.fixed.values())
+        memo |= {id(v): v.detach().to(device) for v in beside if id(v) not in memo}
+        return deepcopy(self, memo)
 
     def __call__(self, params: Params, x: Tree, *, training: bool = False) -> Tensor:
         """Outputs for a batch; named tensors are keywords of the module.

@@ -177,7 +177,7 @@ def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
         buffers=config.model.buffers,
         prior=config.model.prior == "label",
         dtype=width(config),
-        adapter=None if config.model.adapter is None else config.model.adapter.model_dump(),
+        adapter=config.model.adapter,
     )
 
 

@@ -14,6 +14,7 @@ from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
+from fedtailor.models.adapters import AdapterConfig
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
 from fedtailor.training.arithmetic import Arithmetic, Precision
@@ -47,18 +48,6 @@ class AlgorithmSection(Open):
     )
 
 
-class AdapterSection(Section):
-    """A small trained part beside layers that stay as they are."""
-
-    kind: Literal["lora"] = Field(default="lora", description="LoRA, by the package peft.")
-    rank: int = Field(default=8, ge=1, description="Rank of the update of a layer.")
-    alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
-    targets: tuple[str, ...] = Field(
-        default=(), description='Layers, such as "*.query"; empty: dense ones before the head.'
-    )
-    train: tuple[str, ...] | None = Field(default=None, description="Parts trained as they are; none given: the head.")
-
-
 class ModelSection(Open):
     """Which model, and its options."""
 
@@ -66,7 +55,7 @@ class ModelSection(Open):
     head: tuple[str, ...] = Field(
         default=(), description="Modules of the personal head, or globs; empty: the model's default."
     )
-    adapter: AdapterSection | None = Field(default=None, description="Adapters to train in place of the weights.")
+    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train in place of the weights.")
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
     )

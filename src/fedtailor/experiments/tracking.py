@@ -17,9 +17,8 @@ from fedtailor.core.metric import recorded_metrics
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.locking import lock
-from fedtailor.experiments.sections import TrackingSection
+from fedtailor.experiments.sections import TrackingSection, dotted
 from fedtailor.experiments.store import RunFolder, read_json, write_json
-from fedtailor.experiments.study_sections import dotted
 from fedtailor.metrics.summary import summarise
 
 log = logging.getLogger("fedtailor")

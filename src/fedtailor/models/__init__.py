@@ -52,12 +52,9 @@ def build(
     buffers: BufferPolicy = "private",
     prior: bool = False,
     dtype: torch.dtype = torch.float32,
-    adapter: dict[str, Any] | None = None,
+    adapter: adapters.AdapterConfig | None = None,
 ) -> Model:
-    """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed.
-
-    adapter: rank, alpha, targets and train of `adapters.add_lora`; without train the model's own head is trained.
-    """
+    """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
     kind = find(name)
     options = dict(options or {})
     known = set(inspect.signature(kind).parameters) - {"shape", "outputs"}
@@ -74,9 +71,8 @@ def build(
         raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}") from None
     own_head = getattr(type(module), "head", ())  # of the class: an instance may have a layer called "head"
     if adapter is not None:
-        train = own_head if adapter["train"] is None else adapter["train"]
         with torch_stream(seed, "adapter"):
-            adapters.add_lora(module, adapter["rank"], adapter["alpha"], adapter["targets"], train, own_head)
+            adapters.add_lora(module, adapter, own_head)
         own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained(module))]
     if prior:
         add_label_prior(module, outputs)

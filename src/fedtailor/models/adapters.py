@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from fedtailor.core.model import is_under
@@ -17,21 +19,31 @@ from fedtailor.errors import ConfigError, nearest
 INSTALL = "pip install 'fedtailor[adapters]'"
 
 
-def add_lora(
-    module: nn.Module, rank: int, alpha: float, targets: Sequence[str], train: Sequence[str], head: Sequence[str]
-) -> None:
-    """Change the module: only its adapters are trained, and what `train` names.
+class AdapterConfig(BaseModel):
+    """A small trained part beside layers that stay as they are."""
 
-    targets: layers by name or glob; all dense layers but the head's if empty.
-    """
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["lora"] = Field(default="lora", description="LoRA, by the package peft.")
+    rank: int = Field(default=8, ge=1, description="Rank of the update of a layer.")
+    alpha: float = Field(default=16.0, gt=0, description="The update is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        default=(), description='Layers, such as "*.query"; empty: dense ones before the head.'
+    )
+    train: tuple[str, ...] | None = Field(default=None, description="Parts trained as they are; none given: the head.")
+
+
+def add_lora(module: nn.Module, adapter: AdapterConfig, head: Sequence[str] = ()) -> None:
+    """Change the module: only its adapters are trained, and what `adapter.train` names, or else the head."""
+    train = head if adapter.train is None else adapter.train
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError(f"model.adapter: the package peft is missing; {INSTALL}") from None
-    layers = _targets(module, targets, (*train, *head))
+    layers = _targets(module, adapter.targets, (*train, *head))
     also = _parameters(module, train)
     exactly = "|".join(re.escape(name) for name in layers)
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=exactly, bias="none")  # type: ignore[arg-type]
+    config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=0.0, target_modules=exactly, bias="none")  # type: ignore[arg-type]
     try:
         inject_adapter_in_model(config, module)
     except (ValueError, NotImplementedError) as error:

@@ -37,6 +37,11 @@ def design(data: View, features: int) -> Tensor:
     return x if x.shape[1] == features else torch.cat([x, data.mask[:, None]], dim=1)
 
 
+def design_of(model: Model, data: View) -> Tensor:
+    """The same, as a linear model needs it."""
+    return design(data, as_vector(model, model.params).shape[0])
+
+
 def as_vector(model: Model, params: Params) -> Tensor:
     """Parameters as a matrix [features (+ 1), outputs]."""
     weight, bias = names(model)
@@ -52,7 +57,7 @@ def as_params(model: Model, v: Tensor) -> Params:
 
 def statistics(model: Model, data: View) -> Params:
     """All that a linear model needs to know of the data: A with its eigenvectors q and eigenvalues s, b, |Y|^2, n."""
-    x, y = design(data, as_vector(model, model.params).shape[0]), data.y * data.mask[:, None]
+    x, y = design_of(model, data), data.y * data.mask[:, None]
     a = x.mT @ x
     s, q = torch.linalg.eigh(a)
     return {"A": a, "q": q, "s": s.clamp(min=0), "b": x.mT @ y, "yy": y.square().sum(), "n": data.mask.sum()}

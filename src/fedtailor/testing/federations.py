@@ -138,7 +138,7 @@ def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
 def usual(algorithm: Algorithm) -> dict[str, Any]:
     """The first case that an algorithm can serve."""
     linear, normed = {"model": "linear", "task": "regression"}, {"model": "normed", "sizes": EVEN_SIZES}
-    return dict(next(c for c in ({}, linear, normed, {"model": "adapted"}) if suits(algorithm, c)))
+    return dict(next(c for c in ({}, linear, {"model": "linear"}, normed, {"model": "adapted"}) if suits(algorithm, c)))
 
 
 def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params
+from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
 
 A, B = ".lora_A.", ".lora_B."
@@ -61,7 +61,7 @@ def adapters(model: Model) -> dict[str, Adapter]:
     return found
 
 
-def mixed_outputs(model: Model, tensors: Params, x: Tensor, mix: Mix, *, training: bool = False) -> Tensor:
+def mixed_outputs(model: Model, tensors: Params, x: Tree, mix: Mix, *, training: bool = False) -> Tensor:
     """Outputs of the model when `mix` says what is added to the layers that have an adapter."""
 
     def hook(layer: str, adapter: Adapter) -> Callable[..., Tensor]:

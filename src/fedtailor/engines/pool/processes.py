@@ -175,7 +175,7 @@ class WorkerProcesses:
 
     def _complete(self) -> None:
         """As many workers as there should be."""
-        context = multiprocessing.get_context("fork" if self.device == CPU else "spawn")
+        context: Any = multiprocessing.get_context("fork" if self.device == CPU else "spawn")
         if len(self.processes) < self._count:
             malloc.trim()  # else a worker that takes memory which lies free here copies it
         while len(self.processes) < self._count:

@@ -38,7 +38,7 @@ class Memory:
         self._returned: list[int] = []  # a region may end at any moment, also while one is looked for
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"file": DupFd(self._file), "size": len(self._map)}  # type: ignore[no-untyped-call]
+        return {"file": DupFd(self._file), "size": len(self._map)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._file = state["file"].detach()
