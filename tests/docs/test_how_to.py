@@ -128,7 +128,7 @@ def test_reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "learn2pfed/table1\n" in out
     assert "How skewed is too skewed?; ours (paper's), 2 seeds" in out
     shown = re.findall(
-        r"^\| (?:oracle|Learn2pFed) \| ([\d.e-]+).*? \| ([\d.e-]+).*? \| ([\d.e-]+)",
+        r"^\| (?:oracle|EmpiricalBayes) \| ([\d.e-]+).*? \| ([\d.e-]+).*? \| ([\d.e-]+)",
         page.read_text(encoding="utf-8"),
         re.MULTILINE,
     )
