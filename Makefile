@@ -7,7 +7,7 @@ ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint bench bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
+.PHONY: help setup demo test test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -42,12 +42,21 @@ lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers a
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/structure.py src/fedtailor
 
+SECONDS ?= 600
+fuzz: $(ALL_READY) ## Fuzz every parser, SECONDS=600 each; what is found lies in build/fuzz
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[fuzz]"
+	@for parser in $$($(BIN)/python tools/fuzz.py --list); do \
+		echo "$$parser"; $(BIN)/python tools/fuzz.py $$parser --seconds $(SECONDS) || exit 1; done
+
 bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python -m benchmarks.speed --json runs/bench/speed.json
 	$(BIN)/python benchmarks/learn2pfed_epoch.py
 	$(BIN)/python benchmarks/duw_cost.py
 	$(BIN)/python benchmarks/equilibrium.py
 	$(BIN)/python benchmarks/secure_sum.py
+
+bench-gpu: $(ALL_READY) ## Seconds per round on a GPU beside the CPU's (for whoever has one; with torch for it in .venv)
+	$(BIN)/python -m benchmarks.gpu --json runs/bench/gpu.json
 
 # torch in both requests, so that nothing replaces the build that is at hand.
 $(PEERS)/.ready:

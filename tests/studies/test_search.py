@@ -12,8 +12,8 @@ from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
 from fedtailor.experiments.rounds_file import line_of
-from fedtailor.experiments.sections import SearchSection
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.studies import reproduce
 from fedtailor.studies.compare import run_grid
 from fedtailor.studies.grid import Cell

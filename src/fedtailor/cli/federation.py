@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli.options import AsJson, Config, Settings, print_json
+from fedtailor.cli.operators import COMMANDS, Folder, private_folder
+from fedtailor.cli.options import Config, Settings
 from fedtailor.errors import ConfigError, RunError
 
 app = typer.Typer(
@@ -22,7 +23,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, created by init.")]
 Admin = Annotated[Path, typer.Option("--admin", help="The administrator's folder.")]
 RunName = Annotated[str, typer.Option("--run", help="Name of the run; default: from the configuration.")]
 
@@ -157,32 +157,6 @@ def submit(
 
 
 @app.command()
-def status(admin: Admin, as_json: AsJson = False) -> None:
-    """Print which sites are connected and what runs."""
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.experiments.store import read_json
-
-    kits.needs_flare()
-    from fedtailor.deploy.flare.flare_adapter import office
-
-    about = read_json(admin / kits.ABOUT)
-    with office(admin / kits.KIT, kits.ADMIN) as session:
-        connected, running, jobs = session.sites(), session.running(), session.jobs()
-    sites = {site: site in connected for site in sorted({*about["sites"], *connected})}
-    latest = {job["job_name"]: job for job in reversed(jobs)}
-    lost = {n for n, job in latest.items() if job["status"] == "RUNNING" and job["job_id"] not in running}
-    runs = {n: "interrupted" if n in lost else job["status"].lower() for n, job in latest.items()}
-    if as_json:
-        print_json({"server": f"{about['host']}:{about['port']}", "connected": sites, "runs": runs})
-        return
-    print(f"server {about['host']}:{about['port']}")
-    for site, is_connected in sites.items():
-        print(f"site {site}: {'connected' if is_connected else 'away'}")
-    for name, state in runs.items():
-        print(f"run {name}: {state}{'; submit it again' if name in lost else ''}")
-
-
-@app.command()
 def local(
     sites: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of sites; each gets one client's data.")],
     config: Config,
@@ -218,11 +192,10 @@ def local(
 @app.command()
 def personal(folder: Folder) -> None:
     """Print where a site's personal models are, one line for each run."""
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.site import KINDS, read_site
+    from fedtailor.deploy.flare.site import KINDS
     from fedtailor.experiments.store import read_json
 
-    private = read_site(folder / kits.SITE).folder
+    private = private_folder(folder)
     models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
     lines = []
     for run, kind in models:
@@ -232,19 +205,6 @@ def personal(folder: Folder) -> None:
     if not lines:
         raise RunError(f"{private}: no personal model yet; it is written when a run ends")
     print("\n".join(lines))
-
-
-@app.command()
-def audit(folder: Folder) -> None:
-    """Tell what a site was asked for, what left it, and what it refused, from its own record.
-
-    What can be inferred from that is described in docs/explanation/privacy.md.
-    """
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.audit import told
-    from fedtailor.deploy.flare.site import AUDIT, read_site
-
-    print("\n".join(told(read_site(folder / kits.SITE).folder / AUDIT)))
 
 
 def _checked(config: Path, settings: list[str]) -> Any:
@@ -266,3 +226,7 @@ def _name(run: str, source: str, config: Any) -> str:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+for _command in COMMANDS:
+    app.command()(_command)

@@ -172,6 +172,8 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
         record = read_json(path / FIT)
         if "sites" not in record:
             raise RunError(f"{path}: a fit that is not finished; the same fedtailor fit with --out {quoted} goes on")
+        from fedtailor.cli.fit_listing import print_fit
+
         print_fit(console, record)
         return
     if (path / GRID).exists():
@@ -238,7 +240,7 @@ def _print_results(console: Console, results: dict[str, Any], local: dict[str, A
         share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
         rows.append([title, str(results[kind]["round"]), *figures, share])
     columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
-    print_table(console, f"test {metric}{_unit(metric)}", columns, rows)
+    print_table(console, f"test {metric}{unit(metric)}", columns, rows)
 
 
 def print_newcomer(name: str, newcomer: Newcomer) -> None:
@@ -248,30 +250,11 @@ def print_newcomer(name: str, newcomer: Newcomer) -> None:
     samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
     print(f"newcomer   {name}: {samples} samples")
     for split, metrics in newcomer.metrics.items():
-        print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{_unit(k)}" for k, v in metrics.items()))
+        print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{unit(k)}" for k, v in metrics.items()))
     print(f"model      {newcomer.path}")
 
 
-def print_fit(console: Console, record: dict[str, Any]) -> None:
-    """Every site alone, in common and personalized; what is shared, in words."""
-    from fedtailor.studies.tables import number
-
-    metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
-    print("\n".join(record["notes"]))
-    print(f"task       {task}, model {record['model']}, {record['rounds']} rounds")
-    rows = []
-    for name, row in record["sites"].items():
-        shown = [number(metric, row[k]) for k in ("alone", "common", "personal")]
-        rows.append([name, str(row["train"] + row["val"] + row["test"]), *shown, row["served"]])
-    means = [number(metric, record["means"][k]) for k in ("alone", "common", "personal")]
-    columns = ("site", "rows", "alone", "in common", "personal", "served by")
-    print_table(console, f"test {metric}{_unit(metric)}", columns, rows, ["mean", "", *means, ""])
-    for label, words in record["shared"].items():
-        print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
-    print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
-
-
-def _unit(metric: str) -> str:
+def unit(metric: str) -> str:
     return " %" if metric == "accuracy" else ""
 
 

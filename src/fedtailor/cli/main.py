@@ -71,8 +71,8 @@ def run(
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
-    as_json: AsJson = False,
     device: Device = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train one algorithm and keep every client's personal model.
 
@@ -102,11 +102,7 @@ def run(
 
 @app.command()
 def resume(
-    run: Run,
-    data_root: DataRoot = None,
-    trust: Trust = False,
-    device: Device = None,
-    as_json: AsJson = False,
+    run: Run, data_root: DataRoot = None, trust: Trust = False, device: Device = None, as_json: AsJson = False
 ) -> None:
     """Go on with a run that was interrupted.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fedtailor.data.configs import (
     Cifar10Config,
     Cifar100Config,
+    Clinc150Config,
     DataConfig,
     DigitsConfig,
     DuwMnistConfig,
@@ -25,6 +26,7 @@ from fedtailor.data.configs import (
     PolynomialConfig,
     QmnistConfig,
     SavedConfig,
+    SchoolConfig,
     ShakespeareConfig,
     SitesConfig,
     SourceConfig,
@@ -66,6 +68,8 @@ SOURCES: dict[str, SourceInfo] = {
     ),
     "qmnist": SourceInfo("MNIST digits grouped by writer (QMNIST): natural clients", QmnistConfig, "images"),
     "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),
+    "school": SourceInfo("School, exam scores of pupils in 139 schools: natural clients", SchoolConfig, "school"),
+    "clinc150": SourceInfo("CLINC150, requests to an assistant, 150 intents in 10 domains", Clinc150Config, "clinc"),
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
     "electricity": SourceInfo(
         "hourly electricity loads of 203 meters (ECL): forecasting", ElectricityConfig, "electricity"

@@ -22,19 +22,18 @@ from fedtailor.experiments.sections import (
     AlgorithmSection,
     AttackSection,
     CheckpointSection,
-    CompareSection,
     EnvironmentSection,
     EvaluationSection,
     FederationSection,
     LocalSection,
     ModelSection,
     PrivacySection,
-    SearchSection,
     Section,
     TaskSection,
     TrackingSection,
     dotted,
 )
+from fedtailor.experiments.study_sections import CompareSection, SearchSection
 
 CONFIGS = Path(
     str(resources.files("fedtailor") / "configs")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.core.environment import Environment
 from fedtailor.core.model import BufferPolicy
@@ -14,8 +14,10 @@ from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
+from fedtailor.models.adapters import AdapterConfig
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
+from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
 from fedtailor.training.solver import Solver
@@ -50,7 +52,10 @@ class ModelSection(Open):
     """Which model, and its options."""
 
     name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
-    head: tuple[str, ...] = Field(default=(), description="Modules of the personal head; empty: the model's default.")
+    head: tuple[str, ...] = Field(
+        default=(), description="Modules of the personal head, or globs; empty: the model's default."
+    )
+    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train in place of the weights.")
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
     )
@@ -109,8 +114,11 @@ class LocalSection(Section):
         default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
     )
     kernels: Literal["auto", "off"] = Field(
-        default=Solver.kernels,
+        default=Arithmetic.kernels,
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
+    )
+    precision: Precision = Field(
+        default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
 
     @model_validator(mode="after")
@@ -128,8 +136,9 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        own = ("schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every", "steps")
-        return Solver(**self.model_dump(exclude=set(own)), schedule=schedule, epoch=self.steps)
+        kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
+        return Solver(**rest, schedule=schedule, epoch=self.steps, arithmetic=arithmetic)
 
 
 class FederationSection(Section):
@@ -138,14 +147,8 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
-    device: str = Field(
-        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        description="Torch threads; 0: one. Engine pool uses more cores.",
-    )
+    device: str = Field(default="auto", description="auto (what torch finds), cpu, cuda, cuda:1, mps or xpu.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0: one. Engine pool uses more cores.")
     chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
     workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
     memory: int = Field(
@@ -231,9 +234,7 @@ class EvaluationSection(Section):
         description="Fraction of clients held out of training; they join at the end and are evaluated.",
     )
     unseen_epochs: int | None = Field(
-        default=None,
-        ge=0,
-        description="Epochs of fine-tuning for held-out clients; 3 by default.",
+        default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."
     )
 
 
@@ -291,7 +292,8 @@ class AttackSection(Section):
     """Simulated clients that lie."""
 
     name: AttackName = Field(
-        default="none", description="none, sign-flip, scaling, noise (of their updates) or label-flip (of their data)."
+        default="none",
+        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
     )
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
@@ -311,17 +313,6 @@ class TrackingSection(Section):
     mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
 
 
-class CompareSection(Section):
-    """A grid of runs."""
-
-    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
-    algorithms: tuple[str | dict[str, Any], ...] = Field(
-        default=("local", "fedavg"), min_length=1, description='Names, or tables such as {name = "ditto", lam = 0.5}.'
-    )
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
-    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
-
-
 def dotted(tables: Any) -> Any:
     """Tables within tables as keys with dots: what `--set search.space.local.lr=[0.1]` makes."""
     if not isinstance(tables, dict):
@@ -331,20 +322,3 @@ def dotted(tables: Any) -> Any:
         inner = dotted(value)
         out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
     return out
-
-
-Space = Annotated[dict[str, Annotated[list[Any], Field(min_length=1)]], BeforeValidator(dotted)]  # key -> its values
-
-
-class SearchSection(Section):
-    """Hyper-parameter search on validation data, before the comparison."""
-
-    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
-    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
-    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
-    space: Space = Field(
-        default_factory=dict, description='Values to try for all algorithms, by key: "local.lr" = [0.01, 0.1].'
-    )
-    algorithms: dict[str, Space] = Field(
-        default_factory=dict, description="Values to try for one algorithm, by its name or label."
-    )

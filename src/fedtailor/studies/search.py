@@ -20,8 +20,8 @@ from fedtailor.core.random import stream
 from fedtailor.data import has_validation
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, with_values
-from fedtailor.experiments.sections import SearchSection, Space
 from fedtailor.experiments.store import RunFolder, read_json, write_json
+from fedtailor.experiments.study_sections import SearchSection, Space
 from fedtailor.metrics.summary import summarise
 from fedtailor.studies.grid import Cell, Failed, Told, folder_name, refuse_failed, try_cells
 

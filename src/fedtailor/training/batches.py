@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.core.trees import Tree, tree_map
+
+T = TypeVar("T")
 Orders = Sequence[np.ndarray]  # one order of the rows 0..n-1 per pass over the data
 
 
@@ -52,18 +55,21 @@ def with_places(batches: Sequence[Batch]) -> tuple[list[Batch], int]:
     return out, len(known) + 1
 
 
-def on_device(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]:
-    """The batches where the model is; one copy for all tensors of a kind, whatever the number of steps."""
+def on_device(batches: Sequence[Batch], device: torch.device, data: torch.device) -> Sequence[Batch]:
+    """The batches where the model is, but rows where the data are.
+
+    One copy for all tensors of a kind, whatever the number of steps.
+    """
     if device.type == "cpu" or not batches:
         return batches
     columns = {k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "places")}
-    moved: dict[str, Any] = {k: _moved(values, device) for k, values in columns.items()}
+    moved: dict[str, Any] = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
     return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 
 
 def _moved(values: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
     given = [v for v in values if v is not None]
-    if not given:
+    if not given or given[0].device == device:
         return list(values)
     flat = torch.cat([v.reshape(-1) for v in given]).to(device)
     each = iter(flat.split([v.numel() for v in given]))
@@ -145,3 +151,23 @@ def whole(starts: Sequence[int], sizes: Sequence[int], batch_size: int, dtype: t
     """Every row once, in order: for evaluation and full-data views of a stack of clients."""
     orders = [[np.arange(n)] if n else [] for n in sizes]
     return stacked(starts, orders, batch_size, dtype)
+
+
+def ahead(batches: Sequence[Batch], load: Callable[[Batch], T], *, is_apart: bool) -> Iterator[tuple[Batch, T]]:
+    """Each batch with its samples; from data that lie apart from the model, the next ones are on their way already."""
+    if not is_apart:
+        yield from ((batch, load(batch)) for batch in batches)
+        return
+    waiting: tuple[Batch, T] | None = None
+    for batch in batches:
+        coming = batch, load(batch)
+        if waiting is not None:
+            yield waiting
+        waiting = coming
+    if waiting is not None:
+        yield waiting
+
+
+def brought(samples: Tree, device: torch.device) -> Tree:
+    """Samples from the host to the device, while it computes."""
+    return tree_map(lambda v: v if v.device == device else v.pin_memory().to(device, non_blocking=True), samples)

@@ -20,10 +20,11 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.rows import Rows, take
 from fedtailor.core.task import Loss
-from fedtailor.core.trees import Params, Tree, leaves, moved, rebuild
+from fedtailor.core.trees import Params, Tree, leaves, rebuild
 from fedtailor.training import optimizers
+from fedtailor.training.arithmetic import LossScale
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, on_device, with_places
+from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -69,14 +70,18 @@ class Training:
         memory: dict[str, list[Tensor]] = {k: [] for k in params}
         drawn = self.draw(self.is_stacked)
         factors, direction = self._factors(drawn, t["lr"]), optimizers.find(self.solver.optimizer)
+        scaling = self.solver.arithmetic.scaling(t["lr"])
         drawn, starts = self._starts(drawn)
-        batches = on_device(drawn, self.model.device)
+        device, home = self.model.device, self.data.home
+        batches = on_device(drawn, device, home)
         with torch.set_grad_enabled(differentiable):
-            for number, batch in enumerate(batches, start=1):
+            loaded = ahead(batches, self.samples, is_apart=device != home)
+            for number, (batch, samples) in enumerate(loaded, start=1):
                 before = buffers
-                if batch.active is not None:
+                if batch.active is not None or scaling is not None:
                     buffers = {k: v.clone() for k, v in buffers.items()}
-                gradient = self._gradient(params, buffers, t, batch, starts, differentiable)
+                gradient, counts = self._gradient(params, buffers, t, batch, samples, starts, differentiable, scaling)
+                batch = batch if counts is None else _without(batch, counts)
                 if t["center"] is not None:
                     mu = t["mu"]
                     pulled = {k: gradient[k] + _wide(mu, c) * (params[k] - c) for k, c in t["center"].items()}
@@ -85,7 +90,10 @@ class Training:
                     gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
                 lr = t["lr"] * factors[number - 1] if factors else t["lr"]
                 for k, g in gradient.items():
+                    known = memory[k][:] if counts is not None else []
                     step = -_wide(lr, g) * direction(self.solver, params[k], g, memory[k], number)
+                    if known and counts is not None:  # a step that is left out is not remembered
+                        memory[k] = [torch.where(_wide(counts, v), v, w) for v, w in zip(memory[k], known, strict=True)]
                     if t["mask"] is not None:
                         step = step * t["mask"][k]
                     if batch.active is not None:
@@ -97,7 +105,7 @@ class Training:
 
     def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
-        x, y = moved((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
+        x, y = brought((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
     def _starts(self, batches: Sequence[Batch]) -> tuple[Sequence[Batch], dict[str, PerSample]]:
@@ -116,17 +124,26 @@ class Training:
         buffers: Params,
         t: Tree,
         batch: Batch,
+        samples: tuple[Tree, Tensor],
         starts: dict[str, PerSample],
         differentiable: bool,
-    ) -> Params:
+        scaling: LossScale | None,
+    ) -> tuple[Params, Tensor | None]:
+        """The gradient, and whether it counts; None where it always does."""
+        device, how = self.model.device, self.solver.arithmetic
+
         def loss(
             params: Params, buffers: Params, frozen: Params, start: Params, x: Tree, y: Tensor, weight: Tensor | None
         ) -> Tensor:
             tensors = params | buffers | frozen | start
             if self.own_loss is None:
-                losses = self.loss(self.model(tensors, x, training=True), y)
+                with how.cast(device):
+                    output = self.model(tensors, x, training=True)
+                losses = self.loss(output.to(self.model.dtype) if how.is_lower else output, y)
             else:
-                losses = self.own_loss(tensors, x, y)
+                with how.cast(device):
+                    losses = self.own_loss(tensors, x, y)
+                losses = losses.to(self.model.dtype) if how.is_lower else losses
                 if losses.shape != y.shape[:1]:
                     raise TypeError(
                         f"me.sgd: loss must give one number per sample, here {len(y)}; it gave shape "
@@ -135,8 +152,8 @@ class Training:
             return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
         if not params:
-            return {}
-        x, y = self.samples(batch)
+            return {}, None
+        x, y = samples
         if selection.uses_channels_last(self, differentiable):
             x = layout.channels_last(x)
         start = {k: kept.read(batch) for k, kept in starts.items()}
@@ -146,15 +163,21 @@ class Training:
             frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
             if self.is_stacked:
                 per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, None if batch.weight is None else 0))
-                total = per_client(params, buffers, frozen, start, x, y, batch.weight).sum()
+                total = per_client(params, buffers, frozen, start, x, y, batch.weight)
             else:
                 total = loss(params, buffers, frozen, start, x, y, batch.weight)
+            if scaling is not None:
+                total = total * scaling.scale
+            total = total.sum() if self.is_stacked else total
             for k, values in start.items():
                 starts[k].write(batch, values)
             gradients = torch.autograd.grad(
                 total, list(params.values()), create_graph=differentiable, materialize_grads=True
             )
-        return dict(zip(params, gradients, strict=True))
+        if scaling is None:
+            return dict(zip(params, gradients, strict=True)), None
+        own, counts = scaling.unscaled(gradients)
+        return dict(zip(params, own, strict=True)), counts
 
     def _factors(self, batches: Sequence[Batch], like: Tensor) -> list[Tensor]:
         """Of the step size in each step, by client if they are stacked; none if it is the same in all."""
@@ -221,6 +244,11 @@ def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
 def _wide(value: Tensor, like: Tensor) -> Tensor:
     """One value, or one per client, made to broadcast against a tensor."""
     return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))
+
+
+def _without(batch: Batch, counts: Tensor) -> Batch:
+    """The batch of a step that only those clients take whose gradients are finite."""
+    return replace(batch, active=counts if batch.active is None else batch.active & counts)
 
 
 def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:
