@@ -316,8 +316,8 @@ class RunFolder:
     def fingerprint(self) -> str:
         """sha256 over all tensors of the run: server, private states, personal models."""
         digest = hashlib.sha256()
-        made = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
-        for path in sorted(made):
+        files = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
+        for path in sorted(files):
             for name, value in sorted(load_file(path).items()):
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
@@ -331,11 +331,11 @@ def _instead_of_a_run(path: Path) -> str:
     if not inside and not is_fit:
         return f"not a run folder (no {CONFIG}); fedtailor run CONFIG makes one"
     what, command = ("a fit", "fedtailor fit") if is_fit else ("a folder of runs", "command")
-    told = f"{what}, not a single run; the same {command} with --out {shlex.quote(str(path))} goes on with it"
+    hint = f"{what}, not a single run; the same {command} with --out {shlex.quote(str(path))} goes on with it"
     if not inside:
-        return told
+        return hint
     names = ", ".join(inside[:8]) + (", ..." if inside[8:] else "")
-    return f"{told}; or name one of its runs ({names}), such as {shlex.quote(str(path / inside[0]))}"
+    return f"{hint}; or name one of its runs ({names}), such as {shlex.quote(str(path / inside[0]))}"
 
 
 def _file_name(client: str) -> str:
