@@ -221,13 +221,14 @@ def page(cells: dict[str, dict[str, float]], seeds: list[int]) -> str:
 
     def row(names: Sequence[str], views: Sequence[str]) -> str:
         runs = [cells[key] for s in seeds if (key := "/".join([*names, str(s)])) in cells]
-        if len(runs) < len(seeds):
+        if not runs:
             return f"| {' | '.join([*names[1:], *('' for _ in views)])} |"
         told = [spread([run[v] for run in runs]) if all(v in run for run in runs) else "refused" for v in views]
         return f"| {' | '.join([*names[1:], *told])} |"
 
     views = ("guessed", *VIEWS)
-    lines = [f"Version {__version__}, seeds {', '.join(map(str, seeds))}, mean and spread over seeds.", ""]
+    made = f"Version {__version__}, seeds {', '.join(map(str, seeds))}, mean and spread over seeds"
+    lines = [f"{made}; what has no spread is of one seed.", ""]
     lines += [
         "## Rows read back, in percent",
         "",
