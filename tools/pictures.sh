@@ -18,7 +18,7 @@ shot() { # name, page, height
 fedtailor() { "$python" -m fedtailor "$@" > /dev/null; }
 
 fedtailor demo --out "$place/demo"
-shot report "$place/demo/report.html" 1000
+shot report "$place/demo/report.html" 1300
 sed '/^\[compare\]/,$d' configs/demo.toml > "$place/run.toml"
 fedtailor run "$place/run.toml" --set algorithm.name=learn2pfed-net --set rounds=10 --out "$place/run"
 fedtailor explain "$place/run"
