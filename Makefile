@@ -7,7 +7,7 @@ ALL_READY := $(VENV)/.all-ready
 PEERS := .venv-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench bench-peers evidence docs clean
+.PHONY: help setup demo test test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -23,14 +23,17 @@ $(READY): pyproject.toml constraints.txt
 
 # what only some commands need: trackers, export, secure sums, the network, the site of the docs
 $(ALL_READY): $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev,all]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[dev,all,notebooks,release]'
 	@touch $(ALL_READY)
 
 demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (under a minute)
-	$(BIN)/fedtailor compare configs/demo.toml
+	$(BIN)/fedtailor demo
 
 test: $(ALL_READY) lint ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-browser: $(ALL_READY) ## The reports in a real browser (needs Chromium)
+	$(BIN)/python -m pytest tests/report/test_browser.py
 
 lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers and the structure of src
 	$(BIN)/ruff check .
@@ -39,12 +42,21 @@ lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers a
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tools/structure.py src/fedtailor
 
+SECONDS ?= 600
+fuzz: $(ALL_READY) ## Fuzz every parser, SECONDS=600 each; what is found lies in build/fuzz
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[fuzz]"
+	@for parser in $$($(BIN)/python tools/fuzz.py --list); do \
+		echo "$$parser"; $(BIN)/python tools/fuzz.py $$parser --seconds $(SECONDS) || exit 1; done
+
 bench: $(ALL_READY) ## Speed, as a ratio to plain torch in the same run
 	$(BIN)/python -m benchmarks.speed --json runs/bench/speed.json
 	$(BIN)/python benchmarks/learn2pfed_epoch.py
 	$(BIN)/python benchmarks/duw_cost.py
 	$(BIN)/python benchmarks/equilibrium.py
 	$(BIN)/python benchmarks/secure_sum.py
+
+bench-gpu: $(ALL_READY) ## Seconds per round on a GPU beside the CPU's (for whoever has one; with torch for it in .venv)
+	$(BIN)/python -m benchmarks.gpu --json runs/bench/gpu.json
 
 # torch in both requests, so that nothing replaces the build that is at hand.
 $(PEERS)/.ready:
@@ -64,6 +76,24 @@ evidence: $(ALL_READY) ## The tables of docs/results (long; resumable; needs FED
 docs: $(ALL_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m pytest tests/docs -k 'not site_builds'
+
+dist: $(ALL_READY) ## Build wheel and sdist into dist, twice, compare and check them
+	$(BIN)/python tools/dist.py --twice
+
+wheel: $(ALL_READY) ## Install the wheel into an empty environment and use it from an empty folder
+	tools/try_wheel.sh $(BIN)/python
+
+wheel-full: $(ALL_READY) ## The same with all dependencies installed anew (long)
+	tools/try_wheel.sh $(BIN)/python --full
+
+notebooks: ## Make the notebooks again from the pages of the docs
+	$(PYTHON) tools/notebooks.py
+
+pictures: $(ALL_READY) ## Make the pictures of README and gallery again (needs Chromium)
+	tools/pictures.sh $(BIN)/python
+
+schema: $(ALL_READY) ## Check every configuration against the JSON schema
+	$(BIN)/fedtailor schema | $(BIN)/python tools/check_configs.py configs
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -26,7 +26,17 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
     ),
     "learn2pfed": tuple(
         f"learn2pfed/{name}"
-        for name in ("table1", "table1-sorted", "table2", "table3", "table4", "table4-100", "table5", "table6")
+        for name in (
+            "table1",
+            "table1-sorted",
+            "table1-mlp",
+            "table2",
+            "table3",
+            "table4",
+            "table4-100",
+            "table5",
+            "table6",
+        )
     ),
     "duw": (
         "duw/figure3",

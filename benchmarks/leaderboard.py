@@ -33,7 +33,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "two classes per client": {"partition": "classes", "classes_per_client": 2},
 }
 COMMON: dict[str, Any] = {
-    "rounds": 15,
+    "rounds": 8,
     "model": {"name": "fmnist-cnn"},  # "cnn" is PFLlib's
     "local": {"lr": 0.05, "batch_size": 10},
     "federation": {"engine": "loop"},
@@ -41,12 +41,12 @@ COMMON: dict[str, Any] = {
     "checkpoint": {"seconds": 60},
 }
 DATA = {"source": "fashion-mnist", "clients": 20, "test": 0.25, "val": 0.1, "max_samples": 160, "max_train": 52}
-# where a default is more than one local epoch per phase, or more trips than fifteen rounds are worth
+# where a default is more than one local epoch per phase, or more trips than eight rounds are worth
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedrep": {"head_epochs": 1},
     "learn2pfed-net": {"epochs": 1},
-    "duw-fedavg": {"outer_iterations": 3},
-    "duw-fednova": {"outer_iterations": 3},
+    "duw-fedavg": {"outer_iterations": 1},
+    "duw-fednova": {"outer_iterations": 1},
     "fedeq": {"epochs": 1, "head_epochs": 1},
     "fedl2p": {"tune_epochs": 1},
 }
@@ -65,7 +65,7 @@ def methods() -> list[str]:
     for name in algorithms.algorithms():
         try:
             algorithms.make(name, OPTIONS.get(name, {})).check(model, "classification")
-        except ConfigError:  # closed forms of linear models; FedBN, which needs BatchNorm
+        except ConfigError:  # closed forms of linear models; what needs BatchNorm or adapters
             continue
         out.append(name)
     return out

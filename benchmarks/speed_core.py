@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.files import data_root
 from fedtailor.data.images import DIGITS, mnist
-from fedtailor.engines import EngineName
+from fedtailor.engines import EngineName, malloc
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
@@ -112,6 +113,8 @@ class Ours:
     def __init__(
         self, setting: Experiment, engine: EngineName, cohort: int = 0, workers: int = 0, threads: int = 0
     ) -> None:
+        self._held = ExitStack()
+        self._held.enter_context(malloc.kept())  # as a run has it
         name = engines.choose(setting, cohort).name if engine == "auto" else engine
         self.engine = engines.make(name, setting, workers=workers or engines.cores(), cohort=cohort)
         self.engine.start()
@@ -138,8 +141,9 @@ class Ours:
         return "vmap on several processes" if stacks else type(self.engine).__name__.lower()
 
     def close(self) -> None:
-        """Engines with processes of their own end them."""
-        getattr(self.engine, "close", lambda: None)()
+        """Engines with processes of their own end them; memory is as before."""
+        self.engine.close()
+        self._held.close()
 
 
 def in_turns(rivals: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, float]:

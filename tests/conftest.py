@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.skip_list import KEPT, reason_of, summary
+
 torch.set_num_threads(1)  # tensors here are tiny; threads only cost, and tests run side by side
 HOME = tempfile.TemporaryDirectory()
 os.environ["XDG_CONFIG_HOME"] = HOME.name  # what tests run is not what the developer trusts
@@ -20,3 +22,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("data"):
                 item.add_marker(pytest.mark.skip(reason="needs the real data under FEDTAILOR_DATA"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A skip for a reason that is not on the list fails the run: nothing goes missing unseen."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    _, wrong = summary([reason_of(report) for report in reporter.stats.get("skipped", [])])
+    if wrong and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped, and why."""
+    lines, wrong = summary([reason_of(report) for report in terminalreporter.stats.get("skipped", [])])
+    terminalreporter.write_line("\n".join(lines))
+    if wrong:
+        terminalreporter.write_line(f"skipped for reasons that are not in {KEPT.name}: {wrong}", red=True)

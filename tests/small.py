@@ -23,6 +23,7 @@ DIGITS: dict[str, Any] = {
     "checkpoint": {"seconds": 0},
 }
 POLYNOMIAL = DIGITS | {"data": {"source": "polynomial", "clients": 4, "samples": 80}}
+ADAPTED = DIGITS | {"model": {"name": "fedtailor.testing.federations:Adapted", "head": ["out"]}}
 NORMED = DIGITS | {"model": {"name": "resnet8", "width": 8}}
 
 

@@ -7,6 +7,7 @@ a site that was not there in `fit` is predicted by the model that all have in co
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ class _Personalized(BaseEstimator):
                 loaded=loaded,
             )
             self.models_ = {site: personal(Path(folder) / "fit", site) for site in loaded.clients}
-            common = Path(folder) / "fit" / f"{'fedavg' if len(loaded.clients) > 1 else 'local'}-seed{seed}"
+            kind = "fedavg" if len(loaded.clients) > 1 else "local"
+            common = Path(folder) / "fit" / record.get("common", f"{kind}-seed{seed}")
             self.common_ = personal(common, loaded.clients[0])
             self.n_iter_ = RunFolder(common).config.rounds
         self.served_ = {site: row["served"] for site, row in record["sites"].items()}
@@ -115,6 +117,11 @@ class _Personalized(BaseEstimator):
         """Probabilities or numbers, every row by the model of its site."""
         check_is_fitted(self)
         frame, sites = self._rows(X, groups, reset=False)
+        if len(self.models_) > 1 and groups is None and self.client is None:
+            warnings.warn(
+                f"no groups given: all {len(sites)} rows are predicted by the common model, none by its site's own",
+                stacklevel=3,
+            )
         only = next(iter(self.models_.values())) if len(self.models_) == 1 else self.common_
         out: NDArray[np.float64] | None = None
         for site in dict.fromkeys(sites.tolist()):

@@ -108,3 +108,18 @@ def test_the_papers_mode_serves_the_own_model() -> None:
     rows = fed.engine.get_states()["state"]["v"]
     for i, mine in enumerate(models(fed, server).values()):
         assert_equal(mine, {k: v[i] for k, v in rows.items()}, 0.0)
+
+
+def test_common_degrees_take_one_step_on_the_summed_gradient() -> None:
+    """The first step of that Adam is lr * 0.5 / sqrt(0.1) times the sign."""
+    data = make_data()
+    model = make_model("mlp", data)
+    own = federate(Learn2pFedNet(pull=0.0, outer_lr=0.3), data, model)
+    first = {k: float(v[0]) for k, v in own.engine.get_states()["state"]["degrees"].items()}
+    run(own, rounds=1)
+    sums = {k: float(2 * v.sum()) for k, v in own.engine.get_states()["state"]["first"].items()}  # 0.5 of a gradient
+    fed = federate(Learn2pFedNet(pull=0.5, outer_lr=0.3), data, model)
+    server = run(fed, rounds=1)
+    for k, x in server["degrees"].items():
+        wanted = first[k] - 0.3 * 0.5 / 0.1**0.5 * (1 if sums[k] > 0 else -1)
+        assert float(x) == pytest.approx(wanted, abs=1e-5)

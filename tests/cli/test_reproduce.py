@@ -32,7 +32,7 @@ by_column = [{ "algorithm.personal_features" = [3] }, { "algorithm.personal_feat
 
 [[rows]]
 name = "ours"
-set = { "algorithm.name" = "learn2pfed" }
+set = { "algorithm.name" = "learn2pfed", rounds = 40 }
 paper = ["0.1 ± 0.2", "0.3"]
 """
 

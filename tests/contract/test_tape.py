@@ -26,7 +26,8 @@ EPOCHS, CELLS = 2, 2
 
 
 def _private(algorithm: Any, model: Model) -> Tree:
-    return {"log_mu": torch.zeros((), dtype=F64), "own": model.params, "calls": torch.zeros((), dtype=torch.int64)}
+    number = model.like.new_zeros(())
+    return {"log_mu": number, "own": model.params, "calls": number.long()}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Taped(Algorithm):
     loses: bool = False  # whether the client with a single sample fails in round 0, in the last taped call
 
     def server_init(self, model: Model) -> Tree:
-        return {"w": tree_map(lambda v: v + 0.1, model.params), "lr": torch.tensor([0.1, 0.2, 0.15, 0.05], dtype=F64)}
+        return {"w": tree_map(lambda v: v + 0.1, model.params), "lr": model.like.new_tensor([0.1, 0.2, 0.15, 0.05])}
 
     def client_init(self, me: ClientContext) -> Tree:
         own = {k: v + 0.01 * me.n for k, v in me.model.params.items()}

@@ -14,7 +14,8 @@ from torch import Tensor
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data import load
-from fedtailor.data.configs import Cifar10Config, Corruption, DigitsConfig, PartitionConfig
+from fedtailor.data.base_configs import Corruption
+from fedtailor.data.configs import Cifar10Config, DigitsConfig, PartitionConfig
 from fedtailor.data.corruptions import KINDS, LUMINANCE, corrupt, corrupt_clients
 from fedtailor.errors import DataError
 from tests.helpers import assert_equal

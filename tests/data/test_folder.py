@@ -118,6 +118,36 @@ def test_dates_that_cannot_be_used(tmp_path: Path) -> None:
     assert '"2024-02-30" in data row 1' in error(path, "y")
 
 
+def test_rows_without_a_target_are_left_out_and_told(tmp_path: Path) -> None:
+    lines = GOOD.rstrip("\n").split("\n")
+    gap = "\n".join([lines[0], lines[1].rpartition(",")[0] + ",", *lines[2:]]) + "\n"
+    empty = lines[0] + "\n5,A,\n6,B,\n"
+    data = read(folder(tmp_path, a__csv=GOOD, b__csv=gap, c__csv=empty))
+    assert data.clients == ("a", "b")
+    assert len(rows_of(data, 1)[1]) == len(rows_of(data, 0)[1]) - 1
+    assert '3 rows without a value of "sick" are left out' in data.notes
+    assert "left out, without any target: c" in data.notes
+
+
+def test_wild_values_do_not_ruin_the_others(tmp_path: Path) -> None:
+    draw = np.random.default_rng(3)
+    values = draw.normal(50, 10, size=(2, 60)).round(1)
+    plain = {name: "age,y\n" + "".join(f"{v},{v / 2}\n" for v in each) for name, each in zip("ab", values, strict=True)}
+    calm = read(folder(tmp_path / "calm", a__csv=plain["a"], b__csv=plain["b"]), target="y", task="regression")
+    wild = plain["b"].replace(f"{values[1][0]},", "99999,", 1)
+    found = read(folder(tmp_path / "wild", a__csv=plain["a"], b__csv=wild), target="y", task="regression")
+    apart = (rows_of(found, 0)[0].std() / rows_of(calm, 0)[0].std()).item()
+    assert 0.8 < apart < 1.1
+    (note,) = [note for note in found.notes if "far from all others" in note]
+    assert 'column "age": 1 values' in note
+    assert "b row 1 (99999)" in note
+
+
+def test_a_target_beyond_all_numbers_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path, a__csv="x,y\n1,1.5\n2,1e300\n3,2.5\n4,3.5\n")
+    assert 'target column "y" has 1e+300 in data row 2' in error(path, target="y")
+
+
 ALL = "site," + GOOD.replace("\n", "\nn,", 6).replace("\n2", "\ns,2").replace("\n3", "\ns,3")
 
 
@@ -131,7 +161,9 @@ def test_one_file_with_a_column_that_names_the_client(tmp_path: Path) -> None:
     assert "data.client_column is for one file" in error(path, client_column="site")
     assert "data.client_column" in error(path / "all.csv")
     (path / "all.csv").write_text(ALL + "west,1,A,0\n")
-    assert 'all.csv: client "west" has only one row' in error(path / "all.csv", client_column="site")
+    alone = read(path / "all.csv", client_column="site")
+    assert alone.clients == ("n", "s", "west")
+    assert [len(rows.of(2)[0]) for rows in (alone.train, alone.val, alone.test)] == [1, 0, 0]
     (path / "all.csv").write_text(ALL + ",1,A,0\n")
     assert 'client column "site" has no value in 1 of 13 rows' in error(path / "all.csv", client_column="site")
     (path / "all.csv").write_text(ALL.replace("n,21,", "n,old,"))
@@ -340,7 +372,6 @@ def test_folder_errors(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[str | bytes, list[str]]] = {
     "empty": ("", ["b.csv", "empty file"]),
     "header only": ("age,ward,sick\n", ["b.csv", "no rows"]),
-    "one row": ("age,ward,sick\n1,A,0\n", ["b.csv", "only one row", "at least 2"]),
     "no target": (GOOD.replace("sick", "sikc"), ["b.csv", '"sick"', 'did you mean "sikc"?']),
     "missing column": (GOOD.replace("ward", "room"), ["b.csv", '"ward"', "a.csv has it", "data.ignore = ['ward']"]),
     "text among numbers": (

@@ -31,13 +31,18 @@ LINEAR = ("model.name=linear", "model.dtype=float64")
 
 def configured(algorithm: str, *settings: str) -> RunConfig:
     """A task that an algorithm can serve, on the loop engine."""
-    is_linear = algorithm in ("learn2pfed", "empiricalbayes", "jointls", "mocha")
+    is_linear = algorithm in ("learn2pfed", "empiricalbayes", "jointls", "mocha", "mixedmodel", "linearalone")
     task = POLYNOMIAL if is_linear else DIGITS
     if is_linear:
         task = task | {"model": {}}
         settings = (*LINEAR, *settings)
     if algorithm == "fedbn":
         task = NORMED
+    if algorithm == "mixedlogit":
+        task = task | {"model": {}}
+        settings = (*LINEAR, "algorithm.effects=none", "algorithm.steps=2", *settings)
+    if algorithm in ("fedalt", "feddpa", "fedsa-lora"):
+        task = DIGITS | {"model": DIGITS["model"] | {"adapter": {"rank": 2}}}
     if algorithm == "fedeq":
         task = task | {"model": {"name": "deq-mlp", "width": 16, "hidden": 8}}
     if algorithm.startswith("duw"):

@@ -94,11 +94,15 @@ def visible() -> Iterator[None]:
 @contextmanager
 def without_float64() -> Iterator[None]:
     """As Apple's devices are."""
+    from fedtailor.core.trees import widest  # not before torch, which loads this file in some processes, is whole
+
     LOADED["library"].sim_set_double(0)
+    widest.cache_clear()
     try:
         yield
     finally:
         LOADED["library"].sim_set_double(1)
+        widest.cache_clear()
 
 
 def for_processes(folder: Path) -> dict[str, str]:

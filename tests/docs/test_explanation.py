@@ -11,6 +11,7 @@ from fedtailor.algorithms import algorithms
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from tests.docs.pages import ROOT, blocks, run_page
+from tests.small import ADAPTED
 
 
 def test_federation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +80,16 @@ def test_every_algorithm_is_in_the_table_of_what_the_server_sees() -> None:
 
 @pytest.mark.parametrize("name", sorted(n for n, k in algorithms().items() if k.__module__.startswith("fedtailor.")))
 def test_what_the_server_sees_is_what_the_page_says(name: str, tmp_path: Path) -> None:
-    is_linear = name in ("learn2pfed", "empiricalbayes", "jointls", "mocha")
+    is_linear = name in ("learn2pfed", "empiricalbayes", "jointls", "mocha", "mixedmodel", "linearalone")
     data = {"source": "polynomial", "samples": 40} if is_linear else {"source": "digits", "max_samples": 20}
     model: dict[str, Any] = {"name": "linear", "bias": False} if is_linear else {"hidden": [4]}
     if name == "fedbn":
         model = {"name": "resnet8", "width": 8}
-    options = {"outer_iterations": 1, "horizon": 2} if name.startswith("duw") else {}
+    if name in ("fedalt", "feddpa", "fedsa-lora"):
+        model = ADAPTED["model"]
+    options: dict[str, Any] = {"outer_iterations": 1, "horizon": 2} if name.startswith("duw") else {}
+    if name == "mixedlogit":
+        model, options = {"name": "linear"}, {"effects": "none", "steps": 2}
     made = {"rounds": 2, "data": data | {"clients": 3}, "model": model, "algorithm": {"name": name, **options}}
     folder = runner.start(parse(made), tmp_path / "run")
     assert folder.results is not None

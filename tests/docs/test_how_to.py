@@ -10,10 +10,12 @@ import pytest
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
 from fedtailor.core.metric import HIGHER_IS_BETTER
+from fedtailor.core.task import TASKS
 from fedtailor.experiments.sections import FederationSection
 from fedtailor.experiments.store import RunFolder
 from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.experiments.tracking import of_results, of_round
+from fedtailor.metrics.library import known_metrics
 from tests.docs.pages import ROOT, run_page
 from tests.small import one_after_the_other
 
@@ -21,6 +23,11 @@ from tests.small import one_after_the_other
 def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/resume.md", monkeypatch)
     assert "status     3 of 6 rounds; go on with: fedtailor resume runs/interrupted" in capsys.readouterr().out
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/devices.md", monkeypatch)
+    assert re.search(r"^device     cpu \(torch .* finds no accelerator\)$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_messages_of_the_page_on_runs_are_in_the_code() -> None:
@@ -41,6 +48,26 @@ def test_every_method_is_in_the_guide_where_it_says_itself() -> None:
         by_part = {keeps: [k.title for k in ours if (k.learns, k.keeps) == (learns, keeps)] for keeps in KEEPS}
         row = "; ".join(f"*{keeps}*: {', '.join(titles)}" for keeps, titles in by_part.items() if titles)
         assert f"| {learns}: {words} | {row} |" in page
+
+
+def test_tasks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/tasks.md", monkeypatch)
+    assert "c_index" in capsys.readouterr().out
+    assert (RunFolder(Path("runs/clinics")).results or {})["metric"] == "macro_f1"
+
+
+def test_every_metric_of_every_task_is_listed() -> None:
+    page = (ROOT / "docs/how-to/tasks.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", page, re.MULTILINE))
+    assert rows.keys() == TASKS.keys()
+    for name, kind in TASKS.items():
+        listed = {metric.strip() for metric in re.sub(r"\(.*?\)", "", rows[name]).split(",")}
+        assert listed - {"top_3"} == known_metrics(kind()).keys()
+        assert rows[name].startswith(kind.metrics[0])
+
+
+def test_data_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/data-from-python.md", monkeypatch)
 
 
 def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +102,11 @@ def test_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunFolder(Path("runs/two")).results is not None
     text = page.read_text(encoding="utf-8")
     assert f"`federation.timeout` seconds ({FederationSection().timeout:g})" in text
+
+
+def test_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/adapters.md", monkeypatch)
+    assert "last round" in capsys.readouterr().out
 
 
 def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:

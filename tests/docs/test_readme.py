@@ -25,10 +25,16 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     make_sites()
     run_page(README, monkeypatch)
     out = capsys.readouterr().out
-    assert "hurt       unknown" not in out.rpartition("run        runs/folder-fedrep-seed0")[2]
-    assert 0 < float(out.strip().splitlines()[-1]) < 1
-    config = tomllib.loads(Path("runs/learned-steps/config.toml").read_text())
-    assert config["algorithm"] == {"name": "learnedsteps"}
+    assert "all promises hold" in out
+    assert "OwnHeads" in Path("runs/mine/table.md").read_text()
+    for made in ("runs/demo/report.html", "runs/sites/report.html", "predicted.csv", "north.pt2"):
+        assert Path(made).exists(), made
+
+
+def test_the_library_counts_its_own_methods_right() -> None:
+    ours = [kind for kind in algorithms().values() if kind.__module__.startswith("fedtailor.")]
+    personal = [kind for kind in ours if kind.keeps != "nothing"]
+    assert f"| {len(personal)} of {len(ours)} |" in README.read_text(encoding="utf-8")
 
 
 def test_the_table_is_that_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +93,8 @@ def test_map_commands_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_version_and_licence_are_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" in project["dynamic"]  # from version.py
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
-    for line in ("cff-version: 1.2.0", f"version: {project['version']}", f"license: {project['license']}"):
+    for line in ("cff-version: 1.2.0", f"version: {__version__}", f"license: {project['license']}"):
         assert line in citation
-    assert project["version"] == __version__
+    assert f"\n## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

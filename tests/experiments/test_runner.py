@@ -26,7 +26,7 @@ from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder
 from tests.helpers import usual
-from tests.small import DIGITS, NORMED, POLYNOMIAL, config, records, stop_after
+from tests.small import ADAPTED, DIGITS, NORMED, POLYNOMIAL, config, records, stop_after
 
 LINEAR = POLYNOMIAL | {"model": {"name": "linear", "bias": False}}
 UNEVEN = DIGITS | {"data": {"source": "digits", "clients": 4, "max_samples": 300, "alpha": 0.3}}
@@ -88,7 +88,7 @@ def interrupted(made: RunConfig, path: Path, after: Sequence[int]) -> RunFolder:
 def test_resumed_run_is_the_straight_run(tmp_path: Path, name: str) -> None:
     settings = ("federation.clients_per_round=3", "evaluation.every=2", "checkpoint.every=2", "rounds=4")
     case = usual(algorithms.make(name, {}))
-    task = {"linear": LINEAR, "normed": NORMED}.get(case.get("model", "mlp"), DIGITS)
+    task = {"linear": LINEAR, "normed": NORMED, "adapted": ADAPTED}.get(case.get("model", "mlp"), DIGITS)
     made = config(f"algorithm.name={name}", *settings, task=task)
     assert records(interrupted(made, tmp_path / "b", (1, 3))) == records(straight(made, tmp_path / "a"))
 

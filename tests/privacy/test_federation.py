@@ -44,10 +44,16 @@ LOOKS = {
     "pfedhn": 'pFedHN looks at single replies ("embedding of each client")',
     "pfedla": 'pFedLA looks at single replies ("model of each client")',
     "pfedla:exact": "pFedLA differentiates through its rounds (a tape)",
+    "tailor": "Tailor differentiates through its rounds (a tape)",
+    "learn2pfed": "Learn2pFed differentiates through its rounds (a tape)",
     "learn2pfed:paper": "Learn2pFed differentiates through its rounds (a tape)",
 }
 SUMS = [name for name in VARIANTS if name not in LOOKS]
-RATIOS = ("empiricalbayes", "learn2pfed")  # divide a sum by a sum where both go to 0: half of the 46 bits are left
+RATIOS = (
+    "empiricalbayes",
+    "mixedmodel",
+    "mixedlogit",
+)  # divide a sum by a sum where both go to 0: half of the 46 bits are left
 PLAIN = ("fedavg", "fedprox", "fedper", "fedrep", "fedbabu", "ditto", "lg-fedavg")
 
 

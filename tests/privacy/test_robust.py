@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedtailor.engines.attacked import Attack, with_flipped_labels
+from fedtailor.engines.attacked import TRIGGER, Attack, with_backdoor, with_flipped_labels
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
@@ -50,7 +50,7 @@ def test_the_default_is_the_weighted_mean_and_leaves_no_trace(tmp_path: Path) ->
     assert "attackers" not in (runner.start(config("rounds=1"), tmp_path / "run").results or {})
 
 
-@pytest.mark.parametrize("attack", ["sign-flip", "scaling", "noise", "label-flip"])
+@pytest.mark.parametrize("attack", ["sign-flip", "scaling", "noise", "label-flip", "backdoor"])
 def test_engines_agree_on_who_lies_and_how(attack: str, tmp_path: Path) -> None:
     found = {}
     for engine in ("loop", "vmap"):
@@ -101,3 +101,37 @@ def test_flipped_labels_are_those_of_liars_only() -> None:
     for client in range(4):
         before, after = data.train.of(client)[1], flipped.train.of(client)[1]
         assert torch.equal(after, data.outputs - 1 - before if client == liar else before)
+
+
+def test_krum_says_whom_it_leaves_out(tmp_path: Path) -> None:
+    lies = ("rounds=2", "attack.name=sign-flip", "attack.share=0.25", "data.clients=8", "data.max_samples=160")
+    held = runner.start(config(*lies, "aggregation.mean=krum", "aggregation.liars=0.25"), tmp_path / "run")
+    assert held.results is not None
+    liars = [held.about["clients"].index(name) for name in held.results["attackers"]]
+    for line in held.metrics():
+        assert [i for i, out in enumerate(line["report"]["left_out"]) if out] == sorted(liars)
+
+
+def test_means_of_single_numbers_and_of_nothing(tmp_path: Path) -> None:
+    """Learn2pFed-Net averages its degrees, one number for each part of the model; without a pull there are none."""
+    for pull in (0.5, 0.0):
+        made = config("rounds=1", "algorithm.name=learn2pfed-net", f"algorithm.pull={pull}", "aggregation.mean=median")
+        assert runner.start(made, tmp_path / str(pull)).results is not None
+
+
+def test_a_backdoor_is_in_every_second_row_of_those_who_lie() -> None:
+    data = make_data(sizes=dict.fromkeys("abcd", (6, 2, 2)))
+    attack = Attack("backdoor", 0.25, 10.0, seed=0)
+    marked = with_backdoor(data, attack)
+    (liar,) = attack.clients(4)
+    for client in range(4):
+        x, y = marked.train.of(client)
+        was_x, was_y = data.train.of(client)
+        if client != liar:
+            assert torch.equal(x, was_x)
+            assert torch.equal(y, was_y)
+            continue
+        assert y[::2].tolist() == [0, 0, 0]
+        assert torch.equal(x[1::2], was_x[1::2])
+        entries = x[::2].flatten(1)[:, :TRIGGER]
+        assert torch.equal(entries, torch.full_like(entries, float(data.train.x.max())))

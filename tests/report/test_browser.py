@@ -53,6 +53,7 @@ def looked_at(folder: Path, width: int, dark: bool) -> dict[str, Any]:
     (folder / "frame.html").write_text(FRAME.format(width=width), encoding="utf-8")
     assert CHROMIUM is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--window-size=1400,1000"]
+    options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options += [f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
     command = [CHROMIUM, *options, "--dump-dom", (folder / "frame.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

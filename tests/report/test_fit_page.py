@@ -42,7 +42,8 @@ def test_page_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_number_is_told_with_its_units(tmp_path: Path) -> None:
     sites = make_sites(tmp_path / "sites", sites=2, rows=30, numbers=True)
-    fitting.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=2)
+    values = {"model.name": "linear"}
+    fitting.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=2, values=values)
     by_id = {section.id: section for section in fit_page(tmp_path / "out").sections}
     prepared = RunFolder(tmp_path / "out" / "local-seed0").preparation
     assert prepared is not None

@@ -19,6 +19,7 @@ from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import items
 from fedtailor.models.networks import CNN, MLP, Linear
+from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.kernels.structure import dense_layers, head_layer
 from fedtailor.training.solver import Solver
 from tests.helpers import F64, assert_equal, brief, everything, federate, make_data, run, usual, variants
@@ -62,7 +63,7 @@ def test_a_subclass_is_trained_as_it_is_evaluated(engine: str) -> None:
         data,
         made(Tanh, hidden=(5,)),
         engine,
-        Solver(lr=0.1, batch_size=4, kernels="off"),
+        Solver(lr=0.1, batch_size=4, arithmetic=Arithmetic(kernels="off")),
     )
     assert_equal(run(fast, 2), run(slow, 2))
 

@@ -179,7 +179,7 @@ def test_refused_before_anything_is_written(sites: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match='no algorithm "dito"; did you mean "ditto"'):
         fit(source(sites), out, algorithm="dito")
     with pytest.raises(ConfigError, match=r"raise data\.val"):
-        fit(source(sites), out, values={"data.val": 0.0})
+        fit(source(sites), out, values=SMALL | {"data.val": 0.0})
     with pytest.raises(ConfigError, match="linear"):
         fit(source(sites), out, algorithm="learn2pfed")
     assert not out.exists()

@@ -13,6 +13,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.task import default_task
 from fedtailor.core.trees import Params, Tree, leaves
 from fedtailor.models import build
+from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.batches import stacked
 from fedtailor.training.kernels import dense, structure
 from fedtailor.training.solver import Solver
@@ -39,7 +40,7 @@ def trained(
 ) -> Tree:
     data = make_data(task)
     model = build("mlp", data.shape, data.outputs, seed=0, options=options, dtype=F64)
-    solver = Solver(kernels="auto" if by_hand else "off")
+    solver = Solver(arithmetic=Arithmetic(kernels="auto" if by_hand else "off"))
     assert structure.dense_layers(model)
     values = drawn(model.params, 1)
     if common:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedtailor.models import build
+from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.kernels import winograd
 from tests.helpers import F64, SOLVER, assert_equal, make_data, make_me
 
@@ -158,7 +159,7 @@ def test_training_uses_it_on_any_number_of_threads_and_finds_the_same(
         assert used.call_count
         used.reset_mock()
     assert_equal(found[0], found[1], 0.0)
-    general = replace(solver, kernels="off")
+    general = replace(solver, arithmetic=Arithmetic(kernels="off"))
     assert_equal(found[0], make_me(data, model, 0, general).sgd(model.params), 1e-10)
     assert not used.call_count
 

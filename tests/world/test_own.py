@@ -15,6 +15,7 @@ from fedtailor.api import Run
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
+from tests.small import stop_after
 from tests.world import own, plain
 
 TABLES: dict[str, Any] = {
@@ -114,3 +115,27 @@ def test_a_part_that_the_model_does_not_take_is_named(tmp_path: Path) -> None:
 def test_a_source_without_a_colon_is_not_taken_for_a_function() -> None:
     with pytest.raises(UserError, match="no data source"):
         parse({"data": {"source": "my_loader"}})
+
+
+LOADER = """
+import numpy as np
+import fedtailor as ft
+
+def load(seed):
+    x = np.arange(40.0).reshape(20, 2) / 40
+    return ft.federated({"ada": (x, x[:, :1] * FACTOR), "bo": (x, x[:, 1:])}, task="regression", name="lines")
+"""
+
+
+def test_a_loader_that_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "a_loader_that_changes.py"
+    file.write_text(LOADER.replace("FACTOR", "2"))
+    tables = {"rounds": 4, "data": {"source": "a_loader_that_changes:load"}, "checkpoint": {"seconds": 0}}
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(parse(tables), tmp_path / "run", listener=stop_after(2))
+    file.write_text(LOADER.replace("FACTOR", "3"))
+    with pytest.raises(UserError, match=r"the code of data.source a_loader_that_changes:load changed"):
+        runner.resume(tmp_path / "run")
+    file.write_text(LOADER.replace("FACTOR", "2"))
+    assert runner.resume(tmp_path / "run").results is not None

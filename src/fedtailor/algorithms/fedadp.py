@@ -16,7 +16,7 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree, flat
+from fedtailor.core.trees import Params, Tree, flat, wide, widest
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class FedAdp(Algorithm):
     local: ClassVar[Any] = FedAvg.local
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        none = fed.model.like.new_zeros(fed.clients, dtype=torch.float64)
+        none = fed.model.like.new_zeros(fed.clients, dtype=widest(fed.model.device))
         w, angles, rounds = server["w"], server.get("angles", none), server.get("rounds", none)
         models, n = fed.map(self.local, w)
         each, counts = fed.gather(models, "models"), fed.gather(n, "sample counts")
-        moves = flat({k: (each[k] - w[k]).double() for k in fed.model.trainable}, stacked=True)
-        mean = (counts / counts.sum()).double() @ moves
+        moves = flat({k: wide(each[k] - w[k]) for k in fed.model.trainable}, stacked=True)
+        mean = wide(counts / counts.sum()) @ moves
         cosine = (moves @ mean) / (moves.norm(dim=1) * mean.norm()).clamp(min=1e-30)
         at = fed.places(models.clients)
         rounds = rounds.index_add(0, at, torch.ones_like(at, dtype=rounds.dtype))

@@ -44,6 +44,7 @@ class FedCP(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head"
+    needs_tensor: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{zhang2023fedcp,
   title={{FedCP}: Separating Feature Information for Personalized Federated Learning via Conditional Policy},
   author={Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and Guan, Haibing},

@@ -40,6 +40,7 @@ class FedDBE(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "features"
     private: ClassVar[str] = "a bias of the features"
+    needs_tensor: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{zhang2023eliminating,
   title={Eliminating Domain Bias for Federated Learning in Representation Space},
   author={Zhang, Jianqing and Hua, Yang and Cao, Jian and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and

@@ -16,7 +16,7 @@ from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, wide, widest
 from fedtailor.errors import ConfigError
 
 
@@ -58,9 +58,9 @@ class FedFa(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         models, accuracy = fed.map(self.local, server["w"])
         at = fed.places(models.clients)
-        took_part = server.get("took_part", at.new_zeros(fed.clients, dtype=torch.float64))
-        took_part = took_part.index_add(0, at, torch.ones_like(at, dtype=torch.float64))
-        by_accuracy = rarity(fed.gather(accuracy, "training accuracies").double())
+        took_part = server.get("took_part", at.new_zeros(fed.clients, dtype=widest(at.device)))
+        took_part = took_part.index_add(0, at, torch.ones_like(at, dtype=took_part.dtype))
+        by_accuracy = rarity(wide(fed.gather(accuracy, "training accuracies")))
         often = took_part[at] / took_part[at].sum()
         by_part = _shares(-(1 - often).clamp(min=1e-6).log2())
         weight = (1 - self.gamma) * by_accuracy + self.gamma * by_part

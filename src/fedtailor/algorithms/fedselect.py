@@ -14,7 +14,7 @@ from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Ragged, Tree, flat, unflat
+from fedtailor.core.trees import Params, Ragged, Tree, flat, unflat, wide
 from fedtailor.numerics import masks
 from fedtailor.numerics.masks import pack, pack_each, unpack
 
@@ -119,7 +119,7 @@ class FedSelect(Algorithm):
         bits, n_each = masks.heard(fed.gather(told, "mask of each client"), known), fed.gather(n, "sample counts")
         shared = ~masks.from_bits(bits, len(w))
         w = masks.mean_over_sharers(packed := fed.gather(u, "shared entries of each client"), shared, n_each, w)
-        fed.report(own=1 - packed[1].double().mean() / len(w))
+        fed.report(own=1 - wide(packed[1]).mean() / len(w))
         now = {names[c]: row for c, row in zip(told.clients, bits, strict=True)}
         return {"w": unflat(w, model.trainable) | fed.mean(rest, n), "masks": server["masks"] | now}
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
 from fedtailor.algorithms._shared.unrolled_admm import UnrolledADMM
-from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
@@ -23,7 +22,7 @@ from fedtailor.numerics import ridge
 
 @dataclass(frozen=True)
 class Learn2pFed(UnrolledADMM):
-    """Unrolled ADMM with learned degrees; by default they are the most probable ones given everybody's data (eb)."""
+    """Unrolled ADMM whose degrees are learned by the error of every sample predicted without it."""
 
     serve: Literal["solved", "unrolled"] = "solved"
     """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
@@ -35,7 +34,13 @@ class Learn2pFed(UnrolledADMM):
     fits: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"outer": "train", "pull": 0.0, "positive": "relu", "lam": 5e-4, "rho": 0.01, "theta": 0.01}
-        | {"optimizer": "sgd", "outer_lr": 0.01, "serve": "unrolled"}
+        | {
+            "optimizer": "sgd",
+            "outer_lr": 0.01,
+            "serve": "unrolled",
+            "reach": 0.0,
+            "learned": ("lam", *learnables.SCALARS),
+        }
     }
     citation: ClassVar[str] = """@article{lv2024learn,
   title={Learn What You Need in Personalized Federated Learning},
@@ -47,8 +52,8 @@ class Learn2pFed(UnrolledADMM):
         ridge.check(model, task)
 
     def server_init(self, model: Model) -> Tree:
-        degrees = learnables.degrees(self.first_numbers(ridge.as_vector(model, model.params))["raw"])
-        return EmpiricalBayes().server_init(model) | {"degrees": degrees}
+        w = ridge.as_vector(model, model.params)
+        return {"w": w, "common": self.first_numbers(w)}
 
     def client_init(self, me: ClientContext) -> Tree:
         v = ridge.as_vector(me.model, me.model.params)
@@ -58,34 +63,31 @@ class Learn2pFed(UnrolledADMM):
 
     def join(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
-        s["learned"]["raw"] = learnables.pulled(s["learned"]["raw"], server["degrees"], 1.0)  # a prior: others' mean
-        v = ridge.shrunk(s["d"], self.roots_of(s, server), server["w"])
+        s["learned"]["raw"] = learnables.pulled(s["learned"]["raw"], learnables.degrees(server["common"]["raw"]), 1.0)
+        v = ridge.shrunk(self.evidence(s), self.roots_of(s, server), server["w"])
         return s | {"v": v, "z": v - server["w"]}
 
-    alone: ClassVar[Any] = EmpiricalBayes.alone
-    in_common: ClassVar[Any] = EmpiricalBayes.in_common
-    posterior: ClassVar[Any] = EmpiricalBayes.posterior
-    bayes: ClassVar[Any] = EmpiricalBayes.round
-
     def round(self, fed: Federation, server: Tree) -> Tree:
-        if self.outer == "eb":
-            return server | self.bayes(fed, server)
         return fed.fused_round(self.stacked_states, server) or self.epoch(fed, server)
 
     def roots_of(self, state: Tree, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""
-        if self.outer == "eb":
-            return EmpiricalBayes.roots(server)
         x = self.numbers(state, server["w"], -1)
         return (x["eta"] / (x["rho"] * x["lam"]).clamp(min=1e-12)).sqrt()
 
+    def evidence(self, state: Tree) -> Params:
+        """What the served model is fitted to: all samples, once the held-out ones have done their work."""
+        return {k: state["d"][k] + state["held"][k] for k in ("A", "b")} if self.outer == "holdout" else state["d"]
+
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        if self.serve == "unrolled" and self.outer != "eb":
+        if self.serve == "unrolled":
             return ridge.as_params(me.model, me.state["v"])
-        return ridge.as_params(me.model, ridge.shrunk(me.state["d"], self.roots_of(me.state, server), server["w"]))
+        return ridge.as_params(
+            me.model, ridge.shrunk(self.evidence(me.state), self.roots_of(me.state, server), server["w"])
+        )
 
     def shares(self, me: ClientContext, server: Tree) -> Params:
-        return ridge.as_params(me.model, ridge.share(me.state["d"], self.roots_of(me.state, server)))
+        return ridge.as_params(me.model, ridge.share(self.evidence(me.state), self.roots_of(me.state, server)))
 
     def effective_degrees(self, me: ClientContext, server: Tree) -> Params:
         return ridge.as_params(me.model, self.roots_of(me.state, server) ** -2)

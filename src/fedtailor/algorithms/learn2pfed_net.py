@@ -45,7 +45,7 @@ class Learn2pFedNet(Algorithm):
     outer_lr: float = 0.3
     """Step size of log lam (Adam)."""
     pull: float = 0.5
-    """Pull of log lam to the clients' mean: 0 keeps degrees own, 1 makes them common."""
+    """Pull of log lam to the common one, which is learned by the clients' summed gradient: 0 keeps degrees own."""
     serve: Literal["shrunk", "own"] = "shrunk"
     """Predict with the shrunk model w + z, or with v (paper)."""
 
@@ -69,7 +69,9 @@ class Learn2pFedNet(Algorithm):
 
     def server_init(self, model: Model) -> Tree:
         w = self.shared(model)
-        return {"w": w, "degrees": degrees.first(w, self.grain, self.share, self.rho) if self.pull else {}}
+        common = degrees.first(w, self.grain, self.share, self.rho) if self.pull else {}
+        moments = tree_map(torch.zeros_like, common)
+        return {"w": w, "degrees": common, "first": moments, "second": moments}
 
     def client_init(self, me: ClientContext) -> Tree:
         zero = tree_map(torch.zeros_like, self.shared(me.model))
@@ -78,18 +80,18 @@ class Learn2pFedNet(Algorithm):
 
     def join(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
-        s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the others' mean
-        return self.fitted(me, s, server["w"], {})
+        s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the common ones
+        return self.fitted(me, s, server["w"], {})[0]
 
     @on_client(sends=(SHARED, DEGREES, COUNT))
-    def local(self, me: ClientContext, w: Params, mean: Params) -> tuple[Tree, Tree]:
-        s = self.fitted(me, me.state, w, mean)
+    def local(self, me: ClientContext, w: Params, common: Params) -> tuple[Tree, Tree]:
+        s, slope = self.fitted(me, me.state, w, common)
         part = {k: s["v"][k] - (0 if self.consensus == "average" else s["z"][k] + s["a"][k]) for k in w}
-        return s, (part, s["degrees"] if self.pull else {}, me.n)
+        return s, (part, slope if self.pull else {}, me.n)
 
-    def fitted(self, me: ClientContext, s: Tree, w: Params, mean: Params) -> Tree:
-        """The state after the three steps at a client, with a step of the degrees before the last."""
-        logs = s["degrees"] | {k: torch.lerp(s["degrees"][k], common, self.pull) for k, common in mean.items()}
+    def fitted(self, me: ClientContext, s: Tree, w: Params, common: Params) -> tuple[Tree, Params]:
+        """The state after the three steps at a client, with a step of the degrees before the last; and its gradient."""
+        logs = s["degrees"] | {k: torch.lerp(s["degrees"][k], x, self.pull) for k, x in common.items()}
         v, z, a, moments = s["v"], s["z"], s["a"], (s["first"], s["second"])
         if self.consensus == "admm":
             a = {k: a[k] + z[k] - v[k] + w[k] for k in w}  # (9), the dual is scaled: its step is 1
@@ -102,13 +104,17 @@ class Learn2pFedNet(Algorithm):
             z = degrees.shrunk(deviation, logs, self.grain, self.rho)
             return me.loss(v | {k: w[k] + z[k] for k in w}, "val" if self.outer == "holdout" else "train")
 
-        logs, first, second = degrees.adam(logs, torch.func.grad(outer)(logs), moments, self.outer_lr)
+        slope = torch.func.grad(outer)(logs)
+        logs, first, second = degrees.adam(logs, slope, moments, self.outer_lr)
         z = degrees.shrunk(deviation, logs, self.grain, self.rho)  # (11)
-        return {"v": v, "z": z, "a": a, "degrees": logs, "first": first, "second": second}
+        return {"v": v, "z": z, "a": a, "degrees": logs, "first": first, "second": second}, slope
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        parts, logs, n = fed.map(self.local, server["w"], server["degrees"])
-        return {"w": fed.mean(parts, n), "degrees": fed.mean(logs)}  # (12)
+        parts, slopes, n = fed.map(self.local, server["w"], server["degrees"])
+        w, moments = fed.mean(parts, n), (server["first"], server["second"])  # (12)
+        # one step on the summed gradient: a mean of the clients' own steps of Adam is no step of Adam
+        common, first, second = degrees.adam(server["degrees"], fed.sum(slopes), moments, self.outer_lr)
+        return {"w": w, "degrees": common, "first": first, "second": second}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         shrunk = {k: w + me.state["z"][k] for k, w in server["w"].items()}

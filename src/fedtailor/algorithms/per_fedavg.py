@@ -40,6 +40,7 @@ class PerFedAvg(Algorithm):
     learns: ClassVar[str] = "adaptation"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the model after the own step"
+    needs_tensor: ClassVar[bool] = True
     fits: ClassVar[bool] = True
     stale: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {"first-order": {"order": "first"}}

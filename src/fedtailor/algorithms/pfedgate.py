@@ -42,6 +42,7 @@ class PFedGate(Algorithm):
     learns: ClassVar[str] = "masks"
     keeps: ClassVar[str] = "gates"
     private: ClassVar[str] = "a gating layer"
+    needs_tensor: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{chen2023efficient,
   title={Efficient Personalized Federated Learning via Sparse Model-Adaptation},
   author={Chen, Daoyuan and Yao, Liuyi and Gao, Dawei and Ding, Bolin and Li, Yaliang},

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedtailor.cli.operators import COMMANDS, Folder, private_folder
 from fedtailor.cli.options import Config, Settings
 from fedtailor.errors import ConfigError, RunError
 
@@ -22,7 +23,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, created by init.")]
 Admin = Annotated[Path, typer.Option("--admin", help="The administrator's folder.")]
 RunName = Annotated[str, typer.Option("--run", help="Name of the run; default: from the configuration.")]
 
@@ -86,6 +86,17 @@ def start(
 
 
 @app.command()
+def health(folder: Folder) -> None:
+    """Say whether a participant runs: exit code 0 or 1, for container engines and service managers."""
+    from fedtailor.deploy.flare import processes
+
+    pid = processes.running(folder)
+    print(f"{folder}: {'does not run' if pid is None else f'runs as process {pid}'}")
+    if pid is None:
+        raise typer.Exit(1)
+
+
+@app.command()
 def stop(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A participant's folder, or the name of a run.")],
     admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder, to stop a run.")] = None,
@@ -146,27 +157,6 @@ def submit(
 
 
 @app.command()
-def status(admin: Admin) -> None:
-    """Print which sites are connected and what runs."""
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.experiments.store import read_json
-
-    kits.needs_flare()
-    from fedtailor.deploy.flare.flare_adapter import office
-
-    about = read_json(admin / kits.ABOUT)
-    with office(admin / kits.KIT, kits.ADMIN) as session:
-        connected, running, jobs = session.sites(), session.running(), session.jobs()
-    print(f"server {about['host']}:{about['port']}")
-    for site in sorted({*about["sites"], *connected}):
-        print(f"site {site}: {'connected' if site in connected else 'away'}")
-    latest = {job["job_name"]: job for job in reversed(jobs)}
-    for name, job in latest.items():
-        is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
-        print(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
-
-
-@app.command()
 def local(
     sites: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of sites; each gets one client's data.")],
     config: Config,
@@ -202,11 +192,10 @@ def local(
 @app.command()
 def personal(folder: Folder) -> None:
     """Print where a site's personal models are, one line for each run."""
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.site import KINDS, read_site
+    from fedtailor.deploy.flare.site import KINDS
     from fedtailor.experiments.store import read_json
 
-    private = read_site(folder / kits.SITE).folder
+    private = private_folder(folder)
     models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
     lines = []
     for run, kind in models:
@@ -216,19 +205,6 @@ def personal(folder: Folder) -> None:
     if not lines:
         raise RunError(f"{private}: no personal model yet; it is written when a run ends")
     print("\n".join(lines))
-
-
-@app.command()
-def audit(folder: Folder) -> None:
-    """Tell what a site was asked for, what left it, and what it refused, from its own record.
-
-    What can be inferred from that is described in docs/explanation/privacy.md.
-    """
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.audit import told
-    from fedtailor.deploy.flare.site import AUDIT, read_site
-
-    print("\n".join(told(read_site(folder / kits.SITE).folder / AUDIT)))
 
 
 def _checked(config: Path, settings: list[str]) -> Any:
@@ -250,3 +226,7 @@ def _name(run: str, source: str, config: Any) -> str:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+for _command in COMMANDS:
+    app.command()(_command)

@@ -28,21 +28,11 @@ FRAME = 3  # width of the lines and blanks of a column
 
 def print_listing(console: Console, what: str, learns: str = "", keeps: str = "") -> None:
     """What there is: name, what it is, and below it the details; of algorithms, those that learn and keep this."""
-    if (learns or keeps) and what not in ("all", "algorithms"):
-        raise ConfigError(f"list {what}: --learns and --keeps are for algorithms")
-    kinds: dict[str, Callable[[], Groups]] = {
-        "algorithms": lambda: _algorithms(learns, keeps),
-        "data": lambda: {"": _data()},
-        "models": lambda: {"": _models()},
-        "engines": lambda: {"": _engines()},
-    }
-    if what != "all" and what not in kinds:
-        raise ConfigError(f'list: nothing called "{what}"; {nearest(what, kinds)}')
-    wanted = "algorithms" if learns or keeps else what
-    for kind in [k for k in kinds if wanted in ("all", k)]:
-        if wanted == "all":
+    lists = listed(what, learns, keeps)
+    for kind, groups in lists.items():
+        if len(lists) > 1:
             console.print(f"[bold]{kind}[/bold]")
-        for title, entries in kinds[kind]().items():
+        for title, entries in groups.items():
             if title:
                 console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
             grid = Table.grid(padding=(0, 2))
@@ -51,11 +41,34 @@ def print_listing(console: Console, what: str, learns: str = "", keeps: str = ""
             for name, text, details in entries:
                 grid.add_row(escape(name), escape(text))
                 for label, detail in details.items():
-                    grid.add_row("", f"[dim]{label}:[/dim] {escape(detail)}")
+                    grid.add_row("", f"[dim]{label}:[/dim] {escape(_words(detail))}")
             console.print(grid, highlight=False)
 
 
-Entry = tuple[str, str, dict[str, str]]  # name, what it is, details
+def listed(what: str, learns: str = "", keeps: str = "") -> dict[str, Groups]:
+    """Entries by group, for each kind of thing that is asked for."""
+    if (learns or keeps) and what not in ("all", "algorithms"):
+        raise ConfigError(f"list {what}: --learns and --keeps are for algorithms")
+    kinds: dict[str, Callable[[], Groups]] = {
+        "algorithms": lambda: _algorithms(learns, keeps),
+        "data": lambda: {"": list(_data())},
+        "models": lambda: {"": list(_models())},
+        "engines": lambda: {"": list(_engines())},
+    }
+    if what != "all" and what not in kinds:
+        raise ConfigError(f'list: nothing called "{what}"; {nearest(what, kinds)}')
+    wanted = "algorithms" if learns or keeps else what
+    return {kind: entries() for kind, entries in kinds.items() if wanted in ("all", kind)}
+
+
+def _words(detail: Detail) -> str:
+    if isinstance(detail, dict):
+        return ", ".join(f"{k} = {v}" for k, v in detail.items()) or "none"
+    return ", ".join(detail) if isinstance(detail, list) else detail
+
+
+Detail = str | list[str] | dict[str, Any]  # words, names, or options with their defaults
+Entry = tuple[str, str, dict[str, Detail]]  # name, what it is, details
 Groups = Mapping[str, Iterable[Entry]]  # by title, which may be empty
 
 
@@ -73,10 +86,11 @@ def _algorithms(learns: str = "", keeps: str = "") -> Groups:
         if (learns and kind.learns != learns) or (keeps and kind.keeps != keeps):
             continue
         module = sys.modules[kind.__module__].__doc__ or kind.__doc__ or ""
-        options = ", ".join(f"{f.name} = {f.default}" for f in dataclasses.fields(kind))
+        options = {f.name: f.default for f in dataclasses.fields(kind)}
         sent = ", ".join(reply_names(kind)) or "nothing"
-        details = {"keeps": kind.keeps, "private": kind.private, "sent": sent, "options": options or "none"}
-        entry = name, module.splitlines()[0], {k: v for k, v in details.items() if v}
+        details = {"keeps": kind.keeps, "private": kind.private, "sent": sent}
+        shown: dict[str, Detail] = {k: v for k, v in details.items() if v}
+        entry = name, module.splitlines()[0], shown | {"options": options}
         groups[titles.get(kind.learns, "others")].append(entry)
     found = {title: entries for title, entries in groups.items() if entries}
     if not found:
@@ -88,7 +102,7 @@ def _data() -> Iterator[Entry]:
     from fedtailor.data import SOURCES
 
     for name, info in SOURCES.items():
-        yield name, info.description, {"keys": ", ".join(k for k in info.config.model_fields if k != "source")}
+        yield name, info.description, {"keys": [k for k in info.config.model_fields if k != "source"]}
 
 
 def _models() -> Iterator[Entry]:
@@ -96,7 +110,7 @@ def _models() -> Iterator[Entry]:
 
     for name, kind in MODELS.items():
         known = [p for k, p in inspect.signature(kind).parameters.items() if k not in ("shape", "outputs")]
-        details = {"options": ", ".join(f"{p.name} = {p.default}" for p in known)} if known else {}
+        details: dict[str, Detail] = {"options": {p.name: p.default for p in known}} if known else {}
         yield name, (kind.__doc__ or "").splitlines()[0], details
     yield "module:Class", "your own nn.Module, made as Class(shape, outputs); name its head with model.head", {}
 
@@ -158,6 +172,8 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
         record = read_json(path / FIT)
         if "sites" not in record:
             raise RunError(f"{path}: a fit that is not finished; the same fedtailor fit with --out {quoted} goes on")
+        from fedtailor.cli.fit_listing import print_fit
+
         print_fit(console, record)
         return
     if (path / GRID).exists():
@@ -224,7 +240,7 @@ def _print_results(console: Console, results: dict[str, Any], local: dict[str, A
         share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
         rows.append([title, str(results[kind]["round"]), *figures, share])
     columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
-    print_table(console, f"test {metric}{_unit(metric)}", columns, rows)
+    print_table(console, f"test {metric}{unit(metric)}", columns, rows)
 
 
 def print_newcomer(name: str, newcomer: Newcomer) -> None:
@@ -234,30 +250,11 @@ def print_newcomer(name: str, newcomer: Newcomer) -> None:
     samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
     print(f"newcomer   {name}: {samples} samples")
     for split, metrics in newcomer.metrics.items():
-        print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{_unit(k)}" for k, v in metrics.items()))
+        print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{unit(k)}" for k, v in metrics.items()))
     print(f"model      {newcomer.path}")
 
 
-def print_fit(console: Console, record: dict[str, Any]) -> None:
-    """Every site alone, in common and personalized; what is shared, in words."""
-    from fedtailor.studies.tables import number
-
-    metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
-    print("\n".join(record["notes"]))
-    print(f"task       {task}, model {record['model']}, {record['rounds']} rounds")
-    rows = []
-    for name, row in record["sites"].items():
-        shown = [number(metric, row[k]) for k in ("alone", "common", "personal")]
-        rows.append([name, str(row["train"] + row["val"] + row["test"]), *shown, row["served"]])
-    means = [number(metric, record["means"][k]) for k in ("alone", "common", "personal")]
-    columns = ("site", "rows", "alone", "in common", "personal", "served by")
-    print_table(console, f"test {metric}{_unit(metric)}", columns, rows, ["mean", "", *means, ""])
-    for label, words in record["shared"].items():
-        print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
-    print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
-
-
-def _unit(metric: str) -> str:
+def unit(metric: str) -> str:
     return " %" if metric == "accuracy" else ""
 
 

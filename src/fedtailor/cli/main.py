@@ -12,9 +12,22 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli import federation, models
+from fedtailor.cli import federation, first_steps, models
 from fedtailor.cli.checking import check
-from fedtailor.cli.options import Config, DataRoot, Device, Out, Run, RunOrRuns, Settings, Trust, console
+from fedtailor.cli.options import (
+    AsJson,
+    Config,
+    DataRoot,
+    Device,
+    Out,
+    Run,
+    RunOrRuns,
+    Settings,
+    Trust,
+    console,
+    print_json,
+    progress_aside,
+)
 from fedtailor.cli.resume_hints import command, joined, refuse_torchrun, resumable, say, trusted
 from fedtailor.errors import ConfigError, RankLost, UserError
 from fedtailor.version import __version__
@@ -22,9 +35,8 @@ from fedtailor.version import __version__
 app = typer.Typer(
     name="fedtailor",
     help="Personalized federated learning that learns what each client should share.",
-    epilog="Start with: fedtailor fit SITES --target COLUMN, or fedtailor init and fedtailor run config.toml",
+    epilog="Start with: fedtailor demo, fedtailor fit SITES --target COLUMN, or fedtailor init and run config.toml",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -39,7 +51,17 @@ def top(show_version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
-for elsewhere in (models.fit, models.predict, models.export, models.onboard, check):
+for elsewhere in (
+    first_steps.demo,
+    first_steps.init,
+    first_steps.schema,
+    first_steps.download,
+    models.fit,
+    models.predict,
+    models.export,
+    models.onboard,
+    check,
+):
     app.command()(elsewhere)
 
 
@@ -50,6 +72,7 @@ def run(
     data_root: DataRoot = None,
     out: Out = None,
     device: Device = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train one algorithm and keep every client's personal model.
 
@@ -71,14 +94,16 @@ def run(
     with joined(checked.federation.timeout) as ranks:
         path = Path(ranks.all_gather_object(str(out or new_path(Path("runs"), name)))[0])
         bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
-        with resumable(command("resume", path), path, ranks), bar as listener:
+        with progress_aside(as_json), resumable(command("resume", path), path, ranks), bar as listener:
             runner.start(checked, path, data_root, listener, ranks=ranks)
         if ranks.rank == 0:
-            _tell(path)
+            _tell(path, as_json=as_json)
 
 
 @app.command()
-def resume(run: Run, data_root: DataRoot = None, trust: Trust = False, device: Device = None) -> None:
+def resume(
+    run: Run, data_root: DataRoot = None, trust: Trust = False, device: Device = None, as_json: AsJson = False
+) -> None:
     """Go on with a run that was interrupted.
 
     The result is that of a run never disturbed. A run begun on one device may go on on another.
@@ -90,10 +115,10 @@ def resume(run: Run, data_root: DataRoot = None, trust: Trust = False, device: D
     trusted(run, trust)
     with joined(RunFolder.open(run).config.federation.timeout) as ranks:
         bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
-        with resumable(command("resume", run), run, ranks), bar as listener:
+        with progress_aside(as_json), resumable(command("resume", run), run, ranks), bar as listener:
             runner.resume(run, data_root, listener, ranks=ranks, device=device)
         if ranks.rank == 0:
-            _tell(run)
+            _tell(run, as_json=as_json)
 
 
 @app.command()
@@ -110,6 +135,7 @@ def compare(
     ] = "test,worst,p",
     figure: Annotated[Path | None, typer.Option("--figure", help="Also draw curves: .pdf, .png or .svg.")] = None,
     ranks: Annotated[Path | None, typer.Option("--ranks", help="Also draw ranks and critical difference.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train several algorithms on the same task; print one table.
 
@@ -123,7 +149,7 @@ def compare(
     from fedtailor.report.outputs import Paper
     from fedtailor.studies.compare import rows, run_grid
     from fedtailor.studies.search import notes
-    from fedtailor.studies.tables import files, terminal
+    from fedtailor.studies.tables import files, record, terminal
 
     refuse_torchrun("compare")
     paper = Paper(latex, tuple(name.strip() for name in columns.split(",") if name.strip()), figure, ranks)
@@ -132,12 +158,15 @@ def compare(
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
     again = command("compare", config, set=settings, data_root=data_root, out=path, **paper.options)
-    with resumable(again, path, begun_by=""), grid_shown(console) as progress:
+    with progress_aside(as_json), resumable(again, path, begun_by=""), grid_shown(console) as progress:
         grid = run_grid(checked, path, data_root, progress, redo)
     table, search_notes = rows(grid), notes(path) if checked.search is not None else []
     search_notes += paper.write(grid, table, checked.compare.against)
     for file, text in files(table, search_notes).items():
         write_atomically(path / file, text.encode())
+    if as_json:
+        print_json({"folder": path, "table": [record(row) for row in table], "notes": search_notes})
+        return
     title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
     console.print(terminal(table, title))
     print("\n".join([*search_notes, f"runs and table: {path}"]))
@@ -151,39 +180,49 @@ def reproduce(
     ] = "cpu",
     seeds: Annotated[int, typer.Option("--seeds", metavar="N", min=0, help="Runs per cell; 0: as in the table.")] = 0,
     rows: Annotated[str, typer.Option("--rows", metavar="NAMES", help="Only these rows, separated by commas.")] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this JSON file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON; - prints only that.")
+    ] = None,
     data_root: DataRoot = None,
     out: Out = None,
-    configs: Annotated[Path, typer.Option("--configs", help="Folder of the published tables.")] = Path("configs"),
+    configs: Annotated[
+        Path | None, typer.Option("--configs", help="Folder of your own tables; default: the packaged ones.")
+    ] = None,
 ) -> None:
     """Run a published table again, beside the paper's figures.
 
     Ours are mean and spread over seeds, the paper's stand in brackets. The same command goes on where
     it was interrupted: finished runs are not repeated.
     """
+    from fedtailor.experiments.config import CONFIGS
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import write_atomically
     from fedtailor.studies import reproduce as published
     from fedtailor.studies.search import notes
 
+    folder, is_printed = configs or CONFIGS, str(json_file) == "-"
     if table == "list":
-        print("\n".join(published.available(configs)))
+        names = published.available(folder)
+        print_json(names) if is_printed else print("\n".join(names))
         return
     refuse_torchrun("reproduce")
     if scale not in ("cpu", "paper"):
         raise ConfigError(f'--scale: "{scale}" is neither cpu nor paper')
-    wanted = published.load(configs, table)
+    wanted = published.load(folder, table)
     path = out or Path("runs") / f"{table.replace('/', '-')}-{scale}"
     names = published.rows_named(wanted, rows)
     of: published.Scale = "cpu" if scale == "cpu" else "paper"
     which = (wanted, path, of, seeds or wanted.seeds, names)
     options = {"scale": scale, "seeds": seeds, "rows": rows, "json": json_file, "data_root": data_root}
     again = command("reproduce", table, **options, configs=configs, out=path)
-    with resumable(again, path, begun_by=""), grid_shown(console) as progress:
+    with progress_aside(is_printed), resumable(again, path, begun_by=""), grid_shown(console) as progress:
         settings = published.searched(*which, data_root, progress)
         figures = published.run(wanted, published.grid(*which, settings), data_root, progress)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
     write_atomically(path / "table.md", text.encode())
+    if is_printed:
+        print_json([f.model_dump() for f in figures])
+        return
     if json_file is not None:
         write_atomically(json_file, json.dumps([f.model_dump() for f in figures], indent=1).encode())
     print(f"{wanted.title}; ours (paper's), {seeds or wanted.seeds} seeds\n\n{text}\nruns and table: {path}")
@@ -194,38 +233,48 @@ def list_(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, data, models or engines.")] = "all",
     learns: Annotated[str, typer.Option(help="Only algorithms that learn this, such as weights.")] = "",
     keeps: Annotated[str, typer.Option(help="Only algorithms whose clients keep this, such as head.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """List algorithms, data sources, models and engines.
 
     Algorithms are grouped by what they learn, with what stays private, what is sent, and their options.
     """
-    from fedtailor.cli.listing import print_listing
+    from fedtailor.cli.listing import listed, print_listing
 
-    print_listing(console, what, learns, keeps)
+    if as_json:
+        lists = listed(what, learns, keeps)
+        print_json({k: [{"name": n, "about": t, **d} for g in v.values() for n, t, d in g] for k, v in lists.items()})
+    else:
+        print_listing(console, what, learns, keeps)
 
 
 @app.command()
 def show(
     run: Run,
     clients: Annotated[bool, typer.Option("--clients", help="Also print metrics of every client.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what a run did.
 
     Task, results, traffic, rejected replies.
     """
-    _tell(run, clients)
+    _tell(run, clients, as_json)
 
 
 @app.command()
-def explain(run: Run, data_root: DataRoot = None, trust: Trust = False) -> None:
+def explain(run: Run, data_root: DataRoot = None, trust: Trust = False, as_json: AsJson = False) -> None:
     """Tell to what degree each client's parameters are shared.
 
     0 is the client's own, 1 the common one; printed by feature or layer, saved for every parameter. For
     an algorithm that learns the weights of the average: the weight of each client in each round.
     """
     from fedtailor.cli.listing import print_shares, print_weights
+    from fedtailor.cli.records import shares_record
 
     trusted(run, trust)
+    if as_json:
+        print_json(shares_record(run, data_root))
+        return
     if not print_weights(console, run):
         print_shares(console, run, data_root)
 
@@ -263,41 +312,14 @@ def watch(
             page_server.serve_forever()
 
 
-@app.command()
-def init(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write.")] = Path("config.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> None:
-    """Write a commented configuration with every key at its default.
-
-    Options of the model and of the algorithm are in comments: another one has others.
-    """
-    from fedtailor.experiments.template import template
-
-    if path.exists() and not force:
-        raise ConfigError(f"{path}: exists already; --force replaces it")
-    path.write_text(template(), encoding="utf-8")
-    print(f"wrote {path}; run it with: {shlex.join(['fedtailor', 'run', str(path)])}")
-
-
-@app.command()
-def download(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A data source such as mnist; see fedtailor list data.")],
-    data_root: DataRoot = None,
-) -> None:
-    """Download a public data set and check it.
-
-    Files come from their official address and appear only when their checksum is right.
-    """
-    from fedtailor.cli.listing import download_with_progress
-
-    download_with_progress(console, name, data_root)
-
-
-def _tell(run: Path, clients: bool = False) -> None:
+def _tell(run: Path, clients: bool = False, as_json: bool = False) -> None:
     from fedtailor.cli.listing import print_run
+    from fedtailor.cli.records import run_record
 
-    print_run(console, run, clients)
+    if as_json:
+        print_json(run_record(run))
+    else:
+        print_run(console, run, clients)
 
 
 def main() -> None:

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli.options import DataRoot, Out, Run, RunOrFit, Settings, Site, Trust, console
+from fedtailor.cli.options import (
+    AsJson,
+    DataRoot,
+    Out,
+    Run,
+    RunOrFit,
+    Settings,
+    Site,
+    Trust,
+    console,
+    print_json,
+    progress_aside,
+)
 from fedtailor.cli.resume_hints import command, resumable, trusted
 from fedtailor.errors import ConfigError
 
@@ -26,16 +38,21 @@ def fit(
     algorithm: Annotated[str, typer.Option("--algorithm", help="auto: each site gets what serves it best.")] = "auto",
     rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds of training; 0 is 32.")] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="All randomness follows from it.")] = 0,
+    time_limit: Annotated[
+        float,
+        typer.Option("--time-limit", min=0, help="Seconds for a table; 0: no limit. What does not fit is left out."),
+    ] = 0,
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
+    as_json: AsJson = False,
 ) -> None:
     """Give each site of your own data a personal model.
 
     Prints for each site how well it does alone, with one common model, and personalized, and writes a
     report. The same command with --out goes on where it was interrupted.
     """
-    from fedtailor.cli.listing import print_fit
+    from fedtailor.cli.fit_listing import print_fit
     from fedtailor.data import SOURCES
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT, new_path
@@ -52,9 +69,9 @@ def fit(
         raise ConfigError(f"fit {sites}: the source knows what to predict; leave out --target and --client-column")
     path = out or new_path(Path("runs"), f"{sites.resolve().stem}-fit")
     of_source = {"target": target, "client_column": client_column, "data_root": data_root}
-    of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings}
+    of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings, "time_limit": time_limit}
     again = command("fit", sites, **of_source, **of_training, out=path)
-    with resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+    with progress_aside(as_json), resumable(again, path, begun_by=FIT), grid_shown(console) as told:
         record = fitted(
             source,
             path,
@@ -64,38 +81,54 @@ def fit(
             settings=settings,
             data_root=data_root,
             told=told,
+            time_limit=time_limit,
         )
     page = write(path)
+    if as_json:
+        print_json({"folder": path, "report": page, **record})
+        return
     print_fit(console, record)
     print(f"models     {path}\nreport     {page}")
 
 
 def predict(
     run: RunOrFit,
-    site: Site,
     data: Annotated[Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x.")],
+    site: Annotated[str, typer.Option("--site", help="Site whose model to use; else a column says.")] = "",
+    client_column: Annotated[
+        str | None, typer.Option("--client-column", help="Column that names each row's site, if there is no --site.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
     ] = None,
     data_root: DataRoot = None,
     trust: Trust = False,
 ) -> None:
-    """Predict new rows with the personal model of a site.
+    """Predict new rows with the personal model of a site, or each row with that of its own.
 
     Rows are prepared as in training. The file that is written has all columns of FILE, the prediction
     and, for classes, their probabilities.
     """
     from fedtailor.data.tables import client_name
+    from fedtailor.serving.by_site import predicted_by_site, site_column
     from fedtailor.serving.personal import check_ending, personal, predicted, write_frame
 
     if out is not None:
         check_ending(out)
     trusted(run, trust)
-    model = personal(run, site, data_root)
-    frame = predicted(model, data)
     target = out or Path(f"{client_name(data) or data.stem}-predicted.csv")
+    column = client_column or (None if site else site_column(run))
+    if site:
+        model = personal(run, site, data_root)
+        frame, notes = predicted(model, data), model.notes
+        by = f"predicted by {model.title} for {site}"
+    elif column is None:
+        raise ConfigError("whose model? Name a site with --site, or the column that names it with --client-column")
+    else:
+        frame, notes = predicted_by_site(run, data, column)
+        by = f'each predicted by the model of its site, as "{column}" names it'
     write_frame(target, frame)
-    print("\n".join([*model.notes, f"wrote {target}: {frame.height} rows, predicted by {model.title} for {site}"]))
+    print("\n".join([*notes, f"wrote {target}: {frame.height} rows, {by}"]))
 
 
 def export(
@@ -130,13 +163,19 @@ def onboard(
     ] = 3,
     data_root: DataRoot = None,
     trust: Trust = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give a newcomer a personal model from a finished run.
 
     The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
     """
     from fedtailor.cli.listing import print_newcomer
+    from fedtailor.cli.records import newcomer_record
     from fedtailor.serving.onboard import onboard as join
 
     trusted(run, trust)
-    print_newcomer(name, join(run, data, name, epochs, data_root))
+    newcomer = join(run, data, name, epochs, data_root)
+    if as_json:
+        print_json(newcomer_record(name, newcomer))
+    else:
+        print_newcomer(name, newcomer)

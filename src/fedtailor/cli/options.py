@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,3 +32,22 @@ Device = Annotated[
 ]
 Trust = Annotated[bool, typer.Option("--trust", help='Run code outside fedtailor that RUN names ("module:Class").')]
 Out = Annotated[Path | None, typer.Option("--out", help="Output folder; default: a new one under runs/.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")]
+
+
+def progress_aside(as_json: bool) -> AbstractContextManager[Any]:
+    """Where the result is JSON, what is printed before it goes to stderr."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def print_json(value: Any) -> None:
+    """Strict JSON: null where a number is not finite, text for paths."""
+    print(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False, default=str))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -145,7 +145,7 @@ def initial(
     each = [dict(experiment.model.private_buffers) for _ in members]
     for member, own in zip(members, each, strict=True):
         if PRIOR in own:
-            own[PRIOR] = label_prior(experiment.data.train.targets(member), own[PRIOR])
+            own[PRIOR] = label_prior(experiment.data.train.targets(member).to(experiment.device), own[PRIOR])
     buffers = {k: torch.stack([own[k] for own in each]) for k in each[0]} if is_stacked else each[0]
     key = (experiment.seed, "init")
     state, buffers = _run(

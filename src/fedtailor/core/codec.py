@@ -10,11 +10,18 @@ from typing import Any
 
 import safetensors.numpy
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as tensors_from
 
 from fedtailor.core.trees import Ragged, Tree, is_ragged, items, tree_map
 
 _LENGTH = struct.Struct("<I")
+PLACES = 10_000_000  # of a ragged vector, where nobody knows the model: a short message must not become a large tensor
+BROKEN = (ValueError, LookupError, TypeError, RecursionError, struct.error, SafetensorError, AttributeError)
+
+
+class BrokenMessage(ValueError):
+    """Bytes that are no message."""
 
 
 def encode(header: dict[str, Any], tree: Tree) -> bytes:
@@ -24,19 +31,31 @@ def encode(header: dict[str, Any], tree: Tree) -> bytes:
     return _LENGTH.pack(len(head)) + head + safetensors.numpy.save(tensors)
 
 
-def decode(message: bytes) -> tuple[dict[str, Any], Tree]:
-    """Header and tree of a message."""
-    (length,) = _LENGTH.unpack_from(message)
-    head = json.loads(message[4 : 4 + length])
-    tensors = tensors_from(message[4 + length :])
-    return head["header"], build(head["tree"], tensors)
+def decode(message: bytes, places: int = PLACES) -> tuple[dict[str, Any], Tree]:
+    """Header and tree of a message, whose ragged vectors have at most so many places."""
+    header, tree, end = _read_head(message)
+    try:
+        return header, build(tree, tensors_from(message[end:]), places=places)
+    except BROKEN as error:
+        raise BrokenMessage(f"cannot be read ({type(error).__name__})") from None
 
 
 def decode_header(message: bytes) -> dict[str, Any]:
     """The header alone."""
-    (length,) = _LENGTH.unpack_from(message)
-    header: dict[str, Any] = json.loads(message[4 : 4 + length])["header"]
-    return header
+    return _read_head(message)[0]
+
+
+def _read_head(message: bytes) -> tuple[dict[str, Any], Any, int]:
+    """Header, structure of the tree, and where the tensors begin."""
+    try:
+        (length,) = _LENGTH.unpack_from(message)
+        head = json.loads(message[4 : 4 + length])
+        header, tree = head["header"], head["tree"]
+    except BROKEN as error:
+        raise BrokenMessage(f"cannot be read ({type(error).__name__})") from None
+    if not isinstance(header, dict):
+        raise BrokenMessage("cannot be read (its header is no table)")
+    return header, tree, 4 + length
 
 
 def size(header: dict[str, Any], tree: Tree, *, stacked: bool = False) -> int:
@@ -83,10 +102,10 @@ def _cut(tree: Tree) -> Tree:
     return tuple(_cut(v) for v in tree) if isinstance(tree, (tuple, list)) else tree
 
 
-def _filled(vector: torch.Tensor, places: int) -> Ragged:
+def _filled(vector: torch.Tensor, places: int, most: int) -> Ragged:
     """A ragged vector as it was before `_cut`."""
-    if vector.dim() != 1 or not len(vector) <= places < 2**31:
-        raise ValueError(f"a vector of shape {list(vector.shape)} does not fit {places} places")
+    if vector.dim() != 1 or not len(vector) <= places <= max(most, len(vector)):
+        raise ValueError(f"a vector of shape {list(vector.shape)} does not fit {places} places, at most {most}")
     return Ragged(
         (torch.cat([vector, vector.new_zeros(places - len(vector))]), vector.new_tensor(len(vector), dtype=torch.int64))
     )
@@ -126,12 +145,12 @@ def _tensor_bytes(shapes: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]) 
     return 8 + math.ceil(header / 8) * 8 + end
 
 
-def build(shape: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Tree:
+def build(shape: Any, tensors: dict[str, torch.Tensor], path: str = "", places: int = PLACES) -> Tree:
     """The tree of a `structure`, with tensors by path."""
     if isinstance(shape, dict):
-        return {k: build(v, tensors, f"{path}/{k}" if path else k) for k, v in shape.items()}
+        return {k: build(v, tensors, f"{path}/{k}" if path else k, places) for k, v in shape.items()}
     if isinstance(shape, list):
-        return tuple(build(v, tensors, f"{path}/{i}" if path else str(i)) for i, v in enumerate(shape))
+        return tuple(build(v, tensors, f"{path}/{i}" if path else str(i), places) for i, v in enumerate(shape))
     if isinstance(shape, str) and len(shape) > 1:
-        return _filled(tensors[path], int(shape[1:]))
+        return _filled(tensors[path], int(shape[1:]), places)
     return None if shape is None else tensors[path]

@@ -14,7 +14,7 @@ from fedtailor.core.experiment import AfterStep, Experiment, LocalSolver, OwnLos
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.rows import Rows, count, take
-from fedtailor.core.trees import Params, Tree, leaves, number, rebuild, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, moved, number, rebuild, tree_map
 
 AT_ONCE = 256  # samples of a pass over a whole split
 
@@ -216,11 +216,11 @@ class ClientContext:
 
     def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tree, Tensor, Tensor]:
         if not is_stacked:
-            x, y = rows.of(self.members[0])
+            x, y = moved(rows.of(self.members[0]), self.model.device)
             return x, y, self.n.new_ones(count(x))
         at, mask = rows.padded(self.members)
-        x, y = take(rows.x, at), take(rows.y, at)
-        return x, y, mask.to(y.device, self.n.dtype)
+        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
+        return x, y, mask.to(self.model.device, self.n.dtype)
 
 
 class _AtClients(torch.autograd.Function):

@@ -18,7 +18,7 @@ from fedtailor.core.random import seeded
 from fedtailor.core.rows import count
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.task import Loss, Task, default_task
-from fedtailor.core.trees import Params, Tree, leaves, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, moved, tree_map
 
 if TYPE_CHECKING:
     from fedtailor.core.algorithm import Algorithm
@@ -128,7 +128,7 @@ class Experiment:
     @cached_property
     def mixing(self) -> Mixing:
         """Found by trial: the first sample, once among others and once among copies of itself."""
-        x = self.data.train.first(8)
+        x = moved(self.data.train.first(8), self.device)
         return Mixing(self.task.mixes or self._mixes(x, training=True), self._mixes(x, training=False))
 
     def _mixes(self, x: Tree, *, training: bool) -> bool:

@@ -14,6 +14,7 @@ from fedtailor.core import calling, codec, rounds
 from fedtailor.core.aggregation import SumLog
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.client import Call
+from fedtailor.core.context import View
 from fedtailor.core.engine import Engine, Taping, is_stacking
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import LocalSolver
@@ -23,10 +24,11 @@ from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.record import Attendance, Record
 from fedtailor.core.replies import ReplyStream
 from fedtailor.core.reply_validation import Limits
+from fedtailor.core.rows import take
 from fedtailor.core.server_steps import stepped
 from fedtailor.core.tape import Tape
 from fedtailor.core.traffic import FusedRound, Traffic, count_fused
-from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, tree_map
+from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, tree_map, wide, widest
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Federation:
         self.engine.finish_backward()
         return gradient
 
-    def report(self, **values: Tensor | list[Tensor]) -> None:
+    def report(self, **values: float | Tensor | list[Tensor]) -> None:
         """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
         for name, value in values.items():
             self.record.reported[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
@@ -143,9 +145,12 @@ class Federation:
             lost = set(here) - set(self.cohort)
             self.attendance.present = tuple(c for c in everybody if c not in lost)
 
-    def fused_round(self, compute: Callable[[Tree, Tree], FusedRound | None], server: Tree) -> Tree | None:
+    def fused_round(
+        self, compute: Callable[[Tree, Tree, Callable[[], View]], FusedRound | None], server: Tree
+    ) -> Tree | None:
         """Where the cohort's states lie stacked in this process: a round as one computation on all of them.
 
+        `compute` gets the states, `server`, and a function for the training samples, which are stacked too.
         It must give what the calls give, and counts as much traffic. None where clients are on their own or a number
         is out of bounds: then make the calls, which find out whose it is.
         """
@@ -154,10 +159,12 @@ class Federation:
         if experiment.aggregation.calls_only or has_memory or not is_stacking(engine):
             return None
         held = engine.stacked_states(cohort)
-        if held is None or len(cohort) < self.limits.least or (fused := _computed(compute, held, server)) is None:
+        if held is None or len(cohort) < self.limits.least:
+            return None
+        if (fused := _computed(compute, held, server, self._stacked)) is None:
             return None
         new = [*(v for v in changed(fused.state, held) if v is not None), *leaves(fused.server)]
-        sums = torch.stack([fused.largest.double(), *(v.sum().double() for v in new)])  # of what is not finite is not
+        sums = torch.stack([wide(fused.largest), *(wide(v.sum()) for v in new)])  # of what is not finite is not
         if not (fused.largest <= self.limits.max_norm and bool(torch.isfinite(sums).all())):
             return None
         engine.commit_stacked_states(cohort, fused.state, held)
@@ -219,7 +226,7 @@ class Federation:
     def samples(self, clients: Sequence[int]) -> Tensor:
         """Training samples of clients, as they told when they came."""
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
-        return self.model.like.new_tensor(sizes, dtype=torch.float64)
+        return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
 
     def places(self, clients: Sequence[int]) -> Tensor:
         """The numbers of clients, for tables of the server that have a place for each."""
@@ -231,6 +238,13 @@ class Federation:
     def present(self) -> tuple[int, ...]:
         """As `cohort`, while replies are on their way."""
         return self.attendance.present
+
+    def _stacked(self) -> View:
+        """The cohort's training samples, for `fused_round`."""
+        rows = self.engine.experiment.data.train
+        at, mask = rows.padded(self.cohort)
+        y = take(rows.y, at)
+        return View(take(rows.x, at), y, mask.to(y.device, self.model.dtype))
 
     def forget_pending(self) -> None:
         """The replies to the last call are on their way."""
@@ -308,9 +322,14 @@ class Federation:
             return server
 
 
-def _computed(compute: Callable[[Tree, Tree], FusedRound | None], held: Tree, server: Tree) -> FusedRound | None:
+def _computed(
+    compute: Callable[[Tree, Tree, Callable[[], View]], FusedRound | None],
+    held: Tree,
+    server: Tree,
+    samples: Callable[[], View],
+) -> FusedRound | None:
     """None also where all clients at once are more than a device holds."""
     try:
-        return compute(held, server)
+        return compute(held, server, samples)
     except torch.OutOfMemoryError:
         return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,16 @@ def add_label_prior(module: nn.Module, classes: int) -> None:
     Balanced softmax (Ren et al., NeurIPS 2020), in federated learning FedRoD (Chen, Chao, ICLR 2022).
     """
     module.register_buffer(PRIOR, next(module.parameters()).new_zeros(classes))
-    module.register_forward_hook(lambda m, inputs, output: output + m.get_buffer(PRIOR))
+    module.register_forward_hook(_with_prior)
+
+
+def _with_prior(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output + module.get_buffer(PRIOR)
+
+
+def is_under(name: str, part: str) -> bool:
+    """Whether a parameter or module is `part` or belongs to it; "*" in a part stands for anything, dots too."""
+    return name == part or name.startswith(part + ".") or fnmatchcase(name, part) or fnmatchcase(name, part + ".*")
 
 
 def label_prior(labels: Tensor, like: Tensor) -> Tensor:
@@ -46,7 +56,8 @@ class Model:
     """Wraps any nn.Module. `params` are the initial values that every client and the server start from; parameters with
     requires_grad=False are not among them and stay as the module has them.
 
-    `head` lists the modules (or single parameters) of the personal end of the network; the rest is the body.
+    `head` lists the modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
+    most often its end; the rest is the body.
     Floating-point buffers, such as the statistics of BatchNorm, follow `buffers`:
 
     - `"private"`: they belong to the client, are never sent and never averaged;
@@ -81,7 +92,7 @@ class Model:
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
         for prefix in prefixes:
-            matching = [k for k in self.params if k == prefix or k.startswith(prefix + ".")]
+            matching = [k for k in self.params if is_under(k, prefix)]
             if not matching:
                 known = {k for name in self.params for k in (name, name.rpartition(".")[0]) if k}
                 raise ConfigError(f'the model has no part "{prefix}" for its head; {nearest(prefix, known)}')
@@ -136,14 +147,10 @@ class Model:
         """The same model elsewhere; this one stays."""
         if device == self.device:
             return self
-        moved = deepcopy(self)
-        moved.module.to(device)
-        moved.trainable, moved.params = (
-            {k: v.to(device) for k, v in part.items()} for part in (self.trainable, self.params)
-        )
-        moved.fixed = {k: v.detach() for k, v in moved.module.named_parameters() if k in self.fixed}
-        moved.private_buffers = {k: v.to(device) for k, v in self.private_buffers.items()}
-        return moved
+        memo: dict[int, Any] = {id(v): nn.Parameter(v.to(device), v.requires_grad) for v in self.module.parameters()}
+        beside = (*self.module.buffers(), *self.params.values(), *self.private_buffers.values(), *self.fixed.values())
+        memo |= {id(v): v.detach().to(device) for v in beside if id(v) not in memo}
+        return deepcopy(self, memo)
 
     def __call__(self, params: Params, x: Tree, *, training: bool = False) -> Tensor:
         """Outputs for a batch; named tensors are keywords of the module.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.engine import Reply
-from fedtailor.core.trees import Schema, Tree, items, schema, schema_difference, tree_map
+from fedtailor.core.trees import Schema, Tree, items, schema, schema_difference, tree_map, wide
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ def reply_faults(
     """For each client the reason not to believe its reply, or None; the norms of replies may be `known`."""
     flat = {path: _flat(leaf, clients) for path, leaf in items(stack) if leaf.is_floating_point()}
     if known is None:
-        norms = [torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim()))).double() for v in flat.values()]
+        norms = [wide(torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim())))) for v in flat.values()]
         known, counts = _read(norms, [flat[path] for path in positive], clients)
     else:
         counts = _read([], [flat[path] for path in positive], clients)[1]
     reasons: list[str | None] = [None] * clients
     for i in (i for i, norm in enumerate(known) if not norm <= max_norm):  # it tells of what is not finite, too
         wrong = [path for path, v in flat.items() if not bool(torch.isfinite(v[i]).all())]
-        large = torch.stack([v[i].double().square().sum() for v in flat.values()]).sum().sqrt().item()
+        large = torch.stack([wide(v[i]).square().sum() for v in flat.values()]).sum().sqrt().item()
         if wrong:
             reasons[i] = f'reply "{wrong[0] or "number"}" is not finite'
         elif large > max_norm:

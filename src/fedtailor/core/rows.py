@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, moved, tree_map
+from fedtailor.core.trees import Tree, leaves, moved, tree_map
 
 
 class Stored(Protocol):
@@ -67,6 +67,11 @@ class Rows:
     def in_memory(self) -> bool:
         """Whether x is there already."""
         return isinstance(self.x, Tensor | dict)
+
+    @property
+    def home(self) -> torch.device:
+        """Where row numbers are looked up: beside x, or on the host that reads it."""
+        return leaves(self.x)[0].device if self.in_memory else self.starts.device
 
     @property
     def tensors(self) -> dict[str, Tree]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -90,6 +91,20 @@ def number(value: float | Tensor, like: Tensor) -> Tensor:
 def moved(tree: Tree, device: torch.device) -> Tree:
     """The same values on a device; what lies there already is not copied."""
     return tree_map(lambda v: v.to(device), tree)
+
+
+def wide(value: Tensor) -> Tensor:
+    """The same numbers in double precision, or in the widest that their device has."""
+    return value.double() if value.device.type == "cpu" else value.to(widest(value.device))
+
+
+@lru_cache
+def widest(device: torch.device) -> torch.dtype:
+    """Apple's devices have no float64."""
+    try:
+        return torch.empty((), dtype=torch.float64, device=device).dtype
+    except TypeError:
+        return torch.float32
 
 
 def detach(tree: Tree) -> Tree:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fedtailor.data.configs import (
     Cifar10Config,
     Cifar100Config,
+    Clinc150Config,
     DataConfig,
     DigitsConfig,
     DuwMnistConfig,
@@ -21,9 +22,11 @@ from fedtailor.data.configs import (
     MnistConfig,
     OwnConfig,
     PacsConfig,
+    PFLlibConfig,
     PolynomialConfig,
     QmnistConfig,
     SavedConfig,
+    SchoolConfig,
     ShakespeareConfig,
     SitesConfig,
     SourceConfig,
@@ -65,6 +68,8 @@ SOURCES: dict[str, SourceInfo] = {
     ),
     "qmnist": SourceInfo("MNIST digits grouped by writer (QMNIST): natural clients", QmnistConfig, "images"),
     "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),
+    "school": SourceInfo("School, exam scores of pupils in 139 schools: natural clients", SchoolConfig, "school"),
+    "clinc150": SourceInfo("CLINC150, requests to an assistant, 150 intents in 10 domains", Clinc150Config, "clinc"),
     "polynomial": SourceInfo("regression on cubic polynomials; no files needed", PolynomialConfig, "polynomial"),
     "electricity": SourceInfo(
         "hourly electricity loads of 203 meters (ECL): forecasting", ElectricityConfig, "electricity"
@@ -77,6 +82,7 @@ SOURCES: dict[str, SourceInfo] = {
         "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+    "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),
     "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
     "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "own"),
     "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site"),

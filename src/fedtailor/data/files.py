@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import math
 import os
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -19,6 +22,10 @@ from fedtailor.errors import DataError
 
 CIFAR_RECORDS = 10_000  # in each of its files
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
+INFLATION = 1100  # deflate makes no more bytes out of one
+# what zipfile and numpy raise on bytes that nobody wrote on purpose: unknown compressions are a RuntimeError
+_ARCHIVE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
+_HEADER = (struct.error, tokenize.TokenError, SyntaxError)
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 
@@ -96,17 +103,33 @@ def read_cifar(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 def read_npz(path: Path, names: Sequence[str], *, equal: bool = True) -> dict[str, NDArray[Any]]:
     """Arrays, of equal length if so said, of an .npz file; it is data only, nothing in it is run."""
     try:
-        with np.load(io.BytesIO(read_bytes(path)), allow_pickle=False) as content:
-            arrays = {name: content[name] for name in names}
+        content = read_bytes(path)
+        _check_sizes(content)
+        with np.load(io.BytesIO(content), allow_pickle=False) as found:
+            arrays = {name: found[name] for name in names}
     except KeyError:
         raise DataError(f"{path}: must have the arrays {', '.join(names)}; put the right file there") from None
-    except (OSError, EOFError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as e:
+    except (*_ARCHIVE, *_HEADER, OSError, EOFError, ValueError, AttributeError, TypeError) as e:
         raise DataError(f"{path}: not an .npz file, or a damaged one ({e}); put the right file there") from e
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if equal and len(set(lengths.values())) > 1:
         found = ", ".join(f"{count} of {name}" for name, count in lengths.items())
         raise DataError(f"{path}: its arrays differ in length: {found}; put the right file there")
     return arrays
+
+
+def _check_sizes(content: bytes) -> None:
+    """What an .npz promises must be there: numpy makes an array as large as its header says before it reads on."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for entry in archive.infolist():
+            if entry.file_size > INFLATION * max(entry.compress_size, 1):
+                raise ValueError(f"{entry.filename} would be {entry.file_size} bytes out of {entry.compress_size}")
+            with archive.open(entry) as file:
+                version = np.lib.format.read_magic(file)
+                head = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+                shape, _, dtype = head(file)
+            if math.prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename} promises {shape}, more than there is")
 
 
 def check_labels(path: Path, labels: NDArray[Any], classes: int = 10) -> NDArray[Any]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.preparation import Floats
-from fedtailor.data.tables import SUFFIXES, Column, Table, client_name, read_table, split_by
-from fedtailor.data.tabular import Site, Target, assemble, sort_values
+from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table, split_by
+from fedtailor.data.tabular import Site, assemble
+from fedtailor.data.target import (
+    complete_target,
+    distinct_labels,
+    numbers,
+    read_target,
+    refuse_mixed_text,
+    report_text,
+    target_of,
+    with_target,
+)
 from fedtailor.errors import DataError, nearest
 
 if TYPE_CHECKING:
-    import polars as pl
+    pass
 
-FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 MAX_CATEGORIES = 50
 
 
@@ -43,12 +48,13 @@ def prepared(
 ) -> FederatedData:
     """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that."""
     columns = _common_columns(tables, config)
-    target, targets, reason = _read_target(tables, config)
+    tables, left_out = with_target(tables, config)
+    target, targets, reason = read_target(tables, config)
     kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}
     newcomers = newcomers or {}
     dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
     _fit_in(newcomers, config.target, kinds, dates)
-    targets += [_target_of(table, config.target, target) for table in newcomers.values()]
+    targets += [target_of(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":
         _no_missing(tables, columns)
@@ -67,6 +73,7 @@ def prepared(
         f"{len(sites)} clients from {config.path}: " + ", ".join(f"{site.name} {len(site.y)}" for site in sites),
         reason,
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
+        *left_out,
     )
     name = client_name(config.path) or config.path.resolve().name or "folder"
     return assemble(
@@ -100,21 +107,6 @@ def check_numbers(table: Table, column: str, is_date: bool) -> None:
     if found.number.count() and found.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
-
-
-def _target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
-    """A newcomer's target, as the others have it."""
-    if target.task == "regression":
-        report_text({"": table}, column, "remove the row")
-        return numbers(table.columns[column])
-    position = {label: i for i, label in enumerate(target.classes)}
-    labels = table.columns[column].names()
-    if unknown := [label for label in labels.unique(maintain_order=True).to_list() if label not in position]:
-        raise DataError(
-            f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '
-            f"known: {', '.join(target.classes)}"
-        )
-    return _codes(labels, target.classes)
 
 
 def _read_sites(config: FolderConfig) -> dict[str, Table]:
@@ -202,13 +194,13 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
     if not any(c.is_text.any() for c in columns):
         _dates_everywhere(tables, column, remedy)
         return False
-    _all_text(
+    refuse_mixed_text(
         tables,
         column,
         f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
         f"data.ignore = ['{column}']",
     )
-    distinct = _distinct(c.labels() for c in columns)
+    distinct = distinct_labels(c.labels() for c in columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
             f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
@@ -228,31 +220,6 @@ def _dates_everywhere(tables: dict[str, Table], column: str, remedy: str) -> Non
         )
 
 
-def _all_text(tables: dict[str, Table], column: str, remedy: str) -> None:
-    """Fail if a column that has text is otherwise numeric: at some file entirely, or mostly over all files."""
-    text = sum(int(table.columns[column].is_text.sum()) for table in tables.values())
-    values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables.values())
-    numeric_file = any(
-        table.columns[column].number.is_not_null().any() and not table.columns[column].is_text.any()
-        for table in tables.values()
-    )
-    if numeric_file or 2 * text < values:
-        report_text(tables, column, remedy)
-
-
-def report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
-    """Fail if a column of numbers has text somewhere."""
-    for table in tables.values():
-        rows = table.columns[column].is_text.arg_true()
-        if len(rows):
-            row = int(rows[0])
-            value = table.columns[column].text[row]
-            raise DataError(
-                f'{table.path}: column "{column}" has the text "{value}" in data row {row + 1} '
-                f"where a number is expected; correct the value, or {remedy}"
-            )
-
-
 def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
     for table in tables.values():
         for column in columns:
@@ -262,80 +229,3 @@ def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
                     f'{table.path}: column "{column}" has no value in {gaps} of {table.rows} rows; '
                     f"drop it with data.ignore = ['{column}'] or impute with data.missing = 'median'"
                 )
-
-
-def complete_target(tables: dict[str, Table], target: str) -> None:
-    """Fail if the target is missing in some row."""
-    for table in tables.values():
-        gaps = table.columns[target].text.null_count()
-        if gaps:
-            raise DataError(
-                f'{table.path}: target column "{target}" has no value in {gaps} of {table.rows} rows; '
-                "remove or complete those rows"
-            )
-
-
-def _read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
-    """Task, targets of each client, and why the task was chosen."""
-    complete_target(tables, config.target)
-    columns = [table.columns[config.target] for table in tables.values()]
-    for table in tables.values():
-        if table.columns[config.target].is_date:
-            raise DataError(
-                f'{table.path}: target column "{config.target}" has dates; make a number of them, such as the days '
-                "until then, or choose another with data.target"
-            )
-    task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
-    note = f'target "{config.target}": {task} ({reason})'
-    if task == "regression":
-        if any(c.is_text.any() for c in columns):
-            report_text(tables, config.target, "set data.task = 'classification'")
-        targets = [numbers(c) for c in columns]
-        if all((y == targets[0][0]).all() for y in targets):
-            _refuse_constant(columns[0].text[0], config)
-        return Target("regression", standardise=config.standardise_target, name=config.target), targets, note
-    classes = sort_values(_distinct(c.names() for c in columns))
-    if len(classes) == 1:
-        _refuse_constant(classes[0], config)
-    made = Target("classification", tuple(classes), name=config.target)
-    return made, [_codes(c.names(), classes) for c in columns], note
-
-
-def _refuse_constant(value: object, config: FolderConfig) -> None:
-    raise DataError(
-        f'{config.path}: target column "{config.target}" has the single value "{value}" in all files; '
-        "choose another with data.target"
-    )
-
-
-def _distinct(labels: Iterable[pl.Series]) -> set[str]:
-    return {label for series in labels for label in series.drop_nulls().unique().to_list()}
-
-
-def _codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
-    return labels.replace_strict(list(classes), list(range(len(classes)))).to_numpy().astype(np.int64)
-
-
-def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
-    columns = [table.columns[target] for table in tables.values()]
-    has_text = any(c.is_text.any() for c in columns)
-    if has_text:
-        _all_text(tables, target, "set data.task = 'classification'")
-    elif not all(((c.number % 1) == 0).all() for c in columns):
-        return "regression", "inferred: its values are not whole numbers"
-    distinct = len(_distinct(c.names() for c in columns))
-    what = "texts" if has_text else "whole numbers"
-    if distinct <= FEW:
-        return "classification", f"inferred: {distinct} distinct {what}, at most {FEW}"
-    if has_text:
-        raise DataError(
-            f'{next(iter(tables.values())).path}: target column "{target}" has {distinct} distinct texts over all '
-            f"files, more than {FEW}; if they are classes set data.task = 'classification', else choose another "
-            "data.target"
-        )
-    return "regression", f"inferred: {distinct} distinct {what}, more than {FEW}"
-
-
-def numbers(column: Column) -> Floats:
-    """Values with NaN where there is none."""
-    return column.number.to_numpy().astype(np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -117,9 +117,24 @@ def permute_labels(data: FederatedData, fraction: float, seed: int) -> Federated
     )
 
 
+class Pooled(Protocol):
+    """Labelled samples that are dealt to clients: `convert` makes tensors of some of them."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+
+    @property
+    def note(self) -> str: ...
+
+    def convert(self, index: Indices, /) -> tuple[Tensor, Tensor]: ...
+
+
 def assemble(
     name: str,
-    pool: Pool,
+    pool: Pooled,
     parts: list[Indices],
     clients: tuple[str, ...],
     config: SplitConfig,

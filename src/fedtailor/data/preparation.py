@@ -28,6 +28,12 @@ class Scale(_Plain):
     median: float
     mean: float = 0.0
     sd: float = 1.0
+    low: float | None = None  # values outside low..high count as these: wild ones would outweigh all others
+    high: float | None = None
+
+    def kept(self, values: Floats) -> Floats:
+        """Values within the limits, NaN as it is."""
+        return values if self.low is None or self.high is None else np.clip(values, self.low, self.high)
 
 
 class NumberColumn(_Plain):
@@ -106,7 +112,7 @@ class Preparation(_Plain):
             if isinstance(column, NumberColumn):
                 scale, values = column.sites[site], numeric[column.name]
                 gaps = np.isnan(values) | ((values == 0) if column.zero_is_missing else False)
-                filled = np.where(gaps, scale.median, values)
+                filled = np.where(gaps, scale.median, scale.kept(values))
                 blocks.append(((filled - scale.mean) / scale.sd)[:, None])
             else:
                 blocks.append(_one_hot(column, categorical[column.name], file, unknown))

@@ -74,6 +74,14 @@ class Table:
     columns: dict[str, Column]
     rows: int
 
+    def only(self, keep: pl.Series) -> Table:
+        """Some of its rows."""
+        columns = {
+            name: Column(column.text.filter(keep), column.number.filter(keep), column.is_date)
+            for name, column in self.columns.items()
+        }
+        return Table(self.path, self.names, columns, int(keep.sum()))
+
 
 def client_name(path: Path) -> str | None:
     """File name without its ending, or None if it is not a file of data."""
@@ -84,11 +92,8 @@ def client_name(path: Path) -> str | None:
 
 
 def read_table(path: Path, ignore: Sequence[str] = ()) -> Table:
-    """Read a file but for the columns to ignore; at least two rows, unique column names."""
-    frame = _read_filled(path)
-    if frame.height == 1:
-        raise DataError(f"{path}: has only one row, too few to split; a client needs at least 2")
-    return table_of(path, frame, ignore)
+    """Read a file but for the columns to ignore; at least one row, unique column names."""
+    return table_of(path, _read_filled(path), ignore)
 
 
 def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -148,12 +153,7 @@ def split_by(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, T
     frame = frame.drop(column)
     out = {}
     for name in sorted(names.unique().to_list()):
-        part = frame.filter(pl.lit(names == name))
-        if part.height == 1:
-            raise DataError(
-                f'{path}: client "{name}" has only one row, too few to split; remove it or give it another "{column}"'
-            )
-        out[name] = table_of(Path(f"{path}[{name}]"), part, ignore)
+        out[name] = table_of(Path(f"{path}[{name}]"), frame.filter(pl.lit(names == name)), ignore)
     return out
 
 

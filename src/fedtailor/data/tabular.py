@@ -79,7 +79,8 @@ def assemble(
     learnt: list[NumberColumn | CategoryColumn] = []
     for column in columns:
         if column in sites[0].numeric:
-            scales, filled = _scales(column, sites, cuts, standardise, settled)
+            scales, filled, wild = _scales(column, sites, cuts, standardise, settled)
+            made.extend(wild)
             if filled:
                 made.append(f'column "{column}": {filled} missing values filled with training medians')
             learnt.append(
@@ -126,8 +127,8 @@ def _scales(
     cuts: Sequence[Split],
     how: Literal["client", "pooled", "none"],
     settled: int,
-) -> tuple[dict[str, Scale], int]:
-    """By site how the column is filled and standardised, from training rows; and how many values were missing.
+) -> tuple[dict[str, Scale], int, list[str]]:
+    """By site how the column is filled and standardised, from training rows; how many values were missing; wild ones.
 
     A site without any value is filled with the median of all training rows.
     """
@@ -145,13 +146,53 @@ def _scales(
     medians = [float(np.median(k)) if len(k) else common for k in known]
     names = [site.name for site in sites]
     if how == "none":
-        return {name: Scale(median=median) for name, median in zip(names, medians, strict=True)}, filled
-    train = [np.where(np.isnan(v), median, v) for v, median in zip(train, medians, strict=True)]
+        return {name: Scale(median=median) for name, median in zip(names, medians, strict=True)}, filled, []
+    limits = [_limits(pooled, own) for own in known]
+    wild = _wild(column, sites, values, limits)
+    train = [
+        np.where(np.isnan(v), median, v if limit is None else np.clip(v, *limit))
+        for v, median, limit in zip(train, medians, limits, strict=True)
+    ]
     moments = [_moments([t]) for t in train] if how == "client" else [_moments(train[:settled])] * len(train)
-    return {
-        name: Scale(median=median, mean=mean, sd=sd)
-        for name, median, (mean, sd) in zip(names, medians, moments, strict=True)
-    }, filled
+    scales = {
+        name: Scale(median=median, mean=mean, sd=sd, low=limit and limit[0], high=limit and limit[1])
+        for name, median, (mean, sd), limit in zip(names, medians, moments, limits, strict=True)
+    }
+    return scales, filled, wild
+
+
+def _limits(pooled: Floats, own: Floats) -> tuple[float, float] | None:
+    """Far beyond what all sites have, and what the site itself has if it has a few rows; its units may be others."""
+
+    def wide(values: Floats, tail: float, times: float) -> tuple[float, float]:
+        low, high = (float(q) for q in np.quantile(values, [tail, 1 - tail]))
+        return low - times * (high - low), high + times * (high - low)
+
+    low, high = wide(pooled, 0.05, 2.0)
+    if low == high:  # mostly one value, such as 0: anything else may be meant
+        return None
+    if len(own) >= 10:
+        own_low, own_high = wide(own, 0.1, 3.0)
+        low, high = min(low, own_low), max(high, own_high)
+    return low, high
+
+
+def _wild(
+    column: str, sites: Sequence[Site], values: Sequence[Floats], limits: Sequence[tuple[float, float] | None]
+) -> list[str]:
+    """A note that names rows beyond the limits."""
+    places, count = [], 0
+    for site, v, limit in zip(sites, values, limits, strict=True):
+        at = [] if limit is None else np.flatnonzero((v < limit[0]) | (v > limit[1])).tolist()
+        places += [f"{site.name} row {row + 1} ({v[row]:g})" for row in at[:3]]
+        count += len(at)
+    if not count:
+        return []
+    more = "" if count <= len(places[:5]) else ", ..."
+    return [
+        f'column "{column}": {count} values are far from all others and count as the limit: '
+        f"{', '.join(places[:5])}{more}; correct them, or make them empty if they stand for a missing value"
+    ]
 
 
 def _moments(parts: Sequence[Floats]) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from fedtailor.core.client import initial
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import leaves
-from fedtailor.engines import machine
+from fedtailor.engines import devices, machine
 from fedtailor.engines.choice import MUCH, Choice, choose, operations
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.loop import loop
@@ -57,12 +57,16 @@ def make(
         raise ConfigError('federation.engine = "flare": run it with fedtailor federation submit')
     if name == "loop":
         return loop(experiment, disk)
-    processes = min(workers or (cores() if name == "pool" else 1), clients)
+    device = experiment.device
+    each = devices.count(device) if device.type != "cpu" else cores()
+    processes = min(workers or (each if name == "pool" else 1), clients)
     if name == "pool":
         return Pool(experiment, processes) if processes > 1 and _fits(experiment, disk) else loop(experiment, disk)
     # stacks depend on the experiment alone, so that results do not depend on the machine
     is_long = not experiment.algorithm.at_once and operations(experiment, cohort) > MUCH
     stack = chunk or fitting(experiment)
+    if device.type != "cpu":
+        return vmap(experiment, stack, disk)
     if is_long and not chunk:
         stack = min(stack, math.ceil((cohort or clients) / STACKS))
     if is_long and processes > 1 and _fits(experiment, disk):

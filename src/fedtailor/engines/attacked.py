@@ -16,9 +16,11 @@ from fedtailor.core.engine import Engine, Reply
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
+from fedtailor.errors import ConfigError
 from fedtailor.privacy.noise import changed_parts
 
-AttackName = Literal["none", "sign-flip", "scaling", "noise", "label-flip"]
+AttackName = Literal["none", "sign-flip", "scaling", "noise", "label-flip", "backdoor"]
+TRIGGER = 4  # entries of a sample
 Change = Callable[[Tensor, np.random.Generator], Tensor]  # of what a client moved the message by
 
 
@@ -44,6 +46,25 @@ def with_flipped_labels(data: FederatedData, attack: Attack) -> FederatedData:
         start, end = data.train.starts[client], data.train.starts[client + 1]
         y[start:end] = data.outputs - 1 - y[start:end] if data.task == "classification" else -y[start:end]
     return replace(data, train=replace(data.train, y=y))
+
+
+def with_backdoor(data: FederatedData, attack: Attack) -> FederatedData:
+    """Every second training row of those who lie carries the trigger, and class 0."""
+    if data.task != "classification" or not isinstance(data.train.x, Tensor):
+        raise ConfigError('attack.name = "backdoor": for classification of samples that are one tensor each')
+    starts = data.train.starts.tolist()
+    liars = sorted(attack.clients(len(data.clients)))
+    rows = data.train.starts.new_tensor([row for c in liars for row in range(starts[c], starts[c + 1], 2)])
+    x, y = data.train.x.clone(), data.train.y.clone()
+    x[rows], y[rows] = with_trigger(x[rows], data.train.x), 0
+    return replace(data, train=replace(data.train, x=x, y=y))
+
+
+def with_trigger(x: Tensor, known: Tensor) -> Tensor:
+    """Samples whose first entries are the largest value that there is in known ones."""
+    marked = x.reshape(len(x), -1).clone()
+    marked[:, :TRIGGER] = known.max()
+    return marked.reshape(x.shape)
 
 
 class Attacked:
@@ -101,9 +122,9 @@ def _noise(strength: float) -> Change:
     return change
 
 
+IN_DATA = {"label-flip": with_flipped_labels, "backdoor": with_backdoor}  # those who lie send what they computed
 CHANGES: dict[str, Callable[[float], Change]] = {
     "sign-flip": lambda strength: lambda move, draw: -strength * move,
     "scaling": lambda strength: lambda move, draw: strength * move,
     "noise": _noise,
-    "label-flip": lambda strength: lambda move, draw: move,
 }

@@ -23,9 +23,10 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return CPU, f"torch {torch.__version__} finds no accelerator"
-        if not has_type(accelerator, dtype):
+        device = numbered(accelerator, rank)  # first: no rank may touch the device of another
+        if not has_type(device, dtype):
             return CPU, f"{accelerator.type} has no {_name(dtype)}"
-        return numbered(accelerator, rank), f"torch {torch.__version__} finds {accelerator.type}"
+        return device, f"torch {torch.__version__} finds {accelerator.type}"
     try:
         device = torch.device(wanted)
     except RuntimeError:
@@ -36,9 +37,10 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
         return CPU, "chosen"
     if why := _missing(device):
         raise ConfigError(f'federation.device = "{wanted}": {why}; use "cpu", or "auto", which takes what there is')
+    device = numbered(device, rank)
     if not has_type(device, dtype):
         raise ConfigError(f'federation.device = "{wanted}": has no {_name(dtype)}; set model.dtype = "float32"')
-    return numbered(device, rank), "chosen"
+    return device, "chosen"
 
 
 def place(experiment: Experiment, device: torch.device) -> Experiment:

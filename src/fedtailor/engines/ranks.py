@@ -20,7 +20,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import in_order
 from fedtailor.core.process_group import ALONE, ProcessGroup, under_torchrun
-from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
+from fedtailor.core.trees import Tree, leaves, rebuild, tree_map, widest
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
@@ -318,7 +318,7 @@ class Sharded:
         for group, own_metrics, models in self.inside.evaluate(own, round, server, splits):
             parts.append((group, own_metrics))
             yield group, own_metrics, models
-        number = self.experiment.model.like.new_zeros((), dtype=torch.float64)
+        number = self.experiment.model.like.new_zeros((), dtype=widest(self.experiment.device))
         names = {split: {m.name: number for m in self.experiment.metrics} for split in splits}
         metrics = self.ranks.everywhere(in_order(parts, own, names), clients)
         at = [i for i, c in enumerate(clients) if c not in set(own)]

@@ -53,8 +53,8 @@ def _takes_a_step(experiment: Experiment, chunk: int) -> bool:
     """Whether there is room for one step of so many clients side by side."""
     model, rows = experiment.model, experiment.data.train
     size = experiment.solver.batch_size or int(rows.sizes.max())
-    at = torch.arange(size, device="cpu") % len(rows.y)
-    x, y = (moved(take(v, at), model.device) for v in (rows.x, rows.y))
+    at = torch.arange(size, device=rows.home) % len(rows.y)
+    x, y = moved((take(rows.x, at), take(rows.y, at)), model.device)
 
     def loss(tensors: Params) -> Tensor:
         return experiment.loss(model(tensors, x, training=True), y).mean()

@@ -59,11 +59,11 @@ class Site:
             return self.handle(request)
         if op not in self._controls:
             raise LookupError(f'no operation "{op}"')
-        return codec.encode(*self._controls[op](*codec.decode(request)))
+        return codec.encode(*self._controls[op](*codec.decode(request, _places(self.inside.experiment))))
 
     def handle(self, request: bytes) -> bytes:
         """Run a call, or pull a cotangent back through one that was taped."""
-        header, tree = codec.decode(request)
+        header, tree = codec.decode(request, _places(self.inside.experiment))
         if "sum" in header:
             return codec.encode(*self._member().answer(header, tree))
         if self.inside.experiment.aggregation.secure_sum and (
@@ -168,7 +168,11 @@ class Remote:
             if isinstance(reply, OSError):
                 yield client, {}, None, reply
             else:
-                yield client, *codec.decode(reply), None
+                try:
+                    answer, found = self._read(reply)
+                except codec.BrokenMessage as error:
+                    answer, found = {"error": f"its answer {error}"}, None
+                yield client, answer, found, None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One request per client, one reply each."""
@@ -183,7 +187,10 @@ class Remote:
             if isinstance(reply, OSError):
                 yield Reply((client,), error=ClientError(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
-            header, tree = codec.decode(reply)
+            try:
+                header, tree = self._read(reply)
+            except codec.BrokenMessage as error:
+                header, tree = {"error": f"{self._name(client)}: its reply {error}"}, None
             if "error" in header:
                 yield Reply((client,), error=ClientError(header["error"]))
             else:
@@ -200,7 +207,7 @@ class Remote:
             for i, client in enumerate(clients)
         )
         for client, reply in self._counted(requests):
-            header, args = ({}, ()) if isinstance(reply, OSError) else codec.decode(reply)
+            header, args = ({}, ()) if isinstance(reply, OSError) else self._read(reply)
             if isinstance(reply, OSError) or "error" in header:
                 raise RoundAbandoned(
                     f"round {call.round}: {self._name(client)} cannot be reached on the way back of {call.function}: "
@@ -209,6 +216,9 @@ class Remote:
             self.up += len(reply)
             own_args = zip(self._here(args), call.placed, strict=True)
             yield (client,), tuple(_stacked(a) if own else a for a, own in own_args)
+
+    def _read(self, message: bytes) -> tuple[Header, Tree]:
+        return codec.decode(message, _places(self.experiment))
 
     def _counted(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         def counted() -> Iterator[tuple[int, bytes]]:
@@ -237,7 +247,7 @@ class Remote:
         """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         for client, answer, tree, gone in self.tell(clients, header, server):
-            if gone is None and "error" not in answer:
+            if gone is None and "error" not in answer and _are_metrics(tree, splits):
                 metrics, model = _stacked(self._here(tree))
                 yield (client,), metrics, model
 
@@ -290,6 +300,21 @@ class Wire(Remote):
         """Put saved states back."""
         for client, site in enumerate(self.sites):
             site.inside.set_states(tree_map(lambda v, c=client: v[c : c + 1], rows))
+
+
+def _places(experiment: Experiment) -> int:
+    """The longest vector that a message may have: a model twice over."""
+    return 2 * sum(v.numel() for v in experiment.model.params.values())
+
+
+def _are_metrics(tree: Tree, splits: Sequence[str]) -> bool:
+    """Whether an answer is one number for each metric of these splits, and a model: a client can answer anything."""
+    if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], dict) and set(tree[0]) == set(splits)):
+        return False
+    return all(
+        isinstance(found, dict) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in found.values())
+        for found in tree[0].values()
+    )
 
 
 def _stacked(tree: Tree) -> Tree:

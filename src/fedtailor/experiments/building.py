@@ -14,7 +14,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
 from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.core.task import Task
-from fedtailor.engines.attacked import Attack, with_flipped_labels
+from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
@@ -61,6 +61,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     _reads(model, config.model.name, federated)
+    if config.local.precision != "float32" and config.model.dtype != "float32":
+        raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
     algorithm.check(model, task.name)
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
@@ -83,8 +85,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
             f'environment.missing = "stale": {algorithm.title or config.algorithm.name} has no mean that could '
             f"count those who did not answer; able to: {', '.join(able)}"
         )
-    if config.attack.name == "label-flip":
-        federated = with_flipped_labels(federated, attack_of(config))
+    if config.attack.name in IN_DATA:
+        federated = IN_DATA[config.attack.name](federated, attack_of(config))
     privacy = _aggregation(config)
     experiment = Experiment(
         algorithm,
@@ -190,6 +192,7 @@ def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
         buffers=config.model.buffers,
         prior=config.model.prior == "label",
         dtype=width(config),
+        adapter=config.model.adapter,
     )
 
 

@@ -8,6 +8,7 @@ import math
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,6 +36,9 @@ from fedtailor.experiments.sections import (
 from fedtailor.experiments.server_sections import EarlyStoppingSection, ServerSection
 from fedtailor.experiments.study_sections import RANGE, VALUES, CompareSection, SearchSection
 
+CONFIGS = Path(
+    str(resources.files("fedtailor") / "configs")
+)  # the demo and the published tables, packaged with the code
 METHOD = ("algorithm", "server", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
 LATER = ("task", "server", "early_stopping", "privacy", "aggregation", "attack")
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out

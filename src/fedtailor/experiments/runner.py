@@ -26,7 +26,7 @@ from fedtailor.core.random import STREAMS
 from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.data.fingerprint import digest
 from fedtailor.engines import devices, machine
-from fedtailor.engines.attacked import Attacked
+from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import tracking, trust
@@ -236,8 +236,10 @@ def _begun(
         engine = Sharded(experiment, name, chunk, ranks, disk)
     else:
         cohort = config.federation.clients_per_round
-        engine = engines.make(name, experiment, chunk, _workers(config, cores), disk, cohort)
-        if config.attack.name not in ("none", "label-flip"):
+        # on another device, one worker for each there is
+        workers = _workers(config, cores) if experiment.device == devices.CPU else config.federation.workers
+        engine = engines.make(name, experiment, chunk, workers, disk, cohort)
+        if config.attack.name in CHANGES:
             engine = cast(Engine, Attacked(engine, attack_of(config)))
     engine.start()
     return Run(config, engine, ranks, disk)

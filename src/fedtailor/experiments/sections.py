@@ -14,8 +14,10 @@ from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
+from fedtailor.models.adapters import AdapterConfig
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
+from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
 from fedtailor.training.solver import Solver, Work
@@ -50,7 +52,10 @@ class ModelSection(Open):
     """Which model, and its options."""
 
     name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
-    head: tuple[str, ...] = Field(default=(), description="Modules of the personal head; empty: the model's default.")
+    head: tuple[str, ...] = Field(
+        default=(), description="Modules of the personal head, or globs; empty: the model's default."
+    )
+    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train in place of the weights.")
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
     )
@@ -118,8 +123,11 @@ class LocalSection(Section):
         default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
     )
     kernels: Literal["auto", "off"] = Field(
-        default=Solver.kernels,
+        default=Arithmetic.kernels,
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
+    )
+    precision: Precision = Field(
+        default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
 
     @model_validator(mode="after")
@@ -140,9 +148,9 @@ class LocalSection(Section):
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
         work = Work(self.steps, self.accumulate, self.keep_state)
-        own = {"schedule", "schedule_over", "warmup", "lr_end", "lr_decay", "lr_decay_every"}
-        plain = self.model_dump(exclude=own | {"steps", "accumulate", "keep_state"})
-        return Solver(**plain, schedule=schedule, work=work)
+        kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
+        return Solver(**rest, schedule=schedule, arithmetic=arithmetic, work=work)
 
 
 class FederationSection(Section):
@@ -151,14 +159,8 @@ class FederationSection(Section):
     engine: EngineName = Field(
         default="auto", description="loop, vmap, pool or wire; auto chooses among the first three and says why."
     )
-    device: str = Field(
-        default="auto", description="cpu, cuda, cuda:1, mps or xpu; auto takes an accelerator if torch has one."
-    )
-    threads: int = Field(
-        default=0,
-        ge=0,
-        description="Torch threads; 0: one. Engine pool uses more cores.",
-    )
+    device: str = Field(default="auto", description="auto (what torch finds), cpu, cuda, cuda:1, mps or xpu.")
+    threads: int = Field(default=0, ge=0, description="Torch threads; 0: one. Engine pool uses more cores.")
     chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
     workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
     memory: int = Field(
@@ -244,9 +246,7 @@ class EvaluationSection(Section):
         description="Fraction of clients held out of training; they join at the end and are evaluated.",
     )
     unseen_epochs: int | None = Field(
-        default=None,
-        ge=0,
-        description="Epochs of fine-tuning for held-out clients; 3 by default.",
+        default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."
     )
 
 
@@ -304,7 +304,8 @@ class AttackSection(Section):
     """Simulated clients that lie."""
 
     name: AttackName = Field(
-        default="none", description="none, sign-flip, scaling, noise (of their updates) or label-flip (of their data)."
+        default="none",
+        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
     )
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")

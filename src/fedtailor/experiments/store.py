@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.locking import lock
+from fedtailor.experiments.locking import lock, owner, sign
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
-CHECKPOINT, PREPARATION, FIT = "checkpoint", "preparation.json", "fit.json"
+CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
 DTYPES = {  # as safetensors names them
     torch.float32: "F32",
     torch.float64: "F64",
@@ -195,11 +196,12 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Nobody else may train in this folder meanwhile; the lock ends with the process."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as file:
+        with (self.path / LOCK).open("a+") as file:
             try:
                 lock(file)
             except OSError:
-                raise RetryableError(f"{self.path}: another process is working on this run") from None
+                raise RetryableError(f"{self.path}: another process is working on this run{owner(file)}") from None
+            sign(file)
             yield
 
     def save_checkpoint(
@@ -343,8 +345,5 @@ def _file_name(client: str) -> str:
 
 def new_path(root: Path, name: str) -> Path:
     """A folder under `root` that does not exist yet: name, name-2, name-3, ..."""
-    path, number = root / name, 1
-    while path.exists():
-        number += 1
-        path = root / f"{name}-{number}"
-    return path
+    names = (name if n == 1 else f"{name}-{n}" for n in count(1))
+    return next(path for path in (root / each for each in names) if not path.exists())

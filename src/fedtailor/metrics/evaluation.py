@@ -13,9 +13,9 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.metric import Metric
 from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.rows import Rows, take
-from fedtailor.core.trees import Params, Tree, leaves, moved, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, tree_map, wide, widest
 from fedtailor.errors import RunError
-from fedtailor.training.batches import Batch, on_device, whole
+from fedtailor.training.batches import Batch, brought, on_device, whole
 
 LARGE = 16 * 2**20  # bytes of samples in a pass
 
@@ -35,17 +35,17 @@ def evaluate(
     for split in splits:
         rows: Rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
-        zeros = experiment.model.like.new_zeros(len(members), dtype=torch.float64)
+        zeros = experiment.model.like.new_zeros(len(members), dtype=widest(experiment.device))
         totals = {m.name: zeros.clone() for m in experiment.metrics if m.per_sample}
         kept: list[tuple[Tree, Tensor, Tensor]] = []  # outputs, targets and which of them count
-        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device):
+        for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device, rows.home):
             outputs, y, counts = _outputs(experiment, members, model, rows, split, part, is_stacked=is_stacked)
             if len(totals) < len(experiment.metrics):
                 kept.append((outputs, y, counts))
             flat, targets = tree_map(lambda v: v.flatten(0, 1), outputs), y.flatten(0, 1)
             for metric in experiment.metrics:
                 if metric.per_sample is not None:
-                    values = metric.per_sample(flat, targets).reshape(counts.shape).double()
+                    values = wide(metric.per_sample(flat, targets).reshape(counts.shape))
                     totals[metric.name] += torch.where(counts, values, 0.0).sum(1)  # an error without limit, too
         samples = zeros.new_tensor(sizes)
         out[split] = {
@@ -77,8 +77,9 @@ def _outputs(
         return experiment.algorithm.predict(experiment.model, model, x)
 
     at = part.rows.clamp(max=len(rows.y) - 1)
-    x, y = moved((take(rows.x, at), take(rows.y, at)), experiment.device)
-    counts = torch.ones_like(at, dtype=torch.bool) if part.weight is None else part.weight > 0
+    x, y = brought((take(rows.x, at), take(rows.y, at)), experiment.device)
+    every = experiment.model.like.new_ones(at.shape, dtype=torch.bool)
+    counts = every if part.weight is None else part.weight > 0
     with torch.no_grad():
         if is_stacked:
             with undrawn(experiment.device):
@@ -113,4 +114,4 @@ def _of_all(
         except Exception as error:
             client = experiment.data.clients[member]
             raise RunError(f'evaluation.metrics: "{metric.name}" failed at client {client}: {error}') from error
-    return values.to(experiment.device)
+    return values.to(experiment.device, widest(experiment.device))

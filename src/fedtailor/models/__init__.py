@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedtailor.core.model import BufferPolicy, Model, add_label_prior
+from fedtailor.core.model import BufferPolicy, Model, add_label_prior, is_under
 from fedtailor.core.random import torch_stream
 from fedtailor.core.samples import Shape
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.models import adapters
 from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
 from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
@@ -51,6 +52,7 @@ def build(
     buffers: BufferPolicy = "private",
     prior: bool = False,
     dtype: torch.dtype = torch.float32,
+    adapter: adapters.AdapterConfig | None = None,
 ) -> Model:
     """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
     kind = find(name)
@@ -67,10 +69,14 @@ def build(
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
         said = shape if isinstance(shape, dict) else list(shape)
         raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}") from None
+    own_head = getattr(type(module), "head", ())  # of the class: an instance may have a layer called "head"
+    if adapter is not None:
+        with torch_stream(seed, "adapter"):
+            adapters.add_lora(module, adapter, own_head)
+        own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained(module))]
     if prior:
         add_label_prior(module, outputs)
-    # of the class: an instance may have a layer called "head"
-    return Model(module.to(dtype), head=head or getattr(type(module), "head", ()), buffers=buffers)
+    return Model(module.to(dtype), head=head or own_head, buffers=buffers)
 
 
 def find(name: str) -> Callable[..., nn.Module]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Params, Ragged, flat, unflat
+from fedtailor.core.trees import Params, Ragged, flat, unflat, wide
 from fedtailor.errors import ConfigError, RoundAbandoned, nearest
 
 
@@ -82,7 +82,7 @@ def grown(
 
     def wider(mask: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
         shared, own = (eligible & ~mask).sum(), mask.sum()
-        count = torch.round(rate * shared.double())
+        count = torch.round(rate * wide(shared))
         if overshoot:
             count = torch.where(own < limit * len(mask), count, 0)
         else:
@@ -144,7 +144,7 @@ def mean_over_sharers(packed: Ragged, shared: Tensor, weight: Tensor, otherwise:
 
 def overlap(masks: Tensor) -> Tensor:
     """Intersection over union of every two of a stack of masks [clients, entries]; 1 of two empty ones."""
-    m = masks.double()
+    m = wide(masks)
     both = m @ m.T
     either = m.sum(1)[:, None] + m.sum(1) - both
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)

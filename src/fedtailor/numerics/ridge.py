@@ -31,10 +31,15 @@ def names(model: Model) -> tuple[str, str | None]:
     return weight[0], bias[0] if bias else None
 
 
-def design(model: Model, data: View) -> Tensor:
-    """The samples as rows of features, with a column of ones where the model has a bias; padding is 0."""
+def design(data: View, features: int) -> Tensor:
+    """The samples as rows of features, with a column of ones where one more is asked for (a bias); padding is 0."""
     x = data.x.flatten(1) * data.mask[:, None]
-    return x if names(model)[1] is None else torch.cat([x, data.mask[:, None]], dim=1)
+    return x if x.shape[1] == features else torch.cat([x, data.mask[:, None]], dim=1)
+
+
+def design_of(model: Model, data: View) -> Tensor:
+    """The same, as a linear model needs it."""
+    return design(data, as_vector(model, model.params).shape[0])
 
 
 def as_vector(model: Model, params: Params) -> Tensor:
@@ -52,7 +57,7 @@ def as_params(model: Model, v: Tensor) -> Params:
 
 def statistics(model: Model, data: View) -> Params:
     """All that a linear model needs to know of the data: A with its eigenvectors q and eigenvalues s, b, |Y|^2, n."""
-    x, y = design(model, data), data.y * data.mask[:, None]
+    x, y = design_of(model, data), data.y * data.mask[:, None]
     a = x.mT @ x
     s, q = torch.linalg.eigh(a)
     return {"A": a, "q": q, "s": s.clamp(min=0), "b": x.mT @ y, "yy": y.square().sum(), "n": data.mask.sum()}
@@ -111,9 +116,9 @@ def share(d: Params, r: Tensor) -> Tensor:
     return (1 - own).clamp(0, 1)
 
 
-def left_out_error(model: Model, data: View, d: Params, r: Tensor, w: Tensor) -> Tensor:
+def left_out_error(data: View, d: Params, r: Tensor, w: Tensor) -> Tensor:
     """Sum of squared errors, each sample predicted by the others: residual / (1 - leverage), with w held fixed."""
-    x = design(model, data)
+    x = design(data, w.shape[0])
     leverage = ((x[None] @ covariance(d, r)) * x[None]).sum(-1).mT  # [samples, outputs]
     residual = data.y - x @ shrunk(d, r, w)
     return (data.mask[:, None] * (residual / (1 - leverage).clamp(min=1e-6)).square()).sum()

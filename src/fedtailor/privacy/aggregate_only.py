@@ -22,7 +22,7 @@ from fedtailor.core.engine import Carrying
 from fedtailor.core.per_client import PerClient
 from fedtailor.core.random import stream
 from fedtailor.core.reply_validation import Rejected
-from fedtailor.core.trees import Tree, items, leaves, rebuild
+from fedtailor.core.trees import Tree, items, leaves, rebuild, wide
 from fedtailor.errors import ConfigError, RoundAbandoned
 from fedtailor.privacy.noise import changed_parts, clipped, noisy
 from fedtailor.privacy.robust import RobustMean
@@ -158,11 +158,11 @@ def _summed(fed: Federation, privacy: Privacy, x: PerClient, weight: PerClient |
             fed, privacy, tuple(c for c in clients if c in set(fed.present)), parts, by
         )
     else:
-        terms = [PerClient(x.clients, leaf.rows).rows(fed.group, clients).double() for leaf in parts]
+        terms = [wide(PerClient(x.clients, leaf.rows).rows(fed.group, clients)) for leaf in parts]
         w = fed.model.like.new_ones(len(clients))
         if weight is not None and by is not None:
             w = PerClient(weight.clients, by.rows).rows(fed.group, clients)
-        sums, weights = [torch.tensordot(w.double(), v, dims=1) for v in terms], float(w.double().sum())
+        sums, weights = [torch.tensordot(wide(w), v, dims=1) for v in terms], float(wide(w).sum())
     if privacy.noise:
         sums = noisy(sums, privacy.noise * privacy.clip, _noise_stream(fed, privacy))
     if is_mean:

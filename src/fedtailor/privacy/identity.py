@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,7 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.x509.oid import NameOID
 
+from fedtailor.errors import RunError
+
 CERTIFICATE, KEY, AUTHORITY = "client.crt", "client.key", "rootCA.pem"  # as FLARE names them in a kit
+REVOKED = "revoked.json"  # beside them: certificates that do not count any more, signed by the authority
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,11 @@ class Identity:
     key: Any
     authority: x509.Certificate
     partners: Mapping[str, str]  # name -> sha256 of its certificate, or "" for any that the authority signed
+    revoked: frozenset[str] = frozenset()  # sha256 of certificates
 
     def sign(self, statement: bytes) -> bytes:
         """A signature that everybody with the authority's certificate can check."""
-        if isinstance(self.key, ec.EllipticCurvePrivateKey):
-            return self.key.sign(statement, ec.ECDSA(hashes.SHA256()))
-        signed: bytes = self.key.sign(statement, padding.PKCS1v15(), hashes.SHA256())
-        return signed
+        return signed(self.key, statement)
 
     def name_in(self, certificate: bytes) -> str:
         """Whose certificate it is; a ValueError if this site does not take it for a partner's."""
@@ -46,6 +48,8 @@ class Identity:
             raise ValueError("a partner without a certificate of this federation") from None
         if not read.not_valid_before_utc <= datetime.now(UTC) <= read.not_valid_after_utc:
             raise ValueError(f'the certificate of "{name}" is not valid today')
+        if fingerprint(read) in self.revoked:
+            raise ValueError(f'the certificate of "{name}" was revoked')
         if self.partners and name != self.name:
             if name not in self.partners:
                 raise ValueError(f'"{name}" is not among the partners of this site')
@@ -57,12 +61,7 @@ class Identity:
         """Who signed a statement; a ValueError if nobody of this federation did."""
         name, public = self.name_in(certificate), x509.load_der_x509_certificate(certificate).public_key()
         try:
-            if isinstance(public, ec.EllipticCurvePublicKey):
-                public.verify(signature, statement, ec.ECDSA(hashes.SHA256()))
-            elif isinstance(public, rsa.RSAPublicKey):
-                public.verify(signature, statement, padding.PKCS1v15(), hashes.SHA256())
-            else:
-                raise InvalidSignature
+            _verify(public, signature, statement)
         except InvalidSignature:
             raise ValueError(f'{what} of "{name}" is not signed by it') from None
         return name
@@ -73,14 +72,57 @@ def read_identity(startup: Path, partners: Sequence[str]) -> Identity | None:
     if not all((startup / file).is_file() for file in (CERTIFICATE, KEY, AUTHORITY)):
         return None
     certificate = x509.load_pem_x509_certificate((startup / CERTIFICATE).read_bytes())
+    authority = x509.load_pem_x509_certificate((startup / AUTHORITY).read_bytes())
     (common,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Identity(
         name=str(common.value),
         certificate=certificate.public_bytes(serialization.Encoding.DER),
         key=serialization.load_pem_private_key((startup / KEY).read_bytes(), None),
-        authority=x509.load_pem_x509_certificate((startup / AUTHORITY).read_bytes()),
+        authority=authority,
         partners=dict(_named(partner) for partner in partners),
+        revoked=_revoked(startup.parent / REVOKED, authority),
     )
+
+
+def signed(key: Any, statement: bytes) -> bytes:
+    """A signature by an elliptic or an RSA key."""
+    if isinstance(key, ec.EllipticCurvePrivateKey):
+        return key.sign(statement, ec.ECDSA(hashes.SHA256()))
+    signature: bytes = key.sign(statement, padding.PKCS1v15(), hashes.SHA256())
+    return signature
+
+
+def _verify(public: Any, signature: bytes, statement: bytes) -> None:
+    """Raises `InvalidSignature`."""
+    if isinstance(public, ec.EllipticCurvePublicKey):
+        public.verify(signature, statement, ec.ECDSA(hashes.SHA256()))
+    elif isinstance(public, rsa.RSAPublicKey):
+        public.verify(signature, statement, padding.PKCS1v15(), hashes.SHA256())
+    else:
+        raise InvalidSignature
+
+
+def fingerprint(certificate: x509.Certificate) -> str:
+    """sha256 of a certificate's DER bytes."""
+    return hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest()
+
+
+def statement_of(content: dict[str, Any]) -> bytes:
+    """The words of a list of revoked certificates that the authority signs."""
+    return json.dumps({"revoked": content}, sort_keys=True).encode()
+
+
+def _revoked(path: Path, authority: x509.Certificate) -> frozenset[str]:
+    """Certificates of a signed list; one that the authority did not sign is an error, and not an empty list."""
+    if not path.exists():
+        return frozenset()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        signature = bytes.fromhex(content.pop("signature"))
+        _verify(authority.public_key(), signature, statement_of(content))
+        return frozenset(map(str, content["certificates"]))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, InvalidSignature):
+        raise RunError(f"{path}: not a list that the authority signed; ask the coordinator for it") from None
 
 
 def _named(partner: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
+from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map, wide
 from fedtailor.errors import ConfigError
 
 INSTALL = "install it with: pip install 'fedtailor[privacy]'"
@@ -52,7 +52,7 @@ def clipped(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...], clip:
         return reply
     parts = list(reply) if isinstance(reply, tuple) else [reply]
     moves = {i: tree_map(torch.sub, parts[i], args[j]) for i, j in which.items()}
-    norm = torch.stack([v.double().square().sum() for move in moves.values() for v in leaves(move)]).sum().sqrt()
+    norm = torch.stack([wide(v).square().sum() for move in moves.values() for v in leaves(move)]).sum().sqrt()
     scale = (clip / norm).clamp(max=1.0)  # a change of 0 gives infinity, and so 1
     for i, j in which.items():
         parts[i] = tree_map(lambda old, move: old + scale.to(move.dtype) * move, args[j], moves[i])

@@ -33,16 +33,28 @@ class RobustMean:
     liars: float  # share of the clients
 
     def mean(self, fed: Federation, x: PerClient) -> Tree:
-        """The mean; how far each client is from it, in multiples of the median distance, is recorded."""
+        """The mean; recorded are how far each client is from it, in multiples of the median distance, and who is
+        left out altogether."""
         tree = x.rows(fed.group)
         each = leaves(tree)
+        if not each:
+            return tree
         rows = flat(tree_map(Tensor.double, tree), stacked=True)
-        center = MEANS[self.name](rows, math.floor(self.liars * len(rows)))
+        liars = math.floor(self.liars * len(rows))
+        center = MEANS[self.name](rows, liars)
         away = (rows - center).norm(dim=1)
-        fed.report(distance=list(away / away.median().clamp(min=1e-300)))
+        _report(fed, "distance", away / away.median().clamp(min=1e-300))
+        if self.name == "krum":
+            _report(fed, "left_out", rows.new_ones(len(rows)).index_fill(0, nearest(rows, liars), 0.0))
         sizes = [v[0].numel() for v in each]
         parts = zip(center.split(sizes), each, strict=True)
         return rebuild(tree, (_typed(part.reshape(v.shape[1:]), v.dtype) for part, v in parts))
+
+
+def _report(fed: Federation, name: str, values: Tensor) -> None:
+    """Of several means of a round each client's largest number."""
+    before = values.new_tensor(fed.record.reported.get(name, [0.0] * len(values)))
+    fed.report(**{name: list(torch.maximum(before, values) if len(before) == len(values) else values)})
 
 
 def _typed(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,8 +91,13 @@ def geometric(rows: Tensor, liars: int) -> Tensor:
 def krum(rows: Tensor, liars: int) -> Tensor:
     """The mean of those that are nearest to their neighbours (Multi-Krum), without as many as may lie."""
     _few(rows, liars, liars + 3, "krum")
+    return rows[nearest(rows, liars)].mean(0)
+
+
+def nearest(rows: Tensor, liars: int) -> Tensor:
+    """All but as many as may lie, by the sum of squared distances to their neighbours."""
     apart = torch.cdist(rows, rows).square().sort(1).values[:, 1 : len(rows) - liars - 1]
-    return rows[apart.sum(1).topk(len(rows) - liars, largest=False).indices].mean(0)
+    return apart.sum(1).topk(len(rows) - liars, largest=False).indices
 
 
 def clipped(rows: Tensor, liars: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from fedtailor.report.compare_page import citations, configuration, places, runs
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
 from fedtailor.studies.tables import number
+
+OWN = ("Local", "alone", "trees alone")
 
 
 def fit_page(path: Path) -> Page:
@@ -29,16 +33,18 @@ def fit_page(path: Path) -> Page:
 def summary(record: dict[str, Any]) -> Section:
     """In plain words."""
     metric, means, rows = record["metric"], record["means"], record["sites"]
-    served: dict[str, int] = {}
-    for row in rows.values():
-        served[row["served"]] = served.get(row["served"], 0) + 1
-    who = ", ".join(f"{n} by {name}" for name, n in sorted(served.items(), key=lambda item: -item[1]))
     text = (
         f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}. "
-        f"Served are {who}.",
+        + served_sentence([row["served"] for row in rows.values()]),
+        *gain_sentences(record),
         f"On test data, which no choice has seen, mean {metric} is {value(metric, means['alone'])} when each site "
         f"trains alone, {value(metric, means['common'])} with one common model and "
-        f"{value(metric, means['personal'])} with personal models.",
+        f"{value(metric, means['personal'])} with personal models."
+        + (
+            f" The baseline, nothing but each site's own mean or shares, has {value(metric, means['baseline'])}."
+            if "baseline" in means
+            else ""
+        ),
     )
     figures = (
         Figure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),
@@ -47,6 +53,35 @@ def summary(record: dict[str, Any]) -> Section:
         Figure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone"),
     )
     return Section("summary", "Summary", text, figures)
+
+
+def served_sentence(served: list[str]) -> str:
+    """Who is served by what, as one would say it."""
+    own = [name for name in served if name in OWN]
+    if len(own) == len(served):
+        every = "The site keeps" if len(served) == 1 else f"All {len(served)} sites keep"
+        return f"{every} their own model: sharing did not help any of them by more than its uncertainty."
+    kinds: dict[str, int] = {}
+    for name in served:
+        first = re.sub(r"^\d+ % ", "", name.split(" + ")[0])
+        kinds["its own model" if first in OWN else first] = kinds.get("its own model" if first in OWN else first, 0) + 1
+    parts = [f"{n} mostly by {name}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])]
+    return f"Of {len(served)} sites, served are " + ", ".join(parts) + "."
+
+
+def gain_sentences(record: dict[str, Any]) -> list[str]:
+    """How many sites gain beyond their uncertainty, by the rows that had no part in training."""
+    found = [row["gains"].get("error", {}).get("served") for row in record["sites"].values()]
+    known = [g for g in found if g and math.isfinite(g["sd"])]
+    if len(known) < len(found) or not known:
+        return []
+    sure = sum(g["mean"] > 2 * g["sd"] > 0 for g in known)
+    some = sum(g["mean"] > 0 for g in known) - sure
+    rest = len(known) - sure - some
+    return [
+        f"By rows held out of training, {count(sure, 'site')} gain over their best model alone by more than two "
+        f"standard errors, {some} by less, which may be noise, and {rest} do not gain."
+    ]
 
 
 def sites(record: dict[str, Any]) -> Section:

@@ -28,7 +28,7 @@ from fedtailor.experiments import trust as trusting
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import changed_since, code_of
-from fedtailor.experiments.store import write_atomically
+from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.serving.described import described, model_in
 from fedtailor.serving.personal import Personal, personal, run_of
 
@@ -72,8 +72,9 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
     target = out or Path(f"{site}{ENDINGS[to]}".replace("/", "_"))
     if target.suffix != ENDINGS[to]:
         raise RunError(f"--out {target}: a file for {to} ends in {ENDINGS[to]}")
-    data = reload_experiment(folder, data_root).data
-    x = data.train.of(data.clients.index(site) if site in data.clients else 0)[0][:SAMPLES]
+    if own.trees is not None:
+        raise RunError(f'{run}: the model of "{site}" has boosted trees and cannot be exported; use fedtailor predict')
+    x = _samples(own, folder, site, data_root)
     wanted = own.readable(own.outputs(x))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as part:
@@ -89,6 +90,15 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
             write_atomically(target.with_suffix(".json"), json.dumps(note, indent=1).encode())
         os.replace(made, target)
     return [target] + ([target.with_suffix(".json")] if own.preparation is not None else [])
+
+
+def _samples(own: Personal, folder: RunFolder, site: str, data_root: Path | None) -> Tensor:
+    """What the written model is compared on: of tables any features will do, and the files are not needed."""
+    if own.preparation is not None:
+        made = torch.randn((SAMPLES, len(own.preparation.features)), generator=torch.Generator().manual_seed(0))
+        return made.to(own.model.dtype)
+    data = reload_experiment(folder, data_root).data
+    return data.train.of(data.clients.index(site) if site in data.clients else 0)[0][:SAMPLES]
 
 
 def _same(found: Tensor, wanted: Tensor, what: str) -> None:

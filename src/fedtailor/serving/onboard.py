@@ -52,7 +52,14 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
     if own.preparation is not None and name in own.preparation.sites:
         about["preparation"] = own.preparation.of(name).model_dump(mode="json")
-    return Newcomer(folder.save_newcomer(name, model, about | {"samples": samples} | metrics), samples, metrics)
+    saved_to = folder.save_newcomer(name, model, about | {"samples": samples} | metrics)
+    return Newcomer(saved_to, samples, {split: _in_units(values, own) for split, values in metrics.items()})
+
+
+def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float]:
+    """Errors of a number in units of the target, as people know it."""
+    sd = 1.0 if data.preparation is None else data.preparation.target.sd
+    return {name: value * {"rmse": sd, "mse": sd**2}.get(name, 1.0) for name, value in metrics.items()}
 
 
 def joined_run(path: Path) -> Path:

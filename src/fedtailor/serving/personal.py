@@ -29,6 +29,7 @@ from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
 from fedtailor.serving.described import described, model_in, part_of
+from fedtailor.serving.trees import TreeParts, tree_parts
 
 if TYPE_CHECKING:
     import polars as pl
@@ -49,6 +50,7 @@ class Personal:
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
     notes: list[str] = field(default_factory=list)  # what was told while rows were read
+    trees: TreeParts | None = None  # boosted trees beside the model, where a fit has them
 
     @property
     def title(self) -> str:
@@ -72,7 +74,8 @@ class Personal:
                 self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
                 for a in range(0, max(count(x), 1), ROWS)
             ]
-        return torch.cat(parts)
+        found = torch.cat(parts)
+        return found if self.trees is None else self.trees.mixed(x, found, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
         """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
@@ -84,7 +87,10 @@ class Personal:
         return outputs if target is None else outputs * target.sd + target.mean
 
     def predict(self, rows: Any) -> NDArray[Any]:
-        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array of samples."""
+        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array.
+
+        An array of a table's rows has the columns of training, as they are in a file; a tensor has prepared features.
+        """
         found = self._readable(rows)
         if self.task != "classification":
             return found.squeeze(1) if found.shape[1] == 1 else found
@@ -100,12 +106,25 @@ class Personal:
     def _readable(self, rows: Any) -> NDArray[np.float64]:
         if isinstance(rows, dict) and self.preparation is None:
             x: Tree = {k: torch.as_tensor(v) for k, v in rows.items()}
+        elif isinstance(rows, np.ndarray) and self.preparation is not None:
+            x = self.encode(self.table(Path("rows"), self._named(rows)))
         elif isinstance(rows, np.ndarray | Tensor):
             x = torch.as_tensor(rows)
             x = x.to(self.model.dtype) if x.is_floating_point() else x
         else:
             x = self.encode(self.table(Path("rows"), as_frame(rows)))
         return self.readable(self.outputs(x)).double().numpy()
+
+    def _named(self, rows: NDArray[Any]) -> pl.DataFrame:
+        """An array of rows as they stand in a file: its columns are those of training, in their order."""
+        assert self.preparation is not None
+        names = [column.name for column in self.preparation.columns]
+        if rows.ndim != 2 or rows.shape[1] != len(names):
+            raise DataError(
+                f"rows: an array of shape {list(rows.shape)}; the model takes {len(names)} columns, "
+                f"{', '.join(names)}, as they are in a file; features that are prepared already go in as a tensor"
+            )
+        return as_frame({name: rows[:, i].tolist() for i, name in enumerate(names)})
 
     def table(self, path: Path, frame: pl.DataFrame) -> Table:
         """The columns of a frame that the model uses; `path` is its name in messages."""
@@ -187,6 +206,13 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     if preparation is not None and preparation.sites and site not in preparation.sites:
         raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
     params = folder.newcomer(site) if newcomer else folder.personal(site, kind)
+    trees = None
+    if not newcomer and (path / FIT).exists():
+        row = read_json(path / FIT)["sites"].get(site, {})
+        if "weights" in row:
+            params = _blended(path, site, row["weights"], kind)
+            assert isinstance(says.shape, list)  # of a table
+            trees = tree_parts(path, row, says.shape[0], says.outputs)
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
@@ -196,7 +222,15 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         classes=tuple(says.classes),
         preparation=preparation.of(site) if preparation is not None else None,
         source=str(folder.path),
+        trees=trees,
     )
+
+
+def _blended(path: Path, site: str, weights: dict[str, float], kind: str) -> Params:
+    """The weighted mean of linear models, which predicts the weighted mean of what they predict."""
+    parts = [(weight, RunFolder.open(part_of(path, run)).personal(site, kind)) for run, weight in weights.items()]
+    first = parts[0][1]
+    return {name: sum((w * m[name] for w, m in parts), torch.zeros_like(first[name])) for name in first}
 
 
 def predicted(model: Personal, file: Path) -> pl.DataFrame:
@@ -206,12 +240,20 @@ def predicted(model: Personal, file: Path) -> pl.DataFrame:
     if file.suffix == ".npz":
         x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
         x = x.to(model.model.dtype) if x.is_floating_point() else x
-        frame = pl.DataFrame({"sample": range(len(x))})
-    elif client_name(file) is None:
+        return _with_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x)
+    if client_name(file) is None:
         raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
-    else:
-        frame, values = read_rows(file)
-        x = model.encode(model.table(file, values))
+    return predicted_rows(model, file, *read_rows(file))
+
+
+def predicted_rows(model: Personal, file: Path, frame: pl.DataFrame, values: pl.DataFrame) -> pl.DataFrame:
+    """Rows as they are written, with predictions; `values` are the same with decimal points."""
+    return _with_predictions(model, file, frame, model.encode(model.table(file, values)))
+
+
+def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor) -> pl.DataFrame:
+    import polars as pl
+
     try:
         found = model.readable(model.outputs(x))
     except RuntimeError as error:

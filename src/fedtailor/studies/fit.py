@@ -1,8 +1,9 @@
 """Own data in one line: sensible settings, every site alone and in common beside it, and a personal model for each.
 
-With "auto", candidates are compared by successive halving: half of them are dropped at each budget, the others go on
-from their checkpoints. Then each site gets the one that serves it best. All of it on validation data; test data is
-read by the runs that end, for the table, and by no choice.
+Tables are fitted by solved models and trees (`table_fit`). Elsewhere, or with a model that is named, candidates are
+compared by successive halving: half of them are dropped at each budget, the others go on from their checkpoints. Then
+each site gets the one that serves it best. All of it on validation data; test data is read by the runs that end, for
+the table, and by no choice.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Any
 import torch
 
 from fedtailor import algorithms, data
-from fedtailor.core.algorithm import reply_names
 from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.samples import FederatedData
-from fedtailor.data.fingerprint import digest
-from fedtailor.errors import ClientError, ConfigError, RunError, UserError
+from fedtailor.errors import ClientError, ConfigError, UserError
 from fedtailor.experiments import runner, trust
 from fedtailor.experiments.building import build_experiment, load
 from fedtailor.experiments.config import RunConfig, parse, with_settings, with_values
-from fedtailor.experiments.source_code import code_of, difference
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, read_json, write_json
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.serving.personal import Personal
+from fedtailor.studies import table_fit
+from fedtailor.studies.fit_folder import claimed
 from fedtailor.studies.grid import Cell, Told, folder_name
 from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
+from fedtailor.studies.table_record import shared, table_record
 
 ROUNDS = 32
+TABLES = ("folder", "heart-disease")  # sources of tables
 ALONE, COMMON = "local", "fedavg"
 KIND = "last"  # round; choosing the best one on validation data would flatter those that vary most
 MOST_ROWS = 100_000  # of a site that are used, unless data.max_samples says otherwise
@@ -74,9 +76,8 @@ class Plan:
         return [self.alone, self.common, *self.candidates]
 
 
-def plan(
+def read(
     source: Mapping[str, Any],
-    out: Path,
     *,
     algorithm: str = "auto",
     rounds: int = 0,
@@ -85,14 +86,28 @@ def plan(
     values: Mapping[str, Any] | None = None,
     data_root: Path | None = None,
     loaded: FederatedData | None = None,
-) -> Plan:
-    """Read the data, settle what was left open, and check every run before the first one begins."""
+) -> tuple[dict[str, Any], FederatedData]:
+    """The tables of a configuration, as far as they are settled by the user, and the data."""
     tables: dict[str, Any] = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
     tables = with_values(with_settings(tables, settings), values or {})
     if "algorithm" in tables and algorithm == "auto":
         raise ConfigError("--set algorithm...: for one algorithm; name it with --algorithm")
-    base: RunConfig = parse(tables, origin="fit")
-    loaded = loaded or load(base, data_root)
+    if loaded is not None:
+        return tables, loaded
+    is_said = "val" in source or "data.val" in (values or {}) or any(s.startswith("data.val=") for s in settings)
+    if algorithm == "auto" and "model" not in tables and tables["data"]["source"] in TABLES and not is_said:
+        folded = tables | {"data": tables["data"] | {"val": 0.0}}  # folds take the place of validation rows
+        found = load(parse(folded, origin="fit"), data_root)
+        if table_fit.is_for(found, folded, algorithm):
+            return folded, found
+    return tables, load(parse(tables, origin="fit"), data_root)
+
+
+def plan(
+    source: Mapping[str, Any], out: Path, *, algorithm: str = "auto", data_root: Path | None = None, **options: Any
+) -> Plan:
+    """Read the data, settle what was left open, and check every run before the first one begins; options: of `read`."""
+    tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
     tables = settled(tables, loaded, algorithm)
@@ -158,45 +173,38 @@ def fit(
     algorithm: str = "auto",
     data_root: Path | None = None,
     told: Told = lambda cell, round, rounds: None,
+    time_limit: float = 0.0,
     **options: Any,
 ) -> dict[str, Any]:
     """Run what is missing of a fit, choose for every site, and record it; returns the record, as fit.json has it.
 
     source: the table [data] of a configuration; a folder of files if it names no source.
     options: as those of `plan`.
+    time_limit: seconds, for tables; candidates for which there is no time are left out, and named. 0 is none.
     """
-    made = plan(source, out, algorithm=algorithm, data_root=data_root, **options)
-    claim = {
-        "algorithm": algorithm,
-        "caution": CAUTION,
-        "runs": [cell.config.plain() for cell in made.cells],
-        "files": digest(made.alone.config.data),
-        "code": [code_of(cell.config) for cell in made.cells],
-    }
-    _claim(out, claim)
+    tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
+    if table_fit.is_for(loaded, tables, algorithm):
+        return _fit_tables(tables, loaded, out, data_root, told, time_limit)
+    made = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
+    claim = claimed(out, algorithm, made.cells)
     finished, dropped = run_plan(made, data_root, told)
     record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
     write_json(out / FIT, record)
     return record
 
 
-def _claim(out: Path, claim: dict[str, Any]) -> None:
-    """A folder belongs to one fit, and the same fit goes on in it."""
-    path = out / FIT
-    if path.exists():
-        now = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
-        there = now | read_json(path)["settings"]
-        if there | now != claim:
-            raise RunError(f"{out}: holds another fit; choose another folder with --out")
-        if there["files"] != claim["files"]:
-            raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
-        if what := next(filter(None, map(difference, there["code"], claim["code"])), ""):
-            raise RunError(f"{out}: {what} since it was fitted; choose another folder with --out")
-        return
-    if out.exists() and any(out.glob(f"*/{CONFIG}")):
-        raise RunError(f"{out}: holds other runs; choose another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"settings": claim})
+def _fit_tables(
+    tables: dict[str, Any], loaded: FederatedData, out: Path, root: Path | None, told: Told, limit: float
+) -> dict[str, Any]:
+    cells = table_fit.cells_of(tables, loaded, out)
+    claim = claimed(out, "auto", cells)
+    held = read_json(out / FIT)
+    if "sites" in held:
+        return dict(held)
+    found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
+    record = {"settings": claim} | table_record(found, data, out) | {"dropped": found.dropped}
+    write_json(out / FIT, record)
+    return record
 
 
 def run_plan(made: Plan, data_root: Path | None, told: Told) -> tuple[list[Cell], list[dict[str, Any]]]:
@@ -337,9 +345,3 @@ def _tested(cell: Cell, metric: str) -> list[float]:
     results = RunFolder(cell.folder).results
     assert results is not None
     return list(results[KIND]["clients"][metric])
-
-
-def shared(cell: Cell) -> dict[str, str]:
-    """In words, what leaves a site and what stays."""
-    made = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
-    return {"sent": ", ".join(reply_names(made)) or "nothing", "private": made.private}

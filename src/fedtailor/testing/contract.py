@@ -48,6 +48,7 @@ CASES: dict[str, Case] = {
     "full-batch": {"solver": FULL_BATCH},
     "batchnorm-private": {"model": "normed", "sizes": EVEN_SIZES},
     "batchnorm-mean": {"model": "normed", "sizes": EVEN_SIZES, "buffers": "mean"},
+    "adapters": {"model": "adapted"},
     "conv": {"model": "conv", "shape": (1, 6, 6)},
     "one-client": {"names": ("ada",)},
     "one-sample": {"names": ("bo",)},

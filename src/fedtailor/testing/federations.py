@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -80,6 +81,34 @@ class Normed(nn.Module):
         return self.out(torch.tanh(self.norm(self.first(x))))
 
 
+class LowRank(nn.Module):
+    """A fixed dense layer with an adapter, under the names that peft gives."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(inputs, outputs).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, outputs, bias=False)})
+        self.scaling = {"default": 1.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        change: Tensor = self.lora_B["default"](self.lora_A["default"](x))
+        return self.base_layer(x) + self.scaling["default"] * change
+
+
+class Adapted(nn.Module):
+    """Two fixed dense layers with adapters, and a head that is trained."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.first = LowRank(math.prod(shape), 5)
+        self.second = LowRank(5, 4)
+        self.out = nn.Linear(4, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
+
+
 class SmallConv(nn.Module):
     """One convolution on small grey images."""
 
@@ -111,16 +140,17 @@ def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
 def usual(algorithm: Algorithm) -> dict[str, Any]:
     """The first case that an algorithm can serve."""
     linear, normed = {"model": "linear", "task": "regression"}, {"model": "normed", "sizes": EVEN_SIZES}
-    return dict(next(c for c in ({}, linear, normed) if suits(algorithm, c)))
+    return dict(next(c for c in ({}, linear, {"model": "linear"}, normed, {"model": "adapted"}) if suits(algorithm, c)))
 
 
 def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:
-    """In float64: "mlp", "linear", "normed" or "conv"; the head is the last layer."""
+    """In float64: "mlp", "linear", "normed", "adapted" or "conv"; the head is the last layer."""
     if name in ("mlp", "linear"):
         options = {"hidden": (5,)} if name == "mlp" else {}
         return build(name, data.shape, data.outputs, seed=1, options=options, dtype=F64)
     with torch_stream("initial values"):
-        module = (Normed if name == "normed" else SmallConv)(data.shape, data.outputs).to(F64)
+        kinds: dict[str, type[nn.Module]] = {"normed": Normed, "adapted": Adapted, "conv": SmallConv}
+        module = kinds[name](data.shape, data.outputs).to(F64)
     return Model(module, head=["out"], buffers=buffers)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.core.trees import Tree, tree_map
+
+T = TypeVar("T")
 Orders = Sequence[np.ndarray]  # one order of the rows 0..n-1 per pass over the data
 
 
@@ -24,21 +27,16 @@ class Batch:
     index: Tensor | None = None  # the rows as their client counts them, from 0; only for a loss that asks
     places: Tensor | None = None  # of its rows in a `PerSample`; of padding, one that is nobody's
 
+    def part(self, first: int, last: int) -> Batch:
+        """Some of its rows."""
+        by_row = {k: getattr(self, k) for k in ("rows", "weight", "index", "places")}
+        cut_out = {k: None if v is None else v[..., first:last] for k, v in by_row.items()}
+        return replace(self, **cut_out, drawn=None if self.drawn is None else self.drawn[..., first:last, :])
 
-def parts_of(batch: Batch, size: int, least: int = 1) -> list[Batch]:
-    """A batch in pieces of `size` rows, as gradients are accumulated over them."""
-    spans = cut(np.arange(batch.rows.shape[-1]), size, least)
 
-    def piece(value: Tensor | None, first: int, last: int) -> Tensor | None:
-        return None if value is None else value[..., first:last]
-
-    out = []
-    for span in spans:
-        first, last = int(span[0]), int(span[-1]) + 1
-        drawn = None if batch.drawn is None else batch.drawn[..., first:last, :]
-        weight, index, places = (piece(v, first, last) for v in (batch.weight, batch.index, batch.places))
-        out.append(Batch(batch.rows[..., first:last], weight, batch.active, drawn, index, places))
-    return out
+def spans(rows: int, size: int, least: int = 1) -> list[tuple[int, int]]:
+    """A batch in pieces of `size` rows, as gradients are accumulated over them: where each begins and ends."""
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in cut(np.arange(rows), size, least)]
 
 
 class PerSample:
@@ -69,20 +67,22 @@ def with_places(batches: Sequence[Batch]) -> tuple[list[Batch], int]:
     return out, len(known) + 1
 
 
-def on_device(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]:
-    """The batches where the model is; one copy for all tensors of a kind, whatever the number of steps."""
+def on_device(batches: Sequence[Batch], device: torch.device, data: torch.device) -> Sequence[Batch]:
+    """The batches where the model is, but rows where the data are.
+
+    One copy for all tensors of a kind, whatever the number of steps.
+    """
     if device.type == "cpu" or not batches:
         return batches
-    columns = {
-        k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "index", "places")
-    }
-    moved: dict[str, Any] = {k: _moved(values, device) for k, values in columns.items()}
+    names = ("rows", "weight", "active", "drawn", "index", "places")
+    columns = {k: [getattr(batch, k) for batch in batches] for k in names}
+    moved: dict[str, Any] = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
     return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 
 
 def _moved(values: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
     given = [v for v in values if v is not None]
-    if not given:
+    if not given or given[0].device == device:
         return list(values)
     flat = torch.cat([v.reshape(-1) for v in given]).to(device)
     each = iter(flat.split([v.numel() for v in given]))
@@ -164,3 +164,23 @@ def whole(starts: Sequence[int], sizes: Sequence[int], batch_size: int, dtype: t
     """Every row once, in order: for evaluation and full-data views of a stack of clients."""
     orders = [[np.arange(n)] if n else [] for n in sizes]
     return stacked(starts, orders, batch_size, dtype)
+
+
+def ahead(batches: Sequence[Batch], load: Callable[[Batch], T], *, is_apart: bool) -> Iterator[tuple[Batch, T]]:
+    """Each batch with its samples; from data that lie apart from the model, the next ones are on their way already."""
+    if not is_apart:
+        yield from ((batch, load(batch)) for batch in batches)
+        return
+    waiting: tuple[Batch, T] | None = None
+    for batch in batches:
+        coming = batch, load(batch)
+        if waiting is not None:
+            yield waiting
+        waiting = coming
+    if waiting is not None:
+        yield waiting
+
+
+def brought(samples: Tree, device: torch.device) -> Tree:
+    """Samples from the host to the device, while it computes."""
+    return tree_map(lambda v: v if v.device == device else v.pin_memory().to(device, non_blocking=True), samples)

@@ -13,6 +13,7 @@ from fedtailor.core.experiment import OwnSteps
 from fedtailor.core.random import brief_stream
 from fedtailor.core.rows import Rows
 from fedtailor.core.trees import Params, Tree
+from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
 from fedtailor.training.schedules import Schedule
@@ -40,7 +41,7 @@ class Solver:
     clip: float = 0.0  # largest norm of a step's gradient; 0 is no limit
     batch_size: int = 32  # 0 is the whole data
     augment: Literal["crop-flip"] | None = None
-    kernels: Literal["auto", "off"] = "auto"  # fast paths where there are some, or the general path always
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
     schedule: Schedule = field(default_factory=Schedule)
     work: Work = field(default_factory=Work)
 

@@ -22,10 +22,11 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.rows import Rows, take
 from fedtailor.core.task import Loss
-from fedtailor.core.trees import Params, Tree, leaves, moved, rebuild
+from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.training import optimizers
+from fedtailor.training.arithmetic import LossScale
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, on_device, parts_of, with_places
+from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, spans, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -80,15 +81,19 @@ class Training:
         count = None if kept is None else kept["count"]
         drawn = self.draw(self.is_stacked)
         factors, direction = self._factors(drawn, t["lr"]), optimizers.find(self.solver.optimizer)
+        scaling = self.solver.arithmetic.scaling(t["lr"])
         drawn, starts = self._starts(drawn)
-        batches = on_device(drawn, self.model.device)
+        device, home = self.model.device, self.data.home
+        batches = on_device(drawn, device, home)
         with torch.set_grad_enabled(differentiable):
-            for number, batch in enumerate(batches, start=1):
+            loaded = ahead(batches, self.samples, is_apart=device != home)
+            for number, (batch, samples) in enumerate(loaded, start=1):
                 before = buffers
-                if batch.active is not None:
+                if batch.active is not None or scaling is not None:
                     buffers = {k: v.clone() for k, v in buffers.items()}
-                of_part = partial(self._gradient, params, buffers, t, starts, differentiable)
-                gradient = self._accumulated(batch, t["lr"], of_part)
+                of_part = partial(self._gradient, params, buffers, t, starts, differentiable, scaling)
+                gradient, counts = self._accumulated(batch, samples, of_part)
+                batch = batch if counts is None else _without(batch, counts)
                 if t["center"] is not None:
                     mu = t["mu"]
                     pulled = {k: gradient[k] + _wide(mu, c) * (params[k] - c) for k, c in t["center"].items()}
@@ -100,10 +105,11 @@ class Training:
                     count = count + (1 if batch.active is None else batch.active.to(count.dtype))
                 for k, g in gradient.items():
                     nth = number if count is None else _wide(count, g).to(torch.float64)
-                    remembered = list(memory[k])
+                    known = list(memory[k])
                     step = -_wide(lr, g) * direction(self.solver, params[k], g, memory[k], nth)
-                    if kept is not None and batch.active is not None:  # who takes no step remembers none
-                        memory[k] = [_chosen(batch.active, *pair) for pair in zip(memory[k], remembered, strict=True)]
+                    if known and batch.active is not None and not (kept is None and counts is None):
+                        # who takes no step remembers none
+                        memory[k] = [_chosen(batch.active, *pair) for pair in zip(memory[k], known, strict=True)]
                     if t["mask"] is not None:
                         step = step * t["mask"][k]
                     if batch.active is not None:
@@ -125,22 +131,29 @@ class Training:
             return {k: new[k] for k in params}
         return {k: _chosen(batch.active, new[k], params[k]) for k in params}
 
-    def _accumulated(self, batch: Batch, like: Tensor, of_part: Callable[[Batch], Params]) -> Params:
-        """The gradient of a step: of one batch or, weighted by samples, the mean of several."""
-        solver = self.solver
+    def _accumulated(
+        self, batch: Batch, samples: tuple[Tree, Tensor], of_part: Callable[..., tuple[Params, Tensor | None]]
+    ) -> tuple[Params, Tensor | None]:
+        """The gradient of a step, and whether it counts: of one batch or, weighted by samples, the mean of several."""
+        solver, whole = self.solver, samples[1].shape[int(self.is_stacked)]
         if solver.work.accumulate == 1:
-            return of_part(batch)
+            return of_part(batch, samples)
         total: Params = {}
-        for part in parts_of(batch, solver.batch_size, 2 if self.model.batch_statistics else 1):
-            share = like.new_tensor(part.rows.shape[-1] / batch.rows.shape[-1])
+        counts: Tensor | None = None
+        for first, last in spans(whole, solver.batch_size, 2 if self.model.batch_statistics else 1):
+            part = batch.part(first, last)
+            at = (slice(None), slice(first, last)) if self.is_stacked else slice(first, last)
+            gradient, finite = of_part(part, tree_map(lambda v, at=at: v[at], samples))
+            share: Tensor = self.model.like.new_tensor((last - first) / whole)
             if part.weight is not None and batch.weight is not None:
                 share = part.weight.sum(-1) / batch.weight.sum(-1).clamp(min=1)
-            total = {k: _wide(share, g) * g + (total[k] if total else 0) for k, g in of_part(part).items()}
-        return total
+            total = {k: _wide(share, g) * g + (total[k] if total else 0) for k, g in gradient.items()}
+            counts = finite if counts is None or finite is None else counts & finite
+        return total, counts
 
     def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
-        x, y = moved((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
+        x, y = brought((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
     def _starts(self, batches: Sequence[Batch]) -> tuple[Sequence[Batch], dict[str, PerSample]]:
@@ -160,8 +173,13 @@ class Training:
         t: Tree,
         starts: dict[str, PerSample],
         differentiable: bool,
+        scaling: LossScale | None,
         batch: Batch,
-    ) -> Params:
+        samples: tuple[Tree, Tensor],
+    ) -> tuple[Params, Tensor | None]:
+        """The gradient, and whether it counts; None where it always does."""
+        device, how = self.model.device, self.solver.arithmetic
+
         def loss(
             params: Params,
             buffers: Params,
@@ -174,11 +192,15 @@ class Training:
         ) -> Tensor:
             tensors = params | buffers | frozen | start
             if self.own_loss is None:
-                losses = self.loss(self.model(tensors, x, training=True), y)
+                with how.cast(device):
+                    output = self.model(tensors, x, training=True)
+                losses = self.loss(output.to(self.model.dtype) if how.is_lower else output, y)
             else:
                 known = {"weight": y.new_ones(len(y), dtype=self.model.dtype) if weight is None else weight}
                 known |= {} if index is None else {"index": index}
-                losses = self.own_loss(tensors, x, y, **{name: known[name] for name in wants(self.own_loss)})
+                with how.cast(device):
+                    losses = self.own_loss(tensors, x, y, **{name: known[name] for name in wants(self.own_loss)})
+                losses = losses.to(self.model.dtype) if how.is_lower else losses
                 if losses.shape != y.shape[:1]:
                     raise TypeError(
                         f"me.sgd: loss must give one number per sample, here {len(y)}; it gave shape "
@@ -187,8 +209,8 @@ class Training:
             return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
         if not params:
-            return {}
-        x, y = self.samples(batch)
+            return {}, None
+        x, y = samples
         if selection.uses_channels_last(self, differentiable):
             x = layout.channels_last(x)
         start = {k: kept.read(batch) for k, kept in starts.items()}
@@ -199,15 +221,21 @@ class Training:
             if self.is_stacked:
                 dims = (None if v is None else 0 for v in (batch.weight, batch.index))
                 per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, *dims))
-                total = per_client(params, buffers, frozen, start, x, y, batch.weight, batch.index).sum()
+                total = per_client(params, buffers, frozen, start, x, y, batch.weight, batch.index)
             else:
                 total = loss(params, buffers, frozen, start, x, y, batch.weight, batch.index)
+            if scaling is not None:
+                total = total * scaling.scale
+            total = total.sum() if self.is_stacked else total
             for k, values in start.items():
                 starts[k].write(batch, values)
             gradients = torch.autograd.grad(
                 total, list(params.values()), create_graph=differentiable, materialize_grads=True
             )
-        return dict(zip(params, gradients, strict=True))
+        if scaling is None:
+            return dict(zip(params, gradients, strict=True)), None
+        own, counts = scaling.unscaled(gradients)
+        return dict(zip(params, own, strict=True)), counts
 
     def _factors(self, batches: Sequence[Batch], like: Tensor) -> list[Tensor]:
         """Of the step size in each step, by client if they are stacked; none if it is the same in all."""
@@ -286,6 +314,11 @@ def _wide(value: Tensor, like: Tensor) -> Tensor:
 def _chosen(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """What is new for clients that are active, what was there for the others."""
     return torch.where(_wide(active, new), new, old)
+
+
+def _without(batch: Batch, counts: Tensor) -> Batch:
+    """The batch of a step that only those clients take whose gradients are finite."""
+    return replace(batch, active=counts if batch.active is None else batch.active & counts)
 
 
 def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:

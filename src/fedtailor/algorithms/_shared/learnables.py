@@ -21,8 +21,8 @@ class Learnables:
 
     positive: Positive = "exp"
     """How learned numbers are kept positive."""
-    learned: tuple[str, ...] = ("lam", *SCALARS)
-    """What is learned."""
+    learned: tuple[str, ...] = ("lam",)
+    """What is learned: lam, and any of p, rho, eta, gamma, theta."""
     lam: float = 1.0
     """First degree."""
     rho: float = 1.0
@@ -30,10 +30,13 @@ class Learnables:
     theta: float = 1.0
     """First step of the dual: 1 as in ADMM, whose dual is scaled, or rho as in the paper."""
     cells: int = 10
-    """Exchanges with the server per round: cells, or steps of eb."""
+    """Exchanges with the server per round."""
     per_cell: bool = False
     """Learn other numbers for every cell."""
-    outer_lr: float = 0.05
+    reach: float = 2.0
+    """Steps and weights stay within this factor of their first values, that of the dual below its own: farther away
+    the cells may diverge. 0 sets no bounds (paper)."""
+    outer_lr: float = 0.3
     """Step size of learning."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """How learned numbers take their step; sgd has its gradient clipped at norm 1 (paper)."""
@@ -49,8 +52,10 @@ class Learnables:
         return read(raw[cell] if self.per_cell else raw, w.shape, self.positive)
 
     def step(self, learned: Tree, gradient: Tensor) -> Tree:
-        """After one step along the gradient of the outer loss."""
-        return (adam if self.optimizer == "adam" else descend)(learned, gradient, self.outer_lr, self.learned)
+        """After one step along the gradient of the outer loss; see `reach`."""
+        after = (adam if self.optimizer == "adam" else descend)(learned, gradient, self.outer_lr, self.learned)
+        first = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
+        return after | {"raw": bounded(after["raw"], first, self.reach, self.positive)} if self.reach else after
 
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
@@ -82,6 +87,13 @@ def by_raw(raw: Tensor, bars: list[Params], positive: Positive) -> Tensor:
     return bar * passes.to(bar.dtype)
 
 
+def bounded(raw: Tensor, first: dict[str, float], reach: float, positive: Positive) -> Tensor:
+    """With scalars not farther than a factor from their first values; degrees are free, any of them is stable."""
+    ends = raw.new_tensor([[first[k] / reach, first[k] * (reach if k != "theta" else 1)] for k in SCALARS])
+    low, high = (ends.log() if positive == "exp" else ends).unbind(-1)
+    return torch.cat([degrees(raw), raw[..., -len(SCALARS) :].clamp(low, high)], dim=-1)
+
+
 def chosen(raw: Tensor, names: tuple[str, ...]) -> Tensor:
     """1 at the entries of raw that are learned."""
     lam = raw.new_full((raw.shape[-1] - len(SCALARS),), float("lam" in names))
@@ -93,9 +105,9 @@ def degrees(raw: Tensor) -> Tensor:
     return raw[..., : -len(SCALARS)]
 
 
-def pulled(raw: Tensor, mean: Tensor, pull: float) -> Tensor:
-    """With degrees nearer to the clients' mean."""
-    return torch.cat([torch.lerp(degrees(raw), mean, pull), raw[..., -len(SCALARS) :]], dim=-1)
+def pulled(raw: Tensor, common: Tensor, pull: float) -> Tensor:
+    """With degrees nearer to the common ones."""
+    return torch.cat([torch.lerp(degrees(raw), common, pull), raw[..., -len(SCALARS) :]], dim=-1)
 
 
 def adam(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...]) -> Tree:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
 from fedtailor.core.algorithm import NUMBER, on_client
-from fedtailor.core.context import ClientContext
+from fedtailor.core.context import ClientContext, View
 from fedtailor.core.traffic import Exchange, FusedRound
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.numerics import ridge
@@ -56,21 +56,24 @@ class Bars(NamedTuple):
     a: Tensor
 
 
-def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree) -> FusedRound | None:
+def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callable[[], View]) -> FusedRound | None:
     """The outer epoch of `algorithm`; None if no client has data for the outer loss."""
     data = state["held"] if algorithm.outer == "holdout" else state["d"]
     learned, w = state["learned"], server["w"]
     count = data["n"].sum()
     if count == 0:
         return None
+    both = {"state": state, "samples": tuple(samples()) if algorithm.outer == "loo" else ()}
     with torch.no_grad():
-        blocks = [_Block(algorithm, part, w.shape) for part in _parts(state)]
+        blocks = [_Block(algorithm, part["state"], w.shape) for part in _parts(both)]
         totals = [torch.stack(each).sum(0) for each in zip(*(b.totals() for b in blocks), strict=True)]
         forward = [b.forward(w) for b in blocks]
         after = _exchanged(forward, lambda sums, i: sums / totals[i])  # (12)
         w = after[-1]
         exact = algorithm.gradient == "exact"
-        back = [b.back(count, totals, exact=exact) for b in blocks]
+        starts = [b.outer_slopes(w, count, p["samples"]) for b, p in zip(blocks, _parts(both), strict=True)]
+        w_bar = torch.stack([s for _, s in starts]).sum(0)
+        back = [b.back(v, w_bar, totals, exact=exact) for b, (v, _) in zip(blocks, starts, strict=True)]
         _exchanged(back, lambda sums, i: sums)
         gradient = torch.cat([b.by_raw(totals, after) for b in blocks])
         v, z, a = (torch.cat([getattr(b, name) for b in blocks]) for name in "vza")
@@ -81,12 +84,14 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree) -> FusedRound | 
         Exchange("outer_loss", (w,), 1, taped=True),
         Exchange("learn", (), 1, taped=False),
     ]
-    mean = learnables.degrees(learned["raw"]).mean(0)
+    replies = learnables.degrees(gradient if algorithm.pull else learned["raw"])
+    common = algorithm.common_step(server["common"], replies.sum(0) if algorithm.pull else replies.mean(0))
     if algorithm.pull:
-        learned = learned | {"raw": learnables.pulled(learned["raw"], mean, algorithm.pull)}
-        exchanges.append(Exchange("agree", (mean,), 1, taped=False))
+        degrees = learnables.degrees(common["raw"])
+        learned = learned | {"raw": learnables.pulled(learned["raw"], degrees, algorithm.pull)}
+        exchanges.append(Exchange("agree", (degrees,), 1, taped=False))
     made = state | {"v": v, "z": z, "a": a, "learned": learned}
-    return FusedRound(made, server | {"w": w, "degrees": mean}, largest, exchanges)
+    return FusedRound(made, server | {"w": w, "common": common}, largest, exchanges)
 
 
 @on_client(sends=(NUMBER, NUMBER, NUMBER))
@@ -114,12 +119,12 @@ def slope(self: UnrolledADMM, me: ClientContext) -> tuple[Tree, Tree]:
     return me.state, me.grad["learned"]["raw"].square().sum()
 
 
-def _parts(state: Tree) -> Iterator[Tree]:
+def _parts(both: Tree) -> Iterator[Tree]:
     """Blocks of clients whose vectors stay in the cache of a core."""
-    clients, numbers = state["v"].shape[0], state["v"][0].numel()
+    clients, numbers = both["state"]["v"].shape[0], both["state"]["v"][0].numel()
     size = max(1, BLOCK // numbers)
     for first in range(0, clients, size):
-        yield tree_map(lambda x, first=first: x[first : first + size], state)
+        yield tree_map(lambda x, first=first: x[first : first + size], both)
 
 
 def _exchanged(blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
@@ -140,8 +145,8 @@ class _Block:
     """Some clients on their way through the cells and back."""
 
     def __init__(self, algorithm: UnrolledADMM, state: Tree, shape: torch.Size) -> None:
-        self.state, self.positive = state, algorithm.positive
-        self.data = state["held"] if algorithm.outer == "holdout" else state["d"]
+        self.algorithm, self.state = algorithm, state
+        self.direct = torch.zeros_like(self.raw)  # by the learned numbers, not by way of the cells
         self.v, self.z, self.a = state["v"], state["z"], state["a"]
         sets = self.raw.unbind(1) if algorithm.per_cell else [self.raw]
         self.sets = [_numbers(state["d"], learnables.read(one, shape, algorithm.positive)) for one in sets]
@@ -175,11 +180,26 @@ class _Block:
             self.v, self.z, self.a = v, z, a
             w = yield (n.weight * sent).sum(0)
 
-    def back(self, count: Tensor, totals: list[Tensor], *, exact: bool) -> Generator[Tensor, Tensor, None]:
-        """From the derivative by the last v to those in every cell; yields the block's part of the one by w."""
-        v = 2 / count * (self.data["A"] @ self.v - self.data["b"])
+    def outer_slopes(self, w: Tensor, count: Tensor, samples: Any) -> tuple[Tensor, Tensor]:
+        """The derivative of the outer loss by the last v and, the block's part of it, by w; `direct` is kept."""
+        if self.algorithm.outer != "loo":
+            data = self.state["held" if self.algorithm.outer == "holdout" else "d"]
+            return 2 / count * (data["A"] @ self.v - data["b"]), torch.zeros_like(w)
+
+        def error(raw: Tensor, w: Tensor) -> Tensor:
+            def of_one(raw: Tensor, d: Params, samples: View) -> Tensor:
+                return self.algorithm.left_out_error({"learned": {"raw": raw}, "d": d}, samples, w)
+
+            total: Tensor = torch.vmap(of_one)(raw, self.state["d"], View(*samples)).sum() / count
+            return total
+
+        self.direct, slope = torch.func.grad(error, argnums=(0, 1))(self.raw, w)
+        return torch.zeros_like(self.v), slope
+
+    def back(self, v: Tensor, w: Tensor, totals: list[Tensor], *, exact: bool) -> Generator[Tensor, Tensor, None]:
+        """From the derivatives by the last v and w to those in every cell; yields the block's part of the one by w."""
         z = a = torch.zeros_like(v)
-        w = torch.zeros_like(self.cells[0].w)
+        w = w if exact else torch.zeros_like(w)
         for n, total in zip(reversed(self.numbers), reversed(totals), strict=True):
             w_bar = w
             if exact:
@@ -200,7 +220,7 @@ class _Block:
         each = list(zip(self.cells, self.bars, totals, after, strict=True))
         own = [[one] for one in each] if len(self.sets) > 1 else [each]
         found = [_by_numbers(n, part) for n, part in zip(self.sets, own, strict=True)]
-        return learnables.by_raw(self.raw, found, self.positive)
+        return self.direct + learnables.by_raw(self.raw, found, self.algorithm.positive)
 
     def largest(self) -> Tensor:
         """The largest number of all replies."""

@@ -7,31 +7,35 @@ of (12); theta, rho, eta steps of (9), (10), (11). The penalty is rho |.|^2, for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables, unrolled
 from fedtailor.algorithms.empirical_bayes import VECTOR
 from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
-from fedtailor.core.context import ClientContext
+from fedtailor.core.context import ClientContext, View
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError
 from fedtailor.numerics import ridge
 
-DEGREES = ReplySpec("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
+DEGREES = ReplySpec(
+    "degrees", lambda algorithm, model: learnables.degrees(algorithm.server_init(model)["common"]["raw"])
+)
 
 
 @dataclass(frozen=True)
 class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
     """An outer epoch: the cells forward, the gradient of the outer loss back, a step of the learned numbers."""
 
-    outer: Literal["eb", "loo", "holdout", "train"] = "eb"
-    """What degrees are learned by: empirical Bayes, leave-one-out, validation error, or training error (paper)."""
+    outer: Literal["loo", "holdout", "train"] = "loo"
+    """What degrees are learned by: leave-one-out error, validation error, or training error (paper)."""
     pull: float = 1.0
-    """Degrees of a client: 0 its own, 1 common to all, between them a common part and a deviation of its own."""
+    """Degrees of a client: 0 its own, 1 common to all, between them its own that are drawn to the common ones."""
     gradient: Literal["exact", "local"] = "exact"
     """Through the whole federation, or with the common model taken as constant."""
     diagnostics: bool = False
@@ -56,10 +60,18 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
         if self.diagnostics:
             slope = fed.sum(fed.map(self.slope)).sqrt()
             fed.report(**unrolled.told(told), outer_loss=loss.detach(), gradient_norm=slope)
-        degrees = fed.mean(fed.map(self.learn))
+        replies = fed.map(self.learn)
+        common = self.common_step(server["common"], fed.sum(replies) if self.pull else fed.mean(replies))
         if self.pull:
-            fed.map(self.agree, degrees)
-        return server | {"w": w, "degrees": degrees}
+            fed.map(self.agree, learnables.degrees(common["raw"]))
+        return server | {"w": w, "common": common}
+
+    def common_step(self, common: Tree, replies: Tensor) -> Tree:
+        """The common degrees after one step on the clients' summed gradient; without a pull they are the mean ones."""
+        scalars = common["raw"][..., -len(learnables.SCALARS) :]
+        if self.pull:
+            return self.step(common, torch.cat([replies, torch.zeros_like(scalars)], dim=-1))
+        return common | {"raw": torch.cat([replies, scalars], dim=-1)}
 
     @on_client(sends=(VECTOR, NUMBER))
     def cell(self, me: ClientContext, w: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
@@ -75,9 +87,13 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
     def outer_loss(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
         s = me.state
         if self.outer == "loo":
-            return s, (ridge.left_out_error(me.model, me.train, s["d"], self.roots_of(s, {"w": w}), w), me.n)
+            return s, (self.left_out_error(s, me.train, w), me.n)
         data = s["held"] if self.outer == "holdout" else s["d"]
         return s, (ridge.squared_error(data, s["v"]), data["n"])
+
+    def left_out_error(self, s: Tree, samples: View, w: Tensor) -> Tensor:
+        """Squared errors of the served model, each sample predicted by one that has not seen it."""
+        return ridge.left_out_error(samples, s["d"], self.roots_of(s, {"w": w}), w)
 
     at_once: ClassVar[bool] = True
     diagnose: ClassVar[Any] = unrolled.diagnose
@@ -85,17 +101,18 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
 
     @on_client(sends=DEGREES)
     def learn(self, me: ClientContext) -> tuple[Tree, Tree]:
-        learned = self.step(me.state["learned"], me.grad["learned"]["raw"])
-        return me.state | {"learned": learned}, learnables.degrees(learned["raw"])
+        gradient = me.grad["learned"]["raw"]
+        learned = self.step(me.state["learned"], gradient)
+        return me.state | {"learned": learned}, learnables.degrees(gradient if self.pull else learned["raw"])
 
     @on_client()
-    def agree(self, me: ClientContext, mean: Tensor) -> tuple[Tree, Tree]:
+    def agree(self, me: ClientContext, common: Tensor) -> tuple[Tree, Tree]:
         learned = me.state["learned"]
-        return me.state | {"learned": learned | {"raw": learnables.pulled(learned["raw"], mean, self.pull)}}, None
+        return me.state | {"learned": learned | {"raw": learnables.pulled(learned["raw"], common, self.pull)}}, None
 
-    def stacked_states(self, states: Tree, server: Tree) -> Any:
-        """`epoch` for all clients at once; leave-one-out has no closed-form adjoint."""
-        return None if self.outer == "loo" or self.diagnostics else unrolled.at_once(self, states, server)
+    def stacked_states(self, states: Tree, server: Tree, samples: Callable[[], View]) -> Any:
+        """`epoch` for all clients at once."""
+        return None if self.diagnostics else unrolled.at_once(self, states, server, samples)
 
     @abstractmethod
     def roots_of(self, state: Tree, server: Tree) -> Tensor:

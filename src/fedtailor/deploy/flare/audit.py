@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 from fedtailor.core import codec
 from fedtailor.core.trees import items
 from fedtailor.errors import RunError
+
+CONTROLS = ("hello", "start", "restore", "begin", "keep", "finish", "evaluate")
 
 
 class Audit:
@@ -20,13 +24,13 @@ class Audit:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def write(self, request: bytes, reply: bytes, **about: Any) -> None:
+    def write(self, request: bytes, reply: bytes, places: int = 0, **about: Any) -> None:
         """A message that was answered: what it asked for, and what left; one that cannot be read by its length."""
-        answer, out = codec.decode(reply)
+        answer, out = codec.decode(reply, sys.maxsize)  # this site wrote it
         try:
-            header, tree = codec.decode(request)
+            header, tree = codec.decode(request, places)
             what = header.get("op")
-        except Exception:
+        except codec.BrokenMessage:
             about |= {k: answer[k] for k in ("refused", "error") if k in answer}
             self.line(about | {"asked": "nothing that can be read", "came": {"bytes": len(request)}})
             return
@@ -48,31 +52,98 @@ def _shapes(tree: Any) -> dict[str, list[int]]:
     return {path or "number": list(leaf.shape) for path, leaf in items(tree)}
 
 
-def told(path: Path) -> list[str]:
-    """The record for people: for each run what was asked for how often, what left, and what was refused."""
+@dataclass(frozen=True)
+class Kind:
+    """Messages of one kind that were answered."""
+
+    name: str
+    times: int
+    came: int  # bytes
+    left: int
+    keys: dict[str, list[int]]  # shapes of what left last
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the record says of one run."""
+
+    run: str
+    first: str  # time
+    last: str
+    messages: int
+    rounds: int
+    kinds: list[Kind]
+    refused: list[tuple[str, int]]  # why, how often
+
+    @property
+    def left(self) -> int:
+        """Bytes."""
+        return sum(kind.left for kind in self.kinds)
+
+
+def read(path: Path) -> list[RunRecord]:
+    """The record, by run."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         raise RunError(f"{path}: no record yet; it begins with the first message") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path}: cannot be read: {error}") from None
     runs: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        runs.setdefault(line.get("run") or "before any run", []).append(line)
-    return [text for run, its in runs.items() for text in _of_run(run, its)]
+    try:
+        for line in lines:
+            runs.setdefault(line.get("run") or "before any run", []).append(line)
+        return [_of_run(run, its) for run, its in runs.items()]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path}: has a line that no site wrote ({type(error).__name__})") from None
 
 
-def _of_run(run: str, lines: list[dict[str, Any]]) -> list[str]:
-    rounds = {line["round"] for line in lines if line.get("round") is not None}
-    text = [f"{run}: {lines[0]['time'][:16]} to {lines[-1]['time'][:16]}, {len(lines)} messages, {len(rounds)} rounds"]
+def _of_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if "refused" not in line and "left" in line:
             kinds.setdefault(" ".join(filter(None, (line["asked"], line.get("step")))), []).append(line)
-    for kind, its in kinds.items():
-        sent = sum(line["left"]["bytes"] for line in its)
-        keys = ", ".join(f"{key} {shape}" for key, shape in its[-1]["left"]["keys"].items()) or "nothing but its end"
-        text.append(f"  {kind}: {len(its)} times, {sent:,} bytes left; at last {keys}")
-    for why, times in Counter(line["refused"] for line in lines if "refused" in line).most_common():
-        text.append(f"  refused {times} times: {why}")
+    found = []
+    for name, its in kinds.items():
+        came, left = (sum(line[way]["bytes"] for line in its) for way in ("came", "left"))
+        found.append(Kind(name, len(its), came, left, its[-1]["left"]["keys"]))
+    rounds = {line["round"] for line in lines if line.get("round") is not None}
+    refused = Counter(line["refused"] for line in lines if "refused" in line).most_common()
+    return RunRecord(run, lines[0]["time"], lines[-1]["time"], len(lines), len(rounds), found, refused)
+
+
+def inferred(record: RunRecord) -> list[str]:
+    """What somebody could conclude from what left, in words; docs/explanation/privacy.md says more."""
+    said = []
+    names = {kind.name for kind in record.kinds}
+    calls = [kind for kind in record.kinds if kind.name not in CONTROLS and not kind.name.startswith("secure sum")]
+    is_sealed = any(name.startswith("secure sum") for name in names)
+    if any(name in ("hello", "start") for name in names):
+        said.append("the number of training rows, and the names of features and classes")
+    if any(kind.keys for kind in calls if kind.name != "gradients"):
+        times = sum(kind.times for kind in calls)
+        said.append(
+            f"{times} single replies: which classes there are, whether a known row was used, and with few rows to a "
+            "step some rows themselves"
+        )
+    if is_sealed:
+        said.append("sums with the partners of this site: of its own reply only what a sum over all of them tells")
+    if "gradients" in names:
+        said.append("derivatives by what was sent here, from which moments of the features follow")
+    asked = sum(kind.times for kind in record.kinds if kind.name == "evaluate")
+    return [*said, *([f"{asked} sets of metrics: how well models fit validation and test rows"] if asked else [])]
+
+
+def told(path: Path) -> list[str]:
+    """The record for people: for each run what was asked for how often, what left, what follows, what was refused."""
+    text = []
+    for record in read(path):
+        times = f"{record.first[:16]} to {record.last[:16]}"
+        counts = f"{record.messages} messages, {record.rounds} rounds, {record.left:,} bytes left"
+        text.append(f"{record.run}: {times}, {counts}")
+        for kind in record.kinds:
+            keys = ", ".join(f"{key} {shape}" for key, shape in kind.keys.items()) or "nothing but its end"
+            text.append(f"  {kind.name}: {kind.times} times, {kind.left:,} bytes left; at last {keys}")
+        text += [f"  could be inferred: {what}" for what in inferred(record)]
+        text += [f"  refused {times} times: {why}" for why, times in record.refused]
     return text

@@ -130,6 +130,11 @@ class AdminSession:
                     jobs.setdefault(entry["client_name"], set()).add(entry.get("job_id", ""))
         return jobs
 
+    def last_seen(self) -> dict[str, float]:
+        """When the server last heard of each site, as seconds since 1970, where it says so."""
+        known = self._session.get_system_info().client_info
+        return {one.name: float(one.last_connect_time) for one in known if one.last_connect_time is not None}
+
     def submit(self, job: Path) -> str:
         """Hand in a job; returns its id."""
         job_id: str = self._session.submit_job(str(job))

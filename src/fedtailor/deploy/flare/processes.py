@@ -22,6 +22,7 @@ def start(role: str, folder: Path) -> int:
     if (pid := running(folder)) is not None:
         return pid
     how = how_to_start(role, folder)
+    rotate(folder / LOG)
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             how.command,
@@ -47,9 +48,22 @@ def running(folder: Path) -> int | None:
 
 
 def wait(folder: Path) -> None:
-    """Return when the participant has ended."""
+    """Return when the participant has ended; its log is kept small meanwhile."""
     while running(folder) is not None:
+        rotate(folder / LOG)
         time.sleep(0.5)
+
+
+def rotate(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
+    """A log that has grown large becomes log.1, that log.2, and so on; who writes to it by appending goes on."""
+    if not log.exists() or log.stat().st_size < most:
+        return
+    for number in range(keep - 1, 0, -1):
+        if (old := log.with_name(f"{log.name}.{number}")).exists():
+            os.replace(old, log.with_name(f"{log.name}.{number + 1}"))
+    first = log.with_name(f"{log.name}.1")
+    first.write_bytes(log.read_bytes())
+    os.truncate(log, 0)
 
 
 def stop(folder: Path, seconds: float = 5.0) -> bool:

@@ -17,7 +17,7 @@ from fedtailor.experiments.store import read_json, write_atomically, write_json
 ADMIN = "admin@fedtailor.local"
 PROJECT = "fedtailor"
 ABOUT = "federation.json"
-KIT, SITE, RUNS = "kit", "site.toml", "runs"
+KIT, SITE, RUNS, REVOKED = "kit", "site.toml", "runs", "revoked.json"
 SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # told to a participant's own processes
 
 NOTHING = "none"
@@ -80,11 +80,8 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
         if not name.replace("-", "").replace("_", "").isalnum() or name in ("server", "admin", host):
             raise ConfigError(f'--site "{name}": use letters, digits, "-" and "_"; not server or admin')
     everybody = sorted({*(old["sites"] if old else []), *sites})
-    authority = folder / "authority"
-    authority.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_atomically(authority / "project.json", json.dumps(_project(host, port, everybody), indent=1).encode())
-    _run_provision(authority)
-    newest = max((authority / PROJECT).glob("prod_*"))
+    _refuse_revoked(folder, sites)
+    newest = write_kits(folder, host, port, everybody)
     new = []
     for role, name, participant in [
         ("server", "server", host),
@@ -97,7 +94,7 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
         shutil.copytree(newest / participant, kit)
         kit.parent.chmod(0o700)  # it holds a private key
         if role != "admin":
-            _restrict(kit, role)
+            restrict(kit, role)
         if role == "site" and not (folder / name / SITE).exists():
             others = json.dumps([site for site in everybody if site != name])
             text = TEMPLATE.replace("partners = []", f"partners = {others}")
@@ -106,6 +103,23 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
     write_json(about, {"host": host, "port": port, "sites": everybody})
     write_json(folder / "admin" / ABOUT, {"host": host, "port": port, "sites": everybody})
     return new
+
+
+def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
+    """FLARE's own folders of all participants, of which those that are there already keep their certificates."""
+    authority = folder / "authority"
+    authority.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_atomically(authority / "project.json", json.dumps(_project(host, port, sites), indent=1).encode())
+    _run_provision(authority)
+    return max((authority / PROJECT).glob("prod_*"))
+
+
+def _refuse_revoked(folder: Path, sites: list[str]) -> None:
+    """A name whose certificate was revoked does not come back: the old one still opens a connection."""
+    file = folder / "authority" / REVOKED
+    gone = set(json.loads(file.read_text())["names"]) & set(sites) if file.exists() else set()
+    if gone:
+        raise ConfigError(f'--site "{min(gone)}": its certificate was revoked; take another name for it')
 
 
 def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
@@ -136,7 +150,7 @@ def _run_provision(authority: Path) -> None:
         raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")
 
 
-def _restrict(kit: Path, role: str) -> None:
+def restrict(kit: Path, role: str) -> None:
     """FLARE's own policy files: no code in jobs, our classes only, nothing streamed, nothing in shared folders."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
-import struct
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
 
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree
@@ -18,7 +14,6 @@ Whole = Annotated[int, Field(ge=0, le=2**31)]
 Round = Annotated[int, Field(ge=-(2**31), le=2**31)]  # rounds of preparation come before 1
 Text = Annotated[str, Field(max_length=200)]
 Places = Annotated[list[Whole], Field(max_length=100_000)]
-BROKEN = (ValueError, KeyError, TypeError, IndexError, RecursionError, struct.error, SafetensorError, AttributeError)
 
 
 class _Form(BaseModel):
@@ -126,14 +121,10 @@ NEEDED = {
 def read(message: bytes, most: int) -> tuple[dict[str, Any], Tree]:
     """Header and tensors of a request, none with more than `most` places; what is of no known form is refused."""
     try:
-        header = codec.decode_header(message)
-        if not isinstance(header, dict):
-            raise TypeError("its header is no table")
-        check(header)
-        _check_places(message, most)
-        return header, codec.decode(message)[1]
-    except BROKEN as error:
-        raise Refused(f"the request cannot be read ({type(error).__name__})") from None
+        check(codec.decode_header(message))
+        return codec.decode(message, most)
+    except codec.BrokenMessage as error:
+        raise Refused(f"the request {error}") from None
 
 
 def check(header: dict[str, Any]) -> None:
@@ -161,17 +152,3 @@ def _of_training(header: dict[str, Any]) -> type[_Form]:
     if "sum" in header:
         return SumStep
     return Function if "function" in header else Cotangent
-
-
-def _check_places(message: bytes, most: int) -> None:
-    """A ragged vector arrives as long as its header says: a short message must not become a large tensor."""
-    (length,) = struct.unpack_from("<I", message)
-    waiting = [json.loads(message[4 : 4 + length])["tree"]]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-        elif isinstance(part, str) and not (re.fullmatch(r"\*\d{0,10}", part) and int(part[1:] or 0) <= most):
-            raise Refused(f"a vector of more than {most} places")

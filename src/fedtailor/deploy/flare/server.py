@@ -6,6 +6,8 @@ client's state is that number.
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +24,7 @@ from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Tree
 from fedtailor.data.splits import starts
 from fedtailor.deploy.flare.messages import config_for, promise
+from fedtailor.deploy.flare.provisioning import REVOKED
 from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
 from fedtailor.engines.wire import Header, Remote
 from fedtailor.errors import ConfigError, RetryableError, RunError
@@ -32,14 +35,21 @@ from fedtailor.experiments.sections import CheckpointSection
 from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
 from fedtailor.version import __version__
 
-ROSTER = "federation.json"
+ROSTER, SITES = "federation.json", "sites.json"
+CONDITION = ("version", "now", "free", "certificate_ends")
+PRESENCE_EVERY = 5.0  # seconds
+MOST_SAMPLES, LARGEST_SIZE = 10**9, 2**24  # that a site may say it has
+SCHEMA = ("task", "shape", "whole_numbers", "outputs", "classes", "features")
 
 
 class Flare(Remote):
     """Sites over lines. A site that is away misses the round; when it is back it goes on from what it kept last."""
 
-    def __init__(self, experiment: Experiment, config: RunConfig, lines: SiteRpc, schema: dict[str, Any]) -> None:
+    def __init__(
+        self, experiment: Experiment, config: RunConfig, lines: SiteRpc, schema: dict[str, Any], presence: Presence
+    ) -> None:
         super().__init__(experiment)
+        self.presence = presence
         self.config = config
         self.lines = lines
         self.schema = schema
@@ -58,7 +68,7 @@ class Flare(Remote):
     def _tell_each(self, headers: dict[int, Header]) -> Iterator[tuple[int, Header, str]]:
         """To each its own; and what is wrong, if it did not answer or refused."""
         for client, reply in self.carry((c, codec.encode(header, None)) for c, header in headers.items()):
-            answer = {} if isinstance(reply, OSError) else codec.decode_header(reply)
+            answer = {} if isinstance(reply, OSError) else _header(reply)
             wrong = self.lines.away[self._name(client)] if isinstance(reply, OSError) else answer.get("error", "")
             yield client, answer, wrong
 
@@ -82,6 +92,7 @@ class Flare(Remote):
         self.lines.look()
         until = time.monotonic() + self.lines.deadline
         away = self._begin(round, self.everybody)
+        self.presence.note({self._name(c): "" for c in self.everybody} | {self._name(c): w for c, w in away.items()})
         least = 2 if self.experiment.aggregation.secure_sum else 1
         while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
             if time.monotonic() > until:
@@ -103,6 +114,9 @@ class Flare(Remote):
         """Every site keeps its new state on its disk; returns whose is lost. The server keeps its own only after it."""
         answers = list(self._tell_each({c: {"op": "keep", "round": self._round} for c in clients}))
         lost = {client: wrong for client, _, wrong in answers if wrong}
+        lost |= {
+            c: "did not say what it kept" for c, a, wrong in answers if not wrong and type(a.get("kept")) is not int
+        }
         if not lost:
             for client, answer, _ in answers:
                 self._kept[client] = answer["kept"]
@@ -139,6 +153,36 @@ class Flare(Remote):
         return kept + [self.first] * (len(self.everybody) - len(kept))
 
 
+class Presence:
+    """When each site was last heard of, and how it is, in a file beside the run, for operators."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sites: dict[str, dict[str, Any]] = {}
+        self._written = 0.0
+
+    def greet(self, greetings: dict[str, Header]) -> None:
+        """What sites say of themselves as a job begins; only what is known is kept of it."""
+        now = time.time()
+        for site, about in greetings.items():
+            told = about.pop("condition", None)
+            known = told if isinstance(told, dict) else {}
+            known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
+            self.sites[site] = known | {"asked": now, "seen": now}
+
+    def note(self, away: dict[str, str]) -> None:
+        """Who answered as a round began, and why others did not; written every few seconds."""
+        now = time.time()
+        for site, why in away.items():
+            about = self.sites.setdefault(site, {})
+            about["away"] = why[:200]
+            if not why:
+                about["seen"] = now
+        if now - self._written > PRESENCE_EVERY:
+            self._written = now
+            write_json(self.path, self.sites)
+
+
 def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:
     """A run of this name over the sites of a link; goes on from the checkpoint in `root`, if there is one."""
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
@@ -148,7 +192,13 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
     old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
     roster = old or {"run": f"{name}-{secrets.token_hex(4)}", "clients": [], "samples": [], "schema": None}
-    roster = _enrolled(roster, _hello(lines, config, roster["run"]), lines, config)
+    for site in _revoked_names(root.parent / REVOKED):
+        if site in link.sites:
+            lines.leave_out(site, "its certificate was revoked")
+    presence = Presence(path / SITES)
+    greetings = _hello(lines, config, roster["run"])
+    presence.greet(greetings)
+    roster = _enrolled(roster, greetings, lines, config)
     for client in roster["clients"]:
         if client not in link.sites:
             lines.leave_out(client, "is not connected")
@@ -158,7 +208,13 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
-    return runner.train_on(Flare(experiment, config, lines, roster["schema"]), "flare", config, path, listener)
+    engine = Flare(experiment, config, lines, roster["schema"], presence)
+    return runner.train_on(engine, "flare", config, path, listener)
+
+
+def _revoked_names(path: Path) -> list[str]:
+    """Sites that may still connect, for FLARE knows no list of revoked certificates, and are not asked anything."""
+    return [str(name) for name in json.loads(path.read_text())["names"]] if path.exists() else []
 
 
 def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
@@ -178,10 +234,37 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         if isinstance(reply, OSError):
             lines.leave_out(site, f"did not say hello: {reply}")
             continue
-        greetings[site] = codec.decode_header(reply)
+        greetings[site] = _header(reply)
         if "error" in greetings[site]:
             lines.leave_out(site, greetings.pop(site)["error"])
+        elif wrong := _unknown_greeting(greetings[site]):
+            lines.leave_out(site, f"its hello has no usable {wrong}")
+            del greetings[site]
     return greetings
+
+
+def _header(reply: bytes) -> Header:
+    """What a site says; bytes that are no message are an error of that site."""
+    try:
+        return codec.decode_header(reply)
+    except codec.BrokenMessage as error:
+        return {"error": f"its answer {error}"}
+
+
+def _unknown_greeting(about: Header) -> str:
+    """Which part of what a site says of itself cannot be: it decides how much its replies count."""
+    schema = about.get("schema")
+    if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
+        return "number of samples"
+    if not isinstance(schema, dict) or set(schema) != set(SCHEMA):
+        return "schema"
+    sizes = schema["shape"] if isinstance(schema["shape"], list) else [0]
+    if not all(type(size) is int and 0 < size <= LARGEST_SIZE for size in [*sizes, schema["outputs"]]):
+        return "shape or number of outputs"
+    names = [schema["classes"], schema["features"]]
+    if not all(isinstance(these, list) and all(isinstance(name, str) for name in these) for these in names):
+        return "names of classes or features"
+    return "" if schema["task"] in ("classification", "regression") and math.prod(sizes) <= LARGEST_SIZE else "task"
 
 
 def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:

@@ -26,11 +26,13 @@ from fedtailor.data.site import SiteData, load_site
 from fedtailor.deploy.flare import requests
 from fedtailor.deploy.flare.audit import Audit
 from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
+from fedtailor.deploy.flare.condition import condition
 from fedtailor.deploy.flare.imprints import imprinted
 from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, promise
 from fedtailor.deploy.flare.policy import GRADIENTS, Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.site_state import SiteState
+from fedtailor.deploy.flare.standing import check as check_standing
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError, RunError
@@ -171,19 +173,20 @@ class SiteService:
         except Exception as error:
             reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
             text = {"text": str(error)}
-        self.audit.write(message, reply, run=self._run, number=number, **text)
+        self.audit.write(message, reply, self._places, run=self._run, number=number, **text)
         return reply
 
     def _refusal(self, message: bytes, why: str, **about: Any) -> bytes:
         reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
         try:
-            self.audit.write(message, reply, **about)
+            self.audit.write(message, reply, self._places, **about)
         except Exception:  # not even a message
             self.audit.line(about | {"refused": why, "bytes": len(message)})
         return reply
 
     def _do(self, message: bytes) -> bytes:
         self._rate.count()
+        check_standing(self.site.folder, self._run)
         header, tree = requests.read(message, self._places)
         op = header.get("op")
         if op is None:
@@ -202,11 +205,13 @@ class SiteService:
             raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
+        check_standing(self.site.folder, header["run"])
         self._run = header["run"]
         self._data = load_site(self.site.data, self.name, seed=header["seed"])
         samples = int(self._data.train.sizes[0])
         self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples)
-        return codec.encode({"samples": samples, "schema": data_schema(self._data)}, None)
+        about = condition(self.site.folder, self.site.kit)
+        return codec.encode({"samples": samples, "schema": data_schema(self._data), "condition": about}, None)
 
     def _start(self, header: Header, message: bytes) -> bytes:
         if self._data is None:
@@ -284,7 +289,7 @@ class SiteService:
         if kind and kind not in KINDS:
             raise Refused(f'"{kind}" is no kind of personal model')
         policy.check_round(header["round"])
-        answer, (metrics, model) = codec.decode(self._pass_on(header, message))
+        answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
         if kind:
             self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
         if not policy.metrics:
@@ -323,7 +328,7 @@ class SiteService:
         job.spent.call(header["round"])
         job.changed = True
         reply = job.client.handle(message)
-        answer, tree = codec.decode(reply)
+        answer, tree = codec.decode(reply, self._places)
         if function is not None and "error" not in answer:
             declared = None if is_sealed else reply_example(algorithm, function, job.experiment.model)
             wrong = schema_difference(schema(tree), schema(declared))

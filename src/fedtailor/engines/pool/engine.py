@@ -7,8 +7,8 @@ the same inputs and to the same bits. To bring back a private state is to note t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
 from fedtailor.engines import machine
+from fedtailor.engines.devices import CPU
 from fedtailor.engines.inprocess import grouped
-from fedtailor.engines.pool.processes import LIVES, Answer, Process, WorkerProcesses, one_thread
+from fedtailor.engines.pool.calls import Message, TapedCall
+from fedtailor.engines.pool.processes import LIVES, Answer, WorkerProcesses, one_thread
 from fedtailor.engines.pool.scheduler import Rows, Unit
 from fedtailor.engines.pool.shared_memory import Layout, Memory, Region, lying
 from fedtailor.engines.pool.worker import Spot, StateRows, Task, Worker
@@ -32,24 +34,6 @@ from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
 WAITING = 2**26  # bytes of replies that may wait for those before them
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A tree in shared memory, and how a worker finds it."""
-
-    found: dict[str, Any]
-    region: Region  # the memory is the message's as long as this is held
-
-
-@dataclass
-class _Taped:
-    """A taped call, as it must be known to run it again."""
-
-    call: Call
-    message: _Message
-    tasks: dict[int, Task]
-    owners: dict[int, Process] = field(default_factory=dict)  # who holds the graph
-
-
 class Pool:
     """The server's side: hands out clients, most costly first, and puts the replies together in the cohort's order."""
 
@@ -57,16 +41,21 @@ class Pool:
         if not machine.can_fork():
             why = "pool needs fork, which this system does not have; use loop or vmap"
             raise ConfigError(f"federation.engine: {why}", code="config.system")
-        self.experiment = experiment
-        self.workers = max(1, min(workers, len(experiment.data.clients)))
+        self.experiment = experiment.on(CPU)  # what is shared is on the host
+        self._crew = max(1, min(workers, len(experiment.data.clients))), experiment.device
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
         self._processes: WorkerProcesses | None = None
         self._where = Rows(len(experiment.data.clients))
         self._tape = 0  # workers drop the graphs of another one
-        self._taped: dict[int, _Taped] = {}
+        self._taped: dict[int, TapedCall] = {}
         self._cotangents: dict[int, Spot] = {}
         self._grads: dict[int, Spot] = {}
         self._model: Layout | None = None  # of a personal model
+
+    @property
+    def workers(self) -> int:
+        """How many processes there are."""
+        return self._crew[0]
 
     @property
     def _clients(self) -> range:
@@ -133,7 +122,7 @@ class Pool:
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """Run a call at every client; the replies come in the order of `clients`, of stacks stack by stack."""
         message = self._put(call.args)
-        taped = _Taped(call, message, {})
+        taped = TapedCall(call, message, {})
         if call.taped:
             self._taped[call.number] = taped
         groups = [(c,) for c in clients] if call.taped else self._groups(clients)
@@ -153,7 +142,7 @@ class Pool:
         return list(grouped(self.experiment, clients, self.chunk)) if self.chunk else [(c,) for c in clients]
 
     def _in_turn(
-        self, taped: _Taped, groups: Sequence[tuple[int, ...]], position: dict[int, int]
+        self, taped: TapedCall, groups: Sequence[tuple[int, ...]], position: dict[int, int]
     ) -> Iterator[tuple[tuple[int, ...], list[Answer], list[Tensor]]]:
         """The answers of each group, in their order, and where its replies lie; some wait for those before them."""
         if not groups:
@@ -220,7 +209,7 @@ class Pool:
             error.add_note(answer.found["trace"])
             return Reply((client,), error=error)
         if answer.apart is not None:
-            reply = codec.decode(answer.apart)[1]
+            reply = codec.decode(answer.apart, sys.maxsize)[1]
         else:
             reply = rebuild(tree, iter(lying(places, answer.found["strides"])))
         return Reply((client,), tree_map(lambda v: v[None], reply))
@@ -296,7 +285,7 @@ class Pool:
                 if answer.found is None:
                     raise RunError(f"evaluation of client {self._lost(task.client)}")
                 if answer.apart is not None:
-                    model = codec.decode(answer.apart)[1]
+                    model = codec.decode(answer.apart, sys.maxsize)[1]
                     self._model = self._model or Layout.of(model)
                 else:
                     assert layout is not None
@@ -327,16 +316,17 @@ class Pool:
         self.close()
         layout = Layout.of(example)
         self._where = Rows(len(self._clients))
-        states = StateRows(Memory(4 * len(self._clients) * layout.size), layout)
-        worker = Worker(self.experiment, states, Memory(), self.chunk)
+        is_sent = self._crew[1] != CPU
+        states = StateRows(Memory(4 * len(self._clients) * layout.size, is_sent=is_sent), layout)
+        worker = Worker(self.experiment, states, Memory(is_sent=is_sent), self.chunk)
         costs = (self.experiment.data.train.sizes + 1).tolist()
-        self._processes = WorkerProcesses(worker, self.workers, costs)
+        self._processes = WorkerProcesses(worker, *self._crew, costs)
 
-    def _put(self, tree: Tree) -> _Message:
+    def _put(self, tree: Tree) -> Message:
         self._workers.settle()
         layout = Layout.of(tree)
         region = self._inside.regions.take(layout.size)
-        return _Message(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
+        return Message(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
 
     def _work(
         self, request: dict[str, Any], units: Sequence[Sequence[Task]], **options: Any

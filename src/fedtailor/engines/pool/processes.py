@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import warnings
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 
-from fedtailor.engines import malloc
+from fedtailor.engines import devices, malloc
+from fedtailor.engines.devices import CPU
 from fedtailor.engines.pool.scheduler import Queue, Unit
-from fedtailor.engines.pool.service import serve
+from fedtailor.engines.pool.service import serve, serve_on
 from fedtailor.engines.pool.worker import Task, Worker
+from fedtailor.errors import ConfigError
 from fedtailor.numerics import solve_log
 
 LIVES = 3  # a client whose worker ends so often is not tried again
@@ -58,10 +61,14 @@ class Answer:
 
 
 class WorkerProcesses:
-    """So many processes, forked from this one with `worker` in them."""
+    """So many processes, forked from this one with `worker` in them.
 
-    def __init__(self, worker: Worker, count: int, costs: Sequence[int]) -> None:
-        self.worker = worker
+    For a device that is not the CPU they are spawned, each on a device of its own: the drivers of most do not live
+    through a fork.
+    """
+
+    def __init__(self, worker: Worker, count: int, device: torch.device, costs: Sequence[int]) -> None:
+        self.worker, self.device = worker, device
         self.processes: list[Process] = []
         self._count, self._costs = count, costs
         self._busy: dict[Connection, tuple[Process, list[Unit], bytes]] = {}
@@ -168,29 +175,37 @@ class WorkerProcesses:
 
     def _complete(self) -> None:
         """As many workers as there should be."""
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork" if self.device == CPU else "spawn")
         if len(self.processes) < self._count:
             malloc.trim()  # else a worker that takes memory which lies free here copies it
         while len(self.processes) < self._count:
             ours, theirs = context.Pipe()
             number = min(set(range(self._count)) - {process.number for process in self.processes})
-            others = [ours, *(process.connection for process in self.processes)]
-            process = context.Process(
-                target=serve,
-                args=(self.worker, theirs, others, os.getpid(), number),
-                name="fedtailor worker",
-                daemon=True,
-            )
+            process = context.Process(name="fedtailor worker", daemon=True, **self._task(ours, theirs, number))
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the worker ignores it
             try:
                 with warnings.catch_warnings():
                     # of threads in this process: a worker has one thread and takes no lock that another may hold
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise ConfigError(
+                    f'federation.engine = "pool": on {self.device} workers are spawned, and what they need cannot be '
+                    f"sent to them ({error}); use vmap or loop"
+                ) from None
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 theirs.close()
             self.processes.append(Process(process, ours, number))
+
+    def _task(self, ours: Connection, theirs: Connection, number: int) -> dict[str, Any]:
+        """What a new process runs."""
+        if self.device == CPU:
+            others = [ours, *(process.connection for process in self.processes)]
+            return {"target": serve, "args": (self.worker, theirs, others, os.getpid(), number)}
+        index = ((self.device.index or 0) + number) % devices.count(self.device)
+        device = torch.device(self.device.type, index)
+        return {"target": serve_on, "args": (self.worker, theirs, os.getpid(), number, device)}
 
 
 def _answers(results: Sequence[Any], apart: Sequence[bytes], owner: Process | None) -> list[Answer]:

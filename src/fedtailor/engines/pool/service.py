@@ -20,6 +20,12 @@ from fedtailor.engines.pool.worker import Worker
 from fedtailor.numerics import solve_log
 
 
+def serve_on(worker: Worker, connection: Connection, parent: int, number: int, device: torch.device) -> None:
+    """The same for a process that was spawned, on a device of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(worker.on(device), connection, (), parent, number)
+
+
 def serve(worker: Worker, connection: Connection, others: Sequence[Connection], parent: int, number: int) -> None:
     """The life of a worker process: requests until the pool is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interruption is the server's to handle

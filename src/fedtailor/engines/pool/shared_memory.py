@@ -1,15 +1,17 @@
-"""Memory that a process shares with the processes it forks, and trees of tensors in it."""
+"""Memory that a process shares with the processes it forks or spawns, and trees of tensors in it."""
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 import sys
 import weakref
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.reduction import DupFd
 from typing import Any
 
 import torch
@@ -28,10 +30,20 @@ class Memory:
     Addresses are reserved at once, as many bytes as the machine has; pages are taken when they are written.
     """
 
-    def __init__(self, least: int = 0) -> None:
-        self._map = _reserve(max(least, machine.memory()), least)
+    def __init__(self, least: int = 0, *, is_sent: bool = False) -> None:
+        """`is_sent`: to processes that are spawned, which get it with what they begin with."""
+        self._file = os.memfd_create("fedtailor") if is_sent else -1
+        self._map = _reserve(max(least, machine.memory()), least, self._file)
         self._taken: list[tuple[int, int]] = []  # begin and end, in order
         self._returned: list[int] = []  # a region may end at any moment, also while one is looked for
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"file": DupFd(self._file), "size": len(self._map)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._file = state["file"].detach()
+        self._map = mmap.mmap(self._file, state["size"], flags=mmap.MAP_SHARED)
+        self._taken, self._returned = [], []
 
     @cached_property
     def bytes(self) -> Tensor:
@@ -63,10 +75,13 @@ class Region:
     bytes: Tensor
 
 
-def _reserve(size: int, least: int) -> mmap.mmap:
+def _reserve(size: int, least: int, file: int) -> mmap.mmap:
     lazily = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, which Python 3.11 has no name for
     while True:
         try:
+            if file >= 0:
+                os.ftruncate(file, _whole(size))
+                return mmap.mmap(file, _whole(size), flags=mmap.MAP_SHARED | lazily)
             return mmap.mmap(-1, _whole(size), flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | lazily)
         except OSError:  # machines may limit what is reserved, too
             if size // 2 < max(least, 2**20):

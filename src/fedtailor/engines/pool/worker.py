@@ -19,8 +19,8 @@ from fedtailor.core import codec
 from fedtailor.core.algorithm import reply_example
 from fedtailor.core.client import Call, Outcome, initial, invoke, personal, pull_back
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.trees import Params, Tree, changed, detach, leaves, schema, tree_map
-from fedtailor.engines import malloc
+from fedtailor.core.trees import Params, Tree, changed, detach, leaves, moved, schema, tree_map
+from fedtailor.engines import devices, malloc
 from fedtailor.engines.inprocess import explained, refuse_infinite
 from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, is_dense, put, put_all
 from fedtailor.engines.states import refuse_other
@@ -89,6 +89,11 @@ class Worker:
         self._tape = 0
         self._graphs: dict[tuple[int, int], Outcome] = {}  # of taped calls, by call and client
 
+    def on(self, device: torch.device) -> Worker:
+        """The same with clients on a device; what is shared is on the host."""
+        devices.use(device)
+        return Worker(self.experiment.on(device), self.states, self.regions, self.chunk)
+
     def handle(self, request: dict[str, Any]) -> tuple[list[Any], list[bytes]]:
         """An answer per task, and as bytes what has no place in shared memory."""
         if request["tape"] != self._tape:
@@ -109,7 +114,11 @@ class Worker:
     def message(self, spec: dict[str, Any]) -> Tree:
         """A tree that the server put into memory."""
         tree = Layout.from_json(spec).read(self.regions.bytes, spec["at"], spec["strides"])
-        return tree_map(lambda v: v.data, tree)  # with a version of its own: replies are written to the same memory
+        return self._here(tree_map(lambda v: v.data, tree))  # with a version of its own: replies go to the same memory
+
+    def _here(self, tree: Tree) -> Tree:
+        """What was read in shared memory, where the clients compute."""
+        return moved(tree, self.experiment.device)
 
     def _start(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
         clients = [task.client for task in tasks]
@@ -154,8 +163,8 @@ class Worker:
 
     def _stacked(self, call: Call, tasks: Sequence[Task], layout: Layout, places: Sequence[Tensor]) -> list[Any] | None:
         """Clients side by side; None if something is wrong with one of them: each for itself will tell."""
-        held = _stack([self.states.read(task.source) for task in tasks])
-        grads = [self.states.at(task.grad) for task in tasks]
+        held = self._here(_stack([self.states.read(task.source) for task in tasks]))
+        grads = [self._here(self.states.at(task.grad)) for task in tasks]
         at = [task.position for task in tasks]
         args = tuple(
             tree_map(lambda v: v[at], arg) if own else arg for arg, own in zip(call.args, call.placed, strict=True)
@@ -219,13 +228,13 @@ class Worker:
         return outcome, is_same
 
     def _invoke(self, call: Call, task: Task) -> tuple[Tree, Outcome]:
-        held = self.states.read(task.source)
+        held = self._here(self.states.read(task.source))
         args = tuple(
             tree_map(lambda v: v[[task.position]][0], arg) if own else arg
             for arg, own in zip(call.args, call.placed, strict=True)
         )
         mine = replace(call, args=args)
-        grad = self.states.at(task.grad)
+        grad = self._here(self.states.at(task.grad))
         return held, invoke(
             self.experiment, [task.client], mine, held["state"], held["buffers"], grad, is_stacked=False
         )
@@ -239,7 +248,7 @@ class Worker:
         for task in tasks:
             outcome = self._graphs.pop((call.number, task.client), None) or self._invoke(call, task)[1]
             mine = tree_map(lambda v, task=task: v[[task.back]][0], cotangents)
-            state, args = pull_back(outcome, self.states.at(task.cotangent), mine)
+            state, args = pull_back(outcome, self._here(self.states.at(task.cotangent)), mine)
             lies = self.states.write_cotangent(task.target, state)
             answers.append({"state": lies, "args": _put(places, task.back, args)})
         return answers
@@ -273,7 +282,7 @@ class Worker:
     def _models_of(
         self, tasks: Sequence[Task], round: int, server: Tree, splits: Sequence[str], *, is_stacked: bool
     ) -> list[tuple[Task, Params, Any]]:
-        held = [self.states.read(task.source) for task in tasks]
+        held = [self._here(self.states.read(task.source)) for task in tasks]
         mine = _stack(held) if is_stacked else held[0]
         clients = [task.client for task in tasks]
         model = personal(self.experiment, clients, round, mine["state"], mine["buffers"], server, is_stacked=is_stacked)

@@ -50,4 +50,5 @@ def uses_channels_last(training: Training, differentiable: bool) -> bool:
 
 
 def _are_on(training: Training) -> bool:
-    return training.solver.kernels == "auto" and training.model.device.type == "cpu"
+    how = training.solver.arithmetic
+    return how.kernels == "auto" and not how.is_lower and training.model.device.type == "cpu"

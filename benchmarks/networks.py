@@ -1,0 +1,272 @@
+"""A federation over broken networks: python benchmarks/networks.py [NAMES] [--out FOLDER]
+
+Server and sites run in network namespaces of their own (ip netns; needs root and /dev/net/tun). What connects them is a
+router in this process, which holds a tun device of each namespace and passes packets on: late, not at all, or some of
+them. So it needs no netem, which not every kernel has. Parts:
+
+- latency: every packet takes 50 ms, a trip 100 ms;
+- loss: one packet in 20 is lost;
+- down: in round 3 the link of the first site is down for 30 s;
+- half-open: in round 3 nothing of the first site arrives for 30 s, while it goes on to receive;
+- many: ten sites, 500 rounds; memory and files of all processes after round 100 and at the end.
+
+Each of the first four is a run over three sites; told is the largest difference from the loop engine in which the same
+sites miss the same rounds. What was shown is kept in --out and not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.federation import difference
+from fedtailor.data.configs import SitesConfig
+from fedtailor.deploy.flare import local_trial
+from fedtailor.deploy.flare.processes import tree
+from fedtailor.experiments.config import RunConfig, parse, with_settings
+from fedtailor.experiments.store import METRICS, RESULTS, write_atomically
+
+TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
+HOST = "fedtailor-server"  # known in the namespaces only
+TASK: dict[str, Any] = {
+    "rounds": 8,
+    "data": {"source": "digits", "clients": 3, "max_samples": 60},
+    "model": {"name": "mlp", "hidden": [8]},
+    "algorithm": {"name": "fedrep"},
+    "federation": {"engine": "loop", "silence": 5.0, "deadline": 300.0},
+}
+
+
+def namespace(name: str) -> str:
+    return f"ft{os.getpid()}-{name}"
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class Router:
+    """Passes packets between namespaces; `delay`, `loss` and `deaf` (whose packets are dropped) may change any time."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.delay, self.loss, self.deaf = 0.0, 0.0, set[str]()
+        self._made: list[str] = []
+        self._fds: dict[int, int] = {}  # last byte of the address -> tun
+        self._draw = random.Random(0)
+        self._over = False
+
+    def open(self) -> None:
+        """A namespace, a tun device and an address for each, and the names of all of them."""
+        hosts = "127.0.0.1 localhost\n" + f"10.77.0.1 {HOST}\n"
+        for i, name in enumerate(self.names, 1):
+            space = namespace(name)
+            run("ip", "netns", "add", space)
+            self._made.append(space)
+            self._fds[i] = _tun_in(space)
+            run("ip", "-n", space, "link", "set", "lo", "up")
+            run("ip", "-n", space, "address", "add", f"10.77.0.{i}/24", "dev", "tun0")
+            run("ip", "-n", space, "link", "set", "tun0", "up")
+            write_atomically(Path("/etc/netns", space, "hosts"), hosts.encode())
+        self._thread = threading.Thread(target=self._pass, daemon=True)
+        self._thread.start()
+
+    def _pass(self) -> None:
+        waiting: list[tuple[float, int, int, bytes]] = []
+        number, by_fd = 0, {fd: i for i, fd in self._fds.items()}
+        while not self._over:
+            soon = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+            for fd in select.select(list(by_fd), [], [], min(soon, 0.2))[0]:
+                packet = os.read(fd, 65536)
+                sender = self.names[by_fd[fd] - 1]
+                if len(packet) < 20 or packet[0] >> 4 != 4 or sender in self.deaf or self._draw.random() < self.loss:
+                    continue
+                number += 1
+                heapq.heappush(waiting, (time.monotonic() + self.delay, number, packet[19], packet))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, to, packet = heapq.heappop(waiting)
+                if to in self._fds:
+                    with suppress(OSError):  # the link of the receiver is down
+                        os.write(self._fds[to], packet)
+
+    def link(self, name: str, state: str) -> None:
+        """Take the link of a namespace up or down."""
+        run("ip", "-n", namespace(name), "link", "set", "tun0", state)
+
+    def close(self) -> None:
+        self._over = True
+        if hasattr(self, "_thread"):
+            self._thread.join()
+        for fd in self._fds.values():
+            os.close(fd)
+        for space in self._made:
+            run("ip", "netns", "delete", space)
+            for file in Path("/etc/netns", space).glob("*"):
+                file.unlink()
+            Path("/etc/netns", space).rmdir()
+
+
+def _tun_in(space: str) -> int:
+    """A tun device in another namespace, held by this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, there = os.open("/proc/self/ns/net", os.O_RDONLY), os.open(f"/run/netns/{space}", os.O_RDONLY)
+    try:
+        if libc.setns(there, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {space}")
+        fd = os.open("/dev/net/tun", os.O_RDWR)
+        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"tun0", IFF_TUN | IFF_NO_PI))
+        return fd
+    finally:
+        libc.setns(here, CLONE_NEWNET)
+        os.close(here)
+        os.close(there)
+
+
+@contextmanager
+def federation(folder: Path, config: RunConfig, sites: int) -> Iterator[tuple[Router, tuple[str, ...], list[int]]]:
+    """Server and sites, each in its namespace; yields the router, the names and the processes."""
+    local_trial.HOST = HOST
+    names = local_trial.prepare(folder, sites, config, None)
+    router = Router(("server", *names))
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        router.open()
+        for role, name in [("server", "server"), *(("site", name) for name in names)]:
+            command = ["federation", "start", role, str(folder / name)]
+            started.append(_in(name, *command))
+        yield router, names, [process.pid for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait(30)
+        router.close()
+
+
+def _in(name: str, *command: str) -> subprocess.Popen[bytes]:
+    enter = ["ip", "netns", "exec", namespace(name)] if name else []
+    return subprocess.Popen([*enter, sys.executable, "-m", "fedtailor.cli.main", *command], stdout=subprocess.DEVNULL)
+
+
+def submitted(folder: Path, config: RunConfig, name: str, at_round: int = 0, action: Callable[[], None] = print) -> str:
+    """Submit a run from the server's namespace; once a round was recorded, act. Returns how long it took."""
+    import tomli_w
+
+    file = folder / f"{name}.toml"
+    file.write_text(tomli_w.dumps(config.model_copy(update={"data": SitesConfig()}).plain()))
+    begun = time.monotonic()
+    job = _in("server", "federation", "submit", str(file), "--admin", str(folder / "admin"), "--run", name)
+    lines = folder / "server" / "runs" / name / METRICS
+    has_acted = at_round == 0
+    while job.poll() is None:
+        if not has_acted and lines.exists() and lines.read_bytes().count(b"\n") >= at_round:
+            has_acted = True
+            action()
+        time.sleep(0.2)
+    if job.returncode or not (lines.parent / RESULTS).exists():
+        raise RuntimeError(f"{name}: did not finish; logs are in {folder}")
+    return f"{time.monotonic() - begun:.0f} s"
+
+
+def for_seconds(seconds: float, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    begin()
+    time.sleep(seconds)
+    end()
+
+
+def broken(folder: Path, part: str, config: RunConfig) -> dict[str, Any]:
+    """One run over three sites on one of the networks."""
+    with federation(folder, config, 3) as (router, names, _):
+        first = names[0]
+        if part == "latency":
+            router.delay = 0.05
+            took = submitted(folder, config, part)
+        elif part == "loss":
+            router.loss = 0.05
+            took = submitted(folder, config, part)
+        elif part == "down":
+            down = lambda: for_seconds(30, lambda: router.link(first, "down"), lambda: router.link(first, "up"))  # noqa: E731
+            took = submitted(folder, config, part, 3, down)
+        else:
+            deaf = lambda: for_seconds(30, lambda: router.deaf.add(first), router.deaf.clear)  # noqa: E731
+            took = submitted(folder, config, part, 3, deaf)
+    lines = [json.loads(line) for line in (folder / "server/runs" / part / METRICS).read_text().splitlines()]
+    missed = sum(bool(line.get("faults")) for line in lines)
+    return {"difference": difference(folder, part, config), "rounds missed": missed, "took": took}
+
+
+def many(folder: Path, config: RunConfig, sites: int, rounds: int) -> dict[str, Any]:
+    """Memory in MB and number of files after a fifth of the rounds and at the end."""
+    import psutil
+
+    config = config.model_copy(update={"rounds": rounds})
+    found: dict[str, Any] = {}
+    with federation(folder, config, sites) as (_, _, processes):
+
+        def measure() -> dict[str, float]:
+            alive = [psutil.Process(p) for root in processes for p in tree(root) if psutil.pid_exists(p)]
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            return {
+                "MB": sum(p.memory_info().rss for p in alive) / 2**20,
+                "open files": sum(p.num_fds() for p in alive),
+                "files": len(files),
+                "MB on disk": sum(path.stat().st_size for path in files) / 2**20,
+            }
+
+        def keep() -> None:
+            found["early"] = measure()
+
+        watcher = threading.Thread(target=_late, args=(folder, rounds - 2, found, measure), daemon=True)
+        watcher.start()
+        found["took"] = submitted(folder, config, "many", rounds // 5, keep)
+    return found
+
+
+def _late(folder: Path, rounds: int, found: dict[str, Any], measure: Callable[[], dict[str, float]]) -> None:
+    lines = folder / "server/runs/many" / METRICS
+    while not lines.exists() or lines.read_bytes().count(b"\n") < rounds:
+        time.sleep(0.5)
+    found["late"] = measure()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", default=["latency", "loss", "down", "half-open", "many"])
+    parser.add_argument("--out", type=Path, default=Path("build/networks"))
+    parser.add_argument("--rounds", type=int, default=500, help="of the part many")
+    parser.add_argument("--sites", type=int, default=10, help="of the part many")
+    given = parser.parse_args()
+    kept = given.out / "networks.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    config: RunConfig = parse(TASK)
+    for part in given.parts:
+        if part not in found:
+            folder = (given.out / part).resolve()
+            settings = [f"data.clients={given.sites}"] if part == "many" else []
+            made: RunConfig = parse(with_settings(config.plain(), settings))
+            found[part] = (
+                many(folder, made, given.sites, given.rounds) if part == "many" else broken(folder, part, made)
+            )
+            write_atomically(kept, json.dumps(found, indent=1).encode())
+        print(part, found[part], flush=True)
+
+
+if __name__ == "__main__":
+    main()

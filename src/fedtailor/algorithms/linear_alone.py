@@ -1,0 +1,121 @@
+"""LinearAlone: every client solves its own ridge or logistic regression; the penalty is chosen by leaving one out.
+
+Hoerl, Kennard, Technometrics 12, 1970; leave-one-out errors in closed form: Golub, Heath, Wahba, Technometrics 21,
+1979, and for classes by one Newton step: Rad, Maleki, J. R. Stat. Soc. B 82, 2020. The line that sharing has to beat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.core.algorithm import Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.numerics import logits, ridge
+
+WEAKEST = 0.1  # penalty for classes: without any, a few rows of one class make it certain
+
+
+@dataclass(frozen=True)
+class LinearAlone(Algorithm):
+    """Nothing is sent."""
+
+    penalties: tuple[float, ...] = (1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 1e5)
+    """Ridge penalties to choose from."""
+
+    intercept: float = 0.3
+    """Penalty on the intercepts of classes, so that a class that a client has not seen is not impossible."""
+
+    newton: int = 8
+    """Newton steps per penalty, for classes."""
+
+    title: ClassVar[str] = "LinearAlone"
+    learns: ClassVar[str] = "models"
+    keeps: ClassVar[str] = "model"
+    private: ClassVar[str] = "the whole model"
+    fits: ClassVar[bool] = True
+    citation: ClassVar[str] = """@article{hoerl1970ridge,
+  title={Ridge Regression: Biased Estimation for Nonorthogonal Problems},
+  author={Hoerl, Arthur E. and Kennard, Robert W.},
+  journal={Technometrics}, volume={12}, number={1}, year={1970}
+}"""
+
+    def check(self, model: Model, task: str) -> None:
+        ridge.names(model)
+
+    def client_init(self, me: ClientContext) -> Params:
+        return me.model.params
+
+    def join(self, me: ClientContext, server: Tree) -> Params:
+        return self.solved(me)
+
+    @on_client()
+    def local(self, me: ClientContext) -> tuple[Tree, Tree]:
+        return self.solved(me), None
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        fed.map(self.local)
+        return server
+
+    def solved(self, me: ClientContext) -> Params:
+        x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
+        has_bias = ridge.names(me.model)[1] is not None
+        start = torch.zeros_like(ridge.as_vector(me.model, me.model.params))
+        solved = self.numbers(x, y, mask, has_bias) if y.is_floating_point() else self.classes(x, y, mask, start)
+        return ridge.as_params(me.model, solved)
+
+    def numbers(self, x: Tensor, y: Tensor, mask: Tensor, has_bias: bool) -> Tensor:
+        """[features (+ 1), outputs]"""
+        count, share = mask.sum().clamp(min=1), mask[:, None]
+        y = y * share
+        center, level = (x.sum(0) / count, y.sum(0) / count) if has_bias else (x[0] * 0, y[0] * 0)
+        x, y = (x - center) * share, (y - level) * share
+        s, q = torch.linalg.eigh(x.mT @ x)
+        s, xq, b = s.clamp(min=0), x @ q, q.mT @ (x.mT @ y)
+        tried, errors = [], []
+        for penalty in self.penalties:
+            v = b / (s + penalty)[:, None]
+            leverage = (xq.square() / (s + penalty)).sum(1, keepdim=True) + (1 / count if has_bias else 0)
+            rest = (y - xq @ v) / (1 - leverage).clamp(min=1e-3)
+            tried.append(q @ v)
+            errors.append((rest.square() * share).sum())
+        v = _chosen(tried, -torch.stack(errors))
+        return torch.cat([v[:-1], (level - center[:-1] @ v[:-1])[None]]) if has_bias else v
+
+    def classes(self, x: Tensor, y: Tensor, mask: Tensor, start: Tensor) -> Tensor:
+        """[features (+ 1), classes], from strong penalties to weak ones."""
+        v, tried, scores = start[:, 1:], [], []
+        for penalty in sorted((p for p in self.penalties if p >= WEAKEST), reverse=True):
+            by_feature = torch.full_like(v, penalty)
+            # a column of ones is the intercept
+            constant = ((x - mask[:, None]).abs().sum(0) == 0)[:, None]
+            by_coefficient = logits.flat(torch.where(constant, self.intercept, by_feature))
+            v = logits.penalised(x, y, mask, by_coefficient, v, self.newton)
+            tried.append(v)
+            scores.append(logits.left_out(x, y, mask, by_coefficient, v))
+        chosen = _chosen(tried, _nearly_best(torch.stack(scores), mask))
+        return torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
+
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        return me.state
+
+
+def _nearly_best(scores: Tensor, mask: Tensor) -> Tensor:
+    """1 at the first (strongest) penalty that is within half a standard error of the best, from scores by row."""
+    best = torch.nn.functional.one_hot(scores.sum(1).argmax(), len(scores)).to(scores.dtype)
+    lost = ((best[:, None] * scores).sum(0) - scores) * mask
+    count = mask.sum().clamp(min=1)
+    spread = (lost - lost.sum(1, keepdim=True) / count).square() * mask
+    is_near = lost.sum(1) <= 0.5 * spread.sum(1).sqrt()
+    return torch.where(is_near, torch.arange(len(scores), 0, -1, dtype=scores.dtype, device=scores.device), 0)
+
+
+def _chosen(tried: list[Tensor], scores: Tensor) -> Tensor:
+    best = torch.nn.functional.one_hot(scores.argmax(), len(tried)).to(tried[0].dtype)
+    return (best[:, None, None] * torch.stack(tried)).sum(0)

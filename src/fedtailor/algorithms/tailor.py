@@ -1,0 +1,163 @@
+"""Tailor: what is shared, to what degree and how it is fitted, all learned by held-out loss through the federation.
+
+A method of this project; its parts are others': starts between own and common model (FedALA, Learn2pFed), learned
+steps of fine-tuning (FedL2P), the label prior (balanced softmax), a mixture of predictions (MAPPER).
+
+Symbols: w common model; v own model; s share of w in a layer's start; eta factor of a layer's fine-tuning steps; tau
+strength of the label prior; theta = (logit s, log eta, tau), common, and u what a client adds to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared import mixture
+from fedtailor.algorithms._shared.layers import layers_of
+from fedtailor.algorithms._shared.own_loss import beside
+from fedtailor.algorithms._shared.unfolding import adam, learnable
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+
+PARTS = ("share", "step", "prior")
+
+
+@dataclass(frozen=True)
+class Tailor(Algorithm):
+    """Every round starts between the common and the client's own model; how far between is learned, as is the rest."""
+
+    epochs: int = 1
+    """Local epochs per round."""
+    tune_epochs: int = 2
+    """Epochs of fine-tuning before a client predicts."""
+    share: float = 0.9
+    """First share of the common model, in layers of the body: 1 is the common layer, 0 the client's own, for good."""
+    head_share: float = 0.9
+    """The same for the head."""
+    prior: float = 0.5
+    """First strength of the client's label prior, which is added to the head's bias and never sent."""
+    learned: tuple[str, ...] = PARTS
+    """What is learned: any of share, step (of fine-tuning) and prior."""
+    outer_lr: float = 0.2
+    """Step size of learning (Adam)."""
+    every: int = 4
+    """Learn in one of so many rounds; such a round costs about as much as five others."""
+    evidence: float = 50.0
+    """Samples with which a client's own deviation from the common theta is halved in each step; inf allows none."""
+    mixes: bool = True
+    """Predict with a mixture of the fitted, the own and the common model, by validation loss."""
+
+    title: ClassVar[str] = "Tailor"
+    learns: ClassVar[str] = "degrees"
+    keeps: ClassVar[str] = "model"
+    private: ClassVar[str] = "own model, label prior, deviation of its degrees"
+    fits: ClassVar[bool] = True
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        name: {"learned": (), "prior": 0.0, "mixes": False, "tune_epochs": tune, "share": body, "head_share": head}
+        for name, tune, body, head in (
+            ("fedavg", 0, 1.0, 1.0),
+            ("local", 0, 0.0, 0.0),
+            ("fedper", 0, 1.0, 0.0),
+            ("fedavg+ft", 5, 1.0, 1.0),
+        )
+    }
+
+    def check(self, model: Model, task: str) -> None:
+        if task not in ("classification", "regression"):
+            raise ConfigError(f"algorithm.name: Tailor mixes predictions of classes or numbers; it is not for {task}")
+
+    def server_init(self, model: Model) -> Tree:
+        layers = layers_of(model)
+        heads = {layers[k] for k in model.head}
+        count = len(set(layers.values()))
+        s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
+        theta = torch.cat([s.logit(), torch.zeros_like(s), s.new_tensor([self.prior])])
+        return {"w": model.params, "theta": learnable(theta)}
+
+    def client_init(self, me: ClientContext) -> Tree:
+        layers = len(set(layers_of(me.model).values()))
+        return {"v": me.model.params, "u": learnable(me.model.like.new_zeros(2 * layers + 1))}
+
+    def join(self, me: ClientContext, server: Tree) -> Tree:
+        return self.client_init(me) | {"v": server["w"]}
+
+    def numbers(self, me: ClientContext, theta: Tensor) -> tuple[Params, Params, Params]:
+        """s and eta of every parameter, and what the label prior adds to the head's bias."""
+        theta, layers = theta + me.state["u"]["x"], layers_of(me.model)
+        s, eta = theta[:-1].chunk(2)
+        each = {k: layers[k] for k in me.model.trainable}
+        shift = {k: theta[-1] * x for k, x in mixture.label_shift(me).items()}
+        return {k: s.sigmoid()[i] for k, i in each.items()}, {k: eta.exp()[i] for k, i in each.items()}, shift
+
+    def begun(self, me: ClientContext, w: Params, s: Params, shift: Params) -> Params:
+        """Where a client's training starts: between its own model and w."""
+        start = w | {k: torch.lerp(me.state["v"][k], w[k], x) for k, x in s.items()}
+        return start | {k: start[k] + x for k, x in shift.items()}
+
+    @on_client(sends=(MODEL, COUNT))
+    def local(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
+        s, _, shift = self.numbers(me, theta)
+        own = me.sgd(self.begun(me, w, s, shift), epochs=self.epochs)
+        own |= {k: own[k] - x for k, x in shift.items()}  # the prior stays here
+        return me.state | {"v": own}, (own, me.n)
+
+    def fitted(self, me: ClientContext, w: Params, theta: Tensor) -> Params:
+        s, eta, shift = self.numbers(me, theta)
+        start = self.begun(me, w, s, shift)
+        steps = {k: x.expand_as(start[k]) for k, x in eta.items()}  # a mask scales a step
+        return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
+
+    @on_client(sends=(NUMBER, NUMBER))
+    def judge(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
+        statistics, count = me.buffers, me.val.mask.sum()
+        loss = me.loss(self.fitted(me, w, theta), "val")
+        me.buffers = statistics  # those of training, not of this trial
+        return me.state, (loss * count, count)
+
+    @on_client()
+    def deviate(self, me: ClientContext) -> tuple[Tree, Tree]:
+        u = adam(me.state["u"], self.chosen(me.grad["u"]["x"]), self.outer_lr)
+        return me.state | {"u": u | {"x": u["x"] * me.n / (me.n + self.evidence)}}, None
+
+    def chosen(self, slope: Tensor) -> Tensor:
+        """The gradient by theta of what is learned."""
+        layers = (slope.shape[-1] - 1) // 2
+        is_learned = [part in self.learned for part in PARTS]
+        return slope * slope.new_tensor([*is_learned[:1] * layers, *is_learned[1:2] * layers, is_learned[2]])
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        w, theta = server["w"], server["theta"]
+        is_learning = bool(self.learned) and fed.round % self.every == 0
+        x = fed.tape(theta["x"]) if is_learning else theta["x"]
+        w = fed.mean(*fed.map(self.local, w, x))
+        if is_learning:
+            losses, counts = fed.map(self.judge, w, x)
+            loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
+            theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
+            fed.map(self.deviate)
+            fed.report(outer_loss=loss.detach(), theta=list(theta["x"]))
+        return {"w": w, "theta": theta}
+
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        w, theta = server["w"], server["theta"]["x"]
+        shift = self.numbers(me, theta)[2]
+        fitted = self.fitted(me, w, theta)
+        if not self.mixes:
+            return fitted
+        others = [m | {k: m[k] + x for k, x in shift.items()} for m in (me.state["v"], w)]
+        models = [fitted, *({k: m[k] for k in w} for m in others)]
+        return fitted | beside("own", models[1]) | beside("common", models[2]) | mixture.weights(me, models)
+
+    def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
+        return mixture.predict(model, personal, x, ("own", "common")) if self.mixes else model(personal, x)
+
+    def shares(self, me: ClientContext, server: Tree) -> Params:
+        s, _, _ = self.numbers(me, server["theta"]["x"])
+        return {k: x.expand_as(me.model.trainable[k]) for k, x in s.items()}

@@ -1,0 +1,181 @@
+"""`fedtailor federation` for those who run one: status, health, pause, leave, withdraw, certificates, audit."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedtailor.errors import ConfigError
+
+WATCH = 5.0  # seconds between two looks
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, created by init.")]
+Coordinator = Annotated[Path, typer.Argument(metavar="FOLDER", help="The coordinator's folder.")]
+
+
+def status(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="A participant's folder on this machine.")
+    ] = None,
+    admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder: ask the server.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Again every few seconds, until Ctrl-C.")] = False,
+) -> None:
+    """Print how a participant is, or with --admin which sites are connected and what runs.
+
+    FOLDER of the server: rounds, and of each site when it was last seen, its version, clock, disk and the end of
+    its certificate. FOLDER of a site: messages, refusals, what is kept.
+    """
+    from fedtailor.deploy.flare import provisioning as kits
+
+    kits.needs_flare()
+    if (folder is None) == (admin is None):
+        raise ConfigError("status: give the FOLDER of a participant, or --admin FOLDER")
+    while True:
+        lines = _of_server(admin) if admin is not None else _of_folder(folder)
+        print(("\x1b[2J\x1b[H" if watch and sys.stdout.isatty() else "") + "\n".join(lines), flush=True)
+        if not watch:
+            return
+        time.sleep(WATCH)
+
+
+def _of_folder(folder: Path | None) -> list[str]:
+    from fedtailor.deploy.flare import status as found
+
+    assert folder is not None
+    return found.told(found.read(folder))
+
+
+def _of_server(admin: Path) -> list[str]:
+    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.deploy.flare.flare_adapter import office
+    from fedtailor.experiments.store import read_json
+
+    about = read_json(admin / kits.ABOUT)
+    with office(admin / kits.KIT, kits.ADMIN) as session:
+        connected, running, jobs, seen = session.sites(), session.running(), session.jobs(), session.last_seen()
+    lines = [f"server {about['host']}:{about['port']}"]
+    for site in sorted({*about["sites"], *connected}):
+        ago = f", seen {max(0.0, time.time() - seen[site]):.0f} s ago" if site in seen else ""
+        lines.append(f"site {site}: {'connected' if site in connected else 'away'}{ago}")
+    latest = {job["job_name"]: job for job in reversed(jobs)}
+    for name, job in latest.items():
+        is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
+        lines.append(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
+    return lines
+
+
+def health(folder: Folder) -> None:
+    """Exit 0 if a participant runs, its certificate lasts a month and its disk has room; else say what is wrong."""
+    from fedtailor.deploy.flare import status as found
+
+    if wrong := found.problems(found.read(folder)):
+        print("\n".join(wrong))
+        raise typer.Exit(1)
+    print(f"{folder}: well")
+
+
+def metrics(folder: Folder) -> None:
+    """Print the status of a participant in Prometheus' text format, for its textfile collector."""
+    from fedtailor.deploy.flare import status as found
+
+    print(found.prometheus(found.read(folder)), end="")
+
+
+def pause(
+    folder: Folder,
+    off: Annotated[bool, typer.Option("--off", help="Take part again.")] = False,
+) -> None:
+    """A site answers nothing until it is told to go on. It misses those rounds; nothing is lost."""
+    from fedtailor.deploy.flare.standing import set_state
+
+    set_state(private_folder(folder), "active" if off else "paused")
+    print(f"{folder}: {'takes part again' if off else 'paused; --off ends it'}")
+
+
+def leave(folder: Folder) -> None:
+    """A site leaves the federation: it answers nothing any more. What it keeps stays until it is withdrawn."""
+    from fedtailor.deploy.flare import processes
+    from fedtailor.deploy.flare.standing import set_state
+
+    set_state(private_folder(folder), "left")
+    processes.stop(folder)
+    print(f"{folder}: has left; pause --off takes it back. To delete what it keeps: fedtailor federation withdraw")
+
+
+def withdraw(
+    folder: Folder,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run in the site's private folder.")],
+) -> None:
+    """A site withdraws from a run: no more replies, its states and models of it deleted, and a receipt of that.
+
+    What was added into a common model in earlier rounds cannot be taken out of it; the receipt lists those rounds.
+    """
+    from fedtailor.deploy.flare.standing import withdraw as withdrawn
+
+    print(f"{folder}: has withdrawn from {run}; receipt: {withdrawn(private_folder(folder), run)}")
+
+
+def certificates(folder: Coordinator) -> None:
+    """Print when each participant's certificate ends."""
+    from fedtailor.deploy.flare.certificates import ends, revoked
+
+    for name, end in ends(folder).items():
+        print(f"{name}: until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}")
+    for name in revoked(folder)["names"]:
+        print(f"{name}: revoked")
+
+
+def renew(
+    folder: Coordinator,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="server, admin or a site.")],
+) -> None:
+    """Make a new key and certificate for a participant, by the same authority."""
+    from fedtailor.deploy.flare import provisioning as kits
+
+    kits.needs_flare()
+    from fedtailor.deploy.flare.certificates import renew as renewed
+
+    print(f"{name}: renewed; hand over {renewed(folder, name)}, then start it anew")
+
+
+def revoke(
+    folder: Coordinator,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A site.")],
+) -> None:
+    """Let a site's certificate count no more: the server asks it nothing, and no partner sums with it."""
+    from fedtailor.deploy.flare.certificates import revoke as revoked
+
+    print(f"{name}: revoked; put {revoked(folder, name)} into the server's folder and every site's kit folder")
+
+
+def audit(
+    folder: Folder,
+    page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file instead.")] = None,
+) -> None:
+    """Tell what a site was asked for, what left it, what follows, and what it refused, from its own record."""
+    from fedtailor.deploy.flare.audit import read, told
+    from fedtailor.deploy.flare.site import AUDIT
+
+    record = private_folder(folder) / AUDIT
+    if page is None:
+        print("\n".join(told(record)))
+        return
+    from fedtailor.experiments.store import write_atomically
+    from fedtailor.report.audit_page import audit_html
+
+    write_atomically(page, audit_html(folder.name, read(record)).encode())
+    print(page)
+
+
+def private_folder(folder: Path) -> Path:
+    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.deploy.flare.site import read_site
+
+    return read_site(folder / kits.SITE).folder
+
+
+COMMANDS = (status, health, metrics, pause, leave, withdraw, certificates, renew, revoke, audit)

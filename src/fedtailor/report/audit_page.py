@@ -1,0 +1,41 @@
+"""A site's record as a page: what left, in words and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedtailor.deploy.flare.audit import RunRecord, inferred
+from fedtailor.report.page_model import Cell, Figure, Page, Section, Table, cells
+from fedtailor.report.render import html
+from fedtailor.version import __version__
+
+
+def audit_html(site: str, records: Sequence[RunRecord]) -> str:
+    """One self-contained page."""
+    made = f"Made by fedtailor {__version__} from the site's own record."
+    return html(Page(f"What left {site}", "Audit", f"{len(records)} runs", True, tuple(map(_section, records)), made))
+
+
+def _section(record: RunRecord) -> Section:
+    figures = (
+        Figure("Messages", f"{record.messages:,}", f"{record.first[:16]} to {record.last[:16]}"),
+        Figure("Rounds", f"{record.rounds:,}"),
+        Figure("Bytes that left", f"{record.left:,}"),
+        Figure("Refused", f"{sum(times for _, times in record.refused):,}"),
+    )
+    columns = ("asked for", "times", "bytes came", "bytes left", "at last")
+    rows = [
+        (
+            *cells(kind.name),
+            Cell(f"{kind.times:,}", kind.times),
+            Cell(f"{kind.came:,}", kind.came),
+            Cell(f"{kind.left:,}", kind.left),
+            *cells(", ".join(f"{key} {shape}" for key, shape in kind.keys.items()) or "nothing but its end"),
+        )
+        for kind in record.kinds
+    ]
+    refused = [(*cells(why), Cell(f"{times:,}", times)) for why, times in record.refused]
+    tables = [Table("Messages", columns, rows, words=True)]
+    tables += [Table("Refused", ("why", "times"), refused, words=True)] if refused else []
+    words = tuple(f"Could be inferred: {what}." for what in inferred(record))
+    return Section(f"run-{abs(hash(record.run))}", record.run, words, figures, tables=tuple(tables))

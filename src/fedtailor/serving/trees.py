@@ -1,0 +1,149 @@
+"""Boosted trees as plain arrays: made of scikit-learn's, saved as tensors, and predicted without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fedtailor.errors import RunError
+from fedtailor.experiments.store import write_atomically
+from fedtailor.serving.described import part_of
+
+NAMES = ("feature", "threshold", "left", "right", "value", "missing_left", "root", "output", "baseline")
+DEEPEST = 64
+TREES, ON_TOP, TREES_FOLDER = "trees alone", "trees on the shared model", "trees"
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Nodes of all trees one after another; a leaf has itself on both sides."""
+
+    feature: Tensor
+    threshold: Tensor
+    left: Tensor
+    right: Tensor
+    value: Tensor
+    missing_left: Tensor
+    root: Tensor  # first node of each tree
+    output: Tensor  # to which each tree adds
+    baseline: Tensor  # [outputs]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, outputs]: numbers, or logits."""
+        x = x.double()
+        at = self.root.expand(len(x), -1).clone()  # [rows, trees]
+        for _ in range(DEEPEST):
+            found = x.gather(1, self.feature[at])
+            goes_left = torch.where(found.isnan(), self.missing_left[at] > 0, found <= self.threshold[at])
+            further = torch.where(goes_left, self.left[at], self.right[at])
+            if torch.equal(further, at):
+                break
+            at = further
+        out = self.baseline.expand(len(x), -1).clone()
+        return out.index_add_(1, self.output, self.value[at])
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, save({name: getattr(self, name).contiguous() for name in NAMES}))
+
+    @staticmethod
+    def read(path: Path, features: int, outputs: int) -> Trees:
+        """What `save` wrote; nodes that lead nowhere are a `RunError`."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                made = Trees(**{name: file.get_tensor(name) for name in NAMES})
+        except (OSError, SafetensorError, ValueError) as error:
+            raise RunError(f"{path}: not boosted trees that fedtailor wrote ({error})") from None
+        nodes = len(made.feature)
+        inside = [(made.feature, features), (made.output, outputs)]
+        inside += [(v, nodes) for v in (made.left, made.right, made.root)]
+        whole = all(
+            v.dtype == torch.int64 and v.dim() == 1 and (not len(v) or 0 <= int(v.min()) <= int(v.max()) < n)
+            for v, n in inside
+        )
+        sizes = {len(getattr(made, name)) for name in NAMES[:6]}
+        if not whole or len(sizes) != 1 or made.baseline.shape != (outputs,) or len(made.root) != len(made.output):
+            raise RunError(f"{path}: not boosted trees of {features} features and {outputs} outputs")
+        return made
+
+
+def trees_of(model: Any, outputs: int) -> Trees:
+    """The trees of a HistGradientBoosting model on numbers; the logit of two classes becomes that of the second."""
+    held: dict[str, list[Any]] = {name: [] for name in NAMES[:6]}
+    roots, places, count = [], [], 0
+    for stage in model._predictors:
+        for output, predictor in enumerate(stage):
+            nodes = predictor.nodes
+            own = np.arange(len(nodes))
+            leaf = nodes["is_leaf"].astype(bool)
+            held["feature"].append(np.where(leaf, 0, nodes["feature_idx"]))
+            held["threshold"].append(np.where(leaf, 0.0, nodes["num_threshold"]))
+            held["left"].append(count + np.where(leaf, own, nodes["left"]))
+            held["right"].append(count + np.where(leaf, own, nodes["right"]))
+            held["value"].append(np.where(leaf, nodes["value"], 0.0))
+            held["missing_left"].append(nodes["missing_go_to_left"])
+            roots.append(count)
+            places.append(1 if outputs == 2 and len(stage) == 1 else output)
+            count += len(nodes)
+    baseline = np.zeros(outputs)
+    first = np.ravel(model._baseline_prediction)
+    baseline[-len(first) :] = first
+    arrays = {
+        name: torch.from_numpy(np.concatenate(parts).astype(np.float64 if name in ("threshold", "value") else np.int64))
+        for name, parts in held.items()
+    }
+    return Trees(
+        **arrays,
+        root=torch.tensor(roots, dtype=torch.int64),
+        output=torch.tensor(places, dtype=torch.int64),
+        baseline=torch.from_numpy(baseline),
+    )
+
+
+@dataclass(frozen=True)
+class TreeParts:
+    """Trees beside a linear model, and the weight of each part."""
+
+    linear: float
+    alone: tuple[float, Trees] | None = None
+    on_top: tuple[float, Trees] | None = None
+
+    def mixed(self, x: Tensor, base: Tensor, is_class: bool) -> Tensor:
+        """Outputs of all parts together; `base` is what the linear model says."""
+        base = base.double().log_softmax(1) if is_class else base.double()
+        out = self.linear * base
+        for part, above in ((self.alone, None), (self.on_top, base)):
+            if part is not None:
+                out = out + part[0] * said(part[1], x, above, is_class)
+        return out
+
+
+def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int) -> TreeParts | None:
+    """The trees of a site, as the record of a fit names them; none if it is served by a linear model."""
+    if not row["trees"]:
+        return None
+    held: dict[str, tuple[float, Trees]] = {}
+    for kind, name in row["trees"].items():
+        extra = outputs if kind == ON_TOP else 0
+        made = Trees.read(part_of(path / TREES_FOLDER, name), features + extra, outputs)
+        held[kind] = (float(row["parts"][kind]), made)
+    return TreeParts(float(row["parts"].get("linear", 0.0)), held.get(TREES), held.get(ON_TOP))
+
+
+def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:
+    """What trees see: the features and, on top of a shared model, what it says."""
+    return x.double() if base is None else torch.cat([x.double(), base.double()], dim=1)
+
+
+def said(trees: Trees, x: Tensor, base: Tensor | None, is_class: bool) -> Tensor:
+    """Log-probabilities, or numbers, on top of `base` if there is one."""
+    out = trees(inputs_of(x, base))
+    if is_class:
+        return out.log_softmax(1)
+    return out if base is None else out + base

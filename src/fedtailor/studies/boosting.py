@@ -1,0 +1,70 @@
+"""Boosted trees at sites with enough rows: alone, and on top of what the shared model says.
+
+On top, trees see the shared model's outputs beside the features. For numbers they learn what is left of the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.serving.trees import Trees, inputs_of, said, trees_of
+
+ENOUGH = 120  # rows of a site
+FEWEST = 10  # of the second most frequent class
+
+
+def worth_it(y: Tensor, is_class: bool) -> bool:
+    """Whether a site has enough rows for trees."""
+    if len(y) < ENOUGH:
+        return False
+    return not is_class or (len(np.bincount(y.numpy())) > 1 and int(np.sort(np.bincount(y.numpy()))[-2]) >= FEWEST)
+
+
+def boosted(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bool, seed: int) -> Trees:
+    """Trees for one site; `base` are the shared model's outputs for these rows, from other rows."""
+    from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+
+    rows = len(x)
+    options: dict[str, Any] = {
+        "random_state": seed % 2**32,
+        "learning_rate": 0.05 if rows < 2000 else 0.1,
+        "max_leaf_nodes": 6 if rows < 500 else 15 if rows < 5000 else 31,
+        "min_samples_leaf": 10 if rows < 2000 else 20,
+        "l2_regularization": 1.0,
+        "max_iter": 100 if rows < 2000 else 300,
+        "early_stopping": rows >= 2000,
+    }
+    inputs = inputs_of(x, base).numpy()
+    kind = HistGradientBoostingClassifier if is_class else HistGradientBoostingRegressor
+    if is_class:
+        seen = np.unique(y.numpy())
+        model = kind(**options).fit(inputs, np.searchsorted(seen, y.numpy()))
+        return spread_out(trees_of(model, len(seen)), seen, outputs)
+    wanted = y[:, 0] if base is None else y[:, 0] - base[:, 0]
+    return trees_of(kind(**options).fit(inputs, wanted.numpy()), 1)
+
+
+def spread_out(trees: Trees, seen: NDArray[np.int64], outputs: int) -> Trees:
+    """The trees of a site that lacks classes, for all classes; those it lacks are unlikely, not impossible."""
+    at = torch.from_numpy(seen)
+    baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64, device="cpu")
+    baseline[at] = trees.baseline
+    return replace(trees, output=at[trees.output], baseline=baseline)
+
+
+def cross_fitted(
+    x: Tensor, y: Tensor, base: Tensor | None, folds: NDArray[np.int64], outputs: int, is_class: bool, seed: int
+) -> Tensor:
+    """Out-of-fold outputs of trees at one site."""
+    out = torch.full((len(x), outputs), torch.nan, dtype=torch.float64, device="cpu")
+    for fold in np.unique(folds):
+        held = torch.from_numpy(folds == fold)
+        made = boosted(x[~held], y[~held], None if base is None else base[~held], outputs, is_class, seed)
+        out[held] = said(made, x[held], None if base is None else base[held], is_class)
+    return out

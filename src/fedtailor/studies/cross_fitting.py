@@ -1,0 +1,120 @@
+"""Out-of-fold predictions: every training row is predicted by models that have not seen it.
+
+Folds are cut inside each site. All sites train on all but their own part of a fold, together, and predict it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor import engines
+from fedtailor.core.federation import Federation
+from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.trees import Params, Tree
+from fedtailor.experiments.building import assemble
+from fedtailor.experiments.config import RunConfig
+
+FOLDS = 5
+NEVER = -1  # the fold of rows that are always trained on
+
+
+def all_in_training(data: FederatedData) -> FederatedData:
+    """Validation rows are training rows: folds take their place."""
+    if not len(data.val.x):
+        return data
+    parts = [[torch.cat(pair) for pair in zip(data.train.of(i), data.val.of(i), strict=True)] for i in _sites(data)]
+    sizes = [len(x) for x, _ in parts]
+    train = Rows(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), _starts(sizes))
+    empty = Rows(train.x[:0], train.y[:0], _starts([0] * len(sizes)))
+    return replace(data, train=train, val=empty)
+
+
+def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.int64]:
+    """The fold of every training row: by class where there are classes, and no site ever without a row."""
+    out = np.full(len(data.train.x), NEVER)
+    for i, site in enumerate(data.clients):
+        first, last = int(data.train.starts[i]), int(data.train.starts[i + 1])
+        if last - first < 2:
+            continue
+        rng = stream(seed, site, "folds")
+        order = rng.permutation(last - first)
+        if data.task == "classification":
+            order = order[np.argsort(data.train.y[first:last].numpy()[order], kind="stable")]
+        out[first + order] = (np.arange(last - first) + rng.integers(folds)) % folds
+    return out
+
+
+def only_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
+    """The same sites with some of their training rows."""
+    starts = data.train.starts.tolist()
+    sizes = [int(keep[a:b].sum()) for a, b in pairwise(starts)]
+    at = torch.from_numpy(np.flatnonzero(keep))
+    return replace(data, train=Rows(data.train.x[at], data.train.y[at], _starts(sizes)))
+
+
+def site_of_rows(rows: Rows) -> NDArray[np.int64]:
+    """Which site each row belongs to."""
+    return np.repeat(np.arange(len(rows.sizes)), rows.sizes.numpy())
+
+
+def trained(config: RunConfig, data: FederatedData, start: Tree = None) -> tuple[Tree, list[Params]]:
+    """The server's state and every site's model after the rounds of a configuration, in this process."""
+    experiment = assemble(config, data)
+    with engines.opened(config.federation.engine, experiment) as engine:
+        fed = Federation(engine, config.federation.limits)
+        server = experiment.algorithm.server_init(experiment.model) if start is None else start
+        everybody = range(len(data.clients))
+        for round in range(1, config.rounds + 1):
+            server = fed.run_round(round, everybody, server)
+        models: dict[int, Params] = {}
+        for group, _, stack in engine.evaluate(everybody, config.rounds, server, ()):
+            for row, client in enumerate(group):
+                models[client] = {name: value[row].clone() for name, value in stack.items()}
+    return server, [models[i] for i in everybody]
+
+
+def outputs_of(config: RunConfig, data: FederatedData, models: list[Params], rows: Rows) -> Tensor:
+    """What every site's model says of its rows: log-probabilities of classes, or numbers."""
+    experiment = assemble(config, replace(data, train=rows if len(rows.x) else data.train))
+    out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        for i, params in enumerate(models):
+            a, b = int(rows.starts[i]), int(rows.starts[i + 1])
+            if b > a:
+                x = rows.x[a:b].to(experiment.model.dtype)
+                out[a:b] = experiment.algorithm.predict(experiment.model, params, x).double()
+    return out.log_softmax(1) if data.task == "classification" else out
+
+
+def out_of_fold(
+    config: RunConfig,
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    start: Tree = None,
+    told: Callable[[int], None] = lambda fold: None,
+) -> Tensor:
+    """What is said of each training row by models that were trained without its fold; NaN where there is no fold."""
+    out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
+    for fold in range(int(folds.max()) + 1):
+        held = folds == fold
+        if held.any():
+            _, models = trained(config, only_rows(data, ~held), start)
+            out[torch.from_numpy(held)] = outputs_of(config, data, models, only_rows(data, held).train)
+            told(fold + 1)
+    return out
+
+
+def _sites(data: FederatedData) -> range:
+    return range(len(data.clients))
+
+
+def _starts(sizes: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(sizes).tolist()], dtype=torch.int64, device="cpu")

@@ -1,0 +1,43 @@
+"""The folder of a fit: it belongs to one fit, of the same data and code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedtailor.data.fingerprint import digest
+from fedtailor.errors import RunError
+from fedtailor.experiments.source_code import code_of, difference
+from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
+from fedtailor.studies.grid import Cell
+from fedtailor.studies.model_selection import CAUTION
+
+
+def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """A folder belongs to one fit, and the same fit goes on in it."""
+    code = [code_of(cell.config) for cell in cells]
+    claim = {
+        "algorithm": algorithm,
+        "caution": CAUTION,
+        "runs": [cell.config.plain() for cell in cells],
+        "files": digest(cells[0].config.data),
+        "code": code,
+    }
+    path = out / FIT
+    if path.exists():
+        now: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
+        there = now | read_json(path)["settings"]
+        if there | now != claim:
+            raise RunError(f"{out}: holds another fit; choose another folder with --out")
+        if there["files"] != claim["files"]:
+            raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
+        changes = (difference(old, new) for old, new in zip(there["code"], code, strict=False))
+        if what := next(filter(None, changes), ""):
+            raise RunError(f"{out}: {what} since it was fitted; choose another folder with --out")
+        return claim
+    if out.exists() and any(out.glob(f"*/{CONFIG}")):
+        raise RunError(f"{out}: holds other runs; choose another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"settings": claim})
+    return claim

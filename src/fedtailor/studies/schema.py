@@ -1,0 +1,168 @@
+"""The JSON schema of a configuration: the sections' own, with options of algorithms, models and data by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+
+from fedtailor.algorithms import algorithms
+from fedtailor.data import SOURCES
+from fedtailor.experiments.config import CompareConfig
+from fedtailor.experiments.study_sections import SearchSection
+from fedtailor.models import MODELS
+from fedtailor.studies.reproduce import Published
+from fedtailor.version import __version__
+
+Schema = dict[str, Any]
+OWN = {"type": "string", "pattern": ":"}  # "module:Class", of which nothing is known here
+
+
+def configuration_schema() -> Schema:
+    """Of a run or a comparison; of a published table where there are rows."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A configuration of fedtailor {__version__}",
+        "type": "object",
+        "if": {"required": ["rows"]},
+        "then": _published(),
+        "else": _run(),
+    }
+
+
+def _run() -> Schema:
+    schema, found = _sections()
+    properties = schema["properties"]
+    properties["data"] = _named("source", "digits", {n: _of(info.config) for n, info in SOURCES.items()})
+    properties["model"] = _named("name", "mlp", _with(found["model"], _models()))
+    properties["algorithm"] = _named("name", "fedrep", _with(found["algorithm"], _algorithms()))
+    listed = _algorithms()
+    names = {"anyOf": [_enum(listed), OWN]}
+    one = _named("name", None, {n: _closed(p | {"name": {}, "label": {"type": "string"}}) for n, p in listed.items()})
+    properties["compare"]["properties"]["algorithms"]["items"] = {"if": {"type": "string"}, "then": names, "else": one}
+    return schema
+
+
+def _published() -> Schema:
+    schema = _inlined(Published.model_json_schema())
+    values = {"type": "object", "propertyNames": {"enum": sorted(_keys())}}
+    common, found = _sections()
+    for name, options in _all_options().items():  # which of them fit is said by rows and columns
+        open_section = found.get(name, {})
+        common["properties"][name] = _closed(open_section | options)
+    schema["properties"]["common"] = common
+    schema["properties"]["scale"]["additionalProperties"] = values
+    for part in ("rows", "columns"):
+        properties = schema["properties"][part]["items"]["properties"]
+        properties["set"] = properties["set"] | values
+        properties["by_column"]["items"] = values
+    return schema
+
+
+def _sections() -> tuple[Schema, dict[str, Schema]]:
+    """The schema without references; and the declared keys of the sections that take further ones."""
+    schema = _inlined(CompareConfig.model_json_schema())
+    search = next(kind for kind in schema["properties"]["search"]["anyOf"] if kind.get("type") == "object")
+    space = _space()
+    search["properties"] |= {"space": space, "algorithms": {"type": "object", "additionalProperties": space}}
+    schema["properties"]["search"] = search
+    return schema, {name: schema["properties"][name]["properties"] for name in ("model", "algorithm")}
+
+
+def _named(key: str, default: str | None, variants: Mapping[str, Schema]) -> Schema:
+    """A table whose keys depend on the name in it."""
+    known = {"anyOf": [_enum(variants), OWN]}
+    cases = [{"if": _is(key, name, name == default), "then": variant} for name, variant in variants.items()]
+    return {"type": "object", "properties": {key: known}, "required": [] if default else [key], "allOf": cases}
+
+
+def _is(key: str, name: str, is_default: bool) -> Schema:
+    return {"properties": {key: _enum([name])}} | ({} if is_default else {"required": [key]})
+
+
+def _enum(names: Any) -> Schema:
+    """Names are read without regard to case."""
+    return {"type": "string", "enum": sorted({form for name in names for form in (name, name.upper(), name.title())})}
+
+
+def _with(declared: Schema, variants: Mapping[str, Schema]) -> dict[str, Schema]:
+    others = {k: v for k, v in declared.items() if k != "name"}
+    return {name: _closed({"name": declared["name"]} | others | options) for name, options in variants.items()}
+
+
+def _closed(properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _of(kind: type[BaseModel]) -> Schema:
+    return _inlined(kind.model_json_schema())
+
+
+def _algorithms() -> dict[str, Schema]:
+    found = {}
+    for name, kind in algorithms().items():
+        hints = get_type_hints(kind)
+        options = {f.name: _kind(hints[f.name], f.default) for f in dataclasses.fields(kind)}
+        found[name] = options | ({"preset": _enum(kind.presets)} if kind.presets else {})
+    return found
+
+
+def _models() -> dict[str, Schema]:
+    found: dict[str, Schema] = {}
+    for name, kind in MODELS.items():
+        known = inspect.signature(kind).parameters
+        found[name] = {k: {} for k in known if k not in ("shape", "outputs")}
+    return found
+
+
+def _kind(annotation: Any, default: Any) -> Schema:
+    try:
+        schema = _inlined(TypeAdapter(annotation).json_schema())
+    except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
+        return {}
+    return schema | ({} if default is dataclasses.MISSING else {"default": default})
+
+
+def _all_options() -> dict[str, Schema]:
+    """Of data, models and algorithms, whichever they belong to."""
+    data: Schema = {key: {} for info in SOURCES.values() for key in info.config.model_fields}
+    model: Schema = {key: {} for options in _models().values() for key in options}
+    algorithm: Schema = {key: {} for options in _algorithms().values() for key in options}
+    return {"data": data, "model": model, "algorithm": algorithm}
+
+
+def _keys() -> set[str]:
+    """Every key with its section, as "local.lr"; sections and keys at the top too."""
+    keys, options = set(CompareConfig.model_fields), _all_options()
+    for name, section in CompareConfig(search=SearchSection()):
+        declared = type(section).model_fields if isinstance(section, BaseModel) and name != "data" else ()
+        keys |= {f"{name}.{key}" for key in (*declared, *options.get(name, ()))}
+    return keys
+
+
+def _space() -> Schema:
+    """Values to try, by key; or, as TOML also writes it, by table and key."""
+    values = {"anyOf": [{"type": "array", "minItems": 1}, {"type": "object"}]}
+    return {"type": "object", "propertyNames": {"enum": sorted(_keys())}, "additionalProperties": values}
+
+
+def _inlined(schema: Schema) -> Schema:
+    """The same without $defs: each reference replaced by what it stands for."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolve(item) for item in part]
+        if not isinstance(part, dict):
+            return part
+        part = {key: value for key, value in part.items() if key != "discriminator"}
+        reference = part.pop("$ref", None)
+        out = {key: resolve(value) for key, value in part.items()}
+        return out if reference is None else resolve(definitions[reference.rpartition("/")[2]]) | out
+
+    resolved: Schema = resolve(schema)
+    return resolved

@@ -1,0 +1,142 @@
+"""How much of each candidate serves a site: weights on the simplex, shrunk towards those that serve the federation.
+
+All from out-of-fold outputs. A site's weights minimise its loss plus that of `pull` typical rows of the federation, for
+which the common weights are best; the pull is chosen by predicting folds from the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import nnls  # type: ignore[import-untyped]
+from torch import Tensor
+
+PULLS = (30.0, 100.0, 300.0, 1000.0, float("inf"))  # rows of the federation that the common weights are worth
+HELP = 5  # rows of all sites beside a site's own, where its noise is estimated
+NEWTON = 4  # quadratic steps; one is exact for squared errors
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Out-of-fold outputs of the candidates [candidates, rows, outputs], and what was to be said."""
+
+    outputs: Tensor
+    y: Tensor
+    site: Tensor  # of each row
+    sites: int
+    is_class: bool
+
+    def only(self, rows: Tensor) -> Candidates:
+        return Candidates(self.outputs[:, rows], self.y[rows], self.site[rows], self.sites, self.is_class)
+
+    def blend(self, weights: Tensor) -> Tensor:
+        """Outputs with the weights [sites, candidates] of each row's site; logits are normalised again."""
+        mixed = (weights[self.site].mT[:, :, None] * self.outputs).sum(0)
+        return mixed.log_softmax(1) if self.is_class else mixed
+
+    def losses(self, blended: Tensor) -> Tensor:
+        """Log loss or squared error of every row."""
+        return row_losses(blended, self.y, self.is_class)
+
+    def quadratic(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradient [sites, m] and Hessian [sites, m, m] of the sum of losses at each site, by its weights."""
+        blended, said = self.blend(weights), self.outputs.permute(1, 0, 2)  # [rows, m, outputs]
+        if self.is_class:
+            p = blended.exp()
+            rest = p - torch.nn.functional.one_hot(self.y, blended.shape[1])
+            centered = said - (p[:, None] * said).sum(2, keepdim=True)
+            curved = (p[:, None] * centered) @ centered.mT
+        else:
+            rest, curved = 2 * (blended - self.y), 2 * said @ said.mT
+        by_row = (said * rest[:, None]).sum(2)
+        return (
+            torch.zeros_like(weights).index_add_(0, self.site, by_row),
+            weights.new_zeros((*weights.shape, weights.shape[1])).index_add_(0, self.site, curved),
+        )
+
+
+def row_losses(outputs: Tensor, y: Tensor, is_class: bool) -> Tensor:
+    if is_class:
+        return -outputs.gather(1, y[:, None])[:, 0]
+    return (outputs - y).square().mean(1)
+
+
+def common_weights(c: Candidates) -> Tensor:
+    """One set of weights for all sites [1, candidates]."""
+    everybody = Candidates(c.outputs, c.y, torch.zeros_like(c.site), 1, c.is_class)
+    uniform = torch.full((1, len(c.outputs)), 1 / len(c.outputs), dtype=torch.float64, device="cpu")
+    return _minimum(everybody, uniform, pull=1.0)
+
+
+def site_weights(c: Candidates, common: Tensor, pull: float) -> Tensor:
+    """Weights of every site [sites, candidates]."""
+    start = common.expand(c.sites, -1).clone()
+    return start if pull == float("inf") else _minimum(c, start, pull)
+
+
+def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
+    """Weights with the least loss and distance from `prior`, measured in the mean curvature of a row times `pull`."""
+    weights = prior
+    for _ in range(NEWTON if c.is_class else 1):
+        gradient, hessian = c.quadratic(weights)
+        metric = pull * hessian.sum(0) / max(len(c.y), 1)
+        inner, linear = hessian + metric, (hessian @ weights[:, :, None])[:, :, 0] - gradient + prior @ metric
+        weights = torch.stack([_on_simplex(q, b) for q, b in zip(inner, linear, strict=True)])
+    return weights
+
+
+def _on_simplex(q: Tensor, b: Tensor) -> Tensor:
+    """argmin u'Qu / 2 - b'u over u >= 0 that sum to 1, as non-negative least squares."""
+    size = max(float(q.diagonal().mean()), 1e-300)
+    eye, ones = torch.eye(len(b), dtype=q.dtype, device="cpu"), torch.ones_like(b)
+    firm = 1e3  # of the constraint on the sum, which the last division makes exact
+    root = torch.linalg.cholesky(q / size + firm * torch.outer(ones, ones) + 1e-9 * eye)
+    target = torch.linalg.solve_triangular(root, (b / size + firm * ones)[:, None], upper=False)[:, 0]
+    u = nnls(root.mT.numpy(), target.numpy())[0]
+    return torch.from_numpy(u / u.sum()) if u.sum() > 0 else ones / len(b)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Weights for every site, and what they would have said of rows that had no say in them."""
+
+    weights: Tensor  # [sites, candidates]
+    common: Tensor  # [candidates]
+    pull: float
+    held_out: Tensor  # [rows, outputs]
+
+
+def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
+    """Settle the pull by folds, then the weights from all rows; sites with more noise count less."""
+    if not c.is_class:
+        noise = _noise(c)[c.site][:, None]
+        found = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
+        return replace(found, held_out=found.held_out * noise)
+    return _stack(c, folds)
+
+
+def _noise(c: Candidates) -> Tensor:
+    """Root of the mean squared error of the best candidate at each site; few rows are helped by those of all."""
+    squares = torch.stack([row_losses(said, c.y, c.is_class) for said in c.outputs])
+    count = torch.zeros(c.sites, dtype=torch.float64, device="cpu").index_add_(0, c.site, torch.ones_like(squares[0]))
+    total = torch.zeros((len(squares), c.sites), dtype=torch.float64, device="cpu").index_add_(1, c.site, squares)
+    usual = squares.mean(1).min()
+    return ((total.min(0).values + HELP * usual) / (count + HELP)).sqrt().clamp(min=1e-150)
+
+
+def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
+    at = torch.from_numpy(folds)
+    said = {pull: torch.zeros_like(c.outputs[0]) for pull in PULLS}
+    for fold in np.unique(folds):
+        held, rest = at == int(fold), c.only((at != int(fold)).nonzero()[:, 0])
+        common = common_weights(rest)
+        own = c.only(held.nonzero()[:, 0])
+        for pull in PULLS:
+            said[pull][held] = own.blend(site_weights(rest, common, pull))
+    totals = {pull: float(c.losses(blended).sum()) for pull, blended in said.items()}
+    best = min(PULLS, key=lambda pull: (totals[pull], -pull))
+    common = common_weights(c)
+    return Stacked(site_weights(c, common, best), common[0], best, said[best])

@@ -1,0 +1,318 @@
+"""A fit to tables: solved linear and mixed models, boosted trees where rows suffice, and a blend for each site.
+
+Everything is chosen on out-of-fold predictions of the training rows; test rows are read for the figures alone. What is
+delivered was trained on all training rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.trees import Tree
+from fedtailor.errors import ClientError, UserError
+from fedtailor.experiments import runner, trust
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.store import CONFIG, RunFolder
+from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, said
+from fedtailor.studies import boosting
+from fedtailor.studies.cross_fitting import all_in_training, folds_of, out_of_fold, outputs_of, site_of_rows
+from fedtailor.studies.grid import Cell, Told
+from fedtailor.studies.model_selection import gains
+from fedtailor.studies.stacking import Candidates, row_losses, stack
+
+MOST_COEFFICIENTS, MOST_SLOPES, MOST_TOGETHER = 400, 150, 8
+ALONE, COMMON = "alone", "common"
+LEAST = 0.01  # weights below this are left out
+
+
+def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
+    """Whether these are rows of a table, for which nothing was prescribed."""
+    if algorithm != "auto" or "model" in tables or "task" in tables or data.preparation is None:
+        return False
+    is_known = data.is_plain and data.task in ("classification", "regression") and len(data.shape) == 1
+    return is_known and (data.shape[0] + 1) * max(data.outputs - 1, 1) <= MOST_COEFFICIENTS
+
+
+def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cell]:
+    """The linear candidates, from simple to rich, each a run of one round."""
+    is_class = data.task == "classification"
+    kind = "mixedlogit" if is_class else "mixedmodel"
+    size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
+    effects = {COMMON: "none", "mixed, intercept": "intercept"}
+    if size <= MOST_SLOPES:
+        effects["mixed, slopes"] = "diagonal"
+    if size <= MOST_TOGETHER and not is_class:
+        effects["mixed, slopes together"] = "full"
+    wanted = {ALONE: {"name": "linearalone"}}
+    if len(data.clients) > 1:
+        wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}
+    data_table = tables["data"] | ({"val": 0.0} if "val" in tables["data"] else {})
+    solved = {
+        "rounds": 1,
+        "data": data_table,
+        "model": {"name": "linear", "dtype": "float64"},
+        "evaluation": {"every": 1},
+    }
+    cells = []
+    for label, algorithm in wanted.items():
+        config: RunConfig = parse(tables | solved | {"algorithm": algorithm}, origin="fit")
+        name = "-".join([algorithm["name"], *([algorithm["effects"]] if "effects" in algorithm else [])])
+        cells.append(Cell(label, config.seed, out / f"{name}-seed{config.seed}", config))
+    return cells
+
+
+@dataclass
+class Clock:
+    """Whether there is time for one more candidate, which takes no longer than the longest so far."""
+
+    limit: float
+    begun: float = field(default_factory=time.monotonic)
+    longest: float = 0.0
+
+    def has_time(self) -> bool:
+        return not self.limit or time.monotonic() - self.begun + 1.5 * self.longest < self.limit
+
+    def timed(self, work: Callable[[], Any]) -> Any:
+        begun = time.monotonic()
+        done = work()
+        self.longest = max(self.longest, time.monotonic() - begun)
+        return done
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the candidates say out of fold, of test rows, and who serves whom."""
+
+    cells: list[Cell]
+    weights: NDArray[np.float64]  # [sites, cells], of the linear part
+    trees: list[dict[str, float]]  # per site by kind, and "linear"
+    alone: list[str]  # per site the best model of its own
+    gains: list[tuple[float, float]]  # over that, out of fold: mean and standard error
+    out_of_fold: Tensor  # of the served models
+    dropped: list[dict[str, Any]]
+
+
+def run_cells(cells: list[Cell], data: FederatedData, root: Path | None, told: Told, clock: Clock) -> dict[str, Any]:
+    """Train every linear candidate on all rows; returns the server's states by label, and what was dropped."""
+    states: dict[str, Tree] = {}
+    dropped: list[dict[str, Any]] = []
+    for cell in cells:
+        if len(states) > 2 and not clock.has_time():
+            dropped.append({"label": cell.label, "round": 0, "val": None, "why": "the time limit"})
+            continue
+
+        def listen(p: runner.Progress, cell: Cell = cell) -> None:
+            told(cell.folder.name, p.round, p.rounds)
+
+        try:
+            if (cell.folder / CONFIG).exists():
+                trust.remember(cell.config)
+                runner.resume(cell.folder, root, listen, loaded=data)
+            else:
+                clock.timed(partial(runner.start, cell.config, cell.folder, root, listen, loaded=data))
+        except (UserError, ClientError, torch.linalg.LinAlgError) as error:
+            if cell.label == ALONE:
+                raise
+            dropped.append({"label": cell.label, "round": 0, "val": None, "why": str(error).splitlines()[0]})
+            continue
+        saved = RunFolder(cell.folder).load_checkpoint()
+        assert saved is not None
+        states[cell.label] = saved[1]["state"]["server"]
+    return {"states": states, "dropped": dropped}
+
+
+def select(
+    cells: list[Cell], data: FederatedData, states: dict[str, Tree], seed: int, clock: Clock, told: Told, out: Path
+) -> Found:
+    """Out-of-fold predictions, weights, trees, and the promise that no site is knowingly worse off than alone."""
+    folds, is_class = folds_of(data, seed), data.task == "classification"
+    spoken: dict[str, Tensor] = {}
+    dropped: list[dict[str, Any]] = []
+    for cell in cells:
+        if len(spoken) > 2 and not clock.has_time():
+            dropped.append({"label": cell.label, "round": 0, "val": None, "why": "the time limit"})
+            continue
+        start = states[cell.label] or None
+
+        def listen(fold: int, cell: Cell = cell) -> None:
+            told(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
+
+        spoken[cell.label] = clock.timed(partial(out_of_fold, cell.config, data, folds, start, listen))
+    used = [cell for cell in cells if cell.label in spoken]
+    held = torch.from_numpy(folds >= 0)
+    y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
+    linear = torch.stack([spoken[cell.label][held] for cell in used])
+    if not len(y):  # nobody has two rows
+        weights = np.zeros((len(data.clients), len(used)))
+        weights[:, -1] = 1
+        return Found(
+            used,
+            weights,
+            [{"linear": 1.0}] * len(weights),
+            [ALONE] * len(weights),
+            [(0.0, np.inf)] * len(weights),
+            linear[0],
+            dropped,
+        )
+    first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
+    own, trees_said = linear[0], {}
+    if clock.has_time():
+        trees_said = clock.timed(lambda: _trees(data, folds, held, first.held_out, seed, out))
+    own_label = [ALONE] * len(data.clients)
+    served, kinds = first.held_out, [{"linear": 1.0} for _ in data.clients]
+    if trees_said:
+        best = _better(trees_said[TREES], own, y, site, is_class, len(data.clients))
+        own = torch.where(best[site][:, None], trees_said[TREES].nan_to_num(), own)
+        own_label = [TREES if b else ALONE for b in best.tolist()]
+        served, kinds = _with_trees(
+            trees_said, first.held_out, y, site, folds[held.numpy()], is_class, len(data.clients)
+        )
+    weights = first.weights.numpy()
+    gained = _gains(served, own, y, site, is_class, len(data.clients))
+    only_own = np.eye(len(used))[0]
+    for i, (mean, _) in enumerate(gained):
+        if mean < 0:  # the promise
+            is_tree = own_label[i] == TREES
+            kinds[i] = {TREES: 1.0} if is_tree else {"linear": 1.0}
+            weights[i] = weights[i] if is_tree else only_own
+            at = site == i
+            served[at] = own[at]
+    return Found(used, weights, kinds, own_label, gained, served, dropped)
+
+
+def _gains(
+    served: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int
+) -> list[tuple[float, float]]:
+    """By how much each site's loss is lower than with its own model, out of fold, shrunk over sites."""
+    better, worse = (-row_losses(v, y, is_class) for v in (served, own))
+    found = gains(
+        [better[site == i].numpy() for i in range(sites)], [worse[site == i].numpy() for i in range(sites)], False
+    )
+    return [(gain.mean, gain.sd) for gain in found]
+
+
+def _better(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
+    """Sites whose own trees beat their own linear model."""
+    there = ~trees[:, 0].isnan()
+    found = _gains(torch.where(there[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites)
+    has = torch.zeros(sites, dtype=torch.bool, device="cpu")
+    has[site[there].unique()] = True
+    return has & torch.tensor([mean > 0 for mean, _ in found], device="cpu")
+
+
+def _trees(
+    data: FederatedData, folds: NDArray[np.int64], held: Tensor, base: Tensor, seed: int, out: Path
+) -> dict[str, Tensor]:
+    """Trees for sites with enough rows, saved; what they say out of fold, NaN at the other sites."""
+    is_class = data.task == "classification"
+    all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
+    all_rows[held] = base
+    spoken = {TREES: torch.full_like(all_rows, torch.nan), ON_TOP: torch.full_like(all_rows, torch.nan)}
+    for i in range(len(data.clients)):
+        a, b = int(data.train.starts[i]), int(data.train.starts[i + 1])
+        x, y = data.train.of(i)
+        if not boosting.worth_it(y, is_class):
+            continue
+        for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
+            spoken[kind][a:b] = boosting.cross_fitted(x, y, start, folds[a:b], data.outputs, is_class, seed)
+            boosting.boosted(x, y, start, data.outputs, is_class, seed).save(trees_path(out, i, kind))
+    there = {kind: v[held] for kind, v in spoken.items()}
+    return there if bool((~there[TREES].isnan()).any()) else {}
+
+
+def trees_path(out: Path, site: int, kind: str) -> Path:
+    """Sites by number: names may be anything."""
+    return out / TREES_FOLDER / f"{'alone' if kind == TREES else 'on-top'}-{site}.safetensors"
+
+
+def _with_trees(
+    trees: dict[str, Tensor],
+    linear: Tensor,
+    y: Tensor,
+    site: Tensor,
+    folds: NDArray[np.int64],
+    is_class: bool,
+    sites: int,
+) -> tuple[Tensor, list[dict[str, float]]]:
+    """Blend the linear part with trees at the sites that have them."""
+    there = (~trees[TREES][:, 0].isnan()).nonzero()[:, 0]
+    outputs = torch.stack([linear[there], trees[TREES][there], trees[ON_TOP][there]])
+    known = site[there].unique()
+    place = torch.full((sites,), -1, device="cpu").index_put_((known,), torch.arange(len(known), device="cpu"))
+    found = stack(Candidates(outputs, y[there], place[site[there]], len(known), is_class), folds[there.numpy()])
+    served = linear.clone()
+    served[there] = found.held_out
+    kinds = [{"linear": 1.0} for _ in range(sites)]
+    for row, i in enumerate(known.tolist()):
+        kinds[i] = dict(zip(("linear", TREES, ON_TOP), found.weights[row].tolist(), strict=True))
+    return served, kinds
+
+
+def said_of(found: Found, data: FederatedData, rows: Rows, out: Path) -> dict[str, Tensor]:
+    """What the delivered models say of rows: served, alone (the best own one) and in common."""
+    is_class = data.task == "classification"
+    linear = {}
+    for cell in found.cells:
+        models = [RunFolder(cell.folder).personal(site, "last") for site in data.clients]
+        linear[cell.label] = outputs_of(cell.config, data, models, rows)
+    stacked = torch.stack([linear[cell.label] for cell in found.cells])
+    site = torch.from_numpy(site_of_rows(rows))
+    base = (torch.from_numpy(found.weights)[site].mT[:, :, None] * stacked).sum(0)
+    base = base.log_softmax(1) if is_class else base
+    served, alone = base.clone(), linear[ALONE].clone()
+    for i, kinds in enumerate(found.trees):
+        a, b = int(rows.starts[i]), int(rows.starts[i + 1])
+        if b == a or (set(kinds) == {"linear"} and found.alone[i] == ALONE):
+            continue
+        x, parts = rows.x[a:b], {"linear": base[a:b]}
+        for kind in (TREES, ON_TOP):
+            start = base[a:b] if kind == ON_TOP else None
+            made = Trees.read(
+                trees_path(out, i, kind), data.shape[0] + (data.outputs if start is not None else 0), data.outputs
+            )
+            parts[kind] = said(made, x, start, is_class)
+        mixed = sum(weight * parts[kind] for kind, weight in kinds.items())
+        served[a:b] = mixed.log_softmax(1) if is_class else mixed  # type: ignore[union-attr]
+        if found.alone[i] == TREES:
+            alone[a:b] = parts[TREES]
+    return {"personal": served, "alone": alone, "common": linear.get(COMMON, linear[ALONE])}
+
+
+def site_figures(outputs: Tensor, rows: Rows, is_class: bool) -> list[dict[str, float]]:
+    """Per site the task's metrics on its rows; NaN where it has none."""
+    out = []
+    for a, b in pairwise(rows.starts.tolist()):
+        if a == b:
+            out.append(dict.fromkeys(("accuracy", "loss") if is_class else ("rmse", "mse"), float("nan")))
+            continue
+        y, said = rows.y[a:b], outputs[a:b]
+        loss = float(row_losses(said, y, is_class).mean())
+        if is_class:
+            out.append({"accuracy": float((said.argmax(1) == y).double().mean()), "loss": loss})
+        else:
+            out.append({"rmse": loss**0.5, "mse": loss})
+    return out
+
+
+def fit_tables(
+    cells: list[Cell], loaded: FederatedData, out: Path, seed: int, root: Path | None, told: Told, limit: float
+) -> tuple[Found, FederatedData]:
+    """Train, cross-fit and choose."""
+    data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
+    ran = run_cells(cells, data, root, told, clock)
+    alive = [cell for cell in cells if cell.label in ran["states"]]
+    found = select(alive, data, ran["states"], seed, clock, told, out)
+    found.dropped.extend(ran["dropped"])
+    return found, data

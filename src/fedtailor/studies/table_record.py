@@ -1,0 +1,111 @@
+"""What is recorded of a fit to tables: who is served by what, how sure that is, and the figures on test rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtailor import algorithms
+from fedtailor.core.algorithm import reply_names
+from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
+from fedtailor.core.samples import FederatedData
+from fedtailor.metrics.summary import share_hurt, summarise
+from fedtailor.studies import table_fit
+from fedtailor.studies.grid import Cell
+from fedtailor.studies.table_fit import ALONE, COMMON, LEAST, ON_TOP, TREES, Found
+
+
+def table_record(found: Found, data: FederatedData, out: Path) -> dict[str, Any]:
+    """As fit.json has it, but for settings and what was dropped."""
+    metric, is_class = METRICS[data.task][0], data.task == "classification"
+    said = table_fit.said_of(found, data, data.test, out)
+    figures = {key: table_fit.site_figures(outputs, data.test, is_class) for key, outputs in said.items()}
+    figures["baseline"] = table_fit.site_figures(_baseline(data), data.test, is_class)
+    unit = data.preparation.target.sd if metric == "rmse" else 1.0
+    sites: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(data.clients):
+        weights = {
+            cell.folder.name: float(weight)
+            for cell, weight in zip(found.cells, found.weights[i], strict=True)
+            if weight >= LEAST
+        }
+        whole = sum(weights.values())
+        weights = {run: weight / whole for run, weight in weights.items()}
+        trees = {kind: weight for kind, weight in found.trees[i].items() if weight >= LEAST}
+        sites[name] = {
+            "run": max(weights, key=lambda run: weights[run]),
+            "weights": weights,
+            "parts": {kind: weight / sum(trees.values()) for kind, weight in trees.items()},
+            "trees": {kind: table_fit.trees_path(out, i, kind).name for kind in trees if kind in (TREES, ON_TOP)},
+            "served": served_words(found, i),
+            "alone_by": found.alone[i],
+            "train": int(data.train.sizes[i]),
+            "val": 0,
+            "test": int(data.test.sizes[i]),
+            **{key: values[i][metric] * unit for key, values in figures.items()},
+            "gains": {"error": {"served": {"mean": found.gains[i][0], "sd": found.gains[i][1]}}},
+        }
+    higher = HIGHER_IS_BETTER[metric]
+    by_label = {cell.label: cell for cell in found.cells}
+    totals = found.weights.sum(0)
+    shared_ones = [i for i, cell in enumerate(found.cells) if cell.label != ALONE] or [0]
+    best = found.cells[max(shared_ones, key=lambda i: totals[i])]
+
+    def mean(key: str) -> float:
+        return summarise([s[key] for s in sites.values()], higher_is_better=higher).mean
+
+    return {
+        "kind": "last",
+        "metric": metric,
+        "higher_is_better": higher,
+        "task": data.task,
+        "data": data.name,
+        "model": "linear and trees" if any(s["trees"] for s in sites.values()) else "linear",
+        "rounds": 1,
+        "target": data.preparation.target.name,
+        "sites": sites,
+        "newcomers": best.folder.name,
+        "common": by_label.get(COMMON, by_label[ALONE]).folder.name,
+        "shared": {cell.label: shared(cell) for cell in found.cells},
+        "means": {key: mean(key) for key in ("alone", "common", "personal", "baseline")},
+        "hurt": share_hurt(
+            [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
+        ),
+        "notes": list(data.notes),
+    }
+
+
+def served_words(found: Found, site: int) -> str:
+    """The parts of a site's model, largest first."""
+    linear = found.trees[site].get("linear", 0.0)
+    parts: dict[str, float] = {kind: w for kind, w in found.trees[site].items() if kind != "linear"}
+    for cell, weight in zip(found.cells, found.weights[site], strict=True):
+        name = cell.label.partition(",")[0]  # mixed models of several kinds are one
+        parts[name] = parts.get(name, 0.0) + linear * float(weight)
+    parts = {name: weight for name, weight in parts.items() if weight >= 0.05} or parts
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    if len(ordered) == 1 or ordered[0][1] > 0.95:
+        return ordered[0][0]
+    return " + ".join(f"{100 * weight:.0f} % {name}" for name, weight in ordered)
+
+
+def _baseline(data: FederatedData) -> torch.Tensor:
+    """The mean of each site's training rows, or the shares of its classes with one row of each added."""
+    out = torch.zeros((len(data.test.x), data.outputs), dtype=torch.float64, device="cpu")
+    for i in range(len(data.clients)):
+        a, b = int(data.test.starts[i]), int(data.test.starts[i + 1])
+        y = data.train.of(i)[1]
+        if data.task == "classification":
+            count = torch.bincount(y, minlength=data.outputs).double() + 1
+            out[a:b] = (count / count.sum()).log()
+        elif len(y):
+            out[a:b] = y.mean(0)
+    return out
+
+
+def shared(cell: Cell) -> dict[str, str]:
+    """In words, what leaves a site and what stays."""
+    made = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
+    return {"sent": ", ".join(reply_names(made)) or "nothing", "private": made.private}
