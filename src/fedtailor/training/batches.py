@@ -27,21 +27,16 @@ class Batch:
     index: Tensor | None = None  # the rows as their client counts them, from 0; only for a loss that asks
     places: Tensor | None = None  # of its rows in a `PerSample`; of padding, one that is nobody's
 
+    def part(self, first: int, last: int) -> Batch:
+        """Some of its rows."""
+        by_row = {k: getattr(self, k) for k in ("rows", "weight", "index", "places")}
+        cut_out = {k: None if v is None else v[..., first:last] for k, v in by_row.items()}
+        return replace(self, **cut_out, drawn=None if self.drawn is None else self.drawn[..., first:last, :])
 
-def parts_of(batch: Batch, size: int, least: int = 1) -> list[Batch]:
-    """A batch in pieces of `size` rows, as gradients are accumulated over them."""
-    spans = cut(np.arange(batch.rows.shape[-1]), size, least)
 
-    def piece(value: Tensor | None, first: int, last: int) -> Tensor | None:
-        return None if value is None else value[..., first:last]
-
-    out = []
-    for span in spans:
-        first, last = int(span[0]), int(span[-1]) + 1
-        drawn = None if batch.drawn is None else batch.drawn[..., first:last, :]
-        weight, index, places = (piece(v, first, last) for v in (batch.weight, batch.index, batch.places))
-        out.append(Batch(batch.rows[..., first:last], weight, batch.active, drawn, index, places))
-    return out
+def spans(rows: int, size: int, least: int = 1) -> list[tuple[int, int]]:
+    """A batch in pieces of `size` rows, as gradients are accumulated over them: where each begins and ends."""
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in cut(np.arange(rows), size, least)]
 
 
 class PerSample:

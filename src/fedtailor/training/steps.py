@@ -22,17 +22,15 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.rows import Rows, take
 from fedtailor.core.task import Loss
-from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.training import optimizers
 from fedtailor.training.arithmetic import LossScale
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, parts_of, with_places
+from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, spans, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
     from fedtailor.training.solver import Solver
-
-Gradient = tuple[Params, Tensor | None]  # and whether it counts, at each client; None where it always does
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,13 @@ class Training:
         device, home = self.model.device, self.data.home
         batches = on_device(drawn, device, home)
         with torch.set_grad_enabled(differentiable):
-            is_whole = self.solver.work.accumulate == 1  # else its parts are loaded one by one
-            loaded = ahead(batches, self.samples if is_whole else _nothing, is_apart=device != home)
+            loaded = ahead(batches, self.samples, is_apart=device != home)
             for number, (batch, samples) in enumerate(loaded, start=1):
                 before = buffers
                 if batch.active is not None or scaling is not None:
                     buffers = {k: v.clone() for k, v in buffers.items()}
                 of_part = partial(self._gradient, params, buffers, t, starts, differentiable, scaling)
-                gradient, counts = self._accumulated(batch, samples, t["lr"], of_part)
+                gradient, counts = self._accumulated(batch, samples, of_part)
                 batch = batch if counts is None else _without(batch, counts)
                 if t["center"] is not None:
                     mu = t["mu"]
@@ -108,11 +105,11 @@ class Training:
                     count = count + (1 if batch.active is None else batch.active.to(count.dtype))
                 for k, g in gradient.items():
                     nth = number if count is None else _wide(count, g).to(torch.float64)
-                    remembered = list(memory[k])
+                    known = list(memory[k])
                     step = -_wide(lr, g) * direction(self.solver, params[k], g, memory[k], nth)
-                    is_lasting = kept is not None or counts is not None
-                    if is_lasting and remembered and batch.active is not None:  # who takes no step remembers none
-                        memory[k] = [_chosen(batch.active, *pair) for pair in zip(memory[k], remembered, strict=True)]
+                    if known and batch.active is not None and not (kept is None and counts is None):
+                        # who takes no step remembers none
+                        memory[k] = [_chosen(batch.active, *pair) for pair in zip(memory[k], known, strict=True)]
                     if t["mask"] is not None:
                         step = step * t["mask"][k]
                     if batch.active is not None:
@@ -135,23 +132,21 @@ class Training:
         return {k: _chosen(batch.active, new[k], params[k]) for k in params}
 
     def _accumulated(
-        self,
-        batch: Batch,
-        samples: tuple[Tree, Tensor] | None,
-        like: Tensor,
-        of_part: Callable[[Batch, tuple[Tree, Tensor]], Gradient],
-    ) -> Gradient:
-        """The gradient of a step: of one batch or, weighted by samples, the mean of several."""
-        solver = self.solver
-        if samples is not None:
+        self, batch: Batch, samples: tuple[Tree, Tensor], of_part: Callable[..., tuple[Params, Tensor | None]]
+    ) -> tuple[Params, Tensor | None]:
+        """The gradient of a step, and whether it counts: of one batch or, weighted by samples, the mean of several."""
+        solver, whole = self.solver, samples[1].shape[int(self.is_stacked)]
+        if solver.work.accumulate == 1:
             return of_part(batch, samples)
         total: Params = {}
         counts: Tensor | None = None
-        for part in parts_of(batch, solver.batch_size, 2 if self.model.batch_statistics else 1):
-            share = like.new_tensor(part.rows.shape[-1] / batch.rows.shape[-1])
+        for first, last in spans(whole, solver.batch_size, 2 if self.model.batch_statistics else 1):
+            part = batch.part(first, last)
+            at = (slice(None), slice(first, last)) if self.is_stacked else slice(first, last)
+            gradient, finite = of_part(part, tree_map(lambda v, at=at: v[at], samples))
+            share: Tensor = self.model.like.new_tensor((last - first) / whole)
             if part.weight is not None and batch.weight is not None:
                 share = part.weight.sum(-1) / batch.weight.sum(-1).clamp(min=1)
-            gradient, finite = of_part(part, self.samples(part))
             total = {k: _wide(share, g) * g + (total[k] if total else 0) for k, g in gradient.items()}
             counts = finite if counts is None or finite is None else counts & finite
         return total, counts
@@ -181,7 +176,7 @@ class Training:
         scaling: LossScale | None,
         batch: Batch,
         samples: tuple[Tree, Tensor],
-    ) -> Gradient:
+    ) -> tuple[Params, Tensor | None]:
         """The gradient, and whether it counts; None where it always does."""
         device, how = self.model.device, self.solver.arithmetic
 
@@ -316,18 +311,14 @@ def _wide(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))
 
 
-def _nothing(batch: Batch) -> None:
-    """In place of samples."""
+def _chosen(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """What is new for clients that are active, what was there for the others."""
+    return torch.where(_wide(active, new), new, old)
 
 
 def _without(batch: Batch, counts: Tensor) -> Batch:
     """The batch of a step that only those clients take whose gradients are finite."""
     return replace(batch, active=counts if batch.active is None else batch.active & counts)
-
-
-def _chosen(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """What is new for clients that are active, what was there for the others."""
-    return torch.where(_wide(active, new), new, old)
 
 
 def _clipped(gradient: Params, limit: float, is_stacked: bool) -> Params:
