@@ -137,7 +137,8 @@ def test_wild_values_do_not_ruin_the_others(tmp_path: Path) -> None:
     wild = plain["b"].replace(f"{values[1][0]},", "99999,", 1)
     found = read(folder(tmp_path / "wild", a__csv=plain["a"], b__csv=wild), target="y", task="regression")
     apart = (rows_of(found, 0)[0].std() / rows_of(calm, 0)[0].std()).item()
-    assert 0.8 < apart < 1.1
+    # the limit is about 9 standard deviations away: one of 90 training rows there makes the spread sqrt(1 + 81 / 90)
+    assert 1 / 1.45 < apart < 1.1
     (note,) = [note for note in found.notes if "far from all others" in note]
     assert 'column "age": 1 values' in note
     assert "b row 1 (99999)" in note

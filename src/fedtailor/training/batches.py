@@ -24,7 +24,24 @@ class Batch:
     weight: Tensor | None = None  # 1 for a sample, 0 for padding; None where nothing is padded
     active: Tensor | None = None  # clients that take this step; None where all do
     drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
+    index: Tensor | None = None  # the rows as their client counts them, from 0; only for a loss that asks
     places: Tensor | None = None  # of its rows in a `PerSample`; of padding, one that is nobody's
+
+
+def parts_of(batch: Batch, size: int, least: int = 1) -> list[Batch]:
+    """A batch in pieces of `size` rows, as gradients are accumulated over them."""
+    spans = cut(np.arange(batch.rows.shape[-1]), size, least)
+
+    def piece(value: Tensor | None, first: int, last: int) -> Tensor | None:
+        return None if value is None else value[..., first:last]
+
+    out = []
+    for span in spans:
+        first, last = int(span[0]), int(span[-1]) + 1
+        drawn = None if batch.drawn is None else batch.drawn[..., first:last, :]
+        weight, index, places = (piece(v, first, last) for v in (batch.weight, batch.index, batch.places))
+        out.append(Batch(batch.rows[..., first:last], weight, batch.active, drawn, index, places))
+    return out
 
 
 class PerSample:
@@ -62,7 +79,8 @@ def on_device(batches: Sequence[Batch], device: torch.device, data: torch.device
     """
     if device.type == "cpu" or not batches:
         return batches
-    columns = {k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "places")}
+    names = ("rows", "weight", "active", "drawn", "index", "places")
+    columns = {k: [getattr(batch, k) for batch in batches] for k in names}
     moved: dict[str, Any] = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
     return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 
