@@ -30,7 +30,7 @@ class Batch:
     def part(self, first: int, last: int) -> Batch:
         """Some of its rows."""
         by_row = {k: getattr(self, k) for k in ("rows", "weight", "index", "places")}
-        cut_out = {k: None if v is None else v[..., first:last] for k, v in by_row.items()}
+        cut_out: dict[str, Any] = {k: None if v is None else v[..., first:last] for k, v in by_row.items()}
         return replace(self, **cut_out, drawn=None if self.drawn is None else self.drawn[..., first:last, :])
 
 
