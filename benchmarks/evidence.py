@@ -58,6 +58,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
     "fit": ("benchmarks/auto.py",),
     "cifar100": ("configs/cifar100/superclass.toml", "configs/cifar100/dirichlet.toml"),
     "leaderboard": ("benchmarks/leaderboard.py",),
+    "adapters": ("benchmarks/adapters.py",),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
 SEVERAL = {  # pages of more than one algorithm

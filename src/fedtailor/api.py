@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
@@ -254,6 +254,7 @@ def run(
     out: str | Path | None = None,
     data_root: str | Path | None = None,
     progress: bool = True,
+    callbacks: Sequence[Any] = (),
 ) -> Run:
     """Train one algorithm on a task.
 
@@ -261,6 +262,7 @@ def run(
     federation's data made by you, which is then kept in the run's folder.
     device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto": an accelerator if torch has one.
     settings: further keys of a configuration, such as {"model.name": "linear"}.
+    callbacks: objects with some of the methods of `fedtailor.experiments.callbacks.Callback`.
     """
     section = _section(algorithm)
     path = Path(out) if out is not None else None
@@ -283,7 +285,7 @@ def run(
     if loaded is not None:
         saved.save(loaded, path / "data")
     with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:
-        runner.start(config, path, root, listener, loaded=loaded)
+        runner.start(config, path, root, listener, loaded=loaded, callbacks=callbacks)
     return Run(path)
 
 

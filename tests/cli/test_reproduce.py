@@ -137,7 +137,7 @@ def test_columns_may_read_different_figures_off_the_same_run(call: Call, configs
     assert [p.name for p in sorted(Path("out").glob("ours*"))] == ["ours_error-seed0", "ours_error-seed1"]
     traffic = read_json(Path("out/ours_error-seed0") / RESULTS)["traffic"]
     found = {f["column"]: f for f in json.loads(Path("f.json").read_text())}
-    assert found["kB"]["mean"] == pytest.approx(traffic["up"] / 1000 / (4 * 2))
+    assert found["kB"]["mean"] == pytest.approx(traffic["up"] / 1000 / (4 * 40))
     assert (found["kB"]["unit"], found["error"]["unit"]) == ("kB", "")
 
 

@@ -130,6 +130,8 @@ def test_rows_without_a_target_are_left_out_and_told(tmp_path: Path) -> None:
 
 
 def test_wild_values_do_not_ruin_the_others(tmp_path: Path) -> None:
+    for name in ("calm", "wild"):
+        (tmp_path / name).mkdir()
     draw = np.random.default_rng(3)
     values = draw.normal(50, 10, size=(2, 60)).round(1)
     plain = {name: "age,y\n" + "".join(f"{v},{v / 2}\n" for v in each) for name, each in zip("ab", values, strict=True)}
@@ -137,7 +139,8 @@ def test_wild_values_do_not_ruin_the_others(tmp_path: Path) -> None:
     wild = plain["b"].replace(f"{values[1][0]},", "99999,", 1)
     found = read(folder(tmp_path / "wild", a__csv=plain["a"], b__csv=wild), target="y", task="regression")
     apart = (rows_of(found, 0)[0].std() / rows_of(calm, 0)[0].std()).item()
-    assert 0.8 < apart < 1.1
+    # the limit is about 9 standard deviations away: one of 90 training rows there makes the spread sqrt(1 + 81 / 90)
+    assert 1 / 1.45 < apart < 1.1
     (note,) = [note for note in found.notes if "far from all others" in note]
     assert 'column "age": 1 values' in note
     assert "b row 1 (99999)" in note
@@ -379,7 +382,6 @@ BROKEN: dict[str, tuple[str | bytes, list[str]]] = {
         ["b.csv", '"age"', '"old"', "data row 2", "data.categorical = ['age']", "data.ignore = ['age']"],
     ),
     "infinite": (GOOD.replace("\n21,", "\ninf,"), ["b.csv", '"age"', '"inf"', "data row 2"]),
-    "missing target": (GOOD.replace("20,A,0", "20,A,").replace("22,A,0", "22,A,NA"), ["b.csv", '"sick"', "2 of 12"]),
     "duplicate column": ("age,ward,age,sick\n" + "1,A,2,0\n" * 3, ["b.csv", '"age"', "more than once"]),
     "nameless column": (",age,ward,sick\n" + "1,1,A,0\n" * 3, ["b.csv", "column 1 has no name"]),
     "latin-1": (GOOD.replace("B", "\xc9").encode("latin-1"), ["b.csv", "not UTF-8", "0xc9", "line 3"]),

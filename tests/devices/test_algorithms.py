@@ -9,7 +9,7 @@ from tests.contract.test_tape import Taped
 from tests.devices.federations import CPU, federation, play, results
 from tests.helpers import assert_equal, states, suits, usual, variants
 
-VARIANTS = variants()
+VARIANTS = {name: algorithm for name, algorithm in variants().items() if ":" not in name}  # presets: the same text
 MATRIX = ("classification", "regression", "conv", "batchnorm-private", "adam")
 TAPED = ("classification", "regression", "conv", "batchnorm-private", "batchnorm-mean", "adam")
 every_case = pytest.mark.parametrize(
@@ -30,6 +30,15 @@ def test_the_cpu_s_numbers(algorithm: str, case: str) -> None:
     for engine in ("loop", "vmap2"):
         fed = federation(subject, case, "sim:0", engine)
         assert_equal(results(fed, play(fed)), wanted)
+
+
+@pytest.mark.parametrize("algorithm", ["ditto", "fedselect", "pfedla"])  # states, ragged replies, a tape
+def test_messages_as_bytes_know_no_device(algorithm: str) -> None:
+    fed = federation(VARIANTS[algorithm], "classification")
+    wanted = results(fed, play(fed))
+    there = federation(VARIANTS[algorithm], "classification", "sim:0", "wire")
+    assert_equal(results(there, play(there)), wanted)
+    assert (there.traffic.up, there.traffic.down) == (fed.traffic.up, fed.traffic.down)
 
 
 @pytest.mark.parametrize("case", TAPED)

@@ -23,7 +23,7 @@ LEARN = {"outer_iterations": 0, "theta": (0.5,) * 4, "horizon": 1}
 def counted(
     algorithm: str, options: dict[str, Any], engine: str, solver: Solver, model: str = "mlp"
 ) -> tuple[int, int, int]:
-    """Reads, copies onto the device and iterations of solvers in the second round."""
+    """Reads, copies onto the device and iterations of solvers in a round."""
     data = make_data("regression" if model == "linear" else "classification")
     if model == "equilibrium":
         made = build(
@@ -40,10 +40,9 @@ def counted(
     inside = engines.make(experiment=setting, **ENGINES[engine])
     inside.start()
     fed = Federation(inside)
-    server = play(fed, first=1)
     before = sim.reads(), sim.writes()
     with solve_log.watched() as solves:
-        play(fed, server, first=2)
+        play(fed, first=1)
     after = sim.reads(), sim.writes()
     return after[0] - before[0], after[1] - before[1], sum(int(r.iterations.max()) for r in solves)
 

@@ -128,7 +128,7 @@ def test_reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "learn2pfed/table1\n" in out
     assert "How skewed is too skewed?; ours (paper's), 2 seeds" in out
     shown = re.findall(
-        r"^\| (?:oracle|Learn2pFed) \| ([\d.e-]+).*? \| ([\d.e-]+).*? \| ([\d.e-]+)",
+        r"^\| (?:oracle|EmpiricalBayes) \| ([\d.e-]+).*? \| ([\d.e-]+).*? \| ([\d.e-]+)",
         page.read_text(encoding="utf-8"),
         re.MULTILINE,
     )
@@ -152,3 +152,28 @@ def test_names_of_what_trackers_are_told_are_listed() -> None:
     )
     names = [*told, *(name for _, values in ended for name in values)]
     assert [n for n in names if "worst tenth" not in n and f"`{n}`" not in page] == []
+
+
+@pytest.mark.skipif(None in map(find_spec, ("optuna", "matplotlib")), reason="extras are not installed")
+def test_paper(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one_after_the_other(monkeypatch)
+    run_page(ROOT / "docs/how-to/paper.md", monkeypatch)
+    out = capsys.readouterr().out
+    assert "by Optuna (TPE), seed 1000" in out
+    assert "| FedAdam |" in out
+
+
+def test_the_method_of_the_page_on_papers_is_that_of_its_configuration() -> None:
+    page = (ROOT / "docs/how-to/paper.md").read_text(encoding="utf-8")
+    file = (ROOT / "configs/paper/head_blend.py").read_text(encoding="utf-8")
+    start = "    share: float"
+    assert page.split(start)[1].split("```")[0].strip() == file.split(start)[1].strip()
+
+
+@pytest.mark.skipif(find_spec("optuna") is None, reason="optuna is not installed")
+def test_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/callbacks.md", monkeypatch)
+
+
+def test_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/optimizers.md", monkeypatch)

@@ -31,7 +31,7 @@ def mistake(*settings: str, kind: type[RunConfig] = RunConfig) -> str:
         ("data.clinets=3", 'my.toml: unknown key "data.clinets"; did you mean "clients"?'),
         (
             "local.learning_rate=3",
-            'my.toml: unknown key "local.learning_rate"; known: augment, batch_size, clip, kernels, lr',
+            'my.toml: unknown key "local.learning_rate"; known: accumulate, augment, batch_size, clip',
         ),
         ("federation.engin='loop'", 'my.toml: unknown key "federation.engin"; did you mean "engine"?'),
         ("checkpoint.evrey=2", 'my.toml: unknown key "checkpoint.evrey"; did you mean "every"?'),

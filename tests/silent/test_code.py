@@ -156,6 +156,40 @@ def test_a_comparison_does_not_show_old_figures_of_changed_code() -> None:
     assert {name for name in times if times[name] != later[name]} == {"mine-seed0", "mine-seed1"}
 
 
+LOADER = """
+import torch
+from fedtailor.core.random import stream
+from fedtailor import FederatedData, Rows
+
+
+def load(seed, scale=1.0):
+    rng = stream(seed, "own loader")
+    x = torch.from_numpy(rng.normal(size=(60, 4))) * scale
+    rows = Rows(x, (x[:, 0] > 0).long(), torch.tensor([0, 30, 60]))
+    return FederatedData("own", "classification", ("a", "b"), rows, rows, rows, 2)
+"""
+
+
+def test_a_changed_loader_is_noticed_by_runs_and_comparisons() -> None:
+    Path("own_loader.py").write_text(LOADER)
+    task = {
+        "rounds": 3,
+        "data": {"source": "own_loader:load"},
+        "model": {"name": "linear"},
+        "checkpoint": {"seconds": 0},
+    }
+    with pytest.raises(KeyboardInterrupt):
+        runner.start(parse(task), Path("run"), None, stop_after(1))
+    made: CompareConfig = parse(task | {"compare": {"algorithms": ["local"], "workers": 1}}, CompareConfig)
+    run_grid(made, Path("grid"), None, lambda *step: None)
+    Path("own_loader.py").write_text(LOADER.replace("scale=1.0", "scale=2.0"))
+    words = r"the code of data.source own_loader:load changed \(own_loader.py\)"
+    with pytest.raises(RunError, match=words):
+        runner.resume(Path("run"))
+    with pytest.raises(RunError, match=words):
+        run_grid(made, Path("grid"), None, lambda *step: None)
+
+
 def test_a_fit_does_not_show_old_figures_of_changed_code() -> None:
     make_sites(Path("sites"), sites=2, rows=20)
     needed = own_model("own_net_c")

@@ -75,7 +75,7 @@ def test_settings_are_drawn_by_seed_and_name() -> None:
     space: dict[str, list[Any]] = {"local.lr": [1, 2, 3, 4], "algorithm.lam": ["a", "b", "c"]}
 
     def draw(trials: int, label: str = "Ditto", seed: int = 1) -> list[dict[str, Any]]:
-        return drawn(SearchSection(trials=trials, seed=seed), Subject(label, {}, space))
+        return drawn(SearchSection(trials=trials, seed=seed), Subject(label, {}, dict(space)))
 
     everything = [{"local.lr": lr, "algorithm.lam": lam} for lr in space["local.lr"] for lam in space["algorithm.lam"]]
     assert draw(12) == draw(99) == everything
@@ -155,7 +155,7 @@ def test_figures_that_are_not_finite_lose(tmp_path: Path) -> None:
         ("search.space.local.lr=[0.1, 0.1]", r"search: local.lr = \[0.1, 0.1\]: two of them are the same"),
         ("search.space.local.lrr=[0.1]", 'search, FedAvg: unknown key "local.lrr"; did you mean "lr"'),
         ("search.space.local.lr=[-1]", r"search, FedAvg: local.lr = -1: Input should be greater than 0"),
-        ("search.space.data.alpha=[1]", 'search: "data.alpha" cannot be searched; keys of algorithm, local and model'),
+        ("search.space.data.alpha=[1]", 'search: "data.alpha" cannot be searched; keys of algorithm, local, model'),
         ("search.space.algorithm.lam=[1]", 'FedAvg has no option "lam"'),
         ("search.algorithms.dito.lam=[1]", 'search.algorithms: no algorithm "dito" here; did you mean "ditto"'),
         ("search={}", "search.space: nothing to try; list values"),

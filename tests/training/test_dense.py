@@ -53,6 +53,7 @@ def trained(
         "center": {k: v for k, v in drawn(model.params, 2).items() if k in params and "0" in k} if prox else None,
         "mu": torch.tensor([0.5, 0.0, 2.0], dtype=F64) if prox else None,
         "mask": {k: (v > 0).to(F64) for k, v in drawn(model.params, 3).items() if k in params} if mask else None,
+        "memory": None,
         "lr": torch.tensor([0.1, 0.05, 0.2], dtype=F64),
         "anchor": torch.ones(CLIENTS, dtype=F64),
     }
@@ -60,7 +61,7 @@ def trained(
     orders = [[torch.randperm(n, generator=torch.Generator().manual_seed(n)).numpy()] * 2 for n in sizes]
     batches = stacked(starts, orders, 4, F64)
     training = Training(
-        model, default_task(task).loss, solver, data.train, lambda _: batches, ("key",), None, tensors, True
+        model, default_task(task).loss, solver, data.train, lambda _: batches, ("key",), None, None, tensors, True
     )
     before = {k: v.clone() for k, v in values.items()}
     out = training.run(leaves(tensors), differentiable=False)

@@ -347,12 +347,13 @@ def test_a_stack_of_clients_is_one_by_one() -> None:
     fixed = Training(model, nn.CrossEntropyLoss(reduction="none"), SOLVER, data.train, lambda s: both, ("key",))
 
     def tensors(lr: Tensor) -> Tree:
-        return {"params": model.params, "buffers": {}, "frozen": {}, "center": None, "mu": None, "mask": None, "lr": lr}
+        none: Tree = dict.fromkeys(("center", "mu", "mask", "memory"))
+        return {"params": model.params, "buffers": {}, "frozen": {}, "lr": lr} | none
 
     lrs = torch.tensor([0.1, 0.3], dtype=F64)
-    found, _ = torch.func.vmap(lambda lr: train(fixed, tensors(lr)))(lrs)
+    found, _ = torch.func.vmap(lambda lr: train(fixed, tensors(lr))[:2])(lrs)
     for i, mine in enumerate(rows):
-        wanted, _ = train(replace(fixed, draw=lambda s, mine=mine: mine), tensors(lrs[i]))  # type: ignore[misc]
+        wanted, *_ = train(replace(fixed, draw=lambda s, mine=mine: mine), tensors(lrs[i]))  # type: ignore[misc]
         assert_equal({k: v[i] for k, v in found.items()}, wanted, 1e-14)
 
 

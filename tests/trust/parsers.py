@@ -26,6 +26,8 @@ from fedtailor.cli.listing import print_run
 from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
+from fedtailor.data.pickled_arrays import read_dict
+from fedtailor.data.school import _read as read_mat
 from fedtailor.data.tables import read_table
 from fedtailor.deploy.flare.messages import ENVELOPE
 from fedtailor.deploy.flare.site import AUDIT, SERVER, read_site
@@ -197,6 +199,24 @@ def _npz(folder: Path) -> Parser:
     return _file(folder / "a.npz", lambda path: read_npz(path, ("x", "y")), held.getvalue(), packed.getvalue())
 
 
+def _mat(folder: Path) -> Parser:
+    from scipy.io import savemat  # type: ignore[import-untyped]
+
+    held, packed = io.BytesIO(), io.BytesIO()
+    cells = {name: np.empty(2, dtype=object) for name in ("X", "Y")}
+    for i in range(2):
+        cells["X"][i], cells["Y"][i] = np.ones((3, 2)), np.ones((3, 1))
+    savemat(held, cells)
+    savemat(packed, cells, do_compression=True)
+    return _file(folder / "school.mat", read_mat, packed.getvalue(), held.getvalue())
+
+
+def _pickled(folder: Path) -> Parser:
+    held = io.BytesIO()
+    np.savez_compressed(held, data=np.array({"x": np.zeros((2, 3), np.float32), "y": np.arange(2)}, dtype=object))
+    return _file(folder / "0.npz", read_dict, held.getvalue())
+
+
 def _configs(folder: Path) -> Parser:
     data, method = b'rounds = 2\n[data]\nsource = "digits"\n', b'[algorithm]\nname = "fedrep"\n'
     text = data + b"[model]\nhidden = [8]\n" + method + b"[compare]\nseeds = [0]\n"
@@ -219,6 +239,8 @@ PARSERS: dict[str, Callable[[Path], Parser]] = {
     "zipped-tables": _zipped,
     "parquet": _parquet,
     "exported": _exported,
+    "mat": _mat,
+    "pickled-arrays": _pickled,
     "configs": _configs,
     "site-files": _site_files,
 }

@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from fedtailor.cli.listing import print_run, print_weights
+from fedtailor.cli.operators import pause
 from fedtailor.core.trees import items
+from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse
@@ -24,8 +26,9 @@ from fedtailor.studies.compare import rows, run_grid
 from fedtailor.studies.explain import explain
 from fedtailor.studies.fit import fit
 from fedtailor.studies.tables import files
+from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites
-from tests.small import DIGITS, one_after_the_other
+from tests.small import DIGITS, config, one_after_the_other
 
 OUTSIDE = {"table.md", "table.tex", "table.csv", "table.json", "weights.csv", "report.html", ".lock"}  # see SECURITY.md
 Use = Callable[[Path], Any]
@@ -170,3 +173,45 @@ def test_explain_names_what_was_learned_and_changed(tmp_path: Path, monkeypatch:
             file.unlink() if changed is None else file.write_bytes(changed)
             assert outcome(explain, Path("run")) in ("named", json.dumps(before))
         file.write_bytes(content)
+
+
+def talk(folder: Path) -> tuple[list[str], list[str]]:
+    """A server comes back to a site that has kept round 1: what it is answered, and what the site notes of errors."""
+    made = Asked.__new__(Asked)
+    made.file, made.folder, made.algorithm, made.number = folder / "site.toml", folder / "private", "fedrep", 0
+    made.config = config("algorithm.name=fedrep", "data={source='sites'}", "model.dtype=float64")
+    made.restart()
+    made.hello()
+    if made.site._data is None:
+        return ["error"], []
+    answers = [made.start(), made.begin(2, 1)]
+    reply = made.call(2) if all("error" not in answer for answer in answers) else ({}, None)
+    lines = [json.loads(line) for line in (made.folder / AUDIT).read_text().splitlines()]
+    errors = [line["text"] for line in lines if "text" in line]
+    return [str(a.get("error", "well")) for a in answers], [str(tensors(reply[1])), *errors]
+
+
+def test_t6_damage_to_what_a_site_keeps_is_named(tmp_path: Path) -> None:
+    made = Asked(tmp_path)
+    made.start()
+    made.begin(1, 0)
+    made.call()
+    assert "error" not in made.ask({"op": "keep", "round": 1})[0]
+    made.ask(
+        {"op": "evaluate", "round": 1, "splits": ["val"], "keep": "last"},
+        made.experiment.algorithm.server_init(made.experiment.model),
+    )
+    pause(made.file.parent, off=True)
+    root = made.file.parent
+    wanted = talk(shutil.copytree(root, tmp_path / "whole"))
+    assert wanted[0] == ["well", "well"]
+    used = [p for p in (root / "private").rglob("*") if p.is_file() and p.name != AUDIT and "personal" not in p.parts]
+    assert {p.name for p in used} >= {"run.json", "spent.json", "standing.json", "state+000001.safetensors"}
+    for number, file in enumerate(used):
+        for i, (what, changed) in enumerate(damages(file.read_bytes()).items()):
+            copy = shutil.copytree(root, tmp_path / f"{number}-{i}")
+            place = copy / file.relative_to(root)
+            place.unlink() if changed is None else place.write_bytes(changed)
+            answers, told = talk(copy)
+            named = any("error" in a or "refuses" in a for a in answers) or any(file.name in text for text in told[1:])
+            assert named or (answers, told) == wanted or changed is None, f"{file.name}: {what}: {answers} {told[1:]}"

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from fedtailor.core import codec
-from fedtailor.deploy.flare.server import _unknown_greeting
+from fedtailor.deploy.flare.greeting import unusable
+from fedtailor.deploy.flare.messages import data_schema
 from fedtailor.engines.wire import Wire
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
+from tests.helpers import make_data
 from tests.small import config
 
 GOOD = codec.encode({}, {"w": torch.zeros(1)})
@@ -56,7 +58,14 @@ def test_a_reply_that_cannot_be_read_is_one_that_does_not_count(lie: Callable[[b
     assert folder.results is not None
 
 
-SCHEMA = {"task": "classification", "shape": [4], "whole_numbers": False, "outputs": 3, "classes": [], "features": []}
+SCHEMA = {
+    "task": "classification",
+    "x": {"": [[4], "float32"]},
+    "y": [[], "int64"],
+    "outputs": 3,
+    "classes": ["a", "b", "c"],
+    "features": [],
+}
 
 
 @pytest.mark.parametrize(
@@ -67,12 +76,19 @@ SCHEMA = {"task": "classification", "shape": [4], "whole_numbers": False, "outpu
         ({"samples": 3.5}, "number of samples"),
         ({"samples": True}, "number of samples"),
         ({"schema": None}, "schema"),
-        ({"schema": SCHEMA | {"shape": [10**9]}}, "shape or number of outputs"),
-        ({"schema": SCHEMA | {"shape": "4"}}, "shape or number of outputs"),
-        ({"schema": SCHEMA | {"shape": [2**20, 2**20]}}, "task"),
+        ({"schema": SCHEMA | {"more": 1}}, "schema"),
+        ({"schema": SCHEMA | {"x": {"": [[10**9], "float32"]}}}, "form of its samples"),
+        ({"schema": SCHEMA | {"x": {"": [[2**20, 2**20], "float32"]}}}, "form of its samples"),
+        ({"schema": SCHEMA | {"x": {"": [[4], "load"]}}}, "form of its samples"),
+        ({"schema": SCHEMA | {"y": "int64"}}, "form of its samples"),
+        ({"schema": SCHEMA | {"outputs": 0}}, "number of outputs"),
         ({"schema": SCHEMA | {"classes": [1]}}, "names of classes or features"),
-        ({"schema": SCHEMA | {"task": "spying"}}, "task"),
     ],
 )
 def test_what_a_site_says_of_itself_is_checked(changes: dict[str, Any], what: str) -> None:
-    assert _unknown_greeting({"samples": 10, "schema": SCHEMA} | changes) == what
+    assert unusable({"samples": 10, "schema": SCHEMA} | changes) == what
+
+
+def test_what_sites_say_is_usable() -> None:
+    for task in ("classification", "regression"):
+        assert unusable({"samples": 3, "schema": data_schema(make_data(task))}) == ""

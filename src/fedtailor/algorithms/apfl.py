@@ -69,8 +69,8 @@ class APFL(Algorithm):
             w, v_bar = own_statistics(me.model, w, v_bar)
             return task_losses(me, w, x, y, training=True) + task_losses(me, v_bar, x, y, training=True)
 
-        made = me.sgd(w | beside(V, v), epochs=self.epochs, frozen={ALPHA: alpha}, loss=both)
-        return {"v": taken(V, made), "alpha": alpha}, ({k: made[k] for k in w}, me.n)
+        trained = me.sgd(w | beside(V, v), epochs=self.epochs, frozen={ALPHA: alpha}, loss=both)
+        return {"v": taken(V, trained), "alpha": alpha}, ({k: trained[k] for k in w}, me.n)
 
     def personal(self, me: ClientContext, w: Params) -> Params:
         return blend(me.state["v"], w, me.state["alpha"])

@@ -17,7 +17,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
 
-SHARED = ReplySpec("all but BatchNorm", lambda algorithm, model: algorithm.server_init(model))
+SHARED = ReplySpec("all but BatchNorm", lambda algorithm, model: algorithm.server_init(model), is_model=True)
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,11 @@ class FedCP(Algorithm):
             return me.experiment.loss(output, y) + self.lam * discrepancy(h, t[BEFORE], t[COUNTED], WIDTHS)
 
         start = common["body"] | me.state | beside(POLICY, common["policy"])
-        made = me.sgd(start, epochs=self.epochs, frozen=frozen, loss=loss)
-        own = {k: made[k] for k in me.state}
+        trained = me.sgd(start, epochs=self.epochs, frozen=frozen, loss=loss)
+        own = {k: trained[k] for k in me.state}
         mixed = {k: (v + own[k]) / 2 for k, v in common["head"].items()}
-        body = {k: made[k] for k in common["body"]}
-        return own, ({"body": body, "head": mixed, "policy": taken(POLICY, made)}, me.n)
+        body = {k: trained[k] for k in common["body"]}
+        return own, ({"body": body, "head": mixed, "policy": taken(POLICY, trained)}, me.n)
 
     def round(self, fed: Federation, common: Tree) -> Tree:
         return fed.mean(*fed.map(self.local, common))

@@ -75,8 +75,8 @@ class FedDBE(Algorithm):
             return me.experiment.loss(output, y) + self.kappa / 2 * apart.square().mean()
 
         frozen = {Z_BAR: z_bar, SOME: some, COUNTED: counted}
-        made = me.sgd(w | {Z_P: me.state["z_p"]}, epochs=self.epochs, frozen=frozen, loss=loss)
-        return {"z_p": made[Z_P]}, ({k: made[k] for k in w}, me.n)
+        trained = me.sgd(w | {Z_P: me.state["z_p"]}, epochs=self.epochs, frozen=frozen, loss=loss)
+        return {"z_p": trained[Z_P]}, ({k: trained[k] for k in w}, me.n)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         if not server["is_known"]:

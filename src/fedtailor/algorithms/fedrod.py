@@ -67,8 +67,8 @@ class FedRoD(Algorithm):
             return balanced + cross_entropy(both(t, f.detach(), g.detach()), y, reduction="none")
 
         prior = {PRIOR: (counts**self.gamma).log()}  # -inf for a class that the client does not have
-        made = me.sgd(w | me.state, epochs=self.epochs, frozen=prior, loss=loss)
-        return {k: made[k] for k in me.state}, ({k: made[k] for k in w}, me.n)
+        trained = me.sgd(w | me.state, epochs=self.epochs, frozen=prior, loss=loss)
+        return {k: trained[k] for k in me.state}, ({k: trained[k] for k in w}, me.n)
 
     def personal(self, me: ClientContext, w: Params) -> Params:
         return w | me.state

@@ -19,7 +19,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 
-SHARED = ReplySpec("shared part", lambda algorithm, model: algorithm.shared(model))
+SHARED = ReplySpec("shared part", lambda algorithm, model: algorithm.shared(model), is_model=True)
 DEGREES = ReplySpec("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
 
 

@@ -42,7 +42,7 @@ class MixedLogit(Algorithm):
     penalty: float = 1.0
     """Ridge penalty on the common coefficients; not on the intercept."""
 
-    steps: int = 20
+    steps: int = 10
     """Working responses per round at most."""
 
     newton: int = 6
@@ -96,7 +96,7 @@ class MixedLogit(Algorithm):
         return {"beta": found[1].beta, "factor": found[1].factor, "covariance": found[1].covariance}
 
     def fitted(
-        self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor, at: tuple
+        self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor, at: mixed_model.Entries
     ) -> tuple[float, mixed_model.Fitted]:
         """Schwarz's criterion of the Laplace approximation, and what was fitted."""
         problem = mixed_model.Problem(
@@ -108,7 +108,7 @@ class MixedLogit(Algorithm):
         found = None
         for _ in range(self.steps):
             fed.map(self.linearise, beta, factor)
-            found = mixed_model.fit(problem, at, factor, steps=8)
+            found = mixed_model.fit(problem, at, factor, steps=8, restarts=2)
             moved = float((found.beta - beta).abs().max() + (found.factor - factor).abs().max())
             beta, factor = found.beta, found.factor
             if moved < 1e-4:

@@ -74,8 +74,8 @@ class PerFedAvg(Algorithm):
             own = {k: v - self.alpha * slope[k] for k, v in w.items()}
             return me.experiment.loss(me.model(rest | own, x, training=True), y)
 
-        made = me.sgd(w, epochs=self.epochs, frozen={X: x, Y: y, WEIGHT: weight}, loss=loss)
-        return {}, (made, me.n)
+        trained = me.sgd(w, epochs=self.epochs, frozen={X: x, Y: y, WEIGHT: weight}, loss=loss)
+        return {}, (trained, me.n)
 
     def personal(self, me: ClientContext, w: Params) -> Params:
         slope = torch.func.grad(lambda own: me.loss(w | own))({k: w[k] for k in me.model.trainable})

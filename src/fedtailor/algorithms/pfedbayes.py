@@ -86,8 +86,8 @@ class PFedBayes(Algorithm):
 
         for _ in range(epochs):
             frozen = fixed | beside(NOISE, noise_like(me, mu)) | {SHARE: share}
-            made = me.sgd(mu | statistics | beside(RHO, rho), frozen=frozen, loss=loss)
-            mu, rho, statistics = {k: made[k] for k in mu}, taken(RHO, made), {k: made[k] for k in statistics}
+            trained = me.sgd(mu | statistics | beside(RHO, rho), frozen=frozen, loss=loss)
+            mu, rho, statistics = {k: trained[k] for k in mu}, taken(RHO, trained), {k: trained[k] for k in statistics}
         return {"mu": mu, "rho": rho}, statistics
 
     def round(self, fed: Federation, server: Tree) -> Tree:

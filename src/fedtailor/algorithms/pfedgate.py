@@ -62,8 +62,8 @@ class PFedGate(Algorithm):
 
     @on_client(sends=(MODEL, COUNT))
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
-        made = self.trained(me, theta, {}, self.epochs)
-        return {"A": made[A], "b": made[B]}, ({k: made[k] for k in theta}, me.n)
+        trained = self.trained(me, theta, {}, self.epochs)
+        return {"A": trained[A], "b": trained[B]}, ({k: trained[k] for k in theta}, me.n)
 
     def trained(self, me: ClientContext, theta: Params, frozen: Params, epochs: int) -> Params:
         """The gating layer and what else is not frozen, on the loss of M * theta."""
@@ -84,8 +84,8 @@ class PFedGate(Algorithm):
         return theta | self.gated(me.model, theta, self.mean_gates(me, me.state["A"], me.state["b"]))
 
     def adapt(self, me: ClientContext, theta: Params, epochs: int) -> Params:
-        made = self.trained(me, {}, theta, epochs)
-        return theta | self.gated(me.model, theta, self.mean_gates(me, made[A], made[B]))
+        gate = self.trained(me, {}, theta, epochs)
+        return theta | self.gated(me.model, theta, self.mean_gates(me, gate[A], gate[B]))
 
     def mean_gates(self, me: ClientContext, a: Tensor, b: Tensor) -> Tensor:
         """Over all training samples."""

@@ -128,29 +128,40 @@ def compare(
     data_root: DataRoot = None,
     out: Out = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Use a new folder even if one with this name exists.")] = False,
+    redo: Annotated[list[str], typer.Option("--redo", metavar="ROW", help="Run this row again; repeatable.")] = [],  # noqa: B006
+    latex: Annotated[Path | None, typer.Option("--latex", help="Also write a LaTeX table that fits a column.")] = None,
+    columns: Annotated[
+        str, typer.Option("--columns", metavar="NAMES", help="Its columns: test, selected, std, worst, hurt, up, p ...")
+    ] = "test,worst,p",
+    figure: Annotated[Path | None, typer.Option("--figure", help="Also draw curves: .pdf, .png or .svg.")] = None,
+    ranks: Annotated[Path | None, typer.Option("--ranks", help="Also draw ranks and critical difference.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train several algorithms on the same task; print one table.
 
     Every algorithm runs with every seed. With a section [search] in CONFIG their settings are first
     searched on validation data. The same command goes on where it was interrupted: finished runs
-    are not repeated. The table is also written as Markdown, LaTeX, CSV and JSON.
+    are not repeated. The table is also written as Markdown, LaTeX, CSV and JSON, with tests of its rows.
     """
     from fedtailor.experiments.config import CompareConfig, parse, read_toml, with_settings
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import new_path, write_atomically
+    from fedtailor.report.outputs import Paper
     from fedtailor.studies.compare import rows, run_grid
     from fedtailor.studies.search import notes
     from fedtailor.studies.tables import files, record, terminal
 
     refuse_torchrun("compare")
+    paper = Paper(latex, tuple(name.strip() for name in columns.split(",") if name.strip()), figure, ranks)
+    paper.check()
     checked: CompareConfig = parse(with_settings(read_toml(config), settings), CompareConfig, str(config))
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
-    again = command("compare", config, set=settings, data_root=data_root, out=path)
+    again = command("compare", config, set=settings, data_root=data_root, out=path, **paper.options)
     with progress_aside(as_json), resumable(again, path, begun_by=""), grid_shown(console) as progress:
-        grid = run_grid(checked, path, data_root, progress)
+        grid = run_grid(checked, path, data_root, progress, redo)
     table, search_notes = rows(grid), notes(path) if checked.search is not None else []
+    search_notes += paper.write(grid, table, checked.compare.against)
     for file, text in files(table, search_notes).items():
         write_atomically(path / file, text.encode())
     if as_json:

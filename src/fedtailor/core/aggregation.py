@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from fedtailor.core.trees import Tree
+from fedtailor.core.trees import Params, Tree, detach
 
 if TYPE_CHECKING:
     from fedtailor.core.client import Call
@@ -15,14 +15,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class SumLog:
-    """Sums that need an account: what noise they had, and whether a second one may be opened."""
+    """What lasts of sums: what noise they had, whether a second one may be opened, what server steps remember."""
 
     noisy: dict[int, int] = field(default_factory=dict)  # by round
     secure: int = 0  # in this round
+    moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
+    new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
+
+    def cut(self) -> None:
+        """Let no gradient flow further back than here."""
+        self.new_moments = {k: detach(v) for k, v in self.new_moments.items()}
+
+    def commit(self) -> None:
+        """The round has ended."""
+        self.moments = self.moments | self.new_moments
+
+
+class ServerSteps(Protocol):
+    """How a server goes from the model it sent out towards the mean of those that came back."""
+
+    def step(self, sent: Params, mean: Params, memory: Tree) -> tuple[Params, Tree]:
+        """The next model and what to remember; `memory` is None at first."""
 
 
 class Aggregation(Protocol):
     """What happens to replies at the client, on their way, and when they are summed."""
+
+    @property
+    def server_steps(self) -> ServerSteps | None:
+        """What the server makes of a mean of models; None: the mean is its next model."""
 
     @property
     def secure_sum(self) -> bool:
@@ -55,8 +76,11 @@ class Aggregation(Protocol):
         """Raise a `ConfigError` if rounds may not be differentiated."""
 
 
+@dataclass(eq=False)
 class InTheOpen:
     """The server's program may look at every reply, and the record says at which it did."""
+
+    server_steps: ServerSteps | None = None
 
     secure_sum = is_closed = calls_only = False
 

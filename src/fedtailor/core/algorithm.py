@@ -27,15 +27,18 @@ class ReplySpec:
     name: str
     example: Callable[[Any, Model], Tree]  # (algorithm, model) -> tree
     positive: bool = False
+    is_model: bool = (
+        False  # a new version of a model that was sent, or of a part of one; its mean may be a server's step
+    )
 
 
 def _scalar(algorithm: Any, model: Model) -> Tensor:
     return model.like.new_zeros(())
 
 
-MODEL = ReplySpec("model", lambda algorithm, model: model.params)
-BODY = ReplySpec("body", lambda algorithm, model: model.body)
-HEAD = ReplySpec("head", lambda algorithm, model: model.head)
+MODEL = ReplySpec("model", lambda algorithm, model: model.params, is_model=True)
+BODY = ReplySpec("body", lambda algorithm, model: model.body, is_model=True)
+HEAD = ReplySpec("head", lambda algorithm, model: model.head, is_model=True)
 COUNT = ReplySpec("sample count", _scalar, positive=True)
 NUMBER = ReplySpec("number", _scalar)
 
@@ -184,6 +187,14 @@ def reply_positive(algorithm: Algorithm, name: str) -> list[str]:
     if isinstance(sends, tuple):
         return [str(i) for i, part in enumerate(sends) if part.positive]
     return [""] if sends is not None and sends.positive else []
+
+
+def is_model(algorithm: Algorithm, name: str, path: tuple[str | int, ...]) -> bool:
+    """Whether the part of a reply at this path is declared as a version of the model that was sent."""
+    sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
+    if not isinstance(sends, tuple):
+        return sends is not None and sends.is_model and path == ()
+    return len(path) == 1 and isinstance(path[0], int) and sends[path[0]].is_model
 
 
 def _parts(sends: ReplySpec | tuple[ReplySpec, ...] | None) -> tuple[ReplySpec, ...]:

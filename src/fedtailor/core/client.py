@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.algorithm import client_functions
-from fedtailor.core.context import ClientContext
+from fedtailor.core.context import ClientContext, OptimizerState
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import PRIOR, label_prior
 from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.trees import Params, Tree, as_tensors, detach, items, leaves, rebuild, tree_map
+
+OWN, OPTIMIZER = "own", "optimizer"  # parts of a private state, where clients keep the state of their optimizers
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,13 @@ def invoke(
     fn = getattr(experiment.algorithm, call.function)
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
+        if me.optimizers is not None:
+            me.optimizers.function = call.function
         out = fn(me, *args)
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"{call.function} must return (private state, reply)")
-        return out[0], experiment.aggregation.leaving(out[1], args, call.placed)
+        new = out[0] if me.optimizers is None else {OWN: out[0], OPTIMIZER: me.optimizers.slots}
+        return new, experiment.aggregation.leaving(out[1], args, call.placed)
 
     args, kept = call.args, state
     if call.taped:
@@ -156,7 +161,11 @@ def initial(
         client,
         is_stacked,
     )
-    return state, buffers
+    if experiment.optimizer_state is None:
+        return state, buffers
+    first = experiment.optimizer_state
+    stack = tree_map(lambda v: v.expand(len(members), *v.shape) if is_stacked else v, first)
+    return {OWN: state, OPTIMIZER: stack}, buffers
 
 
 def personal(
@@ -227,7 +236,10 @@ def _run(
     def body(n: Tensor, flat: list[Tensor], args: tuple[Tree, ...]) -> tuple[Tensor, ...]:
         """Returns the new leaves only: what a client hands back as it was need not be computed, checked or written."""
         nonlocal shape, origin
-        me = ClientContext(experiment, members, key, round, n, *rebuild(mine, iter(flat)))
+        state, buffers, grad = rebuild(mine, iter(flat))
+        me = ClientContext(experiment, members, key, round, n, _own(state), buffers, _own(grad))
+        if _own(state) is not state:
+            me.optimizers = OptimizerState(state[OPTIMIZER])
         shape = as_tensors((client(me, args), me.buffers), n)
         place = {id(leaf): i for i, leaf in enumerate(flat)}
         outputs = leaves(shape)
@@ -248,6 +260,11 @@ def _run(
     fresh = iter(out[1:])
     outputs, new_buffers = rebuild(shape, (next(fresh) if i is None else flat_mine[i] for i in origin))
     return outputs, new_buffers
+
+
+def _own(state: Tree) -> Tree:
+    """What an algorithm knows of a private state."""
+    return state[OWN] if isinstance(state, dict) and state.keys() == {OWN, OPTIMIZER} else state
 
 
 @contextmanager

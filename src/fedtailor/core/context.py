@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtailor.core.experiment import Experiment, LocalSolver, OwnLoss
+from fedtailor.core.experiment import AfterStep, Experiment, LocalSolver, OwnLoss, OwnSteps
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.rows import Rows, count, take
@@ -30,6 +32,14 @@ class View(NamedTuple):
         return [View(*tree_map(lambda v, a=a: v[a : a + samples], tuple(self))) for a in starts]
 
 
+@dataclass
+class OptimizerState:
+    """What a client's optimizers remember of earlier rounds, by the trainings of its functions."""
+
+    slots: dict[str, Tree]  # "local.0" is the first training of the function `local`
+    function: str = ""  # whose trainings go on; "": none do, as where a client is only evaluated
+
+
 class ClientContext:
     """One client during one call. Under `vmap` its tensors stand for a whole stack of clients."""
 
@@ -47,7 +57,7 @@ class ClientContext:
         self.experiment = experiment
         self.members = members
         self.key = key  # names the call; the streams of this call begin with it
-        self._trainings = self._draws = 0
+        self._counts: Counter[str] = Counter()
         self.round = round
         self.n = n
         """Number of training samples."""
@@ -56,6 +66,7 @@ class ClientContext:
         self.buffers = buffers
         self.grad = grad
         """After `fed.backward`: the derivative of the federation's loss with respect to `state` at `fed.tape`."""
+        self.optimizers: OptimizerState | None = None
 
     @property
     def model(self) -> Model:
@@ -91,25 +102,29 @@ class ClientContext:
         mask: Params | None = None,
         lr: float | Tensor | None = None,
         loss: OwnLoss | None = None,
+        after_step: AfterStep | None = None,
     ) -> Params:
         """Train `params` on this client's data and return them; the rest of the model is `frozen`.
 
         prox: (center, mu) adds mu/2 |params - center|^2 to the loss, over the entries that center has.
         mask: entries at 0 stay as they are.
         loss: of every sample, from the tensors of the model (and others that are given or frozen), x and y; the task's
-        if None.
+        if None. A parameter `weight` of it is given 1 per sample and 0 for the padding of a stack; a parameter `index`
+        the places of the samples among this client's training samples.
+        after_step: new parameters from those after each step, such as their projection.
         Exact gradients flow through all steps to params, frozen, center, mu and lr when a tape is running.
         """
         frozen = dict(frozen or {})
         center, mu = prox if prox is not None else (None, None)
         self._refuse_unknown(params, frozen, center or {}, mask or {}, has_own_loss=loss is not None)
-        nth, like = self._trainings, self.n
-        self._trainings += 1
+        nth, like = self._counts["trainings"], self.n
+        self._counts["trainings"] += 1
         statistics = (self.model.params.keys() | self.model.private_buffers.keys()) - self.model.trainable.keys()
         trained = {k: v for k, v in params.items() if k not in statistics}
         if mask is not None and (without := trained.keys() - mask.keys()):
             raise ValueError(f'me.sgd: mask has no entry for "{min(without)}"')
         beside = {k: v for k, v in self.buffers.items() if k not in params and k not in frozen}
+        slot = self._slot(nth, trained)
         tensors = {
             "params": trained,
             "buffers": {k: v for k, v in params.items() if k in statistics} | beside,
@@ -118,11 +133,29 @@ class ClientContext:
             "mu": None if mu is None else number(mu, like),
             "mask": None if mask is None else {k: mask[k] for k in trained},
             "lr": number(self.lr if lr is None else lr, like),
+            "memory": None if slot is None else slot[1],
             "anchor": like,  # always one per client, so that vmap's rule applies even to messages common to all
         }
-        trained, buffers = self.solver.train(self, tensors, epochs, nth, loss)
+        trained, buffers, memory = self.solver.train(self, tensors, epochs, nth, OwnSteps(loss, after_step))
+        if slot is not None and self.optimizers is not None:
+            self.optimizers.slots = self.optimizers.slots | {slot[0]: memory}
         self.buffers = {k: buffers.get(k, v) for k, v in self.buffers.items()}
         return {k: trained[k] if k in trained else buffers[k] for k in params}
+
+    def _slot(self, nth: int, trained: Params) -> tuple[str, Tree] | None:
+        """Where the optimizer of a training goes on, and what it remembers; None if it begins anew."""
+        if self.optimizers is None or not self.optimizers.function:
+            return None
+        name = f"{self.optimizers.function}.{nth}"
+        if not self.experiment.optimizer_state:  # a rehearsal finds out what there will be
+            return None
+        memory = self.optimizers.slots.get(name)
+        if memory is None or memory["memory"].keys() != trained.keys():
+            raise ValueError(
+                f"local.keep_state: {self.optimizers.function} trains something that it did not train in the first "
+                f"rounds (training {nth + 1} of a call); set local.keep_state = false"
+            )
+        return name, memory
 
     def _refuse_unknown(
         self, params: Params, frozen: Params, center: Params, mask: Params, *, has_own_loss: bool
@@ -159,8 +192,8 @@ class ClientContext:
 
     def uniform(self, size: int) -> Tensor:
         """Numbers between 0 and 1, from a stream of this call and client; other ones each time."""
-        nth, clients = self._draws, self.experiment.data.clients
-        self._draws += 1
+        nth, clients = self._counts["draws"], self.experiment.data.clients
+        self._counts["draws"] += 1
 
         def drawn(client: int) -> Tensor:
             numbers = stream(*self.key, clients[client], "uniform", nth).random(size)

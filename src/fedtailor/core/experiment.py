@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation
+from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation, ServerSteps
 from fedtailor.core.environment import Environment
 from fedtailor.core.metric import Metric, usual_metrics
 from fedtailor.core.model import Model
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
     from fedtailor.core.algorithm import Algorithm
     from fedtailor.core.context import ClientContext
 
-OwnLoss = Callable[[Params, Tree, Tensor], Tensor]  # (tensors of the model, x, y) -> one number per sample
+# (tensors of the model, x, y) -> one number per sample; one that has parameters named so is also given `weight`, which
+# is 0 for padding of a stack, and `index`, the rows of the client's training samples
+OwnLoss = Callable[..., Tensor]
+AfterStep = Callable[[Params], Params]
+
+
+class OwnSteps(NamedTuple):
+    """What an algorithm has its clients do otherwise in their local steps."""
+
+    loss: OwnLoss | None = None  # in place of the task's
+    after_step: AfterStep | None = None
 
 
 class LocalSolver(Protocol):
@@ -48,10 +58,15 @@ class LocalSolver(Protocol):
     def is_even(self) -> bool: ...
     def lr_in(self, round: int) -> float: ...
 
+    @property
+    def keeps_state(self) -> bool: ...
+    @property
+    def optimizer_state(self) -> Tree: ...
+
     def train(
-        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, loss: OwnLoss | None
-    ) -> tuple[Params, Params]:
-        """Trained parameters and the buffers after the last step, in the nth training of a call."""
+        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
+    ) -> tuple[Params, Params, Tree]:
+        """Parameters, buffers and the optimizer's memory after the last step, in the nth training of a call."""
 
     def steps(self, me: ClientContext, epochs: int) -> Tensor:
         """How many steps that takes."""
@@ -86,12 +101,24 @@ class Experiment:
             object.__setattr__(self, "metrics", usual_metrics(self.task))
 
     @property
+    def server_steps(self) -> ServerSteps | None:
+        """From the mean of models to the next one; None: the mean is it."""
+        return self.aggregation.server_steps
+
+    @property
+    def optimizer_state(self) -> Tree:
+        """What a client's optimizers remember before the first round; None: they begin anew in every one."""
+        return self.solver.optimizer_state
+
+    @property
     def device(self) -> torch.device:
         """Where clients compute: that of the model."""
         return self.model.device
 
     def on(self, device: torch.device) -> Experiment:
         """The same experiment on another device, its data included."""
+        if device == self.device:
+            return self
         unseen = None if self.unseen is None else self.unseen.on(device)
         return replace(self, model=self.model.to(device), data=self.data.on(device), unseen=unseen)
 

@@ -25,9 +25,10 @@ from fedtailor.core.record import Attendance, Record
 from fedtailor.core.replies import ReplyStream
 from fedtailor.core.reply_validation import Limits
 from fedtailor.core.rows import take
+from fedtailor.core.server_steps import stepped
 from fedtailor.core.tape import Tape
 from fedtailor.core.traffic import FusedRound, Traffic, count_fused
-from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, tree_map, wide, widest
+from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, moved, tree_map, wide, widest
 
 
 @dataclass
@@ -65,6 +66,10 @@ class Federation:
 
         `stale` counts for those who were asked and did not answer, by their samples, if the environment has it so.
         """
+        mean = self._stale_mean(x, weight, stale)
+        return mean if self.engine.experiment.server_steps is None else stepped(self, x, mean)
+
+    def _stale_mean(self, x: PerClient, weight: PerClient | None, stale: Tree) -> Tree:
         mean = self.engine.experiment.aggregation.mean(self, x, weight)
         if stale is None or self.environment.missing != "stale":
             return mean
@@ -101,6 +106,7 @@ class Federation:
         """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
         self.engine.experiment.aggregation.refuse_tape(self)
         self._settled()
+        self.sums.cut()
         self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched), self.model.like)
         return self._tape.watched
 
@@ -111,6 +117,7 @@ class Federation:
         self._settled()
         tape, self._tape = self._tape, None
         gradient = tape.backward(loss)
+        self.sums.cut()
         assert isinstance(self.engine, Taping)
         self.engine.finish_backward()
         return gradient
@@ -148,7 +155,8 @@ class Federation:
         is out of bounds: then make the calls, which find out whose it is.
         """
         cohort, engine, experiment = self.cohort, self.engine, self.engine.experiment
-        if experiment.aggregation.calls_only or not is_stacking(engine):
+        has_memory = experiment.server_steps is not None or experiment.optimizer_state is not None
+        if experiment.aggregation.calls_only or has_memory or not is_stacking(engine):
             return None
         held = engine.stacked_states(cohort)
         if held is None or len(cohort) < self.limits.least:
@@ -235,8 +243,8 @@ class Federation:
         """The cohort's training samples, for `fused_round`."""
         rows = self.engine.experiment.data.train
         at, mask = rows.padded(self.cohort)
-        y = take(rows.y, at)
-        return View(take(rows.x, at), y, mask.to(y.device, self.model.dtype))
+        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
+        return View(x, y, mask.to(y.device, self.model.dtype))
 
     def forget_pending(self) -> None:
         """The replies to the last call are on their way."""
@@ -263,10 +271,12 @@ class Federation:
 
     def _asked(self, call: Call) -> PerClient:
         experiment = self.engine.experiment
+        example = reply_example(experiment.algorithm, call.function, experiment.model)
         if experiment.aggregation.is_closed:
             rows = calling.all_replies(self, call)
-            return PerClient(self.present, experiment.aggregation.closed(self, call, rows), self.group)
-        self._pending = ReplyStream(self, call, reply_example(experiment.algorithm, call.function, experiment.model))
+            closed = experiment.aggregation.closed(self, call, rows)
+            return PerClient.of_call(self.present, closed, self.group, call, example)
+        self._pending = ReplyStream(self, call, example)
         return PerClient.of_stream(self._pending)
 
     def weighted_sum(self, x: PerClient, weight: PerClient | None = None) -> tuple[Tree, Tensor | None]:
@@ -299,14 +309,17 @@ class Federation:
     def begin_attempt(self) -> None:
         """Forget what an attempt at the round has left behind."""
         self._calls, self._tape, self._pending, self.record.reported = 0, None, None, {}
-        self.sums.secure = 0
+        self.sums.secure, self.sums.new_moments = 0, {}
 
     def play(self, server: Tree) -> Tree:
         """The algorithm's round, to its last reply."""
         with torch.enable_grad():  # a tape must record whatever the caller's mode
             new = self.engine.experiment.algorithm.round(self, server)
             self._settled()
-            return self.group.broadcast(detach(new))  # machines of different kinds must not drift apart
+            self.sums.cut()
+            # machines of different kinds must not drift apart
+            server, self.sums.new_moments = self.group.broadcast((detach(new), self.sums.new_moments))
+            return server
 
 
 def _computed(

@@ -11,6 +11,7 @@ from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.trees import Tree, tree_map
 
 if TYPE_CHECKING:
+    from fedtailor.core.client import Call
     from fedtailor.core.replies import ReplyStream
 
 Path = tuple[str | int, ...]
@@ -27,6 +28,14 @@ class PerClient:
         self._clients, self._rows, self._group = clients, rows, group
         self._stream: ReplyStream | None = None
         self._path: Path = ()
+        self._asked: tuple[Call, Tree] | None = None
+
+    @classmethod
+    def of_call(cls, clients: tuple[int, ...], rows: Tree, group: ProcessGroup, call: Call, example: Tree) -> PerClient:
+        """Replies to a call that have come."""
+        replies = cls(clients, rows, group)
+        replies._asked = call, example
+        return replies
 
     @classmethod
     def of_stream(cls, stream: ReplyStream, path: Path = ()) -> PerClient:
@@ -39,6 +48,20 @@ class PerClient:
     def pending(self) -> ReplyStream | None:
         """The replies that have to come first, if they have not."""
         return self._stream if self._stream is not None and not self._stream.is_done else None
+
+    @property
+    def call(self) -> Call | None:
+        """What this is a reply to, or a part of a reply; None for what the server made."""
+        if self._stream is not None:
+            return self._stream.call
+        return None if self._asked is None else self._asked[0]
+
+    @property
+    def example(self) -> Tree:
+        """A whole reply to `call`, as it is declared."""
+        if self._stream is not None:
+            return self._stream.example
+        return None if self._asked is None else self._asked[1]
 
     @property
     def path(self) -> Path:
@@ -63,7 +86,9 @@ class PerClient:
     def __getitem__(self, key: str | int) -> PerClient:
         if self._stream is not None:
             return PerClient.of_stream(self._stream, (*self._path, key))
-        return PerClient(self._clients, self._rows[key], self._group)
+        part = PerClient(self._clients, self._rows[key], self._group)
+        part._path, part._asked = (*self._path, key), self._asked
+        return part
 
     def rows(self, group: ProcessGroup, clients: tuple[int, ...] | None = None) -> Tree:
         """For the federation: the rows of all or some clients; of those on this rank."""

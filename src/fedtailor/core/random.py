@@ -6,7 +6,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,9 @@ def _device_seeded(device: torch.device | None, seed: int) -> Iterator[None]:
     if before is None or device is None:
         yield
         return
-    torch.get_device_module(device).manual_seed(seed)
+    module = torch.get_device_module(device)
+    with module.device(device) if hasattr(module, "device") else nullcontext():
+        module.manual_seed(seed)
     try:
         yield
     finally:

@@ -28,6 +28,8 @@ def run(fed: Federation, round: int, cohort: Sequence[int], server: Tree) -> Tre
         _go_without(fed, fed.engine.begin_round(round), "begin")
         new, lost = _attempt(fed, server)
         if not lost:
+            if round > 0:
+                fed.sums.commit()
             return new
         fed.engine.undo()  # their replies are in `new`, their new states are nowhere: again without them
         if fed.sums.secure:  # a second sum, of the same replies but theirs, would show theirs

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core import calling, codec
+from fedtailor.core.algorithm import reply_example
 from fedtailor.core.client import Call
 from fedtailor.core.engine import Taping
 from fedtailor.core.per_client import PerClient, in_order, outline
@@ -32,7 +33,9 @@ class Tape:
         node = _Node(fed, call)
         with torch.enable_grad():
             self.token, *reply = _Apply.apply(node, self.token, *leaves(call.args))
-        return PerClient(fed.present, rebuild(node.reply, iter(reply)), fed.group)
+        rows, experiment = rebuild(node.reply, iter(reply)), fed.engine.experiment
+        example = reply_example(experiment.algorithm, call.function, experiment.model)
+        return PerClient.of_call(fed.present, rows, fed.group, call, example)
 
     def backward(self, loss: Tensor) -> Tree:
         watched = leaves(self.watched)

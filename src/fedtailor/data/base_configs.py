@@ -33,6 +33,8 @@ class SourceConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    seed: int | None = Field(default=None, ge=0, description="Seed of partition and splits; none: the run's seed.")
+
 
 class SplitConfig(SourceConfig):
     """How each client's samples are cut into train, val and test."""

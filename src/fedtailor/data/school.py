@@ -49,7 +49,9 @@ def _read(path: Path) -> list[tuple[Any, Any]]:
             (np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)[:, 0])
             for x, y in zip(content["X"][0], content["Y"][0], strict=True)
         ]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of many kinds, from a reader of many formats
         raise DataError(f"{path}: must hold cells X and Y, one for each school ({error}); put it there again") from None
     widths = {x.shape[1:] for x, _ in tables}
     if not tables or len(widths) != 1 or any(len(x) != len(y) for x, y in tables):

@@ -45,7 +45,6 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
 
 def place(experiment: Experiment, device: torch.device) -> Experiment:
     """The experiment on a device; data that would take more than half of what is free there stays on the host."""
-    use(device)
     if has_room(device, _nbytes(experiment.data)):
         return experiment.on(device)
     return replace(experiment, model=experiment.model.to(device))

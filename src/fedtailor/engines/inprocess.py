@@ -325,10 +325,10 @@ def refuse_infinite(state: Sequence[torch.Tensor | None]) -> None:
     """Leaves of a private state that is not to be kept are an error."""
     floating = [v for v in state if v is not None and v.is_floating_point()]
     # a finite norm, which is cheaper, has finite entries only; that of large ones may overflow
-    if floating and not (_all_finite(torch._foreach_norm(floating)) or _all_finite(floating)):
+    if floating and not (_are_finite(torch._foreach_norm(floating)) or all(bool(v.isfinite().all()) for v in floating)):
         raise FloatingPointError("private state contains NaN or Inf")
 
 
-def _all_finite(values: Sequence[torch.Tensor]) -> bool:
+def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
     """In one read off the device."""
-    return bool(torch.stack([torch.isfinite(v).all() for v in values]).all())
+    return bool(torch.stack([v.to(norms[0].dtype) for v in norms]).isfinite().all())

@@ -15,6 +15,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.core.task import Task
 from fedtailor.engines.attacked import IN_DATA, Attack
+from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.newcomers import hold_out
@@ -22,7 +23,7 @@ from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
 from fedtailor.privacy import noise
 from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.dry_run import averages, rehearse
+from fedtailor.privacy.dry_run import averages, averages_models, rehearse
 
 
 def build_experiment(
@@ -32,13 +33,18 @@ def build_experiment(
     refuse_while_importing()
     federated, unseen = loaded or load(config, data_root), None
     if config.evaluation.unseen is not None:
-        federated, unseen = hold_out(federated, config.evaluation.unseen, config.seed)
+        federated, unseen = hold_out(federated, config.evaluation.unseen, data_seed(config))
     return assemble(config, federated, unseen)
 
 
 def load(config: RunConfig, data_root: Path | None = None) -> FederatedData:
     """The data of a configuration, no narrower than its model."""
-    return data.load(config.data, seed=config.seed, root=data_root, dtype=width(config))
+    return data.load(config.data, seed=data_seed(config), root=data_root, dtype=width(config))
+
+
+def data_seed(config: RunConfig) -> int:
+    """From which it follows who has which samples: with `data.seed`, of all of a comparison's runs the same."""
+    return config.seed if config.data.seed is None else config.data.seed
 
 
 def width(config: RunConfig) -> torch.dtype:
@@ -94,6 +100,14 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         task=task,
         metrics=metrics_of(task, config.evaluation.metrics, config.evaluation.decide),
     )
+    if experiment.server_steps is not None and not averages_models(experiment):
+        name = algorithm.title or config.algorithm.name
+        raise ConfigError(
+            f'server.optimizer = "{config.server.optimizer}": {name} takes no mean of models that it sent out'
+        )
+    if config.early_stopping.patience and not int(federated.val.sizes.sum()) and int(federated.train.sizes.sum()):
+        raise ConfigError("early_stopping: needs validation samples, and there are none; set data.val above 0")
+    experiment = with_optimizer_state(experiment)
     if privacy.is_closed:
         _can_be_private(experiment, config, privacy)
     if privacy.robust is not None:
@@ -116,7 +130,8 @@ def _aggregation(config: RunConfig) -> Privacy:
         raise ConfigError(f"aggregation.mean: looks at single replies, which {privacy.option} hides")
     if config.attack.name != "none" and privacy.secure_sum:
         raise ConfigError("attack: a simulation of clients that lie does not reach into secure sums")
-    return replace(privacy, robust=robust, is_attacked=config.attack.name != "none")
+    is_attacked = config.attack.name != "none"
+    return replace(privacy, robust=robust, is_attacked=is_attacked, server_steps=config.server.made())
 
 
 def _can_be_private(experiment: Experiment, config: RunConfig, privacy: Privacy) -> None:

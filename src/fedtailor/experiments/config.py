@@ -33,13 +33,12 @@ from fedtailor.experiments.sections import (
     TrackingSection,
     dotted,
 )
-from fedtailor.experiments.study_sections import CompareSection, SearchSection
+from fedtailor.experiments.server_sections import EarlyStoppingSection, ServerSection
+from fedtailor.experiments.study_sections import RANGE, VALUES, CompareSection, SearchSection
 
-CONFIGS = Path(
-    str(resources.files("fedtailor") / "configs")
-)  # the demo and the published tables, packaged with the code
-METHOD = ("algorithm", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
-LATER = ("task", "privacy", "aggregation", "attack")
+CONFIGS = Path(str(resources.files("fedtailor") / "configs"))  # the demo and the published tables
+METHOD = ("algorithm", "server", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
+LATER = ("task", "server", "early_stopping", "privacy", "aggregation", "attack")
 NO_MATTER = ("checkpoint", "tracking")  # sections without an influence on what comes out
 
 
@@ -53,9 +52,11 @@ class RunConfig(Section):
     task: TaskSection = Field(default_factory=TaskSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     local: LocalSection = Field(default_factory=LocalSection)
+    server: ServerSection = Field(default_factory=ServerSection)
     federation: FederationSection = Field(default_factory=FederationSection)
     environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    early_stopping: EarlyStoppingSection = Field(default_factory=EarlyStoppingSection)
     privacy: PrivacySection = Field(default_factory=PrivacySection)
     aggregation: AggregationSection = Field(default_factory=AggregationSection)
     attack: AttackSection = Field(default_factory=AttackSection)
@@ -166,6 +167,8 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
     for part in map(str, first["loc"]):
         if path == ["data"] and part in SOURCES:  # pydantic names the chosen source; the file does not
             model = SOURCES[part].config
+            continue
+        if path[:1] == ["search"] and part in (VALUES, RANGE):
             continue
         path.append(part)
         field = model.model_fields.get(part)

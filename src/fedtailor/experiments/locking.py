@@ -19,7 +19,13 @@ def lock(file: IO[str], *, waits: bool = False) -> None:
         fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def sign(file: IO[str]) -> None:
+def hold(file: IO[str]) -> None:
+    """Lock a file and write into it who has it."""
+    lock(file)
+    _sign(file)
+
+
+def _sign(file: IO[str]) -> None:
     """Say who holds it, for people; the lock itself ends with the process."""
     with suppress(OSError):
         file.truncate(0)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from fedtailor.core.engine import Engine, Losing
-from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
@@ -21,9 +19,10 @@ from fedtailor.core.traffic import Traffic
 from fedtailor.core.trees import Params, Tree, moved, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
-from fedtailor.errors import RoundAbandoned, RunError
+from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.measuring import measure, missing_metrics
 from fedtailor.experiments.newcomers import EPOCHS, onboarded
 from fedtailor.experiments.store import RESULTS, RunFolder, write_json
 from fedtailor.metrics.summary import summarise
@@ -40,6 +39,14 @@ class Best:
     snapshot: Tree = None  # all that is needed to predict as in that round
 
 
+@dataclass
+class Chosen:
+    """Rounds that may be gone back to."""
+
+    best: Best = field(default_factory=Best)
+    kept: Best = field(default_factory=Best)  # the last that was better by early_stopping.min_delta
+
+
 class Run:
     """What changes from round to round."""
 
@@ -53,7 +60,7 @@ class Run:
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
         self.seconds = 0.0
-        self.best = Best()
+        self.chosen = Chosen()
 
     @property
     def device(self) -> torch.device:
@@ -64,6 +71,22 @@ class Run:
     def metric(self) -> str:
         """By which rounds are compared."""
         return self.engine.experiment.metrics[0].name
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.engine.experiment.metrics[0].higher_is_better
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether early stopping has had enough."""
+        patience = self.config.early_stopping.patience
+        return 0 < patience <= self.round - self.chosen.kept.round and self.chosen.kept.round > 0
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the run ends with the round that early stopping found best."""
+        section = self.config.early_stopping
+        return section.patience > 0 and section.keep == "best" and self.chosen.kept.snapshot is not None
 
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
@@ -102,6 +125,8 @@ class Run:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
+            if self.config.early_stopping.patience:
+                self._watch(round, line["val"])
         if (peak := devices.peak_memory(self.device)) is not None:
             line["device_memory"] = peak
         self.round = round
@@ -124,10 +149,22 @@ class Run:
         """Keep the round if it is the best one on validation data so far."""
         higher = self.engine.experiment.metrics[0].higher_is_better
         value = summarise(values, higher_is_better=higher).mean
-        better = value > self.best.value if higher else value < self.best.value
-        if better or (self.best.snapshot is None and not math.isnan(value)):
-            self.best = Best(round, value, self._snapshot())
+        better = value > self.chosen.best.value if higher else value < self.chosen.best.value
+        if better or (self.chosen.best.snapshot is None and not math.isnan(value)):
+            self.chosen.best = Best(round, value, self._snapshot())
         return value
+
+    def _watch(self, round: int, measured: dict[str, list[float]]) -> None:
+        """Keep the round if it is better than the one that is kept, by as much as early stopping asks for."""
+        section = self.config.early_stopping
+        metric = section.metric or self.metric
+        if metric not in measured:
+            raise ConfigError(f'early_stopping.metric: no metric "{metric}" here; {nearest(metric, measured)}')
+        higher = {m.name: m.higher_is_better for m in self.engine.experiment.metrics}[metric]
+        value = summarise(measured[metric], higher_is_better=higher).mean
+        gain = (value - self.chosen.kept.value) * (1 if higher else -1)
+        if not math.isnan(value) and (self.chosen.kept.round == 0 or gain > section.min_delta):
+            self.chosen.kept = Best(round, value, self._snapshot() if section.keep == "best" else None)
 
     def _snapshot(self) -> Tree:
         """Server and clients as they are now; of the clients, those of this rank."""
@@ -151,13 +188,17 @@ class Run:
             "traffic": asdict(self.fed.traffic),
             "looked_at": sorted(self.fed.record.gathered),
             "noisy_sums": {str(round): sums for round, sums in self.fed.sums.noisy.items()},
-            "best_round": self.best.round,
-            "best_value": self.best.value,
+            "best_round": self.chosen.best.round,
+            "best_value": self.chosen.best.value,
+            "kept": [self.chosen.kept.round, self.chosen.kept.value],
         }
         now = {"server": self.server, "clients": self.engine.get_states()}
-        trees = {"state": (self.round, self._whole(now))}
-        if self.best.snapshot is not None:
-            trees["best"] = (self.best.round, self._whole(self.best.snapshot))
+        moments = {"moments": self.fed.sums.moments} if self.fed.sums.moments else {}  # of the server's optimizer
+        trees = {"state": (self.round, self._whole(now) | moments)}
+        if self.chosen.best.snapshot is not None:
+            trees["best"] = (self.chosen.best.round, self._whole(self.chosen.best.snapshot))
+        if self.chosen.kept.snapshot is not None:
+            trees["kept"] = (self.chosen.kept.round, self._whole(self.chosen.kept.snapshot))
         if self.ranks.rank == 0:
             folder.save_checkpoint(status, trees, self.disk.touch)
         if isinstance(self.engine, Losing):
@@ -177,9 +218,12 @@ class Run:
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
-        self.best = Best(status["best_round"], status["best_value"], trees.get("best"))
+        self.chosen.best = Best(status["best_round"], status["best_value"], trees.get("best"))
+        round, value = status.get("kept", (0, math.nan))
+        self.chosen.kept = Best(round, value, trees.get("kept"))
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.record.gathered = set(status["looked_at"])
+        self.fed.sums.moments = trees["state"].get("moments", {})
         self.fed.sums.noisy = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
 
     def _part(self, tree: Tree) -> Tree:
@@ -191,9 +235,14 @@ class Run:
         if self.abandoned >= self.config.rounds:
             reason = folder.metrics()[-1]["abandoned"] if self.ranks.rank == 0 else ""
             raise RunError(f"{folder.path}: none of its {self.config.rounds} rounds could be used; the last: {reason}")
+        stopped = {"stopped": self.round} if self.is_stopped else {}
+        if self.goes_back:
+            self.round, tree = self.chosen.kept.round, self.chosen.kept.snapshot
+            self.server = tree["server"]
+            self.engine.set_states(tree["clients"])
         last = (self.round, self._snapshot())
         # without validation samples nothing can be selected: the last round stands for both
-        selected = last if self.best.snapshot is None else (self.best.round, self.best.snapshot)
+        selected = last if self.chosen.best.snapshot is None else (self.chosen.best.round, self.chosen.best.snapshot)
         snapshots = {"last": last, "selected": selected}
         results: dict[str, Any] = {
             "metric": self.metric,
@@ -219,6 +268,7 @@ class Run:
             **self._liars(),
             "faults": sum(len(line.get("faults", [])) for line in lines),
             "abandoned": sum("abandoned" in line for line in lines),
+            **stopped,
         }
         if self.config.privacy.secure_sum or self.config.privacy.clip:
             results["privacy"] = self._privacy()
@@ -274,39 +324,6 @@ class Run:
         summary = self._summaries(test)
         gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
-
-
-def missing_metrics(experiment: Experiment, test: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
-    """Which clients with test samples have no number of a metric, and why."""
-    sizes, names = experiment.data.test.sizes.tolist(), experiment.data.clients
-    out = {}
-    for metric in experiment.metrics:
-        without = [c for c, v, n in zip(names, test[metric.name], sizes, strict=True) if n and math.isnan(v)]
-        if without:
-            out[metric.name] = {"clients": without, "reason": metric.missing}
-    return out
-
-
-def measure(
-    engine: Engine,
-    round: int,
-    server: Tree,
-    splits: list[str],
-    keep: Callable[[int, Params], None] = lambda client, model: None,
-    kind: str = "",
-) -> dict[str, dict[str, list[float]]]:
-    """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
-    clients = len(engine.experiment.data.clients)
-    names = [metric.name for metric in engine.experiment.metrics]
-    out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
-    for group, by_split, stack in engine.evaluate(range(clients), round, server, splits, kind):
-        for split, metrics in by_split.items():
-            for name, values in metrics.items():
-                for client, value in zip(group, values.tolist(), strict=True):
-                    out[split][name][client] = value
-        for row, client in enumerate(group if stack else ()):  # the models of other ranks and of sites are there
-            keep(client, {k: v[row] for k, v in stack.items()})
-    return out
 
 
 def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,10 +31,11 @@ from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import tracking, trust
 from fedtailor.experiments.building import attack_of, build_experiment
+from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.run_state import Run
 from fedtailor.experiments.source_code import code_of, notes, refuse_other_code
-from fedtailor.experiments.store import CONFIG, RunFolder
+from fedtailor.experiments.store import CONFIG, METRICS, RunFolder
 from fedtailor.privacy.aggregate_only import Privacy
 
 ABANDONED_IN_A_ROW = 10
@@ -64,6 +65,7 @@ class Options(TypedDict, total=False):
     cores: int  # that it may use; 0 is all
     loaded: FederatedData | None  # in place of the data that the configuration names
     until: int | None  # the last round for now; `resume` goes on from there
+    callbacks: Sequence[Any]  # objects with methods of `Callback`; the first rank calls them
     device: str | None  # in place of the one that the configuration names
 
 
@@ -118,7 +120,7 @@ def start(
         experiment = build_experiment(config, data_root, options.get("loaded"))
         experiment, where = _placed(experiment, config, options.get("device"), ranks)
         trust.remember(config)
-        if ranks.count > 1 and experiment.aggregation != Privacy():
+        if ranks.count > 1 and experiment.aggregation != Privacy(server_steps=experiment.server_steps):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
             raise ConfigError(f"{why}; run in one process")
         name, why = config.federation.engine, "chosen"
@@ -136,7 +138,7 @@ def start(
         run, made_by = ranks.agreed(made)
         prepared = run.engine.experiment.data.preparation
         ranks.agreed(lambda: RunFolder.create(path, config, made_by, prepared) if ranks.rank == 0 else None)
-        return _train(RunFolder(path), run, listener, options.get("until"))
+        return _train(RunFolder(path), run, listener, options)
 
 
 def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener: Listener | None = None) -> RunFolder:
@@ -152,7 +154,7 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
     if folder.config != config:
         raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
     refuse_other_code(folder)
-    return _train(folder, Run(config, engine, ALONE, _disk(config, path)), listener, None)
+    return _train(folder, Run(config, engine, ALONE, _disk(config, path)), listener, {})
 
 
 def resume(
@@ -178,7 +180,7 @@ def resume(
 
     with ExitStack() as held:
         run = ranks.agreed(made)
-        return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options.get("until"))
+        return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options)
 
 
 def _refuse_other_streams(folder: RunFolder) -> None:
@@ -226,6 +228,8 @@ def _begun(
     name: engines.EngineName, experiment: Experiment, config: RunConfig, path: Path, ranks: ProcessGroup, cores: int
 ) -> Run:
     """A run whose clients have their first state."""
+    if config.federation.goal:
+        raise ConfigError("federation.goal: for a federation of sites; environment.deadline loses slow replies here")
     engine: Engine
     chunk, disk = config.federation.chunk, _disk(config, path)
     if ranks.count > 1:
@@ -268,9 +272,11 @@ def _disk(config: RunConfig, path: Path) -> Disk:
     return Disk(path.absolute().parent, config.federation.budget)
 
 
-def _train(folder: RunFolder, run: Run, listener: Listener | None, until: int | None) -> RunFolder:
+def _train(folder: RunFolder, run: Run, listener: Listener | None, options: Options) -> RunFolder:
     """The rounds that are still to do, and the end; with `until` only those up to there, and a checkpoint."""
-    config, ranks, saved_at, length = run.config, run.ranks, -math.inf, 0
+    config, ranks, saved_at, length, until = run.config, run.ranks, -math.inf, 0, options.get("until")
+    followed = Followed(folder.path, config, run.metric, run.higher_is_better)
+    callbacks = Callbacks(options.get("callbacks", ()) if ranks.rank == 0 else (), followed)
     last = config.rounds if until is None else min(until, config.rounds)
     is_first = ranks.rank == 0
     with ExitStack() as held:
@@ -280,7 +286,12 @@ def _train(folder: RunFolder, run: Run, listener: Listener | None, until: int | 
         if tell is not None:
             for line in folder.metrics():  # a tracker may have lost the last of them
                 tell(line)
+        length = (folder.path / METRICS).stat().st_size if (folder.path / METRICS).exists() else 0
+        is_over = run.is_stopped
         for round in range(run.round + 1, last + 1):
+            if is_over:
+                break
+            callbacks.round_begins(round)
             line, value = run.step(round)
             if tell is not None:
                 length = folder.append_metrics(line)
@@ -294,12 +305,16 @@ def _train(folder: RunFolder, run: Run, listener: Listener | None, until: int | 
                 named = line["abandoned"]
                 why = f"{folder.path}: {run.abandoned} rounds in a row were abandoned; the last: {named}"
                 ranks.agreed(partial(_refuse, why))
+            is_over = ranks.all_gather_object(callbacks.round_ends(line, value) or run.is_stopped)[0]
             due = round % config.checkpoint.every == 0 and time.perf_counter() - saved_at >= config.checkpoint.seconds
-            if ranks.all_gather_object(due)[0] or round == last:  # clocks differ: the first rank's counts
+            if ranks.all_gather_object(due)[0] or round == last or is_over:  # clocks differ: the first rank's counts
                 run.save(folder, length)
                 saved_at = time.perf_counter()
-        if last == config.rounds:
+        if last == config.rounds or is_over:
             run.finish(folder)
+            if run.goes_back:  # the state that newcomers join is the one that was tested
+                run.save(folder, length)
+            callbacks.run_ends(folder.results or {})
     return folder
 
 

@@ -20,7 +20,7 @@ from fedtailor.privacy.robust import RobustMean
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName
-from fedtailor.training.solver import Solver
+from fedtailor.training.solver import Solver, Work
 
 
 class Section(BaseModel):
@@ -80,7 +80,7 @@ class LocalSection(Section):
 
     optimizer: str = Field(
         default=Solver.optimizer,
-        description='sgd, nesterov, adam, adamw or your own "module:function"; its state is reset every round.',
+        description='sgd, nesterov, adam, adamw or your own "module:function".',
     )
     lr: float = Field(default=Solver.lr, gt=0, description="Learning rate.")
     momentum: float = Field(default=Solver.momentum, ge=0, lt=1, description="Momentum (sgd and nesterov).")
@@ -91,8 +91,17 @@ class LocalSection(Section):
         default=Solver.clip, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping."
     )
     batch_size: int = Field(default=Solver.batch_size, ge=0, description="Batch size; 0: full batch.")
+    accumulate: int = Field(
+        default=Work.accumulate,
+        ge=1,
+        description="Batches whose gradients make one step: as a batch of so many times the size.",
+    )
+    keep_state: bool = Field(
+        default=Work.keep_state,
+        description="Each client's optimizer state lasts from round to round; else every round begins anew.",
+    )
     steps: int = Field(
-        default=Solver.epoch, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data."
+        default=Work.epoch, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data."
     )
     schedule: ScheduleName = Field(
         default=Schedule.name, description="Learning rate: constant, cosine, linear or step."
@@ -127,6 +136,8 @@ class LocalSection(Section):
             raise ValueError('schedule = "step" needs lr_decay_every, such as 10')
         if self.optimizer == "nesterov" and not self.momentum:
             raise ValueError('optimizer = "nesterov" needs momentum, such as 0.9')
+        if self.accumulate > 1 and not self.batch_size:
+            raise ValueError("accumulate needs batch_size: of the full batch there is only one")
         if ":" not in self.optimizer:  # what is one's own is not imported to look at a configuration
             find_optimizer(self.optimizer)
         return self
@@ -138,7 +149,8 @@ class LocalSection(Section):
         )
         kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
         rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
-        return Solver(**rest, schedule=schedule, epoch=self.steps, arithmetic=arithmetic)
+        work = Work(self.steps, self.accumulate, self.keep_state)
+        return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
 
 
 class FederationSection(Section):
@@ -163,6 +175,7 @@ class FederationSection(Section):
     max_norm: float = Field(default=Limits.max_norm, gt=0, description="Replies with a larger norm are rejected.")
     timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
     deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
+    goal: int = Field(default=0, ge=0, description="Replies that close a round of a real federation; 0: all.")
     silence: float = Field(
         default=10.0, gt=0, description="Seconds without a heartbeat after which a site counts as away."
     )
@@ -291,10 +304,7 @@ class AggregationSection(Section):
 class AttackSection(Section):
     """Simulated clients that lie."""
 
-    name: AttackName = Field(
-        default="none",
-        description="none, sign-flip, scaling, noise (of their updates), label-flip or backdoor (of their data).",
-    )
+    name: AttackName = Field(default="none", description="none, sign-flip, scaling, noise, label-flip or backdoor.")
     share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
 
@@ -311,6 +321,11 @@ class TrackingSection(Section):
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard event files to the run folder.")
     mlflow: Path | None = Field(default=None, description="Folder of an MLflow file store to log to.")
+    wandb: str | None = Field(default=None, description="Project of Weights & Biases to log to.")
+    wandb_mode: Literal["offline", "online"] = Field(
+        default="offline",
+        description="offline: files in the run folder, for wandb sync; online: sent as the run goes on.",
+    )
 
 
 def dotted(tables: Any) -> Any:

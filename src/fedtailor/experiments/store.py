@@ -24,7 +24,7 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.locking import lock, owner, sign
+from fedtailor.experiments.locking import hold, owner
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
@@ -198,10 +198,9 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / LOCK).open("a+") as file:
             try:
-                lock(file)
+                hold(file)
             except OSError:
                 raise RetryableError(f"{self.path}: another process is working on this run{owner(file)}") from None
-            sign(file)
             yield
 
     def save_checkpoint(
@@ -317,8 +316,8 @@ class RunFolder:
     def fingerprint(self) -> str:
         """sha256 over all tensors of the run: server, private states, personal models."""
         digest = hashlib.sha256()
-        made = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
-        for path in sorted(made):
+        files = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
+        for path in sorted(files):
             for name, value in sorted(load_file(path).items()):
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
@@ -332,11 +331,11 @@ def _instead_of_a_run(path: Path) -> str:
     if not inside and not is_fit:
         return f"not a run folder (no {CONFIG}); fedtailor run CONFIG makes one"
     what, command = ("a fit", "fedtailor fit") if is_fit else ("a folder of runs", "command")
-    told = f"{what}, not a single run; the same {command} with --out {shlex.quote(str(path))} goes on with it"
+    hint = f"{what}, not a single run; the same {command} with --out {shlex.quote(str(path))} goes on with it"
     if not inside:
-        return told
+        return hint
     names = ", ".join(inside[:8]) + (", ..." if inside[8:] else "")
-    return f"{told}; or name one of its runs ({names}), such as {shlex.quote(str(path / inside[0]))}"
+    return f"{hint}; or name one of its runs ({names}), such as {shlex.quote(str(path / inside[0]))}"
 
 
 def _file_name(client: str) -> str:

@@ -1,4 +1,4 @@
-"""Trackers follow a run: TensorBoard and MLflow are told what is recorded of each round. They never stop a run."""
+"""Trackers follow a run: TensorBoard, MLflow and Weights & Biases are told of each round. They never stop a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedtailor.core.metric import recorded_metrics
 from fedtailor.errors import ConfigError
@@ -22,7 +23,7 @@ from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.metrics.summary import summarise
 
 log = logging.getLogger("fedtailor")
-TENSORBOARD, MLFLOW = "tensorboard", "mlflow.json"  # in the folder of a run
+TENSORBOARD, MLFLOW, WANDB = "tensorboard", "mlflow.json", "wandb.json"  # in the folder of a run
 
 Values = dict[str, float]
 Told = Callable[[dict[str, Any]], None]  # a recorded round
@@ -30,9 +31,10 @@ Told = Callable[[dict[str, Any]], None]  # a recorded round
 
 def check(section: TrackingSection) -> None:
     """Raise a `ConfigError` when a tracker is wanted that is not installed."""
-    for key, wanted in (("tensorboard", section.tensorboard), ("mlflow", section.mlflow is not None)):
-        if wanted and find_spec(key) is None:
-            raise ConfigError(f"tracking.{key}: {key} is not installed; pip install 'fedtailor[trackers]'")
+    wanted = {"tensorboard": section.tensorboard, "mlflow": section.mlflow is not None, "wandb": bool(section.wandb)}
+    for key in (key for key, is_wanted in wanted.items() if is_wanted and find_spec(key) is None):
+        extra = "wandb" if key == "wandb" else "trackers"
+        raise ConfigError(f"tracking.{key}: {key} is not installed; pip install 'fedtailor[{extra}]'")
 
 
 @contextmanager
@@ -42,6 +44,7 @@ def followed(folder: RunFolder, config: RunConfig) -> Iterator[Told]:
     opened = [
         *([_Follower("tensorboard", lambda: _TensorBoard(folder))] if wanted.tensorboard else []),
         *([_Follower("mlflow", lambda: _MLflow(folder, config, wanted.mlflow))] if wanted.mlflow else []),
+        *([_Follower("wandb", lambda: _Wandb(folder, config))] if wanted.wandb else []),
     ]
 
     def tell(line: dict[str, Any]) -> None:
@@ -85,12 +88,21 @@ def of_results(results: Mapping[str, Any]) -> Iterator[tuple[int, Values]]:
             yield result["round"], values | worst
 
 
+class Tracker(Protocol):
+    """What is told of a run."""
+
+    last: dict[str, int]  # of each figure the last step that it knows
+
+    def write(self, step: int, values: Values) -> None: ...
+    def close(self, is_finished: bool) -> None: ...
+
+
 class _Follower:
     """A tracker that is told each figure of a round once, and is left alone after its first failure."""
 
-    def __init__(self, name: str, opened: Callable[[], _TensorBoard | _MLflow]) -> None:
+    def __init__(self, name: str, opened: Callable[[], Tracker]) -> None:
         self.name = name
-        self.tracker: _TensorBoard | _MLflow | None = None
+        self.tracker: Tracker | None = None
         with self._forgiven():
             self.tracker = opened()
 
@@ -187,3 +199,39 @@ def _experiment(client: Any, name: str, store: Path) -> str:
         lock(file, waits=True)
         existing = client.get_experiment_by_name(name)
         return existing.experiment_id if existing is not None else client.create_experiment(name)
+
+
+class _Wandb:
+    """A run of Weights & Biases: files in the run's folder, or sent as it goes on. The folder remembers its id."""
+
+    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
+        self.known = folder.path / WANDB
+        fresh: dict[str, Any] = {"id": uuid.uuid4().hex[:16], "last": {}}
+        before = read_json(self.known) if self.known.exists() else fresh
+        self.id: str = before["id"]
+        self.last: dict[str, int] = dict(before["last"])
+        wandb: Any = importlib.import_module("wandb")
+        self.run = wandb.init(
+            project=config.tracking.wandb,
+            name=folder.path.name,
+            id=self.id,
+            dir=str(folder.path.resolve()),
+            mode=config.tracking.wandb_mode,
+            resume="allow" if config.tracking.wandb_mode == "online" else None,
+            config=dotted(config.plain()),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.run.define_metric("*", step_metric="round")  # results are told at the round that they are of
+        self._remember()
+
+    def write(self, step: int, values: Values) -> None:
+        if values:
+            self.run.log(values | {"round": step})
+            self.last |= dict.fromkeys(values, step)
+            self._remember()
+
+    def close(self, is_finished: bool) -> None:
+        self.run.finish(exit_code=0 if is_finished else 1)
+
+    def _remember(self) -> None:
+        write_json(self.known, {"id": self.id, "last": self.last})

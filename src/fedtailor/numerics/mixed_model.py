@@ -18,7 +18,7 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
 Floats = NDArray[np.float64]
-Places = NDArray[np.intp]
+Entries = tuple[NDArray[np.intp], NDArray[np.intp]]  # rows and columns of L
 STRUCTURES = ("none", "intercept", "diagonal", "full")
 START, SMALL, STEPS, RESTARTS = 0.3, 0.03, 100, 4
 RANK = 1e-11  # eigenvalues below this part of the largest are those of columns that repeat others
@@ -84,7 +84,7 @@ class Problem:
     def solved(self, total: Marginal) -> tuple[float, Tensor, Tensor, Tensor, float]:
         """Deviance, beta, noise, the inverse of X'V^-1 X, and by how much beta lowers the degrees of freedom."""
         s, q = torch.linalg.eigh(total.a + torch.diag(self.penalty))
-        seen = s > s[-1].clamp(min=torch.finfo(s.dtype).tiny) * RANK
+        seen = s > s[-1].clamp(min=torch.finfo(s.dtype).tiny) * max(RANK, 8 * len(s) * torch.finfo(s.dtype).eps)
         inverse = (q[:, seen] / s[seen]) @ q[:, seen].mT
         beta = inverse @ total.b
         rest = (total.c - (total.b * beta).sum()).clamp(min=torch.finfo(s.dtype).tiny)
@@ -107,7 +107,7 @@ class Problem:
         return deviance, outputs * total.a - squares / noise - (outputs * lost if self.reml else 0.0)
 
 
-def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[np.bool_]) -> tuple[Places, Places]:
+def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[np.bool_]) -> Entries:
     """Rows and columns of the entries of L that are free."""
     chosen = np.flatnonzero(varies & is_intercept if structure == "intercept" else varies)
     if structure == "none":
@@ -118,7 +118,7 @@ def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[n
     return chosen[rows], chosen[columns]
 
 
-def fit(problem: Problem, at: tuple[Places, Places], start: Tensor, steps: int = STEPS) -> Fitted:
+def fit(problem: Problem, at: Entries, start: Tensor, steps: int = STEPS, restarts: int = RESTARTS) -> Fitted:
     """Minimise the deviance over the free entries of L, from `start`, by L-BFGS; a diagonal entry is not negative."""
     rows, columns = (torch.from_numpy(np.ascontiguousarray(v)).to(start.device) for v in at)
     exchanges = 0
@@ -145,7 +145,7 @@ def fit(problem: Problem, at: tuple[Places, Places], start: Tensor, steps: int =
         theta = np.where(is_diagonal & (theta <= 0), first_step, theta)
         bounds = [(0.0, None) if d else (None, None) for d in is_diagonal]
         options = {"maxiter": steps, "ftol": 1e-13, "gtol": 1e-8}
-        for _ in range(RESTARTS):
+        for _ in range(restarts):
             theta = minimize(objective, theta, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
             # at L = 0 the gradient by L is 0 whatever the one by the variance is: a long step may have gone there
             by_covariance = problem.at(factor_of(theta))[1][rows, columns].double().cpu().numpy()
@@ -159,7 +159,7 @@ def fit(problem: Problem, at: tuple[Places, Places], start: Tensor, steps: int =
     return Fitted(factor, beta, noise, noise * inverse, deviance, len(theta), exchanges + 2)
 
 
-def best(problem: Problem, structures: list[tuple[Places, Places]], start: Tensor, sites: int) -> Fitted:
+def best(problem: Problem, structures: list[Entries], start: Tensor, sites: int) -> Fitted:
     """The structure with the least Schwarz criterion, from simple to rich, each begun where the one before ended."""
     found: Fitted | None = None
     for at in structures:

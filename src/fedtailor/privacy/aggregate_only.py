@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.aggregation import IN_THE_OPEN
+from fedtailor.core.aggregation import IN_THE_OPEN, ServerSteps
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.calling import leave_out
 from fedtailor.core.client import Call
@@ -45,6 +45,7 @@ class Privacy:
     is_closed: bool = False  # whether replies are closed to the server's program
     robust: RobustMean | None = None  # in place of the weighted mean
     is_attacked: bool = False  # some replies are changed on their way
+    server_steps: ServerSteps | None = None  # what the server makes of a mean of models
 
     @property
     def calls_only(self) -> bool:

@@ -16,6 +16,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.per_client import PerClient
 from fedtailor.core.record import Attendance
+from fedtailor.core.server_steps import sent_for
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.privacy.aggregate_only import Privacy
@@ -42,14 +43,23 @@ def averages(experiment: Experiment) -> bool:
     return seen.means > 0
 
 
+def averages_models(experiment: Experiment) -> bool:
+    """Whether one of them is of models that it sent, so that a server optimizer has something to do."""
+    seen = _Seen()
+    _play(replace(experiment, aggregation=seen))
+    return seen.of_models > 0
+
+
 class _Seen(InTheOpen):
     """Counts means."""
 
     def __init__(self) -> None:
-        self.means = 0
+        super().__init__()
+        self.means = self.of_models = 0
 
     def mean(self, fed: Federation, x: PerClient, weight: PerClient | None) -> Tree:
         self.means += 1
+        self.of_models += sent_for(fed, x) is not None
         return super().mean(fed, x, weight)
 
 

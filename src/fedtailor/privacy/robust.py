@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, flat, leaves, rebuild, tree_map
+from fedtailor.core.trees import Tree, leaves, rebuild
 from fedtailor.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RobustMean:
         each = leaves(tree)
         if not each:
             return tree
-        rows = flat(tree_map(Tensor.double, tree), stacked=True)
+        rows = torch.cat([v.reshape(len(v), -1).double() for v in each], dim=1)  # some are single numbers
         liars = math.floor(self.liars * len(rows))
         center = MEANS[self.name](rows, liars)
         away = (rows - center).norm(dim=1)

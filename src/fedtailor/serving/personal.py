@@ -23,6 +23,7 @@ from fedtailor.data.files import read_npz
 from fedtailor.data.folder import check_numbers, numbers
 from fedtailor.data.frames import as_frame
 from fedtailor.data.preparation import NumberColumn, Preparation
+from fedtailor.data.spreadsheets import as_text
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.runner import reload_experiment
@@ -279,8 +280,17 @@ def write_frame(path: Path, frame: pl.DataFrame) -> None:
     if name.endswith(".parquet"):
         frame.write_parquet(content)
     else:
-        _plain(frame).write_csv(content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ",")
+        _safe(_plain(frame)).write_csv(content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ",")
     write_atomically(path, gzip.compress(content.getvalue(), mtime=0) if name.endswith(".gz") else content.getvalue())
+
+
+def _safe(frame: pl.DataFrame) -> pl.DataFrame:
+    """Predicted classes that a spreadsheet would take for a formula; the rows of the file stay as they were written."""
+    import polars as pl
+
+    if "prediction" not in frame.columns or not frame.schema["prediction"].is_(pl.String):
+        return frame
+    return frame.with_columns(frame["prediction"].map_elements(as_text, return_dtype=pl.String))
 
 
 def check_ending(path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 
 from fedtailor import algorithms
 from fedtailor.data.fingerprint import digest
-from fedtailor.errors import ConfigError, RunError, UserError
+from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.config import CompareConfig, parse, with_values
-from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.sections import dotted
+from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder, read_json, write_json
 from fedtailor.metrics.summary import over_seeds, share_hurt
 from fedtailor.studies import search
 from fedtailor.studies.grid import Cell, Told, folder_name, run_cells
@@ -46,34 +48,60 @@ def _entries(config: CompareConfig) -> list[tuple[str, dict[str, Any]]]:
     out = []
     for entry in config.compare.algorithms:
         table = {"name": entry} if isinstance(entry, str) else dict(entry)
-        label = str(table.pop("label", ""))
+        label, own = str(table.pop("label", "")), dotted(table.pop("set", {}))
+        _refuse_set(own)
         name = str(table.get("name", ""))
         made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
         twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
-        options = "".join(f", {k} {v}" for k, v in table.items() if k != "name" and twice)
-        out.append((label or (made.title or type(made).__name__) + options, common | {"algorithm": table}))
+        options = "".join(f", {k} {v}" for k, v in (table | own).items() if k != "name" and twice)
+        tables = with_values(common | {"algorithm": table}, own)
+        out.append((label or (made.title or type(made).__name__) + options, tables))
     return out
 
 
-def run_grid(config: CompareConfig, folder: Path, data_root: Path | None, told: Told) -> list[Cell]:
-    """Run what is not finished yet of a comparison, after the search if there is one."""
+def _refuse_set(values: Any) -> None:
+    """A row may set any key but those by which its clients would not be those of the other rows."""
+    if not isinstance(values, dict):
+        raise ConfigError('compare.algorithms: "set" is a table, such as set = {"local.lr" = 0.1}')
+    for key in values:
+        if key.split(".")[0] in ("data", "seed", "compare", "search") or key == "algorithm.name":
+            raise ConfigError(f'compare.algorithms: set "{key}": rows of a comparison share data and seeds')
+
+
+def run_grid(
+    config: CompareConfig, folder: Path, data_root: Path | None, told: Told, redo: Sequence[str] = ()
+) -> list[Cell]:
+    """Run what is not finished yet of a comparison, after the search if there is one; rows of `redo` from the start."""
     grid, workers = cells(config, folder), config.compare.workers
-    trials = _trials(config, folder)
+    plan = _plan(config, folder)
+    labels = {cell.label for cell in grid}
+    for label in (*redo, *([config.compare.against] if config.compare.against else [])):
+        if label not in labels:
+            raise ConfigError(f'compare: no row "{label}" here; {nearest(label, labels)}')
     _claim(config, folder)
-    if config.search is not None:
-        grid = cells(config, folder, search.run(config.search, trials, folder, workers, data_root, told))
+    for label in redo:
+        _remove([cell.folder for cell in grid if cell.label == label])
+        _remove([] if plan is None else search.folders(plan, label))
+    if plan is not None:
+        grid = cells(config, folder, search.run(plan, workers, data_root, told))
     run_cells(grid, workers, data_root, told)
     return grid
 
 
-def _trials(config: CompareConfig, folder: Path) -> search.Trials:
-    """The runs of the search; none if nothing is searched."""
+def _plan(config: CompareConfig, folder: Path) -> search.Plan | None:
+    """The runs of the search; None if nothing is searched."""
     if config.search is None:
-        return {}
+        return None
     names = [(label, str(tables["algorithm"]["name"]), tables) for label, tables in _entries(config)]
     search.check_names(config.search, {n for label, name, _ in names for n in (label, name)})
     subjects = [search.Subject(label, t, search.space_of(config.search, name, label)) for label, name, t in names]
     return search.plan(config.search, subjects, config.compare.seeds, folder)
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for path in folders:
+        if (path / CONFIG).exists():
+            shutil.rmtree(path)
 
 
 def _claim(config: CompareConfig, folder: Path) -> None:
@@ -120,6 +148,7 @@ class Row:
     hurt: float
     cost: Cost
     means: Mapping[int, float]  # by seed: mean over clients in the last round
+    higher_is_better: bool = True
 
 
 def rows(grid: list[Cell]) -> list[Row]:
@@ -158,6 +187,7 @@ def rows(grid: list[Cell]) -> list[Row]:
                     seconds=mean(r["seconds"] for r in found.values()),
                 ),
                 {seed: t["mean"] for seed, t in tests.items()},
+                higher,
             )
         )
     return out

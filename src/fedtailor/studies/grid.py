@@ -20,6 +20,8 @@ from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.source_code import changed_code
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder
 
+METHODS = ("algorithm", "server", "privacy", "aggregation")  # sections that belong to a row
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -113,7 +115,7 @@ def _refuse_others(grid: list[Cell]) -> None:
     begun = [cell for cell in grid if (cell.folder / CONFIG).exists()]
     for cell in begun:
         there, wanted = RunFolder(cell.folder).config, cell.config
-        if (there.task_id, there.algorithm, there.privacy) != (wanted.task_id, wanted.algorithm, wanted.privacy):
+        if any(getattr(there, part) != getattr(wanted, part) for part in ("task_id", *METHODS)):
             raise RunError(
                 f"{cell.folder}: was run with other settings than {cell.label} has now; "
                 'use --fresh for a new folder, --out, or another "label"'

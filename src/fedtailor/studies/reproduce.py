@@ -164,8 +164,8 @@ def searched(
         return _learned(table, folder, scale, rows, data_root, told)
     search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
     subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
-    trials = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
-    return search.run(table.search, trials, folder, 0, data_root, told)
+    plan = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
+    return search.run(plan, 0, data_root, told)
 
 
 def _learned(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from fedtailor.data import has_validation
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, with_values
 from fedtailor.experiments.store import RunFolder, read_json, write_json
-from fedtailor.experiments.study_sections import SearchSection, Space
+from fedtailor.experiments.study_sections import Range, SearchSection, Space
 from fedtailor.metrics.summary import summarise
+from fedtailor.studies import suggestions
 from fedtailor.studies.grid import Cell, Failed, Told, folder_name, refuse_failed, try_cells
 
 SEARCH, FOUND = "search", "search.json"
@@ -41,13 +43,23 @@ class Subject:
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting, and the run that tries it."""
+    """A setting, and the runs that try it."""
 
     settings: Settings
-    cell: Cell
+    cells: tuple[Cell, ...]  # one for each seed of the search
 
 
-Trials = dict[str, list[Trial]]  # by the label of the subject; none for one that has nothing to search
+@dataclass(frozen=True)
+class Plan:
+    """What a search has to do; checked before the first run."""
+
+    section: SearchSection
+    subjects: Sequence[Subject]
+    folder: Path
+    trials: dict[str, list[Trial]]  # by the label of the subject, as far as they are known beforehand
+
+
+Tried = dict[str, list[dict[str, Any]]]  # what is recorded of the trials, by the label of the subject
 
 
 def check_names(section: SearchSection, known: Collection[str]) -> None:
@@ -63,44 +75,64 @@ def space_of(section: SearchSection, *names: str) -> Space:
     return section.space | {key if "." in key else f"algorithm.{key}": values for key, values in own.items()}
 
 
-def plan(section: SearchSection, subjects: Sequence[Subject], seeds: Collection[int], folder: Path) -> Trials:
-    """The runs of a search; all of them are checked before the first one runs."""
-    if section.seed in seeds:
-        raise ConfigError(f"search.seed = {section.seed}: is one of the seeds that are compared; choose another")
+def plan(section: SearchSection, subjects: Sequence[Subject], seeds: Collection[int], folder: Path) -> Plan:
+    """The runs of a search; all that can be is checked before the first one runs."""
+    for seed in section.all_seeds:
+        if seed in seeds:
+            raise ConfigError(f"search.seed = {seed}: is one of the seeds that are compared; choose another")
     if not any(subject.space for subject in subjects):
         raise ConfigError('search.space: nothing to try; list values, such as "local.lr" = [0.01, 0.1]')
-    for key in (key for subject in subjects for key in subject.space):
-        if key.split(".")[0] not in ("algorithm", "local", "model") or key == "algorithm.name":
-            raise ConfigError(f'search: "{key}" cannot be searched; keys of algorithm, local and model can')
-    return {s.label: [_trial(section, s, settings, folder) for settings in drawn(section, s)] for s in subjects}
+    for key, values in ((key, values) for subject in subjects for key, values in subject.space.items()):
+        if key.split(".")[0] not in ("algorithm", "local", "model", "server") or key == "algorithm.name":
+            raise ConfigError(f'search: "{key}" cannot be searched; keys of algorithm, local, model and server can')
+        if isinstance(values, Range) and section.sampler == "grid":
+            raise ConfigError(f'search: {key}: a range of numbers needs search.sampler = "optuna"')
+    if section.sampler == "optuna":
+        suggestions.require()
+        for subject in subjects:  # the ends of ranges stand for what will be suggested
+            trial_of(section, subject, {k: first(v) for k, v in subject.space.items()}, folder)
+        return Plan(section, subjects, folder, {})
+    made = {s.label: [trial_of(section, s, settings, folder) for settings in drawn(section, s)] for s in subjects}
+    return Plan(section, subjects, folder, made)
+
+
+def first(values: list[Any] | Range) -> Any:
+    """One of the values."""
+    return values.low if isinstance(values, Range) else values[0]
 
 
 def drawn(section: SearchSection, subject: Subject) -> list[Settings]:
     """All combinations of a subject's values or, if these are too many, some drawn by seed and name."""
-    for key, values in subject.space.items():
+    listed = {key: values for key, values in subject.space.items() if isinstance(values, list)}
+    for key, values in listed.items():
         if len({folder_name(str(value), 0) for value in values}) < len(values):
             raise ConfigError(f"search: {key} = {values}: two of them are the same")
     if not subject.space:
         return []
-    sizes = [len(values) for values in subject.space.values()]
+    sizes = [len(values) for values in listed.values()]
     total = math.prod(sizes)
     picked = np.arange(total)
     if total > section.trials:
         picked = np.sort(stream(section.seed, SEARCH, subject.label).choice(total, section.trials, replace=False))
     places = zip(*np.unravel_index(picked, sizes), strict=True)
-    return [{k: v[i] for (k, v), i in zip(subject.space.items(), place, strict=True)} for place in places]
+    return [{k: v[i] for (k, v), i in zip(listed.items(), place, strict=True)} for place in places]
 
 
-def _trial(section: SearchSection, subject: Subject, settings: Settings, folder: Path) -> Trial:
+def trial_of(section: SearchSection, subject: Subject, settings: Settings, folder: Path) -> Trial:
+    """The runs of a setting, one for each seed."""
+    return Trial(settings, tuple(_cell(section, subject, settings, folder, seed) for seed in section.all_seeds))
+
+
+def _cell(section: SearchSection, subject: Subject, settings: Settings, folder: Path, seed: int) -> Cell:
     rounds = {"rounds": section.rounds} if section.rounds else {}
-    fixed = {"seed": section.seed, "evaluation.test_curve": False} | rounds
+    fixed = {"seed": seed, "evaluation.test_curve": False} | rounds
     config: RunConfig = parse(with_values(subject.tables, settings | fixed), origin=f"search, {subject.label}")
     algorithms.make(config.algorithm.name, config.algorithm.options)
     if not has_validation(config.data):
         hint = "set data.val above 0" if hasattr(config.data, "val") else "use another source"
         raise ConfigError(f"data: a search needs validation samples, and {config.data.source} has none; {hint}")
-    name = folder_name(f"{subject.label} {said(settings)}", section.seed)
-    return Trial(settings, Cell(subject.label, section.seed, folder / SEARCH / name, config))
+    name = folder_name(f"{subject.label} {said(settings)}", seed)
+    return Cell(subject.label, seed, folder / SEARCH / name, config)
 
 
 def said(settings: Settings) -> str:
@@ -108,45 +140,75 @@ def said(settings: Settings) -> str:
     return ", ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in settings.items())
 
 
-def run(
-    section: SearchSection, trials: Trials, folder: Path, workers: int, data_root: Path | None, told: Told
-) -> dict[str, Settings]:
+def run(plan: Plan, workers: int, data_root: Path | None, told: Told) -> dict[str, Settings]:
     """Run what is missing of a search and record it; returns the best settings by label."""
+    section, folder = plan.section, plan.folder
 
     def tell(cell: str, round: int, rounds: int) -> None:
         told(f"{SEARCH}/{cell}", round, rounds)
 
-    cells = [trial.cell for group in trials.values() for trial in group]
-    with RunFolder(folder / SEARCH).locked():  # or a run that another process works on would count as failed
+    def attempt(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+        cells = [cell for trial in trials for cell in trial.cells]
         failed = try_cells(cells, workers, data_root, tell)
-    refuse_failed({k: e for k, e in failed.items() if not isinstance(e, RunError | ClientError)}, len(cells))
-    tried = {label: [_outcome(trial, failed) for trial in group] for label, group in trials.items()}
+        refuse_failed({k: e for k, e in failed.items() if not isinstance(e, RunError | ClientError)}, len(cells))
+        return [_outcome(trial, failed) for trial in trials]
+
+    with RunFolder(folder / SEARCH).locked():  # or a run that another process works on would count as failed
+        if section.sampler == "optuna":
+            make = partial(trial_of, section, folder=folder)
+            tried = suggestions.run(section, plan.subjects, make, attempt)
+        else:
+            outcomes = iter(attempt([trial for group in plan.trials.values() for trial in group]))
+            tried = {label: [next(outcomes) for _ in group] for label, group in plan.trials.items()}
     found = {label: _best(outcomes) for label, outcomes in tried.items()}
     recorded = {label: {"settings": found[label], "tried": tried[label]} for label in found}
     write_json(folder / FOUND, section.model_dump() | {"found": recorded})
     for label, settings in found.items():
         if settings is None:
-            first = tried[label][0]["failed"]
-            raise RunError(f"search: every setting of {label} failed, try other values; the first: {first}")
+            why = tried[label][0]["failed"]
+            raise RunError(f"search: every setting of {label} failed, try other values; the first: {why}")
     return {label: settings for label, settings in found.items() if settings is not None}
 
 
+def folders(plan: Plan, label: str) -> list[Path]:
+    """Where the search runs of a subject are, as far as they are known: planned, or recorded by an earlier search."""
+    known = [trial.settings for trial in plan.trials.get(label, [])]
+    if (plan.folder / FOUND).exists():
+        known += [
+            tried["settings"] for tried in read_json(plan.folder / FOUND)["found"].get(label, {}).get("tried", [])
+        ]
+    names = (folder_name(f"{label} {said(one)}", seed) for one in known for seed in plan.section.all_seeds)
+    return [plan.folder / SEARCH / name for name in names]
+
+
 def _outcome(trial: Trial, failed: Failed) -> dict[str, Any]:
-    """What is recorded of a trial: how well the round does that the run itself selects, or why there is none."""
-    name = trial.cell.folder.name
-    out: dict[str, Any] = {"settings": trial.settings, "run": f"{SEARCH}/{name}"}
-    if name in failed:
-        return out | {"failed": str(failed[name])}
-    ran = RunFolder(trial.cell.folder)
+    """What is recorded of a trial: the mean over seeds of how well the round does that each run selects."""
+    each = [_of_run(cell, failed) for cell in trial.cells]
+    out: dict[str, Any] = {"settings": trial.settings, "run": f"{SEARCH}/{trial.cells[0].folder.name}"}
+    for figures in each:
+        if "failed" in figures:
+            return out | figures
+    if len(each) == 1:
+        return out | each[0]
+    by_seed = {str(cell.seed): figures["val"] for cell, figures in zip(trial.cells, each, strict=True)}
+    together = {"val": float(np.mean(list(by_seed.values()))), "clients": min(f["clients"] for f in each)}
+    return out | {k: each[0][k] for k in ("metric", "higher_is_better")} | together | {"by_seed": by_seed}
+
+
+def _of_run(cell: Cell, failed: Failed) -> dict[str, Any]:
+    """How well a run does on validation data in the round that it selects, or why there is none."""
+    if cell.folder.name in failed:
+        return {"failed": str(failed[cell.folder.name])}
+    ran = RunFolder(cell.folder)
     metric, higher = next(iter(recorded_metrics(ran.about).items()))
     lines = [line for line in ran.metrics() if "val" in line]
     rounds = {line["round"]: summarise(line["val"][metric], higher_is_better=higher) for line in lines}
     rounds = {round: summary for round, summary in rounds.items() if math.isfinite(summary.mean)}
     if not rounds:
-        return out | {"failed": f"{metric} on validation data is not finite in any round"}
+        return {"failed": f"{metric} on validation data is not finite in any round"}
     best = max(rounds, key=lambda r: rounds[r].mean if higher else -rounds[r].mean)
     figures = {"metric": metric, "higher_is_better": higher, "val": rounds[best].mean}
-    return out | figures | {"clients": rounds[best].clients, "round": best}
+    return figures | {"clients": rounds[best].clients, "round": best}
 
 
 def _best(outcomes: list[dict[str, Any]]) -> Settings | None:
@@ -163,7 +225,10 @@ def notes(folder: Path) -> list[str]:
     """Lines that stand below a table: how its settings were found, and which they are."""
     record = read_json(folder / FOUND)
     rounds = f" of {record['rounds']} rounds" if record["rounds"] else ""
-    how = f"{record['trials']} trials{rounds} each, seed {record['seed']}; {FOUND} has all of them."
+    seeds = record.get("seeds") or [record["seed"]]
+    said_seeds = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+    by = ", by Optuna (TPE)" if record.get("sampler") == "optuna" else ""
+    how = f"{record['trials']} trials{rounds} each{by}, {said_seeds}; {FOUND} has all of them."
     lines = ["", f"Settings were found by search on validation data: {how}", ""]
     for label, entry in record["found"].items():
         tried, failed = len(entry["tried"]), sum("failed" in t for t in entry["tried"])

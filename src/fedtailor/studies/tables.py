@@ -6,16 +6,26 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
+from fedtailor.data.spreadsheets import as_text
+from fedtailor.errors import ConfigError, nearest
 from fedtailor.studies.compare import TABLE, Row
 
 COLUMNS = ("algorithm", "test {}", "selected", "client std", "worst tenth", "hurt", "up", "down", "trips", "seconds")
 ESSENTIAL = ("algorithm", "test {}", "selected", "worst tenth", "hurt", "up", "seconds")  # fit 80 columns
+
+NAMES = ("algorithm", "test", "selected", "std", "worst", "hurt", "up", "down", "trips", "seconds")
+KEYS = {name: place for place, name in enumerate(NAMES)}  # by which columns are chosen
+FIGURES: dict[str, Callable[[Row], float]] = {
+    "test": lambda row: row.last[0],
+    "selected": lambda row: row.selected[0],
+    "worst": lambda row: row.worst_tenth,
+}
 
 
 def cells_of(row: Row) -> list[str]:
@@ -73,6 +83,32 @@ def markdown(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     return "\n".join([*lines, *notes]) + "\n"
 
 
+def check_columns(columns: Sequence[str]) -> None:
+    """Raise a `ConfigError` for a column that there is not."""
+    for name in columns:
+        if name not in (*KEYS, "p"):
+            raise ConfigError(f'--columns: no column "{name}"; {nearest(name, [*KEYS, "p"])}')
+
+
+def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float]) -> str:
+    """Chosen columns for one column of a paper (booktabs), the best figures in bold; `ps` are p-values by row."""
+    wanted, titles = [name for name in columns if name != "algorithm" and (name != "p" or ps)], header(rows)
+    best = {name: (max if rows[0].higher_is_better else min)(of(row) for row in rows) for name, of in FIGURES.items()}
+
+    def cell(row: Row, name: str) -> str:
+        if name == "p":
+            p = ps.get(row.label)
+            return "--" if p is None else "$<$0.0001" if p < 1e-4 else f"{p:.2g}"
+        text = escaped(cells_of(row)[KEYS[name]])
+        return rf"\textbf{{{text}}}" if name in best and FIGURES[name](row) == best[name] else text
+
+    heads = ["method", *("$p$" if name == "p" else escaped(titles[KEYS[name]]) for name in wanted)]
+    body = [[escaped(row.label), *(cell(row, name) for name in wanted)] for row in rows]
+    head, *lines = (" & ".join(cells) + r" \\" for cells in (heads, *body))
+    begin = [r"\begingroup\small\setlength{\tabcolsep}{3pt}", r"\begin{tabular}{@{}l" + "r" * len(wanted) + "@{}}"]
+    return "\n".join([*begin, r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}\endgroup"]) + "\n"
+
+
 def latex(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """The table for a paper that uses the package booktabs."""
     head, *body = (" & ".join(map(escaped, cells)) + r" \\" for cells in (header(rows), *map(cells_of, rows)))
@@ -112,7 +148,7 @@ def comma_separated(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(record(rows[0])), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(record(row) for row in rows)
+    writer.writerows(record(row) | {"algorithm": as_text(row.label)} for row in rows)
     return text.getvalue()
 
 

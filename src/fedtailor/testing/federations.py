@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor import engines
+from fedtailor.core.aggregation import InTheOpen, ServerSteps
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
@@ -21,6 +22,7 @@ from fedtailor.core.reply_validation import Limits
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
+from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
@@ -160,9 +162,13 @@ def federate(
     solver: Solver = SOLVER,
     limits: Limits | None = None,
     environment: Environment | None = None,
+    server_steps: ServerSteps | None = None,
 ) -> Federation:
     """A federation whose clients have their first state."""
-    setting = Experiment(algorithm, model, data, solver, 3, environment or Environment())
+    setting = Experiment(
+        algorithm, model, data, solver, 3, environment or Environment(), aggregation=InTheOpen(server_steps)
+    )
+    setting = with_optimizer_state(setting)
     made = engines.make(experiment=setting, **(POOL if engine == "pool" else ENGINES[engine]))
     made.start()
     return Federation(made, limits or Limits())

@@ -24,7 +24,19 @@ class Batch:
     weight: Tensor | None = None  # 1 for a sample, 0 for padding; None where nothing is padded
     active: Tensor | None = None  # clients that take this step; None where all do
     drawn: Tensor | None = None  # three numbers per row for `augment`; None where images stay as they are
+    index: Tensor | None = None  # the rows as their client counts them, from 0; only for a loss that asks
     places: Tensor | None = None  # of its rows in a `PerSample`; of padding, one that is nobody's
+
+    def part(self, first: int, last: int) -> Batch:
+        """Some of its rows."""
+        by_row = {k: getattr(self, k) for k in ("rows", "weight", "index", "places")}
+        cut_out = {k: None if v is None else v[..., first:last] for k, v in by_row.items()}
+        return replace(self, **cut_out, drawn=None if self.drawn is None else self.drawn[..., first:last, :])
+
+
+def spans(rows: int, size: int, least: int = 1) -> list[tuple[int, int]]:
+    """A batch in pieces of `size` rows, as gradients are accumulated over them: where each begins and ends."""
+    return [(int(piece[0]), int(piece[-1]) + 1) for piece in cut(np.arange(rows), size, least)]
 
 
 class PerSample:
@@ -62,7 +74,8 @@ def on_device(batches: Sequence[Batch], device: torch.device, data: torch.device
     """
     if device.type == "cpu" or not batches:
         return batches
-    columns = {k: [getattr(batch, k) for batch in batches] for k in ("rows", "weight", "active", "drawn", "places")}
+    names = ("rows", "weight", "active", "drawn", "index", "places")
+    columns = {k: [getattr(batch, k) for batch in batches] for k in names}
     moved: dict[str, Any] = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
     return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 

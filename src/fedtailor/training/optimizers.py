@@ -1,7 +1,9 @@
 """Local optimizers: from a gradient to the direction of a step, before it is scaled by the step size.
 
 Each is a function of the parameter, its gradient, what it remembers of earlier steps (empty at first) and the number of
-the step; differentiable, so that a tape goes through it. Add one here, or name your own as "module:function".
+the step; differentiable, so that a tape goes through it. Add one here, or name your own as "module:function". With
+`local.keep_state` the memory begins as zeros and the number is a tensor: clients of a stack may have taken part in
+other rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported
 
@@ -19,10 +22,11 @@ if TYPE_CHECKING:
     from fedtailor.training.solver import Solver
 
 Memory = list[Tensor]  # is written to
-Optimizer = Callable[["Solver", Tensor, Tensor, Memory, int], Tensor]
+Number = int | Tensor
+Optimizer = Callable[["Solver", Tensor, Tensor, Memory, Number], Tensor]
 
 
-def sgd(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+def sgd(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Plain, or with momentum."""
     gradient = _decayed(s, param, gradient)
     if not s.momentum:
@@ -31,18 +35,18 @@ def sgd(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int)
     return memory[0]
 
 
-def nesterov(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+def nesterov(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Momentum that looks a step ahead."""
     ahead = sgd(s, param, gradient, memory, number)
     return _decayed(s, param, gradient) + s.momentum * ahead
 
 
-def adam(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+def adam(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Weight decay is part of the gradient."""
     return _remembered(_decayed(s, param, gradient), memory, number)
 
 
-def adamw(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: int) -> Tensor:
+def adamw(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Weight decay beside the scaled gradient."""
     return _remembered(gradient, memory, number) + s.weight_decay * param
 
@@ -62,15 +66,27 @@ def find(name: str) -> Optimizer:
     return OPTIMIZERS[name]
 
 
+def first_memory(solver: Solver, params: Params) -> dict[str, Memory]:
+    """Zeros in the shapes of what an optimizer remembers of each parameter: found by a step that is not taken."""
+    direction, memory = find(solver.optimizer), {k: list[Tensor]() for k in params}
+    for k, v in params.items():
+        direction(solver, v, torch.zeros_like(v), memory[k], 1)
+    return {k: [torch.zeros_like(v) for v in each] for k, each in memory.items()}
+
+
 def _decayed(s: Solver, param: Tensor, gradient: Tensor) -> Tensor:
     return gradient + s.weight_decay * param if s.weight_decay else gradient
 
 
-def _remembered(gradient: Tensor, memory: Memory, number: int) -> Tensor:
+def _remembered(gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     first, second = memory or (torch.zeros_like(gradient), torch.zeros_like(gradient))
     # inside the root, so that the derivative of a step exists where the gradient is 0
     direction, *memory[:] = adam_direction(gradient, first, second, number, inside=1e-16)
     return direction
+
+
+def _bias(beta: float, number: float | Tensor, like: Tensor) -> float | Tensor:
+    return (1 - beta**number).to(like.dtype) if isinstance(number, Tensor) else 1 - beta**number
 
 
 def adam_direction(
@@ -92,6 +108,6 @@ def adam_direction(
     second = torch.lerp(second, gradient.square(), 1 - betas[1])
     mean, square = first, second
     if number is not None:
-        mean, square = first / (1 - betas[0] ** number), second / (1 - betas[1] ** number)
+        mean, square = (v / _bias(beta, number, v) for v, beta in zip((first, second), betas, strict=True))
     root = (square + inside).sqrt() if inside else square.sqrt()
     return mean / (root + beside if beside else root), first, second

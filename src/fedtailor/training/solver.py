@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from fedtailor.core.context import ClientContext
-from fedtailor.core.experiment import OwnLoss
+from fedtailor.core.experiment import OwnSteps
 from fedtailor.core.random import brief_stream
 from fedtailor.core.rows import Rows
 from fedtailor.core.trees import Params, Tree
@@ -18,7 +17,17 @@ from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
 from fedtailor.training.schedules import Schedule
-from fedtailor.training.steps import Training, train
+from fedtailor.training.steps import Training, train, wants
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step and an epoch are made of, and what lasts from one round to the next."""
+
+    epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
+    accumulate: int = 1  # batches whose gradients make one step
+    keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
+    optimizer_state: Tree = field(default=None, compare=False)  # what it remembers before the first
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,27 @@ class Solver:
     augment: Literal["crop-flip"] | None = None
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     schedule: Schedule = field(default_factory=Schedule)
-    epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
+    work: Work = field(default_factory=Work)
+
+    @property
+    def epoch(self) -> int:
+        """Steps that count as an epoch; 0 is a pass over the data."""
+        return self.work.epoch
+
+    @property
+    def optimizer_state(self) -> Tree:
+        """What a client's optimizers remember before the first round; None: they begin anew in every one."""
+        return self.work.optimizer_state
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a step; 0 is the whole data."""
+        return self.batch_size * self.work.accumulate
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether clients keep what an optimizer remembers; plain descent remembers nothing."""
+        return self.work.keep_state and not (self.optimizer == "sgd" and not self.momentum)
 
     @property
     def is_plain(self) -> bool:
@@ -51,13 +80,21 @@ class Solver:
         return self.lr * self.schedule.in_round(round)
 
     def train(
-        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, loss: OwnLoss | None
-    ) -> tuple[Params, Params]:
-        """Trained parameters and the buffers after the last step, in the nth training of a call."""
+        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
+    ) -> tuple[Params, Params, Tree]:
+        """Parameters, buffers and the optimizer's memory after the last step, in the nth training of a call."""
         rows, experiment = me.experiment.data.train, me.experiment
-        drawn: Callable[[bool], list[Batch]] = lambda is_stacked: self._batches(me, rows, epochs, nth, is_stacked)  # noqa: E731
+
+        def drawn(is_stacked: bool) -> list[Batch]:
+            batches = self._batches(me, rows, epochs, nth, is_stacked)
+            if not batches or own.loss is None or "index" not in wants(own.loss):
+                return batches
+            # an own loss counts a client's rows from 0
+            firsts = batches[0].rows.new_tensor(rows.bounds(me.members)[0])
+            return [replace(b, index=b.rows - (firsts[:, None] if is_stacked else firsts[0])) for b in batches]
+
         key = (*me.key, experiment.data.clients[me.members[0]], "training", nth)
-        training = Training(experiment.model, experiment.loss, self, rows, drawn, key, loss)
+        training = Training(experiment.model, experiment.loss, self, rows, drawn, key, *own)
         return train(training, tensors)
 
     def steps(self, me: ClientContext, epochs: int) -> Tensor:
@@ -66,7 +103,7 @@ class Solver:
         least = self._least(me)
         counts = [
             me.experiment.environment.passes(i, epochs)
-            * (self.epoch if self.epoch and n else len(cut(np.arange(n), self.batch_size or max(1, n), least)))
+            * (self.epoch if self.epoch and n else len(cut(np.arange(n), self.step_size or max(1, n), least)))
             for i, n in zip(me.members, sizes, strict=True)
         ]
 
@@ -82,7 +119,7 @@ class Solver:
     def _batches(self, me: ClientContext, rows: Rows, epochs: int, nth: int, is_stacked: bool) -> list[Batch]:
         clients, least = me.experiment.data.clients, self._least(me)
         starts, sizes = rows.bounds(me.members)
-        size = self.batch_size or max(1, *sizes)
+        size = self.step_size or max(1, *sizes)
         orders = []
         for i, n in zip(me.members, sizes, strict=True):
             rng = brief_stream(*me.key, clients[i], "batches", nth)

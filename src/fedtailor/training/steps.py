@@ -7,24 +7,26 @@ clients at once and takes each step for all of them together.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fedtailor.core.experiment import OwnLoss
+from fedtailor.core.experiment import AfterStep, OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.rows import Rows, take
 from fedtailor.core.task import Loss
-from fedtailor.core.trees import Params, Tree, leaves, rebuild
+from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.training import optimizers
 from fedtailor.training.arithmetic import LossScale
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, with_places
+from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, spans, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Training:
     center, mu: adds the gradient mu (params - center) of a proximal term, for the entries of center; or both None.
     mask: 0 where a parameter must stay as it is; None without one.
     lr: step size, possibly one per client.
+    memory: what the optimizer remembers of earlier rounds, and of how many steps; None where it begins anew.
     """
 
     model: Model
@@ -48,11 +51,17 @@ class Training:
     draw: Callable[[bool], Sequence[Batch]]  # the batches of one client (False) or of the stack (True)
     key: tuple[str | int, ...]  # of the stream for models that draw random numbers
     own_loss: OwnLoss | None = None  # in place of model and loss
+    after_step: AfterStep | None = None  # such as a projection
     structure: Tree = None  # shaped as the tree of tensors
     is_stacked: bool = False
 
+    @property
+    def is_own(self) -> bool:
+        """Whether steps are not those of the task's loss alone."""
+        return self.own_loss is not None or self.after_step is not None
+
     def run(self, tensors: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
-        """All steps; returns the leaves of (params, buffers)."""
+        """All steps; returns the leaves of (params, buffers, memory)."""
         t = rebuild(self.structure, iter(tensors))
         # clients in a stack cannot draw; alone, each training has its stream, again when it is recomputed
         with nullcontext() if self.is_stacked else seeded(*self.key, device=self.model.device):
@@ -67,7 +76,9 @@ class Training:
         """Step by step, whatever the model and the optimizer are."""
         params: Params = {k: v.clone() for k, v in t["params"].items()}
         buffers: Params = {k: v.detach().clone() for k, v in t["buffers"].items()}
-        memory: dict[str, list[Tensor]] = {k: [] for k in params}
+        kept = t["memory"]
+        memory: dict[str, list[Tensor]] = {k: [] if kept is None else list(kept["memory"][k]) for k in params}
+        count = None if kept is None else kept["count"]
         drawn = self.draw(self.is_stacked)
         factors, direction = self._factors(drawn, t["lr"]), optimizers.find(self.solver.optimizer)
         scaling = self.solver.arithmetic.scaling(t["lr"])
@@ -80,7 +91,8 @@ class Training:
                 before = buffers
                 if batch.active is not None or scaling is not None:
                     buffers = {k: v.clone() for k, v in buffers.items()}
-                gradient, counts = self._gradient(params, buffers, t, batch, samples, starts, differentiable, scaling)
+                of_part = partial(self._gradient, params, buffers, t, starts, differentiable, scaling)
+                gradient, counts = self._accumulated(batch, samples, of_part)
                 batch = batch if counts is None else _without(batch, counts)
                 if t["center"] is not None:
                     mu = t["mu"]
@@ -89,19 +101,55 @@ class Training:
                 if self.solver.clip:
                     gradient = _clipped(gradient, self.solver.clip, self.is_stacked)
                 lr = t["lr"] * factors[number - 1] if factors else t["lr"]
+                if count is not None:
+                    count = count + (1 if batch.active is None else batch.active.to(count.dtype))
                 for k, g in gradient.items():
-                    known = memory[k][:] if counts is not None else []
-                    step = -_wide(lr, g) * direction(self.solver, params[k], g, memory[k], number)
-                    if known and counts is not None:  # a step that is left out is not remembered
-                        memory[k] = [torch.where(_wide(counts, v), v, w) for v, w in zip(memory[k], known, strict=True)]
+                    nth = number if count is None else _wide(count, g).to(torch.float64)
+                    known = list(memory[k])
+                    step = -_wide(lr, g) * direction(self.solver, params[k], g, memory[k], nth)
+                    if known and batch.active is not None and not (kept is None and counts is None):
+                        # who takes no step remembers none
+                        memory[k] = [_chosen(batch.active, *pair) for pair in zip(memory[k], known, strict=True)]
                     if t["mask"] is not None:
                         step = step * t["mask"][k]
                     if batch.active is not None:
                         step = torch.where(_wide(batch.active, step), step, torch.zeros_like(step))
                     params[k] = params[k] + step if differentiable else params[k].detach().add_(step)
+                if self.after_step is not None and params:
+                    params = self._after(self.after_step, params, batch)
                 if batch.active is not None:
-                    buffers = {k: torch.where(_wide(batch.active, v), v, before[k]) for k, v in buffers.items()}
-        return [v.contiguous() for v in leaves((params, buffers))]
+                    buffers = {k: _chosen(batch.active, v, before[k]) for k, v in buffers.items()}
+        after = None if kept is None else {"memory": memory, "count": count}
+        return [v.contiguous() for v in leaves((params, buffers, after))]
+
+    def _after(self, after_step: AfterStep, params: Params, batch: Batch) -> Params:
+        """What the caller makes of the parameters after a step, at each client that took it."""
+        new = torch.func.vmap(after_step)(params) if self.is_stacked else after_step(params)
+        if not isinstance(new, dict) or {k: v.shape for k, v in new.items()} != {k: v.shape for k, v in params.items()}:
+            raise TypeError("me.sgd: after_step must return all parameters that it is given, in their shapes")
+        if batch.active is None:
+            return {k: new[k] for k in params}
+        return {k: _chosen(batch.active, new[k], params[k]) for k in params}
+
+    def _accumulated(
+        self, batch: Batch, samples: tuple[Tree, Tensor], of_part: Callable[..., tuple[Params, Tensor | None]]
+    ) -> tuple[Params, Tensor | None]:
+        """The gradient of a step, and whether it counts: of one batch or, weighted by samples, the mean of several."""
+        solver, whole = self.solver, samples[1].shape[int(self.is_stacked)]
+        if solver.work.accumulate == 1:
+            return of_part(batch, samples)
+        total: Params = {}
+        counts: Tensor | None = None
+        for first, last in spans(whole, solver.batch_size, 2 if self.model.batch_statistics else 1):
+            part = batch.part(first, last)
+            at = (slice(None), slice(first, last)) if self.is_stacked else slice(first, last)
+            gradient, finite = of_part(part, tree_map(lambda v, at=at: v[at], samples))
+            share: Tensor = self.model.like.new_tensor((last - first) / whole)
+            if part.weight is not None and batch.weight is not None:
+                share = part.weight.sum(-1) / batch.weight.sum(-1).clamp(min=1)
+            total = {k: _wide(share, g) * g + (total[k] if total else 0) for k, g in gradient.items()}
+            counts = finite if counts is None or finite is None else counts & finite
+        return total, counts
 
     def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
@@ -123,17 +171,24 @@ class Training:
         params: Params,
         buffers: Params,
         t: Tree,
-        batch: Batch,
-        samples: tuple[Tree, Tensor],
         starts: dict[str, PerSample],
         differentiable: bool,
         scaling: LossScale | None,
+        batch: Batch,
+        samples: tuple[Tree, Tensor],
     ) -> tuple[Params, Tensor | None]:
         """The gradient, and whether it counts; None where it always does."""
         device, how = self.model.device, self.solver.arithmetic
 
         def loss(
-            params: Params, buffers: Params, frozen: Params, start: Params, x: Tree, y: Tensor, weight: Tensor | None
+            params: Params,
+            buffers: Params,
+            frozen: Params,
+            start: Params,
+            x: Tree,
+            y: Tensor,
+            weight: Tensor | None,
+            index: Tensor | None,
         ) -> Tensor:
             tensors = params | buffers | frozen | start
             if self.own_loss is None:
@@ -141,8 +196,10 @@ class Training:
                     output = self.model(tensors, x, training=True)
                 losses = self.loss(output.to(self.model.dtype) if how.is_lower else output, y)
             else:
+                known = {"weight": y.new_ones(len(y), dtype=self.model.dtype) if weight is None else weight}
+                known |= {} if index is None else {"index": index}
                 with how.cast(device):
-                    losses = self.own_loss(tensors, x, y)
+                    losses = self.own_loss(tensors, x, y, **{name: known[name] for name in wants(self.own_loss)})
                 losses = losses.to(self.model.dtype) if how.is_lower else losses
                 if losses.shape != y.shape[:1]:
                     raise TypeError(
@@ -162,10 +219,11 @@ class Training:
             # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
             frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
             if self.is_stacked:
-                per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, None if batch.weight is None else 0))
-                total = per_client(params, buffers, frozen, start, x, y, batch.weight)
+                dims = (None if v is None else 0 for v in (batch.weight, batch.index))
+                per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, *dims))
+                total = per_client(params, buffers, frozen, start, x, y, batch.weight, batch.index)
             else:
-                total = loss(params, buffers, frozen, start, x, y, batch.weight)
+                total = loss(params, buffers, frozen, start, x, y, batch.weight, batch.index)
             if scaling is not None:
                 total = total * scaling.scale
             total = total.sum() if self.is_stacked else total
@@ -191,11 +249,18 @@ class Training:
         return list(like.new_tensor([[schedule.in_step(i, n) for n in totals] for i in range(len(batches))]).unbind())
 
 
-def train(training: Training, tensors: Tree) -> tuple[Params, Params]:
-    """Run the operator on a tree of tensors; returns trained params and the buffers after the last step."""
+@lru_cache(maxsize=64)
+def wants(loss: OwnLoss) -> tuple[str, ...]:
+    """What a loss of the caller's asks for by name, beside tensors, x and y: "weight", "index" or both."""
+    names = inspect.signature(loss).parameters
+    return tuple(name for name in ("weight", "index") if name in names)
+
+
+def train(training: Training, tensors: Tree) -> tuple[Params, Params, Tree]:
+    """Run the operator on a tree of tensors; returns trained params, and buffers and memory after the last step."""
     training = replace(training, structure=tensors)
     out = _Train.apply(training, *leaves(tensors))
-    return rebuild((tensors["params"], tensors["buffers"]), iter(out))
+    return rebuild((tensors["params"], tensors["buffers"], tensors["memory"]), iter(out))
 
 
 class _Train(torch.autograd.Function):
@@ -244,6 +309,11 @@ def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
 def _wide(value: Tensor, like: Tensor) -> Tensor:
     """One value, or one per client, made to broadcast against a tensor."""
     return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))
+
+
+def _chosen(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """What is new for clients that are active, what was there for the others."""
+    return torch.where(_wide(active, new), new, old)
 
 
 def _without(batch: Batch, counts: Tensor) -> Batch:

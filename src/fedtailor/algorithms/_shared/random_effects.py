@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedtailor.core.algorithm import ReplySpec
 from fedtailor.numerics import ridge
-from fedtailor.numerics.mixed_model import STRUCTURES, Places, positions
+from fedtailor.numerics.mixed_model import STRUCTURES, Entries, positions
 
 MOST_TOGETHER = 8  # random coefficients that may have covariances
 
@@ -31,7 +31,7 @@ def varying(total: Tensor, is_intercept: Tensor) -> Tensor:
     return (total[0] > 1e-9 * total[1]) | is_intercept
 
 
-def free_entries(effects: str, varies: Tensor, is_intercept: Tensor) -> list[tuple[Places, Places]]:
+def free_entries(effects: str, varies: Tensor, is_intercept: Tensor) -> list[Entries]:
     """The structures to try, from simple to rich."""
     wanted = list(STRUCTURES) if effects == "auto" else [effects]
     if effects == "auto" and int(varies.sum()) > MOST_TOGETHER:

@@ -7,7 +7,6 @@ client's state is that number.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +18,13 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core import codec
+from fedtailor.core.client import Call
+from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Tree
 from fedtailor.data.splits import starts
+from fedtailor.deploy.flare.greeting import unusable
 from fedtailor.deploy.flare.messages import config_for, promise
 from fedtailor.deploy.flare.provisioning import REVOKED
 from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
@@ -38,8 +40,6 @@ from fedtailor.version import __version__
 ROSTER, SITES = "federation.json", "sites.json"
 CONDITION = ("version", "now", "free", "certificate_ends")
 PRESENCE_EVERY = 5.0  # seconds
-MOST_SAMPLES, LARGEST_SIZE = 10**9, 2**24  # that a site may say it has
-SCHEMA = ("task", "shape", "whole_numbers", "outputs", "classes", "features")
 
 
 class Flare(Remote):
@@ -57,11 +57,18 @@ class Flare(Remote):
         self._kept = [self.first for _ in self.everybody]
         self._needed: list[set[int]] = [set() for _ in self.everybody]
         self._round = self.first
+        self._goal = 0  # replies that close a call
+
+    def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
+        """As ever; but a round may close before the slowest have answered."""
+        self._goal = self.config.federation.goal
+        yield from super().call(call, clients)
+        self._goal = 0
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """All sites at the same time."""
         asked = {self._name(client): (client, request) for client, request in requests}
-        replies = self.lines.ask((name, request) for name, (_, request) in asked.items())
+        replies = self.lines.ask(((name, request) for name, (_, request) in asked.items()), self._goal)
         for name, (client, _) in asked.items():
             yield client, replies[name]
 
@@ -121,6 +128,17 @@ class Flare(Remote):
             for client, answer, _ in answers:
                 self._kept[client] = answer["kept"]
         return lost
+
+    def evaluate(
+        self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
+    ) -> Iterator[Evaluated]:
+        """As ever; where models are kept, the late ones are waited for."""
+        if keep and self.config.federation.goal:
+            away = set(self.lines.away)
+            self.lines.settle()
+            back = away - set(self.lines.away)
+            self.undo([c for c in self.everybody if self._name(c) in back])  # what they computed late does not count
+        return super().evaluate(clients, round, server, splits, keep)
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Sites go back to what they kept last; who cannot be reached does so when its next round begins."""
@@ -188,6 +206,8 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
         raise ConfigError("evaluation.unseen: not in a federation of sites; onboard a newcomer instead")
+    if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
+        raise ConfigError("federation.goal: not with secure sums, and not below federation.min_replies")
     path = root / name
     lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
     old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
@@ -237,7 +257,7 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         greetings[site] = _header(reply)
         if "error" in greetings[site]:
             lines.leave_out(site, greetings.pop(site)["error"])
-        elif wrong := _unknown_greeting(greetings[site]):
+        elif wrong := unusable(greetings[site]):
             lines.leave_out(site, f"its hello has no usable {wrong}")
             del greetings[site]
     return greetings
@@ -249,22 +269,6 @@ def _header(reply: bytes) -> Header:
         return codec.decode_header(reply)
     except codec.BrokenMessage as error:
         return {"error": f"its answer {error}"}
-
-
-def _unknown_greeting(about: Header) -> str:
-    """Which part of what a site says of itself cannot be: it decides how much its replies count."""
-    schema = about.get("schema")
-    if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
-        return "number of samples"
-    if not isinstance(schema, dict) or set(schema) != set(SCHEMA):
-        return "schema"
-    sizes = schema["shape"] if isinstance(schema["shape"], list) else [0]
-    if not all(type(size) is int and 0 < size <= LARGEST_SIZE for size in [*sizes, schema["outputs"]]):
-        return "shape or number of outputs"
-    names = [schema["classes"], schema["features"]]
-    if not all(isinstance(these, list) and all(isinstance(name, str) for name in these) for these in names):
-        return "names of classes or features"
-    return "" if schema["task"] in ("classification", "regression") and math.prod(sizes) <= LARGEST_SIZE else "task"
 
 
 def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:

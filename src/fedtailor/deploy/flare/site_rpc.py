@@ -35,8 +35,8 @@ class SiteRpc:
         self._numbers = dict.fromkeys(link.sites, PING)
         self._probes: dict[str, Future[Any]] = {}
 
-    def ask(self, requests: Iterable[tuple[str, bytes]]) -> dict[str, bytes | OSError]:
-        """Every site its request, all at the same time."""
+    def ask(self, requests: Iterable[tuple[str, bytes]], goal: int = 0) -> dict[str, bytes | OSError]:
+        """Every site its request, all at the same time; with a goal not waiting for more replies than that."""
         replies: dict[str, bytes | OSError] = {}
         waiting: dict[Future[Any], str] = {}
         for site, message in requests:
@@ -51,6 +51,8 @@ class SiteRpc:
             for future in done:
                 site = waiting.pop(future)
                 replies[site] = self._result(site, future)
+            if goal and sum(isinstance(reply, bytes) for reply in replies.values()) >= goal:
+                return replies | {site: self._left_behind(site, future, goal) for future, site in waiting.items()}
             if done:
                 continue
             for future, site in list(waiting.items()):  # a long computation, or nobody there?
@@ -68,6 +70,12 @@ class SiteRpc:
         except OSError as gone:
             self.away[site] = f"does not answer ({gone})"
             return gone
+
+    def _left_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
+        """A site that still computes is away until it has answered; then it begins the next round with the others."""
+        self.away[site] = f"is late: {goal} replies close the round"
+        self._probes[site] = future
+        return TimeoutError(self.away[site])
 
     def ping(self, site: str) -> bytes:
         """A sign of life, or an `OSError`."""
@@ -90,6 +98,11 @@ class SiteRpc:
         """A site that takes no part, whatever it answers."""
         self.away[site] = why
         self._out.add(site)
+
+    def settle(self) -> None:
+        """Wait for those who are late: at the end of a run everybody gets a model."""
+        wait([self._probes[site] for site in self.away if site in self._probes], timeout=self.deadline)
+        self.look()
 
     def look(self) -> None:
         """Take back who answers again; does not wait."""

@@ -23,7 +23,7 @@ import torch
 from fedtailor.engines import devices, malloc
 from fedtailor.engines.devices import CPU
 from fedtailor.engines.pool.scheduler import Queue, Unit
-from fedtailor.engines.pool.service import serve, serve_on
+from fedtailor.engines.pool.service import Sent, serve, serve_on
 from fedtailor.engines.pool.worker import Task, Worker
 from fedtailor.errors import ConfigError
 from fedtailor.numerics import solve_log
@@ -188,7 +188,7 @@ class WorkerProcesses:
                     # of threads in this process: a worker has one thread and takes no lock that another may hold
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
-            except (AttributeError, TypeError, pickle.PicklingError) as error:
+            except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
                 raise ConfigError(
                     f'federation.engine = "pool": on {self.device} workers are spawned, and what they need cannot be '
                     f"sent to them ({error}); use vmap or loop"
@@ -205,7 +205,7 @@ class WorkerProcesses:
             return {"target": serve, "args": (self.worker, theirs, others, os.getpid(), number)}
         index = ((self.device.index or 0) + number) % devices.count(self.device)
         device = torch.device(self.device.type, index)
-        return {"target": serve_on, "args": (self.worker, theirs, os.getpid(), number, device)}
+        return {"target": serve_on, "args": (Sent(self.worker), theirs, os.getpid(), number, device)}
 
 
 def _answers(results: Sequence[Any], apart: Sequence[bytes], owner: Process | None) -> list[Answer]:

@@ -20,8 +20,20 @@ from fedtailor.engines.pool.worker import Worker
 from fedtailor.numerics import solve_log
 
 
-def serve_on(worker: Worker, connection: Connection, parent: int, number: int, device: torch.device) -> None:
-    """The same for a process that was spawned, on a device of its own."""
+class Sent:
+    """A worker on its way to a process that is spawned, with functions that no import finds."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __reduce__(self) -> Any:
+        import cloudpickle
+
+        return cloudpickle.loads, (cloudpickle.dumps(self.worker),)
+
+
+def serve_on(worker: Any, connection: Connection, parent: int, number: int, device: torch.device) -> None:
+    """The life of a process that was spawned with what was `Sent`, on a device of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(worker.on(device), connection, (), parent, number)
 

@@ -1,0 +1,42 @@
+"""Sections on what the server does: with the mean of models, and when nothing gets better."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fedtailor.experiments.sections import Section
+from fedtailor.training.server import ServerOptimizer, ServerOptimizerName
+
+
+class ServerSection(Section):
+    """What the server makes of the mean of its clients' models; Reddi et al., ICLR 2021, Algorithm 2."""
+
+    optimizer: ServerOptimizerName = Field(
+        default="none",
+        description="none: the mean is the next model; momentum (FedAvgM), adam or yogi: a step towards it.",
+    )
+    lr: float = Field(default=1.0, gt=0, description="Learning rate of the server.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum; beta 1 of adam and yogi.")
+    beta2: float = Field(default=0.99, gt=0, lt=1, description="Decay of squared changes (adam and yogi).")
+    tau: float = Field(default=1e-3, gt=0, description="Added to the root of squared changes (adam and yogi).")
+
+    def made(self) -> ServerOptimizer | None:
+        """None where the mean is the next model."""
+        if self.optimizer == "none":
+            return None
+        return ServerOptimizer(self.optimizer, self.lr, self.momentum, self.beta2, self.tau)
+
+
+class EarlyStoppingSection(Section):
+    """Ends a run that no longer gets better on validation data."""
+
+    patience: int = Field(default=0, ge=0, description="Rounds without improvement after which a run ends; 0: never.")
+    metric: str = Field(
+        default="", description="Metric on validation data; empty: the one that rounds are selected by."
+    )
+    min_delta: float = Field(default=0.0, ge=0, description="By how much a round must be better to count as one.")
+    keep: Literal["best", "last"] = Field(
+        default="best", description="Which round the run ends with: the last that improved, or the last."
+    )
