@@ -34,6 +34,10 @@ from tests.cli.conftest import Call
 from tests.small import config, interrupt_after_a_run, one_after_the_other, records, stop_after
 
 COMMANDS = (
+    "demo",
+    "init",
+    "schema",
+    "download",
     "fit",
     "predict",
     "export",
@@ -48,8 +52,7 @@ COMMANDS = (
     "explain",
     "report",
     "watch",
-    "init",
-    "download",
+    "federation",
 )
 
 

@@ -156,10 +156,6 @@ MESSY: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
         ('s1.csv: column "ward" is missing', "data.ignore = ['ward']"),
     ),
     "target missing": ("a,b,ward\n1,1,north\n2,2,south\n", ('s1.csv: no target column "outcome"',)),
-    "target with gaps": (
-        "a,b,ward,outcome\n1,1,north,\n2,2,south,well\n",
-        ("no value in 1 of 2 rows", "remove or complete"),
-    ),
     "text among numbers": (
         "a,b,ward,outcome\n1,high,north,ill\n2,2,south,well\n",
         ('"b" has the text "high" in data row 1',),
