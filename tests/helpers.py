@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,10 @@ def brief(algorithm: Algorithm) -> Algorithm:
     """The same method with at most two of all that it repeats within a round, where more of the same shows nothing."""
     repeated = ("epochs", "steps", "local_rounds", "cells", "horizon", "outer_iterations")
     counts = {f.name: getattr(algorithm, f.name) for f in fields(algorithm) if f.name.endswith(repeated)}
-    return replace(algorithm, **{name: 2 for name, count in counts.items() if isinstance(count, int) and count > 2})
+    fewer: dict[str, Any] = {k: 2 for k, count in counts.items() if isinstance(count, int) and count > 2}
+    if getattr(algorithm, "effects", "") == "auto":  # one structure in place of a choice among four
+        fewer["effects"] = "diagonal"
+    return replace(algorithm, **fewer)
 
 
 def assert_equal(found: Tree, wanted: Tree, tolerance: float = 1e-10) -> None:

@@ -25,7 +25,7 @@ every_case = pytest.mark.parametrize(
 @every_case
 def test_engines_agree_and_learn(algorithm: str, case: str) -> None:
     is_usual = CASES[case] in ({}, usual(VARIANTS[algorithm]))
-    subject = (VARIANTS if is_usual else BRIEF)[algorithm]
+    subject = (VARIANTS if is_usual and not VARIANTS[algorithm].settles else BRIEF)[algorithm]
     contract.something_is_learned(subject, case)  # else equal results could be the results of nothing happening
     for engine in contract.engines_for(subject, case):
         contract.engines_agree(subject, case, engine)

@@ -71,7 +71,12 @@ def test_every_source_is_in_the_union_and_described() -> None:
     for name, info in SOURCES.items():
         assert info.config.model_fields["source"].default == name
         assert info.description
-        needed = {"folder": {"path": "x", "target": "y"}, "saved": {"path": "x"}, "own": {"load": "a:b"}}.get(name, {})
+        needed = {
+            "folder": {"path": "x", "target": "y"},
+            "saved": {"path": "x"},
+            "own": {"load": "a:b"},
+            "pfllib": {"path": "x"},
+        }.get(name, {})
         assert type(ADAPTER.validate_python({"source": name, **needed})) is info.config
         assert all(field.description for field in info.config.model_fields.values())
 

@@ -76,7 +76,7 @@ CLASSES: dict[str, tuple[Change, str]] = {
     "other width": (with_x(Tensor.float, "val"), r"made, val: samples are torch.float32 .*, in training .*float64"),
     "other names of classes": (lambda data: {"classes": ("a", "b")}, "made: 2 names of classes for 3 outputs"),
     "other names of features": (lambda data: {"features": ("a", "b")}, "made: 2 names of features for samples"),
-    "a task of its own": (lambda data: {"task": "ranking"}, 'made: task "ranking" is neither'),
+    "a task of its own": (lambda data: {"task": "ranking"}, 'made: no task "ranking"'),
 }
 NUMBERS: dict[str, tuple[Change, str]] = {
     "one number a row": (with_train(y=lambda y: y[:, 0]), r"y of regression must be floating point \[rows, 3\]"),

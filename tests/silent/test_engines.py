@@ -154,7 +154,8 @@ def sha256(tree: Any) -> str:
 def fingerprint(algorithm: str, engine: engines.EngineName, *, workers: int = 0, threads: int = 1) -> str:
     """Of everything that a run has made, of a convolutional network or, where that cannot be, a linear model."""
     is_linear = algorithm not in NAMES
-    data = make_data("regression").to(torch.float32) if is_linear else images()
+    task = usual(variants()[algorithm]).get("task", "classification")
+    data = make_data(task).to(torch.float32) if is_linear else images()
     with torch_stream("initial values"):
         model = Model((Linear if is_linear else CNN)(data.shape, 3), head=["out"])
     experiment = Experiment(brief(variants()[algorithm]), model, data, Solver(lr=0.05, batch_size=8), 3)

@@ -39,7 +39,7 @@ def test_the_way_down_by_hand() -> None:
 
     def pull(w: Params) -> torch.Tensor:
         trained = descend(model, w, *newcomer, steps=2)
-        return torch.cat([(trained[k] - w[k]).flatten() for k in model.trainable])
+        return torch.cat([(trained[k] - w[k]).flatten() for k in sorted(model.trainable)])
 
     for directions, leaf in (([-1, 1, 0, 0], 2), ([1, -1, 1, -1], 3), ([1, -1, -1, 1], 4)):
         # the longer arrow is not the nearer one: lengths of directions do not count

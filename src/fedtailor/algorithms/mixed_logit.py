@@ -53,6 +53,7 @@ class MixedLogit(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
     fits: ClassVar[bool] = True
+    settles: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{breslow1993approximate,
   title={Approximate Inference in Generalized Linear Mixed Models},
   author={Breslow, Norman E. and Clayton, David G.},

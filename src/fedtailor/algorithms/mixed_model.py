@@ -40,6 +40,7 @@ class MixedModel(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
     fits: ClassVar[bool] = True
+    settles: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{bates2015lme4,
   title={Fitting Linear Mixed-Effects Models Using lme4},
   author={Bates, Douglas and M{\\"a}chler, Martin and Bolker, Ben and Walker, Steve},

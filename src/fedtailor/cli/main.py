@@ -8,6 +8,7 @@ import shlex
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -169,7 +170,8 @@ def compare(
         return
     title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
     console.print(terminal(table, title))
-    print("\n".join([*search_notes, f"runs and table: {path}"]))
+    wrapped = [fill(line, 80) if line and not line.startswith("|") else line for line in search_notes]
+    print("\n".join([*wrapped, f"runs and table: {path}"]))
 
 
 @app.command()

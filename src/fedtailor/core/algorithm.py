@@ -96,6 +96,7 @@ class Algorithm:
     counts_all: ClassVar[bool] = False  # the number of all clients, present or not, is in its equations
     fits: ClassVar[bool] = False  # `join` or `personal` fit a newcomer to its data
     at_once: ClassVar[bool] = False  # has rounds that are computed, or taped, on the stack of all clients
+    settles: ClassVar[bool] = False  # makes exchanges until its numbers have settled: rounding may add one
     needs_tensor: ClassVar[bool] = False  # a sample must be one tensor of numbers: it computes with samples itself
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
 

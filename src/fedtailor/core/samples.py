@@ -122,7 +122,8 @@ class FederatedData:
                 raise DataError(f"{where}: {name} is not in the training samples; {nearest(name, known)}")
             if training is not None and (v.shape[1:], v.dtype) != (known[name].shape[1:], known[name].dtype):
                 here, before = (f"{t.dtype} {list(t.shape[1:])}" for t in (v, known[name]))
-                raise DataError(f"{where}: {name}: samples are {here}, in training they are {before}")
+                what = "" if name == "x" else f"{name}: "
+                raise DataError(f"{where}: {what}samples are {here}, in training they are {before}")
         if missing := sorted(known.keys() - parts.keys()):
             raise DataError(f"{where}: samples have no {missing[0]}, in training they have")
 

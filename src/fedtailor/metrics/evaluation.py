@@ -92,7 +92,8 @@ def _outputs(
 
 def _mean(metric: Metric, totals: Tensor, samples: Tensor) -> Tensor:
     means = totals / samples
-    return means if metric.finish is None else metric.finish(means)
+    finished = means if metric.finish is None else metric.finish(means)
+    return torch.where(samples > 0, finished, torch.nan)  # 0 / 0 has a sign, which depends on the machine
 
 
 def _of_all(
