@@ -71,7 +71,8 @@ def test_comparison_in_several_processes(tmp_path: Path, call: Call) -> None:
     assert max(map(len, lines)) <= 80
     shown = call("show", "runs/both").out  # in this process: no torch to import again
     assert shown == (tmp_path / "runs/both/table.md").read_text()
-    assert [line.split("|")[1].strip() for line in shown.splitlines()] == ["algorithm", "---", "Local", "FedAvg"]
+    table = shown.partition("\n\n")[0].splitlines()
+    assert [line.split("|")[1].strip() for line in table] == ["algorithm", "---", "Local", "FedAvg"]
     alone = runner.start(config("algorithm.name=fedavg", "rounds=2"), tmp_path / "alone")
     assert records(RunFolder(tmp_path / "runs/both/fedavg-seed0")) == records(alone)
 

@@ -8,7 +8,6 @@ import shlex
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -170,8 +169,7 @@ def compare(
         return
     title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
     console.print(terminal(table, title))
-    wrapped = [fill(line, 80) if line and not line.startswith("|") else line for line in search_notes]
-    print("\n".join([*wrapped, f"runs and table: {path}"]))
+    print("\n".join([*search_notes, f"runs and table: {path}"]))
 
 
 @app.command()

@@ -130,7 +130,8 @@ def words(blocks: Blocks, label: str = "") -> list[str]:
     name, clients, seeds = label or blocks.labels[0], blocks.values.shape[1], len(blocks.seeds)
     over = f"{clients} clients of {seeds} seeds" if blocks.is_pooled else f"{clients} clients"
     over += f", each with its mean over {seeds} seeds" if seeds > 1 and not blocks.is_pooled else ""
-    lines = ["", f"{name} against each other row: Wilcoxon's signed ranks over {over}; two-sided, Holm.", ""]
+    what = f"{name} against each other row: Wilcoxon's signed ranks over {over};"
+    lines = ["", what, "two-sided, with Holm's correction.", ""]
     lines += ["| against | better | worse | p | p (Holm) |", "|---|---:|---:|---:|---:|"]
     for t in against(blocks, label):
         lines.append(f"| {t.label} | {t.better} | {t.worse} | {probability(t.p)} | {probability(t.holm)} |")
