@@ -14,7 +14,7 @@ collect_ignore_glob = [] if os.environ.get("FEDTAILOR_SECOND_DEVICE") else ["tes
 
 
 @pytest.fixture(autouse=True, scope="session")
-def device() -> None:
+def second_device() -> None:
     if sim.compiler() is None:
         pytest.skip("no C++ compiler: the second device cannot be made")
     sim.load()

@@ -12,10 +12,11 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, moved
-from fedtailor.testing.contract import CASES
+from fedtailor.testing import contract
 from tests.helpers import ENGINES, SOLVER, everything, make_data, make_model
 
 CPU = torch.device("cpu")
+CASES = contract.CASES | {"logistic": {"model": "linear"}}
 
 
 def experiment(algorithm: Algorithm, case: dict[str, Any], device: str = "cpu") -> Experiment:

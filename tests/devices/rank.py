@@ -14,9 +14,8 @@ from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.trees import items
 from fedtailor.engines import devices
 from fedtailor.engines.ranks import Sharded, join, leave
-from fedtailor.testing.contract import CASES
 from tests.devices import sim
-from tests.devices.federations import experiment, federation, play
+from tests.devices.federations import CASES, experiment, federation, play
 
 
 def main(folder: Path) -> None:

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedtailor import engines
 from fedtailor.algorithms import make
-from fedtailor.core.federation import Federation
-from fedtailor.engines.pool.engine import Pool
-from fedtailor.testing.contract import CASES
 from tests.devices import sim
-from tests.devices.federations import experiment, federation, play, results
+from tests.devices.federations import federation, play, results
 from tests.engines.test_torchrun import ROOT, torchrun
-from tests.helpers import assert_equal, everything
+from tests.helpers import assert_equal
 
 
 def test_units_do_not_mix() -> None:
@@ -41,30 +37,6 @@ def test_ranks_take_the_device_of_their_number(tmp_path: Path) -> None:
         assert told["device"] == f"sim:{rank}"
         assert told["allocations"][rank] > 0 == told["allocations"][1 - rank]
         assert told["apart"] <= 1e-10
-
-
-def test_workers_are_spawned_each_on_its_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in sim.for_processes(tmp_path / "packages").items():
-        monkeypatch.setenv(name, value)
-    engine = engines.make("pool", experiment(make("tests.devices.units:Units", {}), CASES["classification"], "sim:0"))
-    assert isinstance(engine, Pool)
-    assert engine.workers == 2
-    fed = federation(make("tests.devices.units:Units", {}), "classification")
-    wanted = results(fed, play(fed))
-    before = sim.allocations(0), sim.allocations(1)
-    try:
-        engine.start()
-        pool = Federation(engine)
-        server = play(pool)
-        found = everything(pool, server)
-    finally:
-        engine.close()
-    assert (sim.allocations(0), sim.allocations(1)) == before  # this process computes on the host
-    units = [float(found.pop(f"states/{c}/state/unit")) for c in engine.experiment.data.clients]
-    assert set(units) == {0.0, 1.0}  # each client saw the unit of its worker, and memory of no other
-    for c in engine.experiment.data.clients:
-        wanted.pop(f"states/{c}/state/unit")
-    assert_equal(found, wanted)
 
 
 def test_the_package_is_found_by_torch_itself(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from fedtailor.engines.ranks import Group, Sharded, join, leave
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.run_state import measure
+from fedtailor.testing.contract import tolerance
 from tests.contract.test_tape import SOLVERS, Passing, Taped
 from tests.core.test_federation import ANYWHERE, ONE_BY_ONE, Faulty, Loses
 from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, brief, make_data, make_model, usual, variants
@@ -237,8 +238,9 @@ def main(engine: str, parts: Sequence[str]) -> int:
                 continue
             try:
                 wanted = case.outcome(ALONE, engine)
-                assert words == wanted[1], f"{words}\n{wanted[1]}"
-                assert_equal(numbers, wanted[0])
+                if not case.algorithm.settles:  # else rounding may add an exchange
+                    assert words == wanted[1], f"{words}\n{wanted[1]}"
+                assert_equal(numbers, wanted[0], tolerance(case.algorithm))
             except Exception:
                 wrong += 1
                 print(f"{part}: {case.name}\n{traceback.format_exc(limit=-1)}", flush=True)

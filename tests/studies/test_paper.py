@@ -89,7 +89,7 @@ def test_rows_are_paired_by_client(tmp_path: Path) -> None:
     assert lines[1].startswith(
         "FedAvg against each other row: Wilcoxon's signed ranks over 4 clients, each with its mean"
     )
-    assert [line.split("|")[1].strip() for line in lines[5:7]] == ["Local", "Ditto"]
+    assert [line.split("|")[1].strip() for line in lines[6:8]] == ["Local", "Ditto"]
 
     wanted = Paper(tmp_path / "t.tex", ("test", "worst", "p"), tmp_path / "c.pdf", tmp_path / "r.png")
     wanted.check()
