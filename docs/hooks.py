@@ -180,6 +180,8 @@ def _kind(annotation: Any) -> str:
             .replace("text", "texts")
             .replace("table", "tables")
         )
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"table with {', '.join(f'`{key}`' for key in annotation.model_fields)}"
     return "table" if origin is dict else str(annotation)
 
 
