@@ -84,7 +84,11 @@ def interrupted(made: RunConfig, path: Path, after: Sequence[int]) -> RunFolder:
     return runner.resume(path)
 
 
-@pytest.mark.parametrize("name", algorithms.algorithms())
+# a linear model of digits is large for a method with a curvature: tests/contract resumes it on a smaller one
+RESUMED = [name for name in algorithms.algorithms() if usual(algorithms.make(name, {})) != {"model": "linear"}]
+
+
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_run_is_the_straight_run(tmp_path: Path, name: str) -> None:
     settings = ("federation.clients_per_round=3", "evaluation.every=2", "checkpoint.every=2", "rounds=4")
     case = usual(algorithms.make(name, {}))
