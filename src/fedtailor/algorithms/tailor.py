@@ -73,6 +73,10 @@ class Tailor(Algorithm):
         if task not in ("classification", "regression"):
             raise ConfigError(f"algorithm.name: Tailor mixes predictions of classes or numbers; it is not for {task}")
 
+    @property
+    def period(self) -> int:
+        return self.every
+
     def server_init(self, model: Model) -> Tree:
         layers = layers_of(model)
         heads = {layers[k] for k in model.head}

@@ -105,6 +105,11 @@ class Algorithm:
         """Rounds before the first one, in which something is learned for the run; they have numbers up to 0."""
         return 0
 
+    @property
+    def period(self) -> int:
+        """Rounds until each kind of round has come, if they differ."""
+        return 1
+
     def check(self, model: Model, task: str) -> None:
         """Raise a `ConfigError` when this model or task cannot be served."""
 

@@ -65,13 +65,14 @@ class _Seen(InTheOpen):
 
 def rehearse(experiment: Experiment, privacy: Privacy) -> None:
     """Raise a `ConfigError` if the algorithm looks at single replies, tapes, or sums what cannot be clipped."""
-    _play(replace(experiment, aggregation=replace(privacy, secure_sum=False)))
+    hidden = replace(experiment, aggregation=replace(privacy, secure_sum=False))
+    _play(hidden, experiment.algorithm.period)
 
 
-def _play(experiment: Experiment) -> None:
+def _play(experiment: Experiment, rounds: int = 1) -> None:
     fed = Federation(cast(Engine, _Stage(experiment)))
     server = experiment.algorithm.server_init(experiment.model)
-    for round in range(1 - experiment.algorithm.preparation, 2):
+    for round in range(1 - experiment.algorithm.preparation, 1 + rounds):
         everybody = tuple(range(len(experiment.data.clients)))
         fed.attendance = Attendance(round, everybody, everybody)
         try:
