@@ -198,7 +198,7 @@ def test_masks_and_their_overlap(tmp_path: Path) -> None:
 
 def test_degrees_and_numbers_of_the_algorithm(tmp_path: Path) -> None:
     task = POLYNOMIAL | {"model": {"name": "linear", "bias": False, "dtype": "float64"}}
-    runner.start(config("rounds=2", "algorithm.name=learn2pfed", "local.optimizer=adam", task=task), tmp_path / "run")
+    runner.start(config("rounds=2", "algorithm.name=empiricalbayes", task=task), tmp_path / "run")
     page = report(tmp_path / "run")
     assert {"sharing", "degrees"} <= set(page.charts)
     assert {row["part"] for row in page.rows("degrees")} == {"1", "x", "x^2", "x^3"}

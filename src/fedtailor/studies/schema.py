@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter
@@ -49,7 +49,7 @@ def _run() -> Schema:
 
 def _published() -> Schema:
     schema = _inlined(Published.model_json_schema())
-    values = {"type": "object", "propertyNames": {"enum": sorted(_keys())}}
+    values = {"type": "object", "propertyNames": {"enum": sorted({*_keys(), *options})}}
     common, found = _sections()
     for name, options in _all_options().items():  # which of them fit is said by rows and columns
         open_section = found.get(name, {})
@@ -67,8 +67,10 @@ def _sections() -> tuple[Schema, dict[str, Schema]]:
     """The schema without references; and the declared keys of the sections that take further ones."""
     schema = _inlined(CompareConfig.model_json_schema())
     search = next(kind for kind in schema["properties"]["search"]["anyOf"] if kind.get("type") == "object")
-    space = _space()
-    search["properties"] |= {"space": space, "algorithms": {"type": "object", "additionalProperties": space}}
+    of_each = {name: _space(options) for name, options in _algorithms().items()}
+    labels: Schema = {"type": "object"}  # of rows with a name of their own, whose options are not known here
+    rows = {"type": "object", "properties": of_each, "additionalProperties": labels}
+    search["properties"] |= {"space": _space(), "algorithms": rows}
     schema["properties"]["search"] = search
     return schema, {name: schema["properties"][name]["properties"] for name in ("model", "algorithm")}
 
@@ -144,10 +146,10 @@ def _keys() -> set[str]:
     return keys
 
 
-def _space() -> Schema:
-    """Values to try, by key; or, as TOML also writes it, by table and key."""
+def _space(options: Iterable[str] = ()) -> Schema:
+    """Values to try, by key or option; or, as TOML also writes it, by table and key."""
     values = {"anyOf": [{"type": "array", "minItems": 1}, {"type": "object"}]}
-    return {"type": "object", "propertyNames": {"enum": sorted(_keys())}, "additionalProperties": values}
+    return {"type": "object", "propertyNames": {"enum": sorted({*_keys(), *options})}, "additionalProperties": values}
 
 
 def _inlined(schema: Schema) -> Schema:
