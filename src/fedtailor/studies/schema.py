@@ -49,7 +49,7 @@ def _run() -> Schema:
 
 def _published() -> Schema:
     schema = _inlined(Published.model_json_schema())
-    values = {"type": "object", "propertyNames": {"enum": sorted({*_keys(), *options})}}
+    values = {"type": "object", "propertyNames": {"enum": sorted(_keys())}}
     common, found = _sections()
     for name, options in _all_options().items():  # which of them fit is said by rows and columns
         open_section = found.get(name, {})
