@@ -132,11 +132,14 @@ def test_sizes_are_checked_before_anything_is_made(run: Path, about: dict[str, A
 
 
 def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Path, call: Call) -> None:  # noqa: F811
-    Path("mine.py").write_text(OWN.format(mark="mark"))
-    of_mine = ("--set", "model.name=mine:make", "--out", "mine-run")
+    Path("mine_to_trust.py").write_text(OWN.format(mark="mark"))
+    of_mine = ("--set", "model.name=mine_to_trust:make", "--out", "mine-run")
     assert call("run", "small.toml", *of_mine, "--set", "model.hidden=[]")[0] == 2  # it has no such option
-    Path("own.toml").write_text('rounds = 1\n[data]\nsource = "digits"\nclients = 2\n[model]\nname = "mine:make"\n')
-    assert call("run", "own.toml", "--out", "mine-run")[0] == 0
+    Path("own.toml").write_text(
+        'rounds = 1\n[data]\nsource = "digits"\nclients = 2\n[model]\nname = "mine_to_trust:make"\n'
+    )
+    code, _, err = call("run", "own.toml", "--out", "mine-run")
+    assert (code, err) == (0, "")
     np.savez("x.npz", x=np.zeros((2, 1, 8, 8)))
     trust._remembered.clear()  # as in another process
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 0

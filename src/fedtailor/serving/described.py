@@ -39,7 +39,8 @@ def described(about: Any, origin: str) -> Described:
         found = Described.model_validate({k: about[k] for k in Described.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
-        raise RunError(f"{origin}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        key = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # not which kind of list it is
+        raise RunError(f"{origin}: {key}: {first['msg']}") from None
     except (KeyError, TypeError):
         raise RunError(f"{origin}: does not say what its model reads; another version of fedtailor wrote it") from None
     sizes = found.shape.values() if isinstance(found.shape, dict) else [found.shape]

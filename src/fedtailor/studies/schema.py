@@ -42,7 +42,14 @@ def _run() -> Schema:
     properties["algorithm"] = _named("name", "fedrep", _with(found["algorithm"], _algorithms()))
     listed = _algorithms()
     names = {"anyOf": [_enum(listed), OWN]}
-    one = _named("name", None, {n: _closed(p | {"name": {}, "label": {"type": "string"}}) for n, p in listed.items()})
+    one = _named(
+        "name",
+        None,
+        {
+            n: _closed(p | {"name": {}, "label": {"type": "string"}, "set": {"type": "object"}})
+            for n, p in listed.items()
+        },
+    )
     properties["compare"]["properties"]["algorithms"]["items"] = {"if": {"type": "string"}, "then": names, "else": one}
     return schema
 
