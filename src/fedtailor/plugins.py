@@ -22,6 +22,7 @@ def imported(key: str, name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    importlib.invalidate_caches()  # a file may have been written a moment ago
     before = _importing.set(module)
     try:
         return getattr(_program() if module == _program_name() else importlib.import_module(module), attribute)
@@ -33,6 +34,7 @@ def imported(key: str, name: str) -> Any:
 
 def located(key: str, name: str) -> Path | None:
     """The file that `imported` would run for a name; nothing is run to find out. None if it has no file."""
+    importlib.invalidate_caches()
     module = name.partition(":")[0]
     loaded = _program() if module == _program_name() else sys.modules.get(module)
     if loaded is not None:
