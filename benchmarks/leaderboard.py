@@ -23,8 +23,9 @@ from fedtailor import algorithms
 from fedtailor.core.samples import FederatedData
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
-from fedtailor.experiments.building import load, model_of
+from fedtailor.experiments.building import load
 from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.model_building import model_of
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder
 from fedtailor.studies.grid import folder_name
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fedtailor.core.algorithm import NUMBER as NUMBER
     from fedtailor.core.algorithm import Algorithm as Algorithm
     from fedtailor.core.algorithm import ReplySpec as ReplySpec
+    from fedtailor.core.algorithm import common as common
     from fedtailor.core.algorithm import on_client as on_client
     from fedtailor.core.context import ClientContext as ClientContext
     from fedtailor.core.federation import Federation as Federation
@@ -39,7 +40,10 @@ _PUBLIC = {  # by module: torch is imported by the first use
     "fedtailor.algorithms": ("register",),
     "fedtailor.data.making": ("federated",),
     "fedtailor.data.stored": ("MappedArray",),
-    "fedtailor.core.algorithm": ("Algorithm", "ReplySpec", "on_client", "MODEL", "BODY", "HEAD", "COUNT", "NUMBER"),
+    "fedtailor.core.algorithm": (
+        *("Algorithm", "ReplySpec", "on_client", "common"),
+        *("MODEL", "BODY", "HEAD", "COUNT", "NUMBER"),
+    ),
     "fedtailor.core.context": ("ClientContext",),
     "fedtailor.core.federation": ("Federation",),
     "fedtailor.core.model": ("Model",),

@@ -25,6 +25,10 @@ def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert "status     3 of 6 rounds; go on with: fedtailor resume runs/interrupted" in capsys.readouterr().out
 
 
+def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/architectures.md", monkeypatch)
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/devices.md", monkeypatch)
     assert re.search(r"^device     cpu \(torch .* finds no accelerator\)$", capsys.readouterr().out, re.MULTILINE)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
+from fedtailor.core.algorithm import BODY, COUNT, Algorithm, common, on_client
 from fedtailor.core.context import ClientContext
+from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 
 
@@ -28,13 +29,17 @@ class FedPer(Algorithm):
   journal={arXiv:1912.00818}, year={2019}
 }"""
 
-    server_init = FedRep.server_init
-    client_init = FedRep.client_init
     round = FedRep.round
     personal = FedRep.personal
     shares = FedRep.shares
 
-    @on_client(sends=(BODY, COUNT))
+    def server_init(self, model: Model) -> Params:
+        return model.common(model.body)
+
+    def client_init(self, me: ClientContext) -> Params:
+        return me.model.without(self.server_init(me.model))
+
+    @on_client(sends=(common(BODY), COUNT))
     def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         w = me.sgd(body | me.state, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in body}, me.n)

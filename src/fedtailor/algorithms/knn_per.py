@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, common, on_client
 from fedtailor.core.context import ClientContext, View
 from fedtailor.core.model import Model
 from fedtailor.core.rows import take
-from fedtailor.core.trees import Params, tree_map
+from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
 
 FEATURES, LABELS, SHARE = "knn.features", "knn.labels", "knn.share"
@@ -49,7 +49,18 @@ class KNNPer(Algorithm):
   booktitle={ICML}, year={2022}
 }"""
 
-    server_init, local, round = FedAvg.server_init, FedAvg.local, FedAvg.round
+    round = FedAvg.round
+
+    def server_init(self, model: Model) -> Params:
+        return model.common(model.params)
+
+    def client_init(self, me: ClientContext) -> Params:
+        return me.model.without(self.server_init(me.model))  # nothing, unless architectures differ
+
+    @on_client(sends=(common(MODEL), COUNT))
+    def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
+        new = me.sgd(w | me.state, epochs=self.epochs)
+        return {k: new[k] for k in me.state}, ({k: new[k] for k in w}, me.n)
 
     def check(self, model: Model, task: str) -> None:
         if task != "classification":
@@ -62,6 +73,7 @@ class KNNPer(Algorithm):
             raise ConfigError("algorithm: kNN-Per needs k, capacity and scale above 0, and at least one of lams")
 
     def personal(self, me: ClientContext, w: Params) -> Params:
+        w = w | me.state
         x, y, _ = view = me.train if len(me.train.y) else empty(me.train)
         row = torch.arange(self.capacity, device=me.n.device)
         sample = (row * (me.n / self.capacity).clamp(min=1)).long().clamp(max=len(y) - 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.core.algorithm import COUNT, HEAD, Algorithm, on_client
+from fedtailor.core.algorithm import COUNT, HEAD, Algorithm, common, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
@@ -34,12 +34,12 @@ class LGFedAvg(Algorithm):
     shares = FedRep.shares
 
     def server_init(self, model: Model) -> Params:
-        return model.head
+        return model.common(model.head)
 
     def client_init(self, me: ClientContext) -> Params:
-        return me.model.body
+        return me.model.without(self.server_init(me.model))
 
-    @on_client(sends=(HEAD, COUNT))
+    @on_client(sends=(common(HEAD), COUNT))
     def local(self, me: ClientContext, head: Params) -> tuple[Tree, Tree]:
         w = me.sgd(me.state | head, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in head}, me.n)

@@ -20,6 +20,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
 
 PROJECTION = ReplySpec("projection", lambda algorithm, model: algorithm.server_init(model))
 
@@ -52,6 +53,10 @@ class LpProj(Algorithm):
   author={Lin, Shiyun and Han, Yuze and Li, Xiang and Zhang, Zhihua},
   booktitle={NeurIPS}, year={2022}
 }"""
+
+    def check(self, model: Model, task: str) -> None:
+        if model.differing:
+            raise ConfigError("model.by_client: lp-proj projects whole models, so that clients must have the same one")
 
     def server_init(self, model: Model) -> Tensor:
         size = sum(v.numel() for v in model.trainable.values())

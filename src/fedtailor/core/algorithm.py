@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -41,6 +41,11 @@ BODY = ReplySpec("body", lambda algorithm, model: model.body, is_model=True)
 HEAD = ReplySpec("head", lambda algorithm, model: model.head, is_model=True)
 COUNT = ReplySpec("sample count", _scalar, positive=True)
 NUMBER = ReplySpec("number", _scalar)
+
+
+def common(part: ReplySpec) -> ReplySpec:
+    """What all clients have of it, by name and shape, where their architectures differ."""
+    return replace(part, example=lambda algorithm, model: model.common(part.example(algorithm, model)))
 
 
 LEARNS = {  # what a method learns; `fedtailor list algorithms` groups by it

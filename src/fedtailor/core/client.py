@@ -2,6 +2,9 @@
 
 `members` are the clients that run together: one, whose trees are its own, or (`is_stacked`) many, whose trees carry a
 leading client dimension. Both go through the same text of the algorithm.
+
+Where the architectures of clients differ, a private state has a part for each of them, so that all states have one
+form. Members have the same architecture; only its part is theirs, the others are zeros.
 """
 
 from __future__ import annotations
@@ -95,20 +98,23 @@ def invoke(
     args, kept = call.args, state
     if call.taped:
         kept, args = _watched(state), _watched(args)
+    own = experiment.architecture(members[0])
     with torch.set_grad_enabled(call.taped):
         (new_state, reply), new_buffers = _run(
-            experiment,
+            experiment.at(members[0]),
             members,
             call.key(experiment.seed),
             call.round,
-            kept,
-            buffers,
-            grad,
+            _part(kept, own),
+            _part(buffers, own),
+            _part(grad, own),
             args,
             call.placed,
             client,
             is_stacked,
         )
+    if own is not None:
+        new_state, new_buffers = kept | {own: new_state}, buffers | {own: new_buffers}
     if call.taped:
         return Outcome(new_state, detach(new_buffers), reply, (kept, args))
     return Outcome(new_state, new_buffers, reply)
@@ -138,6 +144,11 @@ def initial(
     experiment: Experiment, members: Sequence[int], server: Tree = None, *, is_stacked: bool
 ) -> tuple[Tree, Params]:
     """Private state and buffers of new clients; with `server`, of clients that join a federation already trained."""
+    if experiment.by_architecture:
+        name = experiment.architecture(members[0])
+        parts = {k: initial(e, members, server, is_stacked=is_stacked) for k, e in experiment.by_architecture.items()}
+        parts |= {k: tree_map(torch.zeros_like, part) for k, part in parts.items() if k != name}
+        return {k: state for k, (state, _) in parts.items()}, {k: buffers for k, (_, buffers) in parts.items()}
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
         return experiment.algorithm.client_init(me) if server is None else experiment.algorithm.join(me, args[0])
@@ -184,13 +195,16 @@ def personal(
         params = experiment.algorithm.personal(me, args[0])
         return {k: v for k, v in me.buffers.items() if k not in params} | params
 
-    key = (experiment.seed, round, "personal")
+    key, own = (experiment.seed, round, "personal"), experiment.architecture(members[0])
+    mine = _part(state, own), _part(buffers, own), None
+    experiment = experiment.at(members[0])
     with torch.no_grad():
-        return _run(experiment, members, key, round, state, buffers, None, (server,), (False,), client, is_stacked)[0]
+        return _run(experiment, members, key, round, *mine, (server,), (False,), client, is_stacked)[0]
 
 
 def onboard(experiment: Experiment, member: int, server: Tree, epochs: int) -> Params:
     """The complete tensors with which a client predicts that comes to a federation already trained."""
+    experiment = experiment.at(member)
     state, buffers = initial(experiment, [member], server, is_stacked=False)
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
@@ -208,9 +222,10 @@ def shares(experiment: Experiment, member: int, state: Tree, buffers: Params, se
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
         return experiment.algorithm.shares(me, args[0]), experiment.algorithm.effective_degrees(me, args[0])
 
-    key = (experiment.seed, "shares")
+    key, own = (experiment.seed, "shares"), experiment.architecture(member)
+    mine = _part(state, own), _part(buffers, own), None
     with torch.no_grad():
-        return _run(experiment, [member], key, 0, state, buffers, None, (server,), (False,), client, False)[0]
+        return _run(experiment.at(member), [member], key, 0, *mine, (server,), (False,), client, False)[0]
 
 
 def _run(
@@ -260,6 +275,11 @@ def _run(
     fresh = iter(out[1:])
     outputs, new_buffers = rebuild(shape, (next(fresh) if i is None else flat_mine[i] for i in origin))
     return outputs, new_buffers
+
+
+def _part(tree: Tree, architecture: str | None) -> Tree:
+    """Of what a client keeps, that of its architecture."""
+    return tree if tree is None or architecture is None else tree[architecture]
 
 
 def _own(state: Tree) -> Tree:

@@ -100,6 +100,22 @@ class Experiment:
         if not self.metrics:
             object.__setattr__(self, "metrics", usual_metrics(self.task))
 
+    def at(self, client: int) -> Experiment:
+        """As a client sees it: with its own architecture, where they differ."""
+        name = self.architecture(client)
+        return self if name is None else self.by_architecture[name]
+
+    def architecture(self, client: int) -> str | None:
+        """The name of a client's architecture; None where all have the same."""
+        known = self.model.architectures
+        return None if known is None else known.of(self.data.clients[client])
+
+    @cached_property
+    def by_architecture(self) -> dict[str, Experiment]:
+        """The same for clients of one architecture, by its name; nothing where all have the same."""
+        known = self.model.architectures
+        return {} if known is None else {name: replace(self, model=model) for name, model in known.models.items()}
+
     @property
     def server_steps(self) -> ServerSteps | None:
         """From the mean of models to the next one; None: the mean is it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,13 @@ def called(module: nn.Module, x: Tree) -> Tree:
     return module(**x) if isinstance(x, dict) else module(x)
 
 
+class Architectures(NamedTuple):
+    """The models of a federation whose clients differ in them."""
+
+    models: Mapping[str, Model]  # by the name of the architecture
+    of: Callable[[str], str]  # the name of a client's architecture
+
+
 class Model:
     """Wraps any nn.Module. `params` are the initial values that every client and the server start from; parameters with
     requires_grad=False are not among them and stay as the module has them.
@@ -85,9 +92,10 @@ class Model:
         self.private_buffers: Params = {k: v for k, v in all_buffers.items() if buffers == "private" or k == PRIOR}
         self.params: Params = self.trainable | {k: v for k, v in all_buffers.items() if k not in self.private_buffers}
         self._head = frozenset(self._names_under(head))
-        self._needed = self.params.keys() | self.private_buffers.keys()
         # parts in evaluation mode, such as a frozen BatchNorm, stay so; if all are, nobody has chosen
         self._always_evaluating = [m for m in module.modules() if not m.training] if module.training else []
+        self.differing = frozenset[str]()  # parameters that not all clients have, by name and shape
+        self.architectures: Architectures | None = None  # of clients that differ; this one is the server's
 
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
@@ -98,6 +106,18 @@ class Model:
                 raise ConfigError(f'the model has no part "{prefix}" for its head; {nearest(prefix, known)}')
             names += matching
         return names
+
+    @cached_property
+    def _needed(self) -> set[str]:
+        return self.params.keys() | self.private_buffers.keys()
+
+    def common(self, part: Params) -> Params:
+        """What all clients have of a part of the model: all of it, unless their architectures differ."""
+        return {k: v for k, v in part.items() if k not in self.differing}
+
+    def without(self, part: Params) -> Params:
+        """Initial values of all but a part of the model."""
+        return {k: v for k, v in self.params.items() if k not in part}
 
     @property
     def head(self) -> Params:
@@ -147,6 +167,8 @@ class Model:
         """The same model elsewhere; this one stays."""
         if device == self.device:
             return self
+        if self.architectures is not None:
+            return mixed({k: m.to(device) for k, m in self.architectures.models.items()}, self.architectures.of)
         memo: dict[int, Any] = {id(v): nn.Parameter(v.to(device), v.requires_grad) for v in self.module.parameters()}
         beside = (*self.module.buffers(), *self.params.values(), *self.private_buffers.values(), *self.fixed.values())
         memo |= {id(v): v.detach().to(device) for v in beside if id(v) not in memo}
@@ -178,3 +200,19 @@ class Model:
             self.module.train(training)
             for part in self._always_evaluating:
                 part.eval()
+
+
+def mixed(models: Mapping[str, Model], of: Callable[[str], str]) -> Model:
+    """The model of a federation in which `of` names the architecture of each client; the server has the first."""
+    names = {k for model in models.values() for k in model.params}
+
+    def form(model: Model, name: str) -> tuple[torch.Size, torch.dtype] | None:
+        return (model.params[name].shape, model.params[name].dtype) if name in model.params else None
+
+    differing = frozenset(k for k in names if len({form(model, k) for model in models.values()}) > 1)
+    each = {k: copy(model) for k, model in models.items()}
+    for model in each.values():
+        model.differing = differing
+    server = copy(next(iter(each.values())))
+    server.architectures = Architectures(each, of)
+    return server

@@ -33,8 +33,10 @@ def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
     clients = cohort or len(experiment.data.clients)
     if experiment.device.type != "cpu":
         return _on_device(experiment, clients)
-    if not (_convolves(experiment) or experiment.model.batch_statistics or clients < 4) and _stacks(experiment):
-        return Choice("vmap", "dense layers of several clients are faster stacked")
+    kinds = list(experiment.by_architecture.values()) or [experiment]
+    if clients >= 4 and all(_is_dense(kind) and _stacks(kind) for kind in kinds):
+        each = f", those of each of {len(kinds)} architectures" if len(kinds) > 1 else ""
+        return Choice("vmap", f"dense layers of several clients are faster stacked{each}")
     processes = min(workers or cores(), clients) if can_fork() else 1
     if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
         return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
@@ -50,15 +52,17 @@ def _on_device(experiment: Experiment, clients: int) -> Choice:
     device = experiment.device
     if clients < 2 or not _stacks(experiment):
         return Choice("loop", "one client" if clients < 2 else "the model cannot be stacked")
-    if not (_convolves(experiment) or experiment.model.batch_statistics):
+    if _is_dense(experiment):
         return Choice("vmap", f"clients stacked keep {device} busy")
     alone, stacked = round_seconds(experiment, clients)
     name: Literal["loop", "vmap"] = "vmap" if stacked < alone else "loop"
     return Choice(name, f"a round took {stacked:.2g} s stacked and {alone:.2g} s one by one on {device}")
 
 
-def _convolves(experiment: Experiment) -> bool:
-    return any(isinstance(m, (nn.modules.conv._ConvNd, nn.RNNBase)) for m in experiment.model.module.modules())
+def _is_dense(experiment: Experiment) -> bool:
+    """Whether it neither convolves nor has BatchNorm."""
+    kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
+    return not any(isinstance(m, kinds) for m in experiment.model.module.modules())
 
 
 def _stacks(experiment: Experiment) -> bool:

@@ -175,7 +175,8 @@ class InProcess:
 
     def stacked_states(self, clients: Sequence[int]) -> Tree | None:
         """The private states of `clients` as one stack; None if clients run one after the other or have buffers."""
-        if not self.chunk or self.experiment.model.private_buffers:
+        model = self.experiment.model
+        if not self.chunk or model.private_buffers or model.architectures is not None:
             return None
         held = self.states.all_rows(clients) or self.states.read(clients)
         return held["state"]
@@ -291,7 +292,12 @@ def grouped(experiment: Experiment, clients: Sequence[int], chunk: int) -> Itera
     """Clients to be stacked, of similar size, so that little is padded.
 
     Where what a model says of a sample depends on the others in its batch, padding would count: then of equal size.
+    Clients of different architectures are never in one stack.
     """
+    if experiment.by_architecture:
+        for name, own in experiment.by_architecture.items():
+            yield from grouped(own, [c for c in clients if experiment.architecture(c) == name], chunk)
+        return
     splits = ("train", "val", "test") if experiment.mixing.in_prediction else ("train",)
     alike = any(experiment.mixing)
     sizes = {

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from fedtailor import algorithms, data, models
+from fedtailor import algorithms, data
 from fedtailor.core import task as tasks
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData, Shape
+from fedtailor.core.samples import FederatedData
 from fedtailor.core.task import Task
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
+from fedtailor.experiments import model_building
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.model_building import width
 from fedtailor.experiments.newcomers import hold_out
 from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
@@ -47,23 +45,18 @@ def data_seed(config: RunConfig) -> int:
     return config.seed if config.data.seed is None else config.data.seed
 
 
-def width(config: RunConfig) -> torch.dtype:
-    """Type of the floating-point numbers of a configuration."""
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    return dtype
-
-
 def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Experiment:
     """Model and algorithm of a configuration for data that is there already."""
     algorithm, task = algorithms.make(config.algorithm.name, config.algorithm.options), task_of(config, federated)
     federated, unseen = federated.to(width(config)), None if unseen is None else unseen.to(width(config))
-    model = model_of(config, federated.shape, model_outputs(config, federated))
+    model = model_building.model_for(
+        config, federated, () if unseen is None else unseen.clients, _outputs(task, federated)
+    )
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
-    _reads(model, config.model.name, federated)
     if config.local.precision != "float32" and config.model.dtype != "float32":
         raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
-    algorithm.check(model, task.name)
+    model_building.check(algorithm, model, task.name)
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
         raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")
@@ -172,38 +165,9 @@ def task_of(config: RunConfig, federated: FederatedData) -> Task:
     return task
 
 
-def model_outputs(config: RunConfig, federated: FederatedData) -> int:
+def _outputs(task: Task, federated: FederatedData) -> int:
     """How many numbers the model gives."""
     try:
-        return task_of(config, federated).outputs(federated.outputs)
+        return task.outputs(federated.outputs)
     except ValueError as error:
         raise ConfigError(f"task: {error}") from None
-
-
-def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
-    """The model of a configuration for samples of a shape."""
-    return models.build(
-        config.model.name,
-        shape,
-        outputs,
-        seed=config.seed,
-        head=config.model.head,
-        options=config.model.options,
-        buffers=config.model.buffers,
-        prior=config.model.prior == "label",
-        dtype=width(config),
-        adapter=config.model.adapter,
-    )
-
-
-def _reads(model: Model, name: str, federated: FederatedData) -> None:
-    """Most models cannot read text or samples of several parts, which is better said before the first round."""
-    x = federated.train.first(2)
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return
-    what = "text" if isinstance(x, Tensor) else f"samples of {', '.join(x)}"
-    try:
-        with torch.no_grad():
-            model(model.params | model.private_buffers, x)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"model.name: {name} does not read {federated.name}, which is {what}: {error}") from None

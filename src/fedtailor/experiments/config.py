@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 from fedtailor.data import SOURCES, DataConfig
 from fedtailor.data.configs import DigitsConfig
 from fedtailor.errors import ConfigError, nearest
+from fedtailor.experiments.model_section import ModelSection
 from fedtailor.experiments.sections import (
     AggregationSection,
     AlgorithmSection,
@@ -26,7 +27,6 @@ from fedtailor.experiments.sections import (
     EvaluationSection,
     FederationSection,
     LocalSection,
-    ModelSection,
     PrivacySection,
     Section,
     TaskSection,

@@ -29,7 +29,7 @@ from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.experiments import tracking, trust
+from fedtailor.experiments import model_building, tracking, trust
 from fedtailor.experiments.building import attack_of, build_experiment
 from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
@@ -96,7 +96,7 @@ def about(
         "classes": list(experiment.data.classes),
         "checked_lines": True,
         "streams": STREAMS,
-        "notes": [*experiment.data.notes, *notes(code)],
+        "notes": [*experiment.data.notes, *notes(code), *model_building.notes(experiment, engine)],
     }
 
 
@@ -123,6 +123,8 @@ def start(
         if ranks.count > 1 and experiment.aggregation != Privacy(server_steps=experiment.server_steps):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
             raise ConfigError(f"{why}; run in one process")
+        if ranks.count > 1 and experiment.model.architectures is not None:
+            raise ConfigError("model.by_client: not with torchrun; run in one process")
         name, why = config.federation.engine, "chosen"
         if name == "auto" and config.privacy.secure_sum:
             name, why = "wire", "secure sums need clients of their own"

@@ -9,12 +9,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.core.environment import Environment
-from fedtailor.core.model import BufferPolicy
 from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
-from fedtailor.models.adapters import AdapterConfig
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.robust import RobustMean
 from fedtailor.training.arithmetic import Arithmetic, Precision
@@ -46,23 +44,6 @@ class AlgorithmSection(Open):
     name: str = Field(
         default="fedrep", description="Algorithm; fedtailor list algorithms shows them and their options."
     )
-
-
-class ModelSection(Open):
-    """Which model, and its options."""
-
-    name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
-    head: tuple[str, ...] = Field(
-        default=(), description="Modules of the personal head, or globs; empty: the model's default."
-    )
-    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train in place of the weights.")
-    buffers: BufferPolicy = Field(
-        default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
-    )
-    prior: Literal["none", "label"] = Field(
-        default="none", description="label: add each client's log label frequencies to its logits."
-    )
-    dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
 
 
 class TaskSection(Open):

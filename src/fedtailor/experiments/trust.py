@@ -41,6 +41,9 @@ def names(config: RunConfig) -> dict[str, str]:
         "task.name": config.task.name,
         "data.source": getattr(config.data, "load", ""),
     }
+    named |= {
+        f"model.by_client.{k}.name": str(own.get("name", "")) for k, own in (config.model.by_client or {}).items()
+    }
     named |= {f"evaluation.metrics.{i}": name for i, name in enumerate(metric_names(config))}
     return {key: name for key, name in named.items() if ":" in name}
 
@@ -79,9 +82,10 @@ def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
             tell(f'{origin}: trusted: {key} "{name}", {file}, sha256 {fingerprint(name, file)}')
             find = {"algorithm.name": algorithms.find, "model.name": models.find, "local.optimizer": optimizers.find}
             find |= {"task.name": tasks.find}
+            is_model = key == "model.name" or key.startswith("model.by_client.")
             kind = find.get(key, partial(imported, key))(name)
-            if key == "model.name" and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-                raise ConfigError(f'{origin}: model.name "{name}": is no nn.Module, and is not called for a file')
+            if is_model and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise ConfigError(f'{origin}: {key} "{name}": is no nn.Module, and is not called for a file')
             _remember(name, file)
 
 

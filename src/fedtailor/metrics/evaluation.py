@@ -31,6 +31,7 @@ def evaluate(
 ) -> Metrics:
     """Per split and metric the value of each member; not a number where it has no samples, or it cannot be told."""
     out: Metrics = {}
+    experiment = experiment.at(members[0])
     batch = batch or _at_once(experiment)
     for split in splits:
         rows: Rows = getattr(experiment.data, split)

@@ -26,6 +26,7 @@ from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RunError
 from fedtailor.experiments import trust as trusting
 from fedtailor.experiments.config import parse
+from fedtailor.experiments.model_building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import changed_since, code_of
 from fedtailor.experiments.store import RunFolder, write_atomically
@@ -80,7 +81,7 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as part:
         made = Path(part) / target.name
         if to == "safetensors":
-            made.write_bytes(as_safetensors(own, folder.config.plain(), x))
+            made.write_bytes(as_safetensors(own, at_client(folder.config, site).plain(), x))
             found = readable_again(made, x)
         else:
             found = _traced(own, to, made, x)

@@ -26,6 +26,7 @@ from fedtailor.data.preparation import NumberColumn, Preparation
 from fedtailor.data.spreadsheets import as_text
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
 from fedtailor.errors import DataError, RunError, nearest
+from fedtailor.experiments.model_building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
@@ -217,7 +218,7 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
-        model=model_in(config, says, params, str(folder.path)),
+        model=model_in(at_client(config, site), says, params, str(folder.path)),
         params=params,
         task=says.task,
         classes=tuple(says.classes),

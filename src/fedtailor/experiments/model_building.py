@@ -1,0 +1,151 @@
+"""The model of a configuration, or the models where clients have different ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fedtailor import models
+from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.model import Model, mixed
+from fedtailor.core.samples import FederatedData, Shape
+from fedtailor.core.trees import Tree, schema
+from fedtailor.errors import ConfigError
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.model_section import ModelSection
+
+
+def width(config: RunConfig) -> torch.dtype:
+    """Type of the floating-point numbers of a configuration."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
+
+
+def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
+    """The model of a configuration for samples of a shape."""
+    return models.build(
+        config.model.name,
+        shape,
+        outputs,
+        seed=config.seed,
+        head=config.model.head,
+        options=config.model.options,
+        buffers=config.model.buffers,
+        prior=config.model.prior == "label",
+        dtype=width(config),
+        adapter=config.model.adapter,
+    )
+
+
+def at_client(config: RunConfig, client: str) -> RunConfig:
+    """The configuration with the model of one client."""
+    return config if config.model.by_client is None else config.model_copy(update={"model": config.model.at(client)})
+
+
+def model_for(config: RunConfig, federated: FederatedData, newcomers: Sequence[str], outputs: int) -> Model:
+    """The model of a federation; that of the server, which knows those of its clients, where they differ."""
+    if not config.model.by_client:
+        model = model_of(config, federated.shape, outputs)
+        _reads(model, config.model.name, federated)
+        return model
+    _refuse(config)
+    config.model.check_clients([*federated.clients, *newcomers])
+    sections = _distinct(config.model, federated.clients)
+
+    @cache
+    def of(client: str) -> str:
+        own = config.model.at(client)
+        if own not in sections:
+            raise ConfigError(f'model.by_client: no client that trains has the model of "{client}"')
+        return str(sections.index(own))
+
+    for client in newcomers:
+        of(client)
+    each = {}
+    for i, section in enumerate(sections):
+        model = model_of(config.model_copy(update={"model": section}), federated.shape, outputs)
+        _reads(model, section.name, federated)
+        each[str(i)] = model
+    return mixed(each, of) if len(each) > 1 else each["0"]
+
+
+def _distinct(section: ModelSection, clients: Iterable[str]) -> list[ModelSection]:
+    """The models that clients have; the usual one comes first, if some have it."""
+    found: list[ModelSection] = []
+    for client in clients:
+        if (own := section.at(client)) not in found:
+            found.append(own)
+    usual = ModelSection(**section.model_dump(exclude={"by_client"}, exclude_none=True))
+    return sorted(found, key=lambda own: own != usual)
+
+
+def _refuse(config: RunConfig) -> None:
+    """What does not go together with different models."""
+    if config.data.source == "sites":
+        raise ConfigError("model.by_client: in a simulation only; all sites of a real federation have one model")
+    if config.local.keep_state:
+        raise ConfigError("model.by_client: not with local.keep_state; set it to false")
+
+
+def check(algorithm: Algorithm, model: Model, task: str) -> None:
+    """Fail if the algorithm cannot serve a model, or shares parameters that not all of its clients have."""
+    if model.architectures is None:
+        algorithm.check(model, task)
+        return
+    each = list(model.architectures.models.values())
+    for own in each:
+        algorithm.check(own, task)
+    name, first = algorithm.title or type(algorithm).__name__, _sent(algorithm, each[0])
+    forms = [schema(_sent(algorithm, own)) for own in each]
+    if any(form != forms[0] for form in forms):
+        shared = {path.rpartition("/")[2] for form in forms for path in form}
+        names = sorted(model.differing & shared) or sorted(model.differing)
+        some = ", ".join(f'"{k}"' for k in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ConfigError(
+            f"model.by_client: {name} shares {some}, which not all clients have in the same shape; FedPer, LG-FedAvg "
+            "and kNN-Per share what all have, methods with private heads the body if only heads differ"
+        )
+    if _is_empty(first):
+        raise ConfigError(f"model.by_client: {name} would share nothing: models have none of it in common")
+
+
+def _sent(algorithm: Algorithm, model: Model) -> Tree:
+    """What the server has of a model, and what clients send."""
+    replies = {f: reply_example(algorithm, f, model) for f in client_functions(algorithm)}
+    return {"server": algorithm.server_init(model), "replies": replies}
+
+
+def _is_empty(tree: Tree) -> bool:
+    """Whether a part that is meant to be sent has nothing in it."""
+    return any(part == {} for reply in tree["replies"].values() for part in (reply if isinstance(reply, tuple) else ()))
+
+
+def notes(experiment: Experiment, engine: str) -> list[str]:
+    """What a run says of clients with different models."""
+    if not experiment.by_architecture:
+        return []
+    having = Counter(experiment.architecture(c) for c in range(len(experiment.data.clients)))
+    sizes = {
+        name: sum(v.numel() for v in own.model.trainable.values()) for name, own in experiment.by_architecture.items()
+    }
+    each = ", ".join(f"{having[name]} with {size:,} parameters" for name, size in sizes.items())
+    stacks = "; vmap stacks clients of one architecture" if engine == "vmap" else ""
+    return [f"clients have {len(sizes)} architectures: {each}{stacks}"]
+
+
+def _reads(model: Model, name: str, federated: FederatedData) -> None:
+    """Most models cannot read text or samples of several parts, which is better said before the first round."""
+    x = federated.train.first(2)
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return
+    what = "text" if isinstance(x, Tensor) else f"samples of {', '.join(x)}"
+    try:
+        with torch.no_grad():
+            model(model.params | model.private_buffers, x)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"model.name: {name} does not read {federated.name}, which is {what}: {error}") from None
