@@ -29,6 +29,15 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/architectures.md", monkeypatch)
 
 
+def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra images")
+    run_page(ROOT / "docs/how-to/images-and-text.md", monkeypatch)
+    results = [RunFolder(Path("runs") / name).results for name in ("scans", "listed")]
+    assert results[0] is not None
+    assert results[1] is not None
+    assert results[0]["last"]["clients"] == results[1]["last"]["clients"]  # the same images
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/devices.md", monkeypatch)
     assert re.search(r"^device     cpu \(torch .* finds no accelerator\)$", capsys.readouterr().out, re.MULTILINE)

@@ -18,6 +18,7 @@ from fedtailor.data.configs import (
     FashionMnistConfig,
     FolderConfig,
     HeartDiseaseConfig,
+    ImageFolderConfig,
     MiniImageNetConfig,
     MnistConfig,
     OwnConfig,
@@ -31,6 +32,7 @@ from fedtailor.data.configs import (
     SitesConfig,
     SourceConfig,
     StanfordDogsConfig,
+    TextConfig,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class SourceInfo:
     @property
     def has_pixels(self) -> bool:
         """Whether its floating-point numbers are made of bytes; its `load` then takes their type, `dtype`."""
-        return self.module in ("images", "cifar100", "thumbnails", "duw")
+        return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw")
 
 
 # modules by name, so that listing the sources imports neither torch nor polars
@@ -82,6 +84,10 @@ SOURCES: dict[str, SourceInfo] = {
         "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
     ),
     "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+    "image-folder": SourceInfo(
+        "your own images: a folder client/class/image, or a CSV of paths", ImageFolderConfig, "image_folder"
+    ),
+    "text": SourceInfo("your own sentences and labels, in CSV or Parquet files", TextConfig, "text"),
     "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),
     "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
     "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "own"),

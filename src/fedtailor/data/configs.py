@@ -220,6 +220,34 @@ class FolderConfig(SplitConfig):
     )
 
 
+class ImageFolderConfig(SplitConfig):
+    """Images in a folder client/class/image, or in a CSV of paths."""
+
+    source: Literal["image-folder"] = Field(default="image-folder", description="Name of the source.")
+    path: Path = Field(description="Folder client/class/image; or a CSV with the columns client, label and path.")
+    size: int = Field(default=32, ge=1, le=4096, description="Height and width that images are scaled to.")
+    colours: Literal["rgb", "grey"] = Field(default="rgb", description="Three channels, or one.")
+
+
+class TextConfig(SplitConfig):
+    """Sentences with labels in tables: one file per client, or one file with a column that names the client."""
+
+    source: Literal["text"] = Field(default="text", description="Name of the source.")
+    path: Path = Field(description="Folder with one CSV or Parquet file per client, or one such file.")
+    text: str = Field(default="text", description="Column of the sentences.")
+    target: str = Field(default="label", description="Column to predict.")
+    client_column: str | None = Field(
+        default=None, description="Column that names the client, if path is one file that holds all of them."
+    )
+    length: int = Field(
+        default=64, ge=2, description="Tokens of a sentence: longer ones are cut, shorter padded with 0."
+    )
+    tokenizer: Path | None = Field(
+        default=None, description="A tokenizer.json of the model's; without one, words by their hash."
+    )
+    vocabulary: int = Field(default=8192, ge=2, description="Number of hashes, without a tokenizer.")
+
+
 class PFLlibConfig(SourceConfig):
     """A folder that PFLlib's generate scripts wrote: train/0.npz, test/0.npz, one pair per client."""
 
@@ -276,6 +304,8 @@ DataConfig = Annotated[
     | DuwMnistConfig
     | StanfordDogsConfig
     | FolderConfig
+    | ImageFolderConfig
+    | TextConfig
     | PFLlibConfig
     | SavedConfig
     | OwnConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from fedtailor.data.configs import FolderConfig, SourceConfig
+from fedtailor.data.configs import FolderConfig, ImageFolderConfig, SourceConfig, TextConfig
+from fedtailor.data.image_folder import entries
 from fedtailor.data.tables import client_name
 
 
@@ -14,11 +15,14 @@ def digest(config: SourceConfig) -> str | None:
     given: Path | str | None = getattr(config, "path", None)
     if not isinstance(given, Path | str) or not (path := Path(given).expanduser()).exists():
         return None
-    is_read = client_name if isinstance(config, FolderConfig) else bool
+    is_read = client_name if isinstance(config, FolderConfig | TextConfig) else bool
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))
+    if isinstance(config, ImageFolderConfig):
+        files = [*([path] if path.is_file() else []), *(entry.path for entry in entries(config))]
     found = hashlib.blake2b(digest_size=16)
     for file in files:
         with file.open("rb") as content:
             held = hashlib.file_digest(content, "blake2b").hexdigest()
-        found.update(f"{'' if file == path else file.name}\n{held}\n".encode())
+        name = file.relative_to(path) if file.is_relative_to(path) else file
+        found.update(f"{'' if file == path else name}\n{held}\n".encode())
     return found.hexdigest()

@@ -140,7 +140,11 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
         tables["data"] = data = {"source": "digits"} | data
         if ":" in str(data["source"]):
             tables["data"] = data | {"source": "own", "load": str(data["source"])}
-    for section, key in (("data", "path"), ("tracking", "mlflow")):  # a run must be resumable from any folder
+    for section, key in (
+        ("data", "path"),
+        ("data", "tokenizer"),
+        ("tracking", "mlflow"),
+    ):  # a run must be resumable from any folder
         table = tables.get(section)
         if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
             tables[section] = table | {key: str(Path(str(path)).expanduser().resolve())}

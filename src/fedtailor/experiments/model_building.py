@@ -39,6 +39,7 @@ def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
         prior=config.model.prior == "label",
         dtype=width(config),
         adapter=config.model.adapter,
+        checkpoint=config.model.checkpoint or (),
     )
 
 

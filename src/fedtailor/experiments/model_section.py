@@ -31,8 +31,12 @@ class ModelSection(Open):
         default="none", description="label: add each client's log label frequencies to its logits."
     )
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
+    checkpoint: tuple[str, ...] | None = Field(
+        default=None, description="Parts, or globs, whose activations are computed again and not kept: saves memory."
+    )
     by_client: dict[str, dict[str, Any]] | None = Field(
-        default=None, description="Clients with another model, by name or glob: its name, head, adapter and options."
+        default=None,
+        description="Clients with another model, by name or glob: its name, head, adapter, checkpoint and options.",
     )
 
     def at(self, client: str) -> ModelSection:

@@ -14,6 +14,7 @@ from fedtailor.core.random import torch_stream
 from fedtailor.core.samples import Shape
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models import adapters
+from fedtailor.models.checkpointing import recompute
 from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
 from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
@@ -53,6 +54,7 @@ def build(
     prior: bool = False,
     dtype: torch.dtype = torch.float32,
     adapter: adapters.AdapterConfig | None = None,
+    checkpoint: Sequence[str] = (),
 ) -> Model:
     """The model `name` ("mlp", or "package.module:Class") for samples of a shape; initial values from the seed."""
     kind = find(name)
@@ -74,6 +76,7 @@ def build(
         with torch_stream(seed, "adapter"):
             adapters.add_lora(module, adapter, own_head)
         own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained(module))]
+    recompute(module, checkpoint)
     if prior:
         add_label_prior(module, outputs)
     return Model(module.to(dtype), head=head or own_head, buffers=buffers)
