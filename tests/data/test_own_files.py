@@ -13,6 +13,7 @@ import torch
 from fedtailor.data import load
 from fedtailor.data.configs import ImageFolderConfig, TextConfig
 from fedtailor.data.fingerprint import digest
+from fedtailor.data.image_folder import read
 from fedtailor.errors import DataError
 
 SHADES = {"dark": 40, "light": 200}
@@ -72,18 +73,9 @@ def test_a_photograph_taken_sideways_is_upright(tmp_path: Path) -> None:
     turned = image.Exif()
     turned[0x0112] = 3  # upside down
     held.save(root / "east" / "dark" / "9.png", exif=turned)
-    (read,) = [e for e in load_entries(root) if e.path.name == "9.png"]
-    from fedtailor.data.image_folder import read as pixels
-
-    found = pixels(read.path, ImageFolderConfig(path=root, size=8, colours="grey"))
+    found = read(root / "east" / "dark" / "9.png", ImageFolderConfig(path=root, size=8, colours="grey"))
     assert found[0, :4].max() == 0
     assert found[0, 4:].min() == 255
-
-
-def load_entries(root: Path) -> list:  # type: ignore[type-arg]
-    from fedtailor.data.image_folder import entries
-
-    return entries(ImageFolderConfig(path=root))
 
 
 def test_a_changed_image_is_noticed(tmp_path: Path) -> None:
@@ -147,9 +139,9 @@ def test_one_file_with_a_column_for_the_client(tmp_path: Path) -> None:
     for file in sorted(folder.iterdir()):
         rows += [f"{file.stem};" + ";".join(line.rsplit(",", 1)) for line in file.read_text().splitlines()[1:]]
     (tmp_path / "all.csv").write_text("\n".join(rows) + "\n")
-    keys = {"text": "review", "target": "verdict"}
-    one = load(TextConfig(path=tmp_path / "all.csv", client_column="shop", **keys), seed=3)
-    many = load(TextConfig(path=folder, **keys), seed=3)
+    config = TextConfig(path=folder, text="review", target="verdict")
+    many = load(config, seed=3)
+    one = load(config.model_copy(update={"path": tmp_path / "all.csv", "client_column": "shop"}), seed=3)
     assert torch.equal(one.train.x, many.train.x)
     assert torch.equal(one.test.y, many.test.y)
 

@@ -14,7 +14,7 @@ SHOWN = {
     "compare_four": ["mean  worst   hurt", "\nditto "],
     "fedselect_masks": ["own entries, by layer", "hidden.0 ", "bytes up in the first round"],
     "learned_steps": ["round  2  step sizes"],
-    "minilm_adapters": ["accuracy 0.", "bytes up per client and round"],
+    "minilm_adapters": ["fedper          accuracy ", " 76,", " bytes up per client and round"],
     "newcomer": ["\nfedrep ", "newcomers: client-"],
     "own_algorithm": ["\nreptile "],
     "own_model": ["strokes.weight  common", "out.weight      personal"],
@@ -39,7 +39,7 @@ def test_example(
         if "FEDTAILOR_DATA" not in os.environ:
             pytest.skip("needs CLINC150 under FEDTAILOR_DATA")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        monkeypatch.setattr(sys, "argv", [str(example), "1", "4"])
+        monkeypatch.setattr(sys, "argv", [str(example), "1", "4", "fedper"])
     for name in SHOWN:
         monkeypatch.delitem(sys.modules, name, raising=False)
     runpy.run_path(str(example), run_name="__main__")

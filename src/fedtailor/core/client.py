@@ -66,7 +66,7 @@ class Outcome:
     """State and buffers to keep, reply to send. With a tape also the inputs that the outputs can be traced to."""
 
     state: Tree
-    buffers: Params
+    buffers: Tree  # named tensors, or those of each architecture
     reply: Tree
     inputs: tuple[Tree, ...] | None = None
 
@@ -76,7 +76,7 @@ def invoke(
     members: Sequence[int],
     call: Call,
     state: Tree,
-    buffers: Params,
+    buffers: Tree,
     grad: Tree,
     *,
     is_stacked: bool,
@@ -142,7 +142,7 @@ def pull_back(outcome: Outcome, state_cotangent: Tree | None, reply_cotangent: T
 
 def initial(
     experiment: Experiment, members: Sequence[int], server: Tree = None, *, is_stacked: bool
-) -> tuple[Tree, Params]:
+) -> tuple[Tree, Tree]:
     """Private state and buffers of new clients; with `server`, of clients that join a federation already trained."""
     if experiment.by_architecture:
         name = experiment.architecture(members[0])
@@ -184,7 +184,7 @@ def personal(
     members: Sequence[int],
     round: int,
     state: Tree,
-    buffers: Params,
+    buffers: Tree,
     server: Tree,
     *,
     is_stacked: bool,
@@ -216,7 +216,7 @@ def onboard(experiment: Experiment, member: int, server: Tree, epochs: int) -> P
         return _run(experiment, [member], key, 0, state, buffers, None, (server,), (False,), client, False)[0]
 
 
-def shares(experiment: Experiment, member: int, state: Tree, buffers: Params, server: Tree) -> tuple[Params, Params]:
+def shares(experiment: Experiment, member: int, state: Tree, buffers: Tree, server: Tree) -> tuple[Params, Params]:
     """How much of each parameter of a client is common (0 is its own, 1 the common one), and its effective degrees."""
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:

@@ -31,7 +31,7 @@ def load(config: TextConfig, *, seed: int, root: Path | None = None) -> Federate
     return assemble(config.path.stem, pool, parts, tuple(clients), config, seed, notes)
 
 
-def _rows(config: TextConfig) -> list[tuple[str, str, str]]:
+def _rows(config: TextConfig) -> list[tuple[str, ...]]:
     """Client, sentence and label of every row."""
     path = config.path.expanduser()
     if path.is_dir():
@@ -45,9 +45,7 @@ def _rows(config: TextConfig) -> list[tuple[str, str, str]]:
         raise DataError(f"{path}: no such file or folder; set data.path")
     if config.client_column is None:
         raise DataError("data.client_column: name the column that tells whose a row is, or give a folder of files")
-    return [
-        (client, text, label) for client, text, label in columns(path, config.client_column, config.text, config.target)
-    ]
+    return columns(path, config.client_column, config.text, config.target)
 
 
 def columns(file: Path, *names: str) -> list[tuple[str, ...]]:
