@@ -120,11 +120,31 @@ def test_a_mixture_leaves_the_fitted_model_where_another_is_right() -> None:
     labels = data.val.of(3)[1]
     right[bias] = right[bias] + 20 * torch.bincount(labels, minlength=3).to(F64)
     wrong[bias] = wrong[bias] - 20 * torch.bincount(labels, minlength=3).to(F64)
-    (pi,) = mixture.weights(me, [wrong, right, model.params]).values()
+    m = torch.tensor([0.8, 0.1, 0.1], dtype=F64)
+    (pi,) = mixture.weights(me, [wrong, right, model.params], m).values()
     assert float(pi.sum()) == pytest.approx(1)
-    assert pi[1] > mixture.PSEUDO[1] / sum(mixture.PSEUDO)
-    (alone,) = mixture.weights(make_me(data, model, client=1), [wrong, right, right]).values()  # no validation samples
-    torch.testing.assert_close(alone, torch.tensor(mixture.PSEUDO, dtype=F64) / sum(mixture.PSEUDO))
+    assert pi[1] > m[1]
+    (alone,) = mixture.weights(make_me(data, model, client=1), [wrong, right, right], m).values()  # no samples to ask
+    torch.testing.assert_close(alone, m)
+
+
+def test_numbers_are_mixed_by_least_squares_and_by_what_all_clients_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(3, 200, 1, generator=generator, dtype=F64)
+    m, mask = torch.tensor([0.2, 0.3, 0.5], dtype=F64), torch.ones(200, dtype=F64)
+    y = torch.tensordot(torch.tensor([0.6, 0.4, 0.0], dtype=F64), outputs, dims=1)
+    found = mixture.least_squares(outputs, y, mask, m)
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.4, 0.0], dtype=F64), rtol=0, atol=0.03)
+    few = mixture.least_squares(outputs, y, mask * (torch.arange(200) < 2), m)
+    assert (few - m).abs().max() < (found - m).abs().max()
+
+
+def test_clients_vote_for_the_mixture_of_all() -> None:
+    data = make_data()
+    fed = federate(Tailor(every=1), data, make_model("mlp", data))
+    server = run(fed, rounds=2)
+    assert float(server["m"].sum()) == pytest.approx(1)
+    assert (server["m"] - 1 / 3).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
@@ -136,7 +156,7 @@ def test_the_served_mixture_is_the_blend_of_three_models(task: Any) -> None:
     served = models(fed, run(fed, rounds=2))["di"]
     x = data.test.x[:4]
     pi = served[mixture.CLASSES if task == "classification" else mixture.NUMBERS]
-    parts = [{k: served[f"{name}{k}"] for k in model.params} for name in ("", "own.", "common.")]
+    parts = [{k: served[f"{name}{k}"] for k in model.params} for name in ("", "alone.", "common.")]
     outputs = [model(part, x) for part in parts]
     if task == "classification":
         wanted = torch.stack([p * out.softmax(-1) for p, out in zip(pi, outputs, strict=True)]).sum(0).log()

@@ -4,7 +4,8 @@ A method of this project; its parts are others': starts between own and common m
 steps of fine-tuning (FedL2P), the label prior (balanced softmax), a mixture of predictions (MAPPER).
 
 Symbols: w common model; v own model; s share of w in a layer's start; eta factor of a layer's fine-tuning steps; tau
-strength of the label prior; theta = (logit s, log eta, tau), common, and u what a client adds to it.
+strength of the label prior; theta = (logit s, log eta, tau), common, and u what a client adds to it; m what each kind of
+model counts in a mixture of predictions over all clients.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from fedtailor.algorithms._shared import mixture
 from fedtailor.algorithms._shared.layers import layers_of
 from fedtailor.algorithms._shared.own_loss import beside
 from fedtailor.algorithms._shared.unfolding import adam, learnable
-from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, detach
 from fedtailor.errors import ConfigError
 
 PARTS = ("share", "step", "prior")
+BESIDE = ("alone", "common")  # models that predict beside the fitted one
+VOTES = ReplySpec(
+    "how many validation samples each kind of model explains", lambda algorithm, model: model.like.new_ones(3)
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Tailor(Algorithm):
     """First share of the common model, in layers of the body: 1 is the common layer, 0 the client's own, for good."""
     head_share: float = 0.9
     """The same for the head."""
-    prior: float = 0.5
+    prior: float = 1.0
     """First strength of the client's label prior, which is added to the head's bias and never sent."""
     learned: tuple[str, ...] = PARTS
     """What is learned: any of share, step (of fine-tuning) and prior."""
@@ -52,12 +57,12 @@ class Tailor(Algorithm):
     evidence: float = 50.0
     """Samples with which a client's own deviation from the common theta is halved in each step; inf allows none."""
     mixes: bool = True
-    """Predict with a mixture of the fitted, the own and the common model, by validation loss."""
+    """Predict with a mixture of the fitted model, one that the client trains alone, and the common one."""
 
     title: ClassVar[str] = "Tailor"
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
-    private: ClassVar[str] = "own model, label prior, deviation of its degrees"
+    private: ClassVar[str] = "own models, label prior, deviation of its degrees, mixture"
     fits: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         name: {"learned": (), "prior": 0.0, "mixes": False, "tune_epochs": tune, "share": body, "head_share": head}
@@ -83,14 +88,16 @@ class Tailor(Algorithm):
         count = len(set(layers.values()))
         s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
         theta = torch.cat([s.logit(), torch.zeros_like(s), s.new_tensor([self.prior])])
-        return {"w": model.params, "theta": learnable(theta)}
+        return {"w": model.params, "theta": learnable(theta), "m": s.new_full((1 + len(BESIDE),), 1 / (1 + len(BESIDE)))}
 
     def client_init(self, me: ClientContext) -> Tree:
         layers = len(set(layers_of(me.model).values()))
-        return {"v": me.model.params, "u": learnable(me.model.like.new_zeros(2 * layers + 1))}
+        state = {"v": me.model.params, "u": learnable(me.model.like.new_zeros(2 * layers + 1))}
+        return state | ({"alone": me.buffers | me.model.params} if self.mixes else {})
 
     def join(self, me: ClientContext, server: Tree) -> Tree:
-        return self.client_init(me) | {"v": server["w"]}
+        state = self.client_init(me)
+        return state | {k: state[k] | server["w"] for k in ("v", "alone") if k in state}
 
     def numbers(self, me: ClientContext, theta: Tensor) -> tuple[Params, Params, Params]:
         """s and eta of every parameter, and what the label prior adds to the head's bias."""
@@ -110,7 +117,17 @@ class Tailor(Algorithm):
         s, _, shift = self.numbers(me, theta)
         own = me.sgd(self.begun(me, w, s, shift), epochs=self.epochs)
         own |= {k: own[k] - x for k, x in shift.items()}  # the prior stays here
-        return me.state | {"v": own}, (own, me.n)
+        return me.state | {"v": own} | self.trained_alone(me), (own, me.n)
+
+    def trained_alone(self, me: ClientContext) -> Tree:
+        """The model that never meets another; nothing that is learned depends on it."""
+        if not self.mixes:
+            return {}
+        statistics = me.buffers
+        with torch.no_grad():
+            alone = me.sgd(detach(me.state["alone"]), epochs=self.epochs)
+        me.buffers = statistics
+        return {"alone": alone}
 
     def fitted(self, me: ClientContext, w: Params, theta: Tensor) -> Params:
         s, eta, shift = self.numbers(me, theta)
@@ -118,12 +135,20 @@ class Tailor(Algorithm):
         steps = {k: x.expand_as(start[k]) for k, x in eta.items()}  # a mask scales a step
         return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
 
-    @on_client(sends=(NUMBER, NUMBER))
-    def judge(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
+    @on_client(sends=(NUMBER, NUMBER, VOTES))
+    def judge(self, me: ClientContext, w: Params, theta: Tensor, m: Tensor) -> tuple[Tree, Tree]:
         statistics, count = me.buffers, me.val.mask.sum()
-        loss = me.loss(self.fitted(me, w, theta), "val")
+        fitted = self.fitted(me, w, theta)
+        loss = me.loss(fitted, "val")
+        with torch.no_grad():
+            votes = mixture.votes(me, self.models(me, *detach((fitted, w, theta))), m) if self.mixes else m
         me.buffers = statistics  # those of training, not of this trial
-        return me.state, (loss * count, count)
+        return me.state, (loss * count, count, votes)
+
+    def models(self, me: ClientContext, fitted: Params, w: Params, theta: Tensor) -> list[Params]:
+        """All that predict: the fitted model, the one trained alone, the common one with the label prior."""
+        shift = self.numbers(me, theta)[2]
+        return [fitted, me.state["alone"], w | {k: w[k] + x for k, x in shift.items()}]
 
     @on_client()
     def deviate(self, me: ClientContext) -> tuple[Tree, Tree]:
@@ -137,30 +162,30 @@ class Tailor(Algorithm):
         return slope * slope.new_tensor([*is_learned[:1] * layers, *is_learned[1:2] * layers, is_learned[2]])
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        w, theta = server["w"], server["theta"]
+        w, theta, m = server["w"], server["theta"], server["m"]
         is_learning = bool(self.learned) and fed.round % self.every == 0
         x = fed.tape(theta["x"]) if is_learning else theta["x"]
         w = fed.mean(*fed.map(self.local, w, x))
         if is_learning:
-            losses, counts = fed.map(self.judge, w, x)
+            losses, counts, votes = fed.map(self.judge, w, x, m)
             loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
             theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
+            m = mixture.shared(fed.sum(votes).detach())
             fed.map(self.deviate)
-            fed.report(outer_loss=loss.detach(), theta=list(theta["x"]))
-        return {"w": w, "theta": theta}
+            fed.report(outer_loss=loss.detach(), theta=list(theta["x"]), mixture=list(m))
+        return {"w": w, "theta": theta, "m": m}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         w, theta = server["w"], server["theta"]["x"]
-        shift = self.numbers(me, theta)[2]
         fitted = self.fitted(me, w, theta)
         if not self.mixes:
             return fitted
-        others = [m | {k: m[k] + x for k, x in shift.items()} for m in (me.state["v"], w)]
-        models = [fitted, *({k: m[k] for k in w} for m in others)]
-        return fitted | beside("own", models[1]) | beside("common", models[2]) | mixture.weights(me, models)
+        models = self.models(me, fitted, w, theta)
+        others = [beside(name, m) for name, m in zip(BESIDE, models[1:], strict=True)]
+        return fitted | others[0] | others[1] | mixture.weights(me, models, server["m"])
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
-        return mixture.predict(model, personal, x, ("own", "common")) if self.mixes else model(personal, x)
+        return mixture.predict(model, personal, x, BESIDE) if self.mixes else model(personal, x)
 
     def shares(self, me: ClientContext, server: Tree) -> Params:
         s, _, _ = self.numbers(me, server["theta"]["x"])

@@ -13,8 +13,8 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 
 CLASSES, NUMBERS = "mixture.of_classes", "mixture.of_numbers"  # under which name the weights stand tells what is mixed
-STEPS = 20  # of EM
-PSEUDO = (8.0, 1.0, 1.0)  # samples that speak for each model before any is seen: the first is the one to leave last
+STEPS, GRID = 50, 40  # of EM; of a weight
+STRENGTH = 10.0  # samples that the opinion of all clients is worth beside a client's own
 
 
 def label_shift(me: ClientContext) -> Params:
@@ -29,28 +29,55 @@ def label_shift(me: ClientContext) -> Params:
     return {biases[-1]: ((counts + 0.5) / (counts + 0.5).sum()).log()}
 
 
-def weights(me: ClientContext, models: Sequence[Params]) -> Params:
-    """What each model counts: the mixture that makes the validation samples most probable, by EM, with `PSEUDO` more.
+def weights(me: ClientContext, models: Sequence[Params], m: Tensor) -> Params:
+    """What each model counts for a client: its validation samples decide, with `STRENGTH` more that say m."""
+    counts = votes(me, models, m)
+    if me.experiment.task.kind == "regression":  # has looked at m already
+        return {NUMBERS: torch.where(counts.sum() > 0, counts / counts.sum().clamp(min=1), m)}
+    return {CLASSES: (counts + STRENGTH * m) / (counts.sum() + STRENGTH)}
 
-    The error of a number is taken as Gaussian, with the variance that the best model has.
-    """
+
+def shared(votes: Tensor) -> Tensor:
+    """m after the votes of all clients, one of which is for an even mixture."""
+    even = votes.new_full(votes.shape, 1 / len(votes))
+    return (votes + even) / (votes + even).sum()
+
+
+def votes(me: ClientContext, models: Sequence[Params], m: Tensor) -> Tensor:
+    """How many of a client's validation samples each model explains."""
     x, y, mask = me.val
-    pseudo = me.n.new_tensor(PSEUDO)
-    is_regression = me.experiment.task.kind == "regression"
-    name = NUMBERS if is_regression else CLASSES
     if not len(y):
-        return {name: pseudo / pseudo.sum()}
-    losses = torch.stack([task_losses(me, me.buffers | m, x, y) for m in models])  # [models, samples]
-    if is_regression:
-        variance = ((losses * mask).sum(1) / mask.sum().clamp(min=1)).min().clamp(min=1e-12)
-        losses = losses / (2 * variance)
+        return torch.zeros_like(m)
+    if me.experiment.task.kind == "regression":
+        outputs = torch.stack([me.model(me.buffers | model, x) for model in models])
+        return mask.sum() * least_squares(outputs, y, mask, m)
+    losses = torch.stack([task_losses(me, me.buffers | model, x, y) for model in models])  # [models, samples]
+    return most_probable(losses, mask, m)
+
+
+def most_probable(losses: Tensor, mask: Tensor, m: Tensor) -> Tensor:
+    """Samples by the model that they come from, in the mixture that makes them most probable; by EM."""
     likelihood = (losses.min(0).values - losses).exp()
-    pi = pseudo / pseudo.sum()
+    counts, pi = torch.zeros_like(m), m
     for _ in range(STEPS):
         each = pi[:, None] * likelihood
-        counts = (each / each.sum(0) * mask).sum(1) + pseudo
-        pi = counts / counts.sum()
-    return {name: pi}
+        counts = (each / each.sum(0) * mask).sum(1)
+        pi = (counts + STRENGTH * m) / (counts + STRENGTH * m).sum()
+    return counts
+
+
+def least_squares(outputs: Tensor, y: Tensor, mask: Tensor, m: Tensor) -> Tensor:
+    """The mixture of numbers [models, samples, columns] that is nearest to y, on a grid over all mixtures.
+
+    `STRENGTH` samples more are such as these are on average, with numbers as m foretells them.
+    """
+    count = mask.sum().clamp(min=1)
+    wrong = ((outputs - y) * mask[:, None]).flatten(1)
+    q = wrong @ wrong.T / count  # a'qa is the squared error of a mixture a
+    grid = m.new_tensor([(i, j, GRID - i - j) for i in range(GRID + 1) for j in range(GRID + 1 - i)]) / GRID
+    apart = grid - m
+    cost = ((grid @ q) * grid).sum(1) + STRENGTH / count * ((apart @ q) * apart).sum(1)
+    return grid[cost.argmin(0, keepdim=True)][0]
 
 
 def predict(model: Model, personal: Params, x: Tensor, others: Sequence[str]) -> Tensor:
