@@ -74,6 +74,10 @@ def outer_loss(algorithm: Learn2pFed, data: FederatedData, raw: Tensor) -> Tenso
     if algorithm.outer == "loo":
         lam = [n[i]["rho"] / n[i]["eta"] * n[i]["lam"] for i in clients]
         wrong = sum(left_out(x[i], y[i], lam[i], w) for i in clients)
+    elif algorithm.outer == "holdout":
+        lam = [n[i]["rho"] / n[i]["eta"] * n[i]["lam"] for i in clients]
+        wrong = sum(held_out(x[i], y[i], lam[i], w, *data.val.of(i)) for i in clients)
+        return wrong / sum(len(data.val.of(i)[1]) for i in clients)  # type: ignore[return-value]
     else:
         wrong = sum((x[i] @ v[i] - y[i]).square().sum() for i in clients)
     return wrong / sum(len(part) for part in x)  # type: ignore[return-value]
@@ -91,6 +95,16 @@ def left_out(x: Tensor, y: Tensor, lam: Tensor, w: Tensor) -> Tensor:
     return wrong
 
 
+def held_out(x: Tensor, y: Tensor, lam: Tensor, w: Tensor, x_val: Tensor, y_val: Tensor) -> Tensor:
+    """Squared errors of the model that is served, output by output, on samples that it has not seen."""
+    x_val, wrong = torch.cat([x_val, torch.ones(len(x_val), 1, dtype=F64)], dim=1), torch.zeros((), dtype=F64)
+    for out in range(y.shape[1]):
+        pull = torch.diag(lam[:, out])
+        v = torch.linalg.solve(x.mT @ x + pull, x.mT @ y[:, out] + pull @ w[:, out])
+        wrong = wrong + (x_val @ v - y_val[:, out]).square().sum()
+    return wrong
+
+
 def clip(gradient: Tensor) -> Tensor:
     """As plain descent does, client by client."""
     norm = gradient.flatten(1).norm(dim=1).clamp(min=1)
@@ -100,8 +114,8 @@ def clip(gradient: Tensor) -> Tensor:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"per_cell": True}, {"gradient": "local"}, {"outer": "loo"}],
-    ids=["exact", "per-cell", "local", "loo"],
+    [{}, {"per_cell": True}, {"gradient": "local"}, {"outer": "loo"}, {"outer": "holdout", "serve": "solved"}],
+    ids=["exact", "per-cell", "local", "loo", "holdout"],
 )
 def test_federated_gradient_is_central_autograd(options: dict[str, Any], engine: str) -> None:
     algorithm = replace(UNROLLED, **options)

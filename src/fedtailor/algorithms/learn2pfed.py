@@ -7,7 +7,7 @@ v own model; z = v - w. The cells' fixed point has Lambda_eff = rho / eta * lam,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ from fedtailor.numerics import ridge
 @dataclass(frozen=True)
 class Learn2pFed(UnrolledADMM):
     """Unrolled ADMM whose degrees are learned by the error of every sample predicted without it."""
-
-    serve: Literal["solved", "unrolled"] = "solved"
-    """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
 
     title: ClassVar[str] = "Learn2pFed"
     learns: ClassVar[str] = "degrees"

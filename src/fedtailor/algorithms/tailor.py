@@ -44,7 +44,7 @@ class Tailor(Algorithm):
     """Epochs of fine-tuning before a client predicts."""
     share: float = 0.9
     """First share of the common model, in layers of the body: 1 is the common layer, 0 the client's own, for good."""
-    head_share: float = 0.9
+    head_share: float = 0.2
     """The same for the head."""
     prior: float = 1.0
     """First strength of the client's label prior, which is added to the head's bias and never sent."""

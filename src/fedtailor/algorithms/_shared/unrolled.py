@@ -182,15 +182,17 @@ class _Block:
 
     def outer_slopes(self, w: Tensor, count: Tensor, samples: Any) -> tuple[Tensor, Tensor]:
         """The derivative of the outer loss by the last v and, the block's part of it, by w; `direct` is kept."""
-        if self.algorithm.outer != "loo":
+        if not self.algorithm.judges_served:
             data = self.state["held" if self.algorithm.outer == "holdout" else "d"]
             return 2 / count * (data["A"] @ self.v - data["b"]), torch.zeros_like(w)
 
         def error(raw: Tensor, w: Tensor) -> Tensor:
-            def of_one(raw: Tensor, d: Params, samples: View) -> Tensor:
-                return self.algorithm.left_out_error({"learned": {"raw": raw}, "d": d}, samples, w)
+            def of_one(raw: Tensor, data: Tree, samples: Any) -> Tensor:
+                state = data | {"learned": {"raw": raw}}
+                return self.algorithm.served_error(state, View(*samples) if samples else None, w)
 
-            total: Tensor = torch.vmap(of_one)(raw, self.state["d"], View(*samples)).sum() / count
+            data = {k: self.state[k] for k in ("d", "held") if k in self.state}
+            total: Tensor = torch.vmap(of_one)(raw, data, samples).sum() / count
             return total
 
         self.direct, slope = torch.func.grad(error, argnums=(0, 1))(self.raw, w)

@@ -36,6 +36,8 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
     """What degrees are learned by: leave-one-out error, validation error, or training error (paper)."""
     pull: float = 1.0
     """Degrees of a client: 0 its own, 1 common to all, between them its own that are drawn to the common ones."""
+    serve: Literal["solved", "unrolled"] = "solved"
+    """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
     gradient: Literal["exact", "local"] = "exact"
     """Through the whole federation, or with the common model taken as constant."""
     diagnostics: bool = False
@@ -86,14 +88,22 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
     @on_client(sends=(NUMBER, NUMBER))
     def outer_loss(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
         s = me.state
-        if self.outer == "loo":
-            return s, (self.left_out_error(s, me.train, w), me.n)
         data = s["held"] if self.outer == "holdout" else s["d"]
+        if self.judges_served:
+            return s, (self.served_error(s, me.train if self.outer == "loo" else None, w), data["n"])
         return s, (ridge.squared_error(data, s["v"]), data["n"])
 
-    def left_out_error(self, s: Tree, samples: View, w: Tensor) -> Tensor:
-        """Squared errors of the served model, each sample predicted by one that has not seen it."""
-        return ridge.left_out_error(samples, s["d"], self.roots_of(s, {"w": w}), w)
+    @property
+    def judges_served(self) -> bool:
+        """Whether the outer loss is that of the model that predicts, not of the last cell's."""
+        return self.outer == "loo" or (self.outer == "holdout" and self.serve == "solved")
+
+    def served_error(self, s: Tree, samples: View | None, w: Tensor) -> Tensor:
+        """Squared errors of the served model: each of `samples` predicted without it, or those held out."""
+        r = self.roots_of(s, {"w": w})
+        if samples is not None:
+            return ridge.left_out_error(samples, s["d"], r, w)
+        return ridge.squared_error(s["held"], ridge.shrunk(s["d"], r, w))
 
     at_once: ClassVar[bool] = True
     diagnose: ClassVar[Any] = unrolled.diagnose

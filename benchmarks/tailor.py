@@ -1,0 +1,269 @@
+"""Tailor beside strong baselines on ten federations: python benchmarks/tailor.py [--seeds 2] [--columns NAME ...]
+
+Federations are small, so that the table can be made on one core: MLPs with one hidden layer on images, linear models on
+schools and meters; every method has the same local steps. Finished runs are kept in the folder --out, seed by seed, and
+docs/results/tailor.md is written from those seeds of a column that all its methods have. What Tailor's options are was
+settled on MNIST (canonical test images, seeds from 100), which no column uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedtailor import engines
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.federation import Federation
+from fedtailor.core.random import stream
+from fedtailor.core.samples import FederatedData
+from fedtailor.errors import ConfigError
+from fedtailor.experiments.building import assemble, load
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.studies.significance import LEVEL, holm, signed_ranks
+from fedtailor.version import __version__
+
+ROUNDS, EPOCHS = 12, 2
+IMAGES = {"clients": 10, "test": 0.3, "val": 0.15, "max_samples": 200, "use": "train"}
+FMNIST, CIFAR = {"source": "fashion-mnist"} | IMAGES, {"source": "cifar10"} | IMAGES
+MLP, LINEAR = {"name": "mlp", "hidden": [32]}, {"name": "linear"}
+COLUMNS: dict[str, dict[str, Any]] = {
+    "FMNIST 0.1": {"data": FMNIST | {"alpha": 0.1}, "model": MLP},
+    "FMNIST 0.5": {"data": FMNIST | {"alpha": 0.5}, "model": MLP},
+    "half permuted": {"data": FMNIST | {"alpha": 0.5, "permuted": 0.5}, "model": MLP},
+    "School": {"data": {"source": "school"}, "model": LINEAR},
+    "writers": {"data": {"source": "qmnist", "clients": 20, "test": 0.3, "val": 0.15, "max_samples": 100}, "model": MLP},
+    "ECL": {"data": {"source": "electricity", "clients": 20, "window": 24}, "model": LINEAR},
+    "PACS": {"data": {"source": "pacs", "test": 0.3, "val": 0.15, "max_samples": 300}, "model": MLP},
+    "CIFAR-10 0.1": {"data": CIFAR | {"alpha": 0.1}, "model": MLP},
+    "CIFAR-10 0.5": {"data": CIFAR | {"alpha": 0.5}, "model": MLP},
+    "100 clients": {
+        "data": FMNIST | {"alpha": 0.5, "clients": 100, "max_samples": 60},
+        "model": MLP,
+        "federation": {"clients_per_round": 20},
+        "rounds": 24,
+    },
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "Tailor": {"name": "tailor", "epochs": EPOCHS},
+    "Local": {"name": "local", "epochs": EPOCHS},
+    "FedAvg": {"name": "fedavg", "epochs": EPOCHS},
+    "FedAvg+FT": {"name": "fedavg+ft", "epochs": EPOCHS},
+    "FedAvg+prior": {"name": "fedavg", "epochs": EPOCHS},  # with the label prior of the model
+    "FedPer": {"name": "fedper", "epochs": EPOCHS},
+    "FedRep": {"name": "fedrep", "head_epochs": EPOCHS, "body_epochs": EPOCHS},
+    "Ditto": {"name": "ditto", "epochs": EPOCHS, "personal_epochs": EPOCHS},
+    "kNN-Per": {"name": "knn-per", "epochs": EPOCHS},
+    "EmpiricalBayes": {"name": "empiricalbayes"},
+}
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "nothing learned": {"learned": []},
+    "share not learned": {"learned": ["step", "prior"]},
+    "steps not learned": {"learned": ["share", "prior"]},
+    "no label prior": {"prior": 0.0, "learned": ["share", "step"]},
+    "no own deviation": {"evidence": float("inf")},
+    "no mixture": {"mixes": False},
+}
+ABLATED = ("FMNIST 0.5", "half permuted", "School")  # columns
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: for each client the loss of every test sample (1 for a wrong class, or a squared error)."""
+
+    losses: list[list[float]]
+    seconds: float  # of processor time, training only
+
+    @property
+    def by_client(self) -> list[float]:
+        return [mean(each) for each in self.losses if each]
+
+
+def configured(column: str, title: str, seed: int) -> RunConfig:
+    """One method on one column; ConfigError where it does not fit."""
+    options = METHODS.get(title) or METHODS["Tailor"] | ABLATIONS[title]
+    local = {"lr": 0.03, "momentum": 0.9, "batch_size": 32}
+    tables: dict[str, Any] = {"rounds": ROUNDS, "seed": seed, "local": local} | COLUMNS[column] | {"algorithm": options}
+    if title == "FedAvg+prior":
+        tables["model"] = tables["model"] | {"prior": "label"}
+    return parse(tables)
+
+
+def run(config: RunConfig, data: FederatedData) -> Outcome:
+    """Train for all rounds, and predict every client's test samples."""
+    experiment = assemble(config, data)
+    algorithm, clients = experiment.algorithm, len(data.clients)
+    asked = config.federation.clients_per_round or clients
+    began = time.process_time()
+    with engines.opened("vmap", experiment) as engine:
+        fed, server = Federation(engine), algorithm.server_init(experiment.model)
+        for round in range(1, config.rounds + 1):
+            cohort = sorted(stream(config.seed, round, "cohort").permutation(clients)[:asked].tolist())
+            server = fed.run_round(round, cohort, server)
+        seconds = time.process_time() - began
+        losses: list[list[float]] = [[] for _ in range(clients)]
+        for members, _, served in engine.evaluate(range(clients), config.rounds, server, []):
+            for row, client in enumerate(members):
+                losses[client] = wrong(experiment, {k: v[row] for k, v in served.items()}, client)
+    return Outcome(losses, seconds)
+
+
+def wrong(experiment: Experiment, personal: dict[str, Any], client: int) -> list[float]:
+    """The loss of each test sample of a client."""
+    x, y = experiment.data.test.of(client)
+    if not len(y):
+        return []
+    outputs = experiment.algorithm.predict(experiment.model, personal, x)
+    if experiment.data.task == "classification":
+        return (outputs.argmax(-1) != y).double().tolist()
+    return [round(v, 5) for v in (outputs - y).square().mean(-1).tolist()]
+
+
+def finished(folder: Path, column: str, title: str, seed: int) -> Outcome | None:
+    """A run that was made before."""
+    path = folder / f"{column}-{title}-{seed}.json"
+    return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def make(folder: Path, column: str, titles: Sequence[str], seed: int) -> None:
+    """Runs of a column that are missing."""
+    data: FederatedData | None = None
+    for title in titles:
+        if finished(folder, column, title, seed) is not None:
+            continue
+        config = configured(column, title, seed)
+        data = data or load(config)
+        try:
+            outcome = run(config, data)
+        except ConfigError:  # a method for other tasks or models
+            continue
+        path = folder / f"{column}-{title}-{seed}.json"
+        path.write_text(json.dumps(vars(outcome)), encoding="utf-8")
+        print(f"{column}, seed {seed}, {title}: {mean(outcome.by_client):.4f}, {outcome.seconds:.1f} s", flush=True)
+
+
+class Column:
+    """What is known of a column: runs of the seeds that all its methods have."""
+
+    def __init__(self, folder: Path, name: str, titles: Sequence[str], seeds: int) -> None:
+        found = {(t, s): r for t in titles for s in range(seeds) if (r := finished(folder, name, t, s)) is not None}
+        self.name = name
+        self.titles = [t for t in titles if any(title == t for title, _ in found)]
+        self.seeds = [s for s in range(seeds) if all((t, s) in found for t in self.titles)]
+        self.runs = {(t, s): r for (t, s), r in found.items() if s in self.seeds}
+        self.is_percent = "hidden" in COLUMNS[name]["model"]
+
+    def pooled(self, title: str) -> np.ndarray[Any, Any]:
+        """A loss for each client of each seed."""
+        return np.array([v for s in self.seeds for v in self.runs[title, s].by_client])
+
+    def figure(self, title: str) -> float:
+        """Accuracy in percent, or mean squared error: over clients, then seeds."""
+        loss = mean(mean(self.runs[title, s].by_client) for s in self.seeds)
+        return 100 * (1 - loss) if self.is_percent else loss
+
+    def text(self, title: str) -> str:
+        if title not in self.titles:
+            return ""
+        each = [mean(self.runs[title, s].by_client) for s in self.seeds]
+        scale, form = (100, "{:.1f}") if self.is_percent else (1, "{:.3f}")
+        spread = " ± " + form.format(scale * stdev(each)) if len(each) > 1 else ""
+        return form.format(self.figure(title)) + spread
+
+    @property
+    def best(self) -> str:
+        return min(self.titles, key=lambda t: float(self.pooled(t).mean()))
+
+    def hurt(self) -> tuple[int, int]:
+        """Clients that Tailor serves worse than Local beyond noise (paired over test samples, 5 %), and all."""
+        worse = total = 0
+        for seed in self.seeds:
+            pairs = zip(self.runs["Tailor", seed].losses, self.runs["Local", seed].losses, strict=True)
+            for ours, own in pairs:
+                apart = np.array(ours) - np.array(own)
+                if len(apart) < 2:
+                    continue
+                total += 1
+                error = apart.std(ddof=1) / len(apart) ** 0.5
+                worse += bool(apart.mean() > 1.645 * error and apart.mean() > 0)
+        return worse, total
+
+    def against(self) -> dict[str, tuple[float, float]]:
+        """Every other method: Holm's p, and the mean difference of the loss (below 0: Tailor is better)."""
+        others = [t for t in self.titles if t != "Tailor"]
+        apart = [self.pooled("Tailor") - self.pooled(t) for t in others]
+        ps = holm([signed_ranks(d) for d in apart])
+        return {t: (p, float(d.mean())) for t, p, d in zip(others, ps, apart, strict=True)}
+
+
+def table(columns: Sequence[Column]) -> list[str]:
+    """Figures of all methods; the best of a column is bold."""
+    lines = ["| | " + " | ".join(c.name for c in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    lines.append("| seeds | " + " | ".join(str(len(c.seeds)) for c in columns) + " |")
+    for title in METHODS:
+        cells = [f"**{c.text(title)}**" if c.best == title else c.text(title) for c in columns]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def verdicts(columns: Sequence[Column]) -> list[str]:
+    """Per column: Tailor against the best of the others and against FedAvg+FT, hurt clients, cost."""
+    head = "| column | best other | Tailor against it | p (Holm) | against FedAvg+FT | p (Holm) | hurt | time over FedAvg |"
+    lines = [head, "|---|---|---|---:|---|---:|---:|---:|"]
+    for c in columns:
+        tests = c.against()
+        best = min(tests, key=lambda t: float(c.pooled(t).mean()))
+        cells = [c.name, best]
+        for other in (best, "FedAvg+FT"):
+            p, apart = tests[other]
+            said = "level" if p >= LEVEL else ("ahead" if apart < 0 else "behind")
+            cells += [said, f"{p:.3f}"]
+        worse, total = c.hurt()
+        cost = mean(c.runs["Tailor", s].seconds / c.runs["FedAvg", s].seconds for s in c.seeds)
+        lines.append(f"| {' | '.join([*cells, f'{worse} of {total}', f'{cost:.1f}'])} |")
+    return lines
+
+
+def ablations(folder: Path, seeds: int) -> list[str]:
+    """Tailor without one part, or what else is different."""
+    titles = ("Tailor", *ABLATIONS)
+    columns = [c for name in ABLATED if (c := Column(folder, name, titles, seeds)).seeds and len(c.titles) > 1]
+    lines = ["| | " + " | ".join(c.name for c in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    return lines + [f"| {title} | {' | '.join(c.text(title) for c in columns)} |" for title in titles]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/tailor"))
+    parser.add_argument("--page", type=Path, default=Path("docs/results"))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=list(COLUMNS), metavar="NAME")
+    parser.add_argument("--page-only", action="store_true", help="write the page from what is there")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    if not args.page_only:
+        for seed in range(args.seeds):
+            for name in args.columns:
+                make(args.out, name, list(METHODS), seed)
+            for name in [n for n in args.columns if n in ABLATED]:
+                make(args.out, name, list(ABLATIONS), seed)
+    found = [c for name in COLUMNS if (c := Column(args.out, name, list(METHODS), args.seeds)).seeds]
+    columns = [c for c in found if "Tailor" in c.titles and len(c.titles) > 2]
+    intro = (args.page / "tailor.intro.md").read_text(encoding="utf-8").rstrip()
+    made = f"Made with fedtailor {__version__} by `python benchmarks/tailor.py`."
+    parts = [intro, "", made, "", "## Figures", "", *table(columns), "", "## Tests", "", *verdicts(columns)]
+    parts += ["", "## Ablations", "", *ablations(args.out, args.seeds)]
+    (args.page / "tailor.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
