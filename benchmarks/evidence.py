@@ -24,19 +24,9 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "configs/foundation/heart-disease.toml",
         "configs/foundation/qmnist.toml",
     ),
-    "learn2pfed": tuple(
-        f"learn2pfed/{name}"
-        for name in (
-            "table1",
-            "table1-sorted",
-            "table1-mlp",
-            "table2",
-            "table3",
-            "table4",
-            "table4-100",
-            "table5",
-            "table6",
-        )
+    "learn2pfed": (
+        *(f"learn2pfed/table{name}" for name in ("1", "1-sorted", "1-mlp", "2", "3", "4", "4-100", "5", "6")),
+        "benchmarks/learn2pfed_degrees.py",
     ),
     "duw": (
         "duw/figure3",

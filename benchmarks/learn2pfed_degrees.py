@@ -60,7 +60,7 @@ def with_validation(data: FederatedData) -> FederatedData:
     for split, clients in parts.items():
         sizes = torch.tensor([0, *(len(y) for _, y in clients)])
         rows[split] = Rows(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]), sizes.cumsum(0))
-    return replace(data, **rows)
+    return replace(data, train=rows["train"], val=rows["val"])
 
 
 def run(data: FederatedData, algorithm: Any, rounds: int, seed: int, setting: int) -> Ending:

@@ -4,8 +4,8 @@ A method of this project; its parts are others': starts between own and common m
 steps of fine-tuning (FedL2P), the label prior (balanced softmax), a mixture of predictions (MAPPER).
 
 Symbols: w common model; v own model; s share of w in a layer's start; eta factor of a layer's fine-tuning steps; tau
-strength of the label prior; theta = (logit s, log eta, tau), common, and u what a client adds to it; m what each kind of
-model counts in a mixture of predictions over all clients.
+strength of the label prior; theta = (logit s, log eta, tau), common, and u what a client adds to it; m what each kind
+of model counts in a mixture of predictions over all clients.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Tailor(Algorithm):
         count = len(set(layers.values()))
         s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
         theta = torch.cat([s.logit(), torch.zeros_like(s), s.new_tensor([self.prior])])
-        return {"w": model.params, "theta": learnable(theta), "m": s.new_full((1 + len(BESIDE),), 1 / (1 + len(BESIDE)))}
+        return {"w": model.params, "theta": learnable(theta), "m": mixture.shared(s.new_zeros(1 + len(BESIDE)))}
 
     def client_init(self, me: ClientContext) -> Tree:
         layers = len(set(layers_of(me.model).values()))
