@@ -36,6 +36,7 @@ POLICY: dict[str, Any] = {
     "algorithms": sorted(algorithms()),
     "models": sorted(MODELS),
     "sends": [],
+    "metrics": True,
     "min_samples": 1,
     "budget": {"min_rows": 1, "decimals": 15},
 }

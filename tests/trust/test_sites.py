@@ -15,6 +15,7 @@ from fedtailor.core import codec
 from fedtailor.deploy.flare.audit import told
 from fedtailor.deploy.flare.imprints import imprinted
 from fedtailor.deploy.flare.messages import ENVELOPE, config_for, data_schema
+from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.requests import OPERATIONS
 from fedtailor.deploy.flare.site import AUDIT, SERVER
 from fedtailor.errors import RunError
@@ -203,6 +204,49 @@ def test_t4_cotangents_do_not_leave_a_sealed_run(tmp_path: Path) -> None:
     answer, tree = made.ask(request, (made.experiment.model.params,))
     assert tree is None
     assert "error" not in answer
+
+
+def test_t4_metrics_do_not_leave_a_site_that_wants_sums_unless_it_says_so() -> None:
+    about: dict[str, Any] = {"algorithms": (), "sends": ()}
+    assert Policy(**about).tells_metrics
+    assert not Policy(**about, sums_of=3).tells_metrics
+    assert Policy(**about, sums_of=3, metrics=True).tells_metrics
+
+
+def test_t9_a_message_for_one_site_alone_is_refused_in_a_sealed_run(tmp_path: Path) -> None:
+    """The others get models whose replies are known beforehand: the sum would be this site's reply."""
+    made = Asked(tmp_path, "fedavg")
+    made.config = made.config.model_copy(
+        update={"privacy": made.config.privacy.model_copy(update={"secure_sum": True})}
+    )
+    made.start()
+    made.begin(1, 0)
+    request = made.request(function="local") | {"sealed": 1e9}
+    answer, _ = made.ask(request | {"placed": [True]}, (made.experiment.model.params,))
+    assert answer["refused"].startswith("local with a message for this site alone in a run of secure sums")
+    assert refusals(made) == [answer["refused"]]
+    assert "error" not in made.ask(request, (made.experiment.model.params,))[0]
+
+
+@pytest.mark.parametrize("key", ["task.name", "local.optimizer", "evaluation.metrics", "evaluation.decide"])
+def test_t1_a_server_names_no_code_that_the_site_does_not_list(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = f"theirs_{key.replace('.', '_')}"
+    Path(f"{module}.py").write_text("from pathlib import Path\nPath('mark').write_text('it ran')\ndef f(*a): ...\n")
+    made = Asked(tmp_path)
+    made.hello()
+    assert made.site._data is not None
+    tables, (section, name) = config_for(made.config, 0), key.split(".")
+    tables[section] = tables.get(section, {}) | {name: [f"{module}:f"] if name == "metrics" else f"{module}:f"}
+    about = {"client": 0, "schema": data_schema(made.site._data), "promise": {}, "first": 0}
+    why = f'the code "{module}:f" is not among that of the policy: none'
+    assert made.ask({"op": "start", "config": tables} | about)[0]["refused"] == why
+    assert made.hello(code=[f"{module}:f"])["refused"] == why  # before the server imports it, too
+    assert not Path("mark").exists()
+    listed = Asked(tmp_path / "listed", code=[f"{module}:f"])
+    assert "refused" not in listed.hello(code=[f"{module}:f"])
 
 
 def imprint(weight: torch.Tensor, bias: torch.Tensor, noise: float = 0.0) -> dict[str, torch.Tensor]:

@@ -47,12 +47,14 @@ class Server:
             answers[client] = (answer, reply)
         return answers
 
-    def total(self, cohort: Sequence[int], number: int = 1, lost: Iterable[int] = ()) -> list[float]:
+    def total(
+        self, cohort: Sequence[int], number: int = 1, lost: Iterable[int] = (), term: dict[str, Any] = TERM
+    ) -> list[float]:
         """The sum over a cohort of which some are lost after they have dealt."""
         cohort, threshold = sorted(cohort), secure_sum.least(len(cohort))
         cards = {
             c: bytes(v.numpy())
-            for c, (_, v) in self.ask("keys", number, dict.fromkeys(cohort, ({"term": TERM}, None))).items()
+            for c, (_, v) in self.ask("keys", number, dict.fromkeys(cohort, ({"term": term}, None))).items()
         }
         about = {"clients": cohort, "threshold": threshold, "fraction_bits": 32}
         dealt = self.ask("deal", number, {c: (about, packed(cards[k] for k in cohort)) for c in cohort})
@@ -107,12 +109,24 @@ def test_t7_a_round_begun_twice_is_not_summed_over_fewer_sites(identities: dict[
     everybody = parties(identities)
     assert Server(begun(everybody)).total(range(4)) == [1111.0] * 3
     for cohort, lost in ((range(3), ()), (range(4), (3,))):
-        with pytest.raises(Refusal, match="replies to call 0 of round 1 were summed over other clients before"):
+        with pytest.raises(Refusal, match="replies of round 1 were summed over other clients before"):
             Server(begun(everybody)).total(cohort, lost=lost)
     assert Server(begun(everybody)).total(range(4)) == [1111.0] * 3  # the same sum once more tells nothing new
     assert Server(begun(everybody), round=2).total(range(3)) == [111.0] * 3  # a new round may have a new cohort
     with pytest.raises(Refusal, match="a sum of round 1, and round 2 was summed before"):
         Server(begun(everybody)).total(range(4))
+
+
+def test_t7_replies_to_the_same_message_are_not_summed_over_fewer_sites(identities: dict[int, Identity]) -> None:
+    """The call is made a second time in the round, by another number: its replies are the same."""
+    members = begun(parties(identities))
+    for i, member in members.items():
+        member.keep(1, {"w": torch.full((3,), float(10**i))}, "the same")
+    server = Server(members)
+    assert server.total(range(4)) == [1111.0] * 3
+    assert server.total(range(4), number=2, term=Term(1, ("w",)).header) == [1111.0] * 3
+    with pytest.raises(Refusal, match="replies of round 1 were summed over other clients before"):
+        server.total(range(3), number=3, term=Term(1, ("w",)).header)
 
 
 def test_t7_a_site_remembers_across_its_processes(authority: Authority, tmp_path: Path) -> None:

@@ -27,8 +27,10 @@ class _Stage:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
+        self.made: dict[str, set[tuple[bool, ...]]] = {}
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
+        self.made.setdefault(call.function, set()).add(call.placed)
         example = reply_example(self.experiment.algorithm, call.function, self.experiment.model)
         yield Reply(tuple(clients), tree_map(lambda v: torch.ones_like(v).expand(len(clients), *v.shape), example))
 
@@ -69,8 +71,15 @@ def rehearse(experiment: Experiment, privacy: Privacy) -> None:
     _play(hidden, experiment.algorithm.period)
 
 
-def _play(experiment: Experiment, rounds: int = 1) -> None:
-    fed = Federation(cast(Engine, _Stage(experiment)))
+def calls_made(experiment: Experiment) -> dict[str, set[tuple[bool, ...]]]:
+    """Functions that the algorithm calls, and which parts of their messages are for each client alone."""
+    stage = _Stage(replace(experiment, aggregation=InTheOpen()))
+    _play(stage.experiment, experiment.algorithm.period, stage)
+    return stage.made
+
+
+def _play(experiment: Experiment, rounds: int = 1, stage: _Stage | None = None) -> None:
+    fed = Federation(cast(Engine, stage or _Stage(experiment)))
     server = experiment.algorithm.server_init(experiment.model)
     for round in range(1 - experiment.algorithm.preparation, 1 + rounds):
         everybody = tuple(range(len(experiment.data.clients)))

@@ -91,26 +91,25 @@ def said(function: str, placed: Sequence[bool], args: Sequence[Tree]) -> str:
 
 
 class Opened:
-    """Which clients the replies to each call of the latest round were added up over.
+    """Which clients the replies of the latest round were added up over.
 
-    It outlives a round that is begun again, and at a site its process: two sums of the same replies over different
-    clients differ by the replies of those who are in one only.
+    It outlives a round that is begun again, and at a site its process: two sums over different clients, of the same
+    replies or of replies to the same message, differ by those of the clients who are in one only.
     """
 
-    def __init__(self, round: int | None = None, cohorts: Mapping[int, Iterable[str]] | None = None) -> None:
+    def __init__(self, round: int | None = None, cohort: Iterable[str] = ()) -> None:
         self.round = round
-        self.cohorts = {call: frozenset(names) for call, names in (cohorts or {}).items()}
+        self.cohort = frozenset(cohort)
         self.save: Callable[[Opened], None] = lambda opened: None
 
-    def claim(self, round: int, calls: Iterable[int], names: Iterable[str]) -> None:
-        """The replies to these calls are summed over these clients, or a ValueError says why not."""
+    def claim(self, round: int, names: Iterable[str]) -> None:
+        """The replies of a round are summed over these clients, or a ValueError says why not."""
         if self.round is not None and round < self.round:
             raise ValueError(f"a sum of round {round}, and round {self.round} was summed before")
-        cohorts, cohort = dict(self.cohorts) if round == self.round else {}, frozenset(names)
-        for call in calls:
-            if cohorts.setdefault(call, cohort) != cohort:
-                raise ValueError(f"replies to call {call} of round {round} were summed over other clients before")
-        self.round, self.cohorts = round, cohorts
+        cohort = frozenset(names)
+        if round == self.round and cohort != self.cohort:
+            raise ValueError(f"replies of round {round} were summed over other clients before")
+        self.round, self.cohort = round, cohort
         self.save(self)
 
 
@@ -248,7 +247,7 @@ class Member:
             )
         secure_sum.reveal(masked.state, survivors)  # or it says why not
         names = [dealt.names[c] for c in survivors]
-        self.party.opened.claim(dealt.asked.round, dealt.asked.term.calls, names)
+        self.party.opened.claim(dealt.asked.round, names)
         self._stages[number] = _Masked(masked.state, dealt, survivors)
         word = statement(b"survivors", dealt.state.context, survivors)
         identity = self.party.identity

@@ -81,7 +81,8 @@ def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in context.started:
-            process.terminate()
+            if process.pid is not None:  # it may be that very one that could not be started
+                process.terminate()
         raise
     pool.shutdown()
     while not events.empty():

@@ -39,6 +39,7 @@ def prepare(folder: Path, sites: int, config: RunConfig, data_root: Path | None)
         "algorithms": [config.algorithm.name],
         "models": [config.model.name],
         "sends": [*reply_names(algorithm), GRADIENTS],
+        "metrics": True,
         "min_samples": 1,
         "max_rounds": config.rounds,
         "sums_of": 2 if config.privacy.secure_sum else 0,

@@ -15,6 +15,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import items, schema
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.trust import names
 from fedtailor.version import __version__
 
 ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request in it
@@ -55,6 +56,12 @@ def promise(experiment: Experiment) -> dict[str, Any]:
 def digest(value: Any) -> str:
     """A short hash of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def other_code(config: RunConfig) -> list[str]:
+    """What a configuration names as "module:name", beside algorithm and model: a site's policy lists what may run."""
+    named = {key: name for key, name in names(config).items() if key not in ("algorithm.name", "model.name")}
+    return sorted(set(named.values()))
 
 
 def config_for(config: RunConfig, client: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedtailor.core.algorithm import Algorithm, reply_names
@@ -24,7 +26,14 @@ class Policy(BaseModel):
         description='What may leave, in the words of fedtailor list algorithms; "gradients" for methods that learn '
         "through a whole round."
     )
-    metrics: bool = Field(default=True, description="Whether metrics on this site's samples may be sent to the server.")
+    code: tuple[str, ...] = Field(
+        default=(), description='Own tasks, optimizers and metrics that may run here, as "package.module:name".'
+    )
+    metrics: bool | None = Field(
+        default=None,
+        description="Whether metrics on this site's samples may be sent to the server. Unless it is said here: where "
+        "replies may leave alone (sums_of = 0).",
+    )
     sums_of: int = Field(
         default=0,
         ge=0,
@@ -39,12 +48,20 @@ class Policy(BaseModel):
     max_rounds: int = Field(default=1000, ge=1, description="Maximum rounds per run.")
     budget: Budget = Field(default_factory=Budget, description="How much may be asked.")
 
-    def check_run(self, algorithm: str, model: str, rounds: int, samples: int) -> None:
+    @property
+    def tells_metrics(self) -> bool:
+        """Whether metrics may leave."""
+        return self.sums_of == 0 if self.metrics is None else self.metrics
+
+    def check_run(self, algorithm: str, model: str, rounds: int, samples: int, code: Sequence[str]) -> None:
         """Before anything of a run is looked at; names decide, nothing is imported yet."""
         if algorithm.lower() not in {name.lower() for name in self.algorithms}:
             raise Refused(f'algorithm "{algorithm}" is not among those of the policy: {", ".join(self.algorithms)}')
         if model not in self.models:
             raise Refused(f'model "{model}" is not among those of the policy: {", ".join(self.models)}')
+        for name in code:
+            if name not in self.code:
+                raise Refused(f'the code "{name}" is not among that of the policy: {", ".join(self.code) or "none"}')
         if rounds > self.max_rounds:
             raise Refused(f"{rounds} rounds are more than the {self.max_rounds} of the policy")
         if samples < self.min_samples:

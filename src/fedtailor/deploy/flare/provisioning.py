@@ -59,7 +59,7 @@ models = ["linear", "mlp"]
 sends = ["model", "body", "sample count"]  # what may leave; fedtailor list algorithms names what each one sends
 sums_of = 0  # with 3, replies leave only in secure sums over at least 3 sites
 partners = []  # with these, by the names in their certificates
-metrics = true  # whether accuracy and loss on our samples may be told
+# metrics = true  # whether accuracy and loss on our samples may be told; unless said here, where sums_of is 0
 min_samples = 20  # with fewer training samples nothing leaves
 max_rounds = 1000
 

@@ -28,6 +28,7 @@ class Hello(_Form):
     model: Text
     rounds: Whole
     seed: Annotated[int, Field(ge=0, le=2**63)]
+    code: Annotated[list[Text], Field(max_length=100)] = []
 
 
 class Start(_Form):

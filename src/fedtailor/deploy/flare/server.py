@@ -25,7 +25,7 @@ from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Tree
 from fedtailor.data.splits import starts
 from fedtailor.deploy.flare.greeting import unusable
-from fedtailor.deploy.flare.messages import config_for, promise
+from fedtailor.deploy.flare.messages import config_for, other_code, promise
 from fedtailor.deploy.flare.provisioning import REVOKED
 from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
 from fedtailor.engines.wire import Header, Remote
@@ -247,6 +247,7 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         "model": config.model.name,
         "rounds": config.rounds,
         "seed": config.seed,
+        "code": other_code(config),
     }
     message = codec.encode(header, None)
     greetings = {}

@@ -28,8 +28,9 @@ from fedtailor.deploy.flare.audit import Audit
 from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
 from fedtailor.deploy.flare.condition import condition
 from fedtailor.deploy.flare.imprints import imprinted
-from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, promise
+from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, other_code, promise
 from fedtailor.deploy.flare.policy import GRADIENTS, Policy
+from fedtailor.deploy.flare.own_messages import check_message
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.deploy.flare.standing import check as check_standing
@@ -209,7 +210,8 @@ class SiteService:
         self._run = header["run"]
         self._data = load_site(self.site.data, self.name, seed=header["seed"])
         samples = int(self._data.train.sizes[0])
-        self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples)
+        code = header.get("code", [])
+        self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples, code)
         about = condition(self.site.folder, self.site.kit)
         return codec.encode({"samples": samples, "schema": data_schema(self._data), "condition": about}, None)
 
@@ -218,7 +220,8 @@ class SiteService:
             raise Refused("start before hello")
         config: RunConfig = parse(header["config"])
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
-        policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples)  # as it was in hello?
+        # as it was in hello?
+        policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
         try:
             check_options(config, "the server's configuration")
         except RunError as error:
@@ -292,7 +295,7 @@ class SiteService:
         answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
         if kind:
             self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
-        if not policy.metrics:
+        if not policy.tells_metrics:
             raise Refused("the policy does not let metrics out")
         check_splits(policy.budget, job.experiment.data, header["splits"])
         job.spent.evaluate(header["round"])
@@ -323,6 +326,8 @@ class SiteService:
             raise Refused(f'a taped call sends "{GRADIENTS}", which the policy does not let out')
         if is_sealed and (function is None or header["taped"]):
             raise Refused("a taped call in a run of secure sums: what travels back is of this site alone")
+        if is_sealed and function is not None:
+            check_message(job.experiment, function, header["placed"])
         if self.site.policy.budget.refuse_imprints and (why := imprinted(tree)):
             raise Refused(f"the model would read single rows off the reply: {why}")
         job.spent.call(header["round"])

@@ -22,9 +22,7 @@ def party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: P
         raise Refused("the policy wants secure sums, and there is no certificate here to sign keys with")
     if policy.sums_of and not policy.partners:
         raise Refused("the policy wants secure sums, and names no partners that they may be made with")
-    kept = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohorts": {}}
-    opened = Opened(kept["round"], {int(call): names for call, names in kept["cohorts"].items()})
-    opened.save = lambda its: write_json(
-        folder / OPENED, {"round": its.round, "cohorts": {call: sorted(names) for call, names in its.cohorts.items()}}
-    )
+    kept = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohort": []}
+    opened = Opened(kept["round"], kept["cohort"])
+    opened.save = lambda its: write_json(folder / OPENED, {"round": its.round, "cohort": sorted(its.cohort)})
     return Party(number, max(2, policy.sums_of), identity, run, opened)
