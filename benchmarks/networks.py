@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def federation(folder: Path, config: RunConfig, sites: int) -> Iterator[tuple[Ro
         for process in started:
             process.terminate()
         for process in started:
-            process.wait(30)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
         router.close()
 
 
@@ -128,12 +129,15 @@ def many(folder: Path, config: RunConfig, sites: int, rounds: int) -> dict[str, 
 
         def measure() -> dict[str, float]:
             alive = [psutil.Process(p) for root in processes for p in tree(root) if psutil.pid_exists(p)]
-            files = [path for path in folder.rglob("*") if path.is_file()]
+            sizes = []
+            for path in folder.rglob("*"):
+                with suppress(FileNotFoundError):  # a checkpoint that was replaced meanwhile
+                    sizes += [path.stat().st_size] if path.is_file() else []
             return {
                 "MB": sum(p.memory_info().rss for p in alive) / 2**20,
                 "open files": sum(p.num_fds() for p in alive),
-                "files": len(files),
-                "MB on disk": sum(path.stat().st_size for path in files) / 2**20,
+                "files": len(sizes),
+                "MB on disk": sum(sizes) / 2**20,
             }
 
         def keep() -> None:

@@ -84,7 +84,7 @@ def test_the_record_is_told_with_what_follows_from_it(
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
     (asked.folder / "audit.jsonl").write_text("[1]\n")
-    with pytest.raises(RunError, match="a line that no site wrote"):
+    with pytest.raises(RunError, match="it is not the JSON that was written"):
         audit(asked.file.parent)
 
 
@@ -185,7 +185,9 @@ def test_a_site_is_revoked_by_one_command(tmp_path: Path) -> None:
     key = authority.key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    (state / "cert.json").write_text(json.dumps({"root_pri_key": key.decode(), "bo": {"cert": pem}}))
+    root = authority.certificate.public_bytes(serialization.Encoding.PEM).decode()
+    known = {"root_cert": root, "root_pri_key": key.decode(), "bo": {"cert": pem}}
+    (state / "cert.json").write_text(json.dumps(known))
     for place in (tmp_path, tmp_path / "admin"):
         write_json(place / ABOUT, {"host": "localhost", "port": 1, "sites": ["ada", "bo"]})
     ada = authority.write_kit(tmp_path / "ada" / "kit", "ada")

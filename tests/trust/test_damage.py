@@ -29,6 +29,7 @@ from fedtailor.studies.tables import files
 from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites
 from tests.small import DIGITS, config, one_after_the_other
+from tests.trust.folders import MAKERS, sweep
 
 OUTSIDE = {"table.md", "table.tex", "table.csv", "table.json", "weights.csv", "report.html", ".lock"}  # see SECURITY.md
 Use = Callable[[Path], Any]
@@ -215,3 +216,11 @@ def test_t6_damage_to_what_a_site_keeps_is_named(tmp_path: Path) -> None:
             answers, told = talk(copy)
             named = any("error" in a or "refuses" in a for a in answers) or any(file.name in text for text in told[1:])
             assert named or (answers, told) == wanted or changed is None, f"{file.name}: {what}: {answers} {told[1:]}"
+
+
+@pytest.mark.parametrize("name", ["trees", "site"])
+def test_t6_damage_in_every_reader_of_a_folder(name: str, tmp_path: Path) -> None:
+    """A few bytes of each file; tools/damage.py takes all of them, of every kind of folder."""
+    count, silent = sweep(*MAKERS[name](tmp_path), most=6)
+    assert silent == []
+    assert count["named"] > 15

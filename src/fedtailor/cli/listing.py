@@ -164,6 +164,7 @@ def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
 def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.experiments.store import FIT, RunFolder, read_json
+    from fedtailor.studies import table_files
     from fedtailor.studies.compare import GRID, TABLE, local_reference
     from fedtailor.studies.tables import number, private_words, size
 
@@ -181,7 +182,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
             raise RunError(
                 f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {quoted} goes on"
             )
-        print((path / TABLE).read_text(encoding="utf-8", errors="replace"), end="")
+        print(table_files.read(path, TABLE), end="")
         return
     folder = RunFolder.open(path)
     config, made_by, results = folder.config, folder.about, folder.results

@@ -145,8 +145,9 @@ def compare(
     """
     from fedtailor.experiments.config import CompareConfig, parse, read_toml, with_settings
     from fedtailor.experiments.progress import grid_shown
-    from fedtailor.experiments.store import new_path, write_atomically
+    from fedtailor.experiments.store import new_path
     from fedtailor.report.outputs import Paper
+    from fedtailor.studies import table_files
     from fedtailor.studies.compare import rows, run_grid
     from fedtailor.studies.search import notes
     from fedtailor.studies.tables import files, record, terminal
@@ -162,8 +163,7 @@ def compare(
         grid = run_grid(checked, path, data_root, progress, redo)
     table, search_notes = rows(grid), notes(path) if checked.search is not None else []
     search_notes += paper.write(grid, table, checked.compare.against)
-    for file, text in files(table, search_notes).items():
-        write_atomically(path / file, text.encode())
+    table_files.write(path, files(table, search_notes))
     if as_json:
         print_json({"folder": path, "table": [record(row) for row in table], "notes": search_notes})
         return
@@ -198,6 +198,7 @@ def reproduce(
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import write_atomically
     from fedtailor.studies import reproduce as published
+    from fedtailor.studies import table_files
     from fedtailor.studies.search import notes
 
     folder, is_printed = configs or CONFIGS, str(json_file) == "-"
@@ -219,7 +220,7 @@ def reproduce(
         settings = published.searched(*which, data_root, progress)
         figures = published.run(wanted, published.grid(*which, settings), data_root, progress)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
-    write_atomically(path / "table.md", text.encode())
+    table_files.write(path, {"table.md": text})
     if is_printed:
         print_json([f.model_dump() for f in figures])
         return

@@ -35,12 +35,14 @@ def run_record(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
+    from fedtailor.studies import table_files
+
     file = path / "table.json"
     if not file.exists():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        rows: list[dict[str, Any]] = json.loads(table_files.read(path, file.name))
+    except ValueError as error:
         raise RunError(f"{file}: cannot be read ({error}); the same fedtailor compare writes it again") from None
     return rows
 

@@ -72,7 +72,7 @@ def read_identity(startup: Path, partners: Sequence[str]) -> Identity | None:
     if not all((startup / file).is_file() for file in (CERTIFICATE, KEY, AUTHORITY)):
         return None
     certificate = x509.load_pem_x509_certificate((startup / CERTIFICATE).read_bytes())
-    authority = x509.load_pem_x509_certificate((startup / AUTHORITY).read_bytes())
+    authority = x509.load_pem_x509_certificate(known := (startup / AUTHORITY).read_bytes())
     (common,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Identity(
         name=str(common.value),
@@ -80,7 +80,7 @@ def read_identity(startup: Path, partners: Sequence[str]) -> Identity | None:
         key=serialization.load_pem_private_key((startup / KEY).read_bytes(), None),
         authority=authority,
         partners=dict(_named(partner) for partner in partners),
-        revoked=_revoked(startup.parent / REVOKED, authority),
+        revoked=frozenset(read_revoked(startup.parent / REVOKED, known)["certificates"]),
     )
 
 
@@ -112,15 +112,15 @@ def statement_of(content: dict[str, Any]) -> bytes:
     return json.dumps({"revoked": content}, sort_keys=True).encode()
 
 
-def _revoked(path: Path, authority: x509.Certificate) -> frozenset[str]:
-    """Certificates of a signed list; one that the authority did not sign is an error, and not an empty list."""
+def read_revoked(path: Path, authority: bytes) -> dict[str, list[str]]:
+    """Names and certificates of a signed list; one that the authority did not sign is an error, not an empty list."""
     if not path.exists():
-        return frozenset()
+        return {"names": [], "certificates": []}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         signature = bytes.fromhex(content.pop("signature"))
-        _verify(authority.public_key(), signature, statement_of(content))
-        return frozenset(map(str, content["certificates"]))
+        _verify(x509.load_pem_x509_certificate(authority).public_key(), signature, statement_of(content))
+        return {kind: [str(entry) for entry in content[kind]] for kind in ("names", "certificates")}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, InvalidSignature):
         raise RunError(f"{path}: not a list that the authority signed; ask the coordinator for it") from None
 

@@ -82,7 +82,10 @@ def recorded(path: Path) -> Recorded:
     else:  # from before it was kept
         config = parse(read_toml(path / CONFIG), RunConfig, str(path / CONFIG))
     lines, unreadable = _lines(path / LINES, are_checked=about.get("checked_lines") is True)
-    return Recorded(path, config, about, lines, unreadable, folder.results)
+    results = folder.results
+    if results is not None:  # then it is known how many there were
+        unreadable = max(unreadable, int(results.get("lines", len(lines))) - len(lines))
+    return Recorded(path, config, about, lines, unreadable, results)
 
 
 def _lines(path: Path, *, are_checked: bool) -> tuple[list[Line], int]:

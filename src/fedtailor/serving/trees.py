@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedtailor.errors import RunError
-from fedtailor.experiments.store import write_atomically
+from fedtailor.experiments.store import CHANGED, write_atomically
 from fedtailor.serving.described import part_of
 
 NAMES = ("feature", "threshold", "left", "right", "value", "missing_left", "root", "output", "baseline")
@@ -50,16 +51,21 @@ class Trees:
         return out.index_add_(1, self.output, self.value[at])
 
     def save(self, path: Path) -> None:
-        write_atomically(path, save({name: getattr(self, name).contiguous() for name in NAMES}))
+        tensors = {name: getattr(self, name).contiguous() for name in NAMES}
+        write_atomically(path, save(tensors, {"sha256": _digest(tensors)}))
 
     @staticmethod
     def read(path: Path, features: int, outputs: int) -> Trees:
         """What `save` wrote; nodes that lead nowhere are a `RunError`."""
         try:
             with safe_open(path, framework="pt") as file:
-                made = Trees(**{name: file.get_tensor(name) for name in NAMES})
+                tensors = {name: file.get_tensor(name) for name in NAMES}
+                check = (file.metadata() or {}).get("sha256")
         except (OSError, SafetensorError, ValueError) as error:
             raise RunError(f"{path}: not boosted trees that fedtailor wrote ({error})") from None
+        if check != _digest(tensors):
+            raise RunError(f"{path}: {CHANGED}", code="run.damaged")
+        made = Trees(**tensors)
         nodes = len(made.feature)
         inside = [(made.feature, features), (made.output, outputs)]
         inside += [(v, nodes) for v in (made.left, made.right, made.root)]
@@ -71,6 +77,13 @@ class Trees:
         if not whole or len(sizes) != 1 or made.baseline.shape != (outputs,) or len(made.root) != len(made.output):
             raise RunError(f"{path}: not boosted trees of {features} features and {outputs} outputs")
         return made
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in tensors.items():
+        digest.update(f"|{name}|{value.dtype}|{list(value.shape)}|".encode() + value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def trees_of(model: Any, outputs: int) -> Trees:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ from typing import Any
 from fedtailor.core import codec
 from fedtailor.core.trees import items
 from fedtailor.errors import RunError
+from fedtailor.experiments.rounds_file import line_of, lines_in
 
+SIZE = "audit.size"  # beside the record: its length, so that lines that are gone are missed
 CONTROLS = ("hello", "start", "restore", "begin", "keep", "finish", "evaluate")
 
 
@@ -45,7 +46,9 @@ class Audit:
         """Any line, with the time."""
         stamped = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")} | content
         with self.path.open("ab") as file:
-            file.write(json.dumps(stamped).encode() + b"\n")
+            file.write(line_of(stamped))
+            size = file.tell()
+        self.path.with_name(SIZE).write_text(str(size))
 
 
 def _shapes(tree: Any) -> dict[str, list[int]]:
@@ -81,14 +84,24 @@ class RunRecord:
         return sum(kind.left for kind in self.kinds)
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """All lines of a record; a `RunError` if one was changed, or if some are gone."""
+    try:
+        size = int(path.with_name(SIZE).read_text()) if path.with_name(SIZE).exists() else 0
+    except (OSError, ValueError):
+        raise RunError(f"{path.with_name(SIZE)}: damaged; it says how long {path.name} is") from None
+    content = path.read_bytes() if path.exists() else b""
+    if size > len(content):
+        raise RunError(f"{path}: shorter than it was; some of it is gone")
+    if size > 0 and content[size - 1 : size] != b"\n":
+        raise RunError(f"{path}: changed since it was written; a line has no end")
+    return lines_in(path, are_checked=True)
+
+
 def read(path: Path) -> list[RunRecord]:
     """The record, by run."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except FileNotFoundError:
-        raise RunError(f"{path}: no record yet; it begins with the first message") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path}: cannot be read: {error}") from None
+    if not (lines := lines_of(path)):
+        raise RunError(f"{path}: no record yet; it begins with the first message")
     runs: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in lines:

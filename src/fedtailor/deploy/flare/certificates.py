@@ -16,7 +16,7 @@ from fedtailor.deploy.flare.condition import certificate_end
 from fedtailor.deploy.flare.provisioning import ABOUT, ADMIN, KIT, PROJECT, REVOKED, restrict, write_kits
 from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.store import read_json, write_atomically, write_json
-from fedtailor.privacy.identity import fingerprint, signed, statement_of
+from fedtailor.privacy.identity import fingerprint, read_revoked, signed, statement_of
 
 
 def ends(folder: Path) -> dict[str, float]:
@@ -74,11 +74,11 @@ def revoke(folder: Path, name: str) -> Path:
     return folder / "authority" / REVOKED
 
 
-def revoked(folder: Path) -> dict[str, Any]:
+def revoked(folder: Path) -> dict[str, list[str]]:
     """Names and certificates that do not count any more."""
-    file = folder / "authority" / REVOKED
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"names": [], "certificates": []}
-    return found
+    state = folder / "authority" / PROJECT / "state" / "cert.json"
+    authority = json.loads(state.read_text())["root_cert"].encode() if state.exists() else b""
+    return read_revoked(folder / "authority" / REVOKED, authority)
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -116,8 +116,9 @@ def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
 
 def _refuse_revoked(folder: Path, sites: list[str]) -> None:
     """A name whose certificate was revoked does not come back: the old one still opens a connection."""
-    file = folder / "authority" / REVOKED
-    gone = set(json.loads(file.read_text())["names"]) & set(sites) if file.exists() else set()
+    from fedtailor.deploy.flare.certificates import revoked
+
+    gone = set(revoked(folder)["names"]) & set(sites)
     if gone:
         raise ConfigError(f'--site "{min(gone)}": its certificate was revoked; take another name for it')
 

@@ -6,7 +6,6 @@ client's state is that number.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +25,7 @@ from fedtailor.core.trees import Tree
 from fedtailor.data.splits import starts
 from fedtailor.deploy.flare.greeting import unusable
 from fedtailor.deploy.flare.messages import config_for, other_code, promise
-from fedtailor.deploy.flare.provisioning import REVOKED
+from fedtailor.deploy.flare.provisioning import KIT, REVOKED
 from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
 from fedtailor.engines.wire import Header, Remote
 from fedtailor.errors import ConfigError, RetryableError, RunError
@@ -212,7 +211,7 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
     old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
     roster = old or {"run": f"{name}-{secrets.token_hex(4)}", "clients": [], "samples": [], "schema": None}
-    for site in _revoked_names(root.parent / REVOKED):
+    for site in _revoked_names(root.parent):
         if site in link.sites:
             lines.leave_out(site, "its certificate was revoked")
     presence = Presence(path / SITES)
@@ -232,9 +231,14 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     return runner.train_on(engine, "flare", config, path, listener)
 
 
-def _revoked_names(path: Path) -> list[str]:
+def _revoked_names(folder: Path) -> list[str]:
     """Sites that may still connect, for FLARE knows no list of revoked certificates, and are not asked anything."""
-    return [str(name) for name in json.loads(path.read_text())["names"]] if path.exists() else []
+    if not (folder / REVOKED).exists():
+        return []
+    from fedtailor.privacy.identity import AUTHORITY, read_revoked
+
+    authority = folder / KIT / "startup" / AUTHORITY
+    return read_revoked(folder / REVOKED, authority.read_bytes() if authority.exists() else b"")["names"]
 
 
 def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:

@@ -29,8 +29,8 @@ from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
 from fedtailor.deploy.flare.condition import condition
 from fedtailor.deploy.flare.imprints import imprinted
 from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, other_code, promise
-from fedtailor.deploy.flare.policy import GRADIENTS, Policy
 from fedtailor.deploy.flare.own_messages import check_message
+from fedtailor.deploy.flare.policy import GRADIENTS, Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.deploy.flare.standing import check as check_standing

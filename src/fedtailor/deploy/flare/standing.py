@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from fedtailor.deploy.flare.audit import lines_of
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json, write_json
@@ -43,7 +43,7 @@ def withdraw(folder: Path, run: str) -> Path:
     if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
         known = ", ".join(runs(folder)) or "none"
         raise RunError(f'{folder}: no run "{run}"; there are: {known}')
-    told = standing(folder)
+    told, about = standing(folder), _rounds(folder, run)
     write_json(folder / STANDING, told | {"withdrawn": sorted({*told["withdrawn"], run})})  # before anything is deleted
     deleted = []
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
@@ -55,7 +55,7 @@ def withdraw(folder: Path, run: str) -> Path:
     path.rmdir()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     receipt = folder / RECEIPTS / f"{run}.json"
-    write_json(receipt, {"run": run, "withdrawn": now, "deleted": deleted, "rounds": _rounds(folder, run)})
+    write_json(receipt, {"run": run, "withdrawn": now, "deleted": deleted} | about)
     return receipt
 
 
@@ -64,12 +64,11 @@ def runs(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
 
 
-def _rounds(folder: Path, run: str) -> list[int]:
+def _rounds(folder: Path, run: str) -> dict[str, Any]:
     """Rounds in which a reply left, from the record: what was added into a common model then stays in it."""
-    record = folder / "audit.jsonl"
-    found = set()
-    for line in record.read_text(encoding="utf-8").splitlines() if record.exists() else []:
-        entry = json.loads(line)
-        if entry.get("run") == run and "refused" not in entry and entry.get("round") is not None and "left" in entry:
-            found.add(int(entry["round"]))
-    return sorted(found)
+    try:
+        entries = lines_of(folder / "audit.jsonl")
+    except RunError as error:  # no reason not to withdraw
+        return {"rounds": None, "record": str(error)}
+    left = [e for e in entries if e.get("run") == run and "refused" not in e and "left" in e]
+    return {"rounds": sorted({int(e["round"]) for e in left if e.get("round") is not None})}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
-import tomllib
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from fedtailor.deploy.flare import condition, processes
+from fedtailor.deploy.flare.audit import lines_of
 from fedtailor.deploy.flare.provisioning import KIT, RUNS, SITE
 from fedtailor.deploy.flare.server import SITES
 from fedtailor.deploy.flare.site import AUDIT, read_site
 from fedtailor.deploy.flare.standing import runs, standing
 from fedtailor.errors import RunError
-from fedtailor.experiments.store import CONFIG, METRICS, RESULTS, read_json
+from fedtailor.experiments.store import CONFIG, METRICS, RESULTS, RunFolder, read_json
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,16 @@ def read(folder: Path) -> Status:
     private = read_site(folder / SITE).folder
     about = condition.condition(private, folder / KIT)
     record = private / AUDIT
-    lines = record.read_bytes().splitlines() if record.exists() else []
-    last = datetime.fromisoformat(json.loads(lines[-1])["time"]).timestamp() if lines else None
-    refused = sum(b'"refused"' in line for line in lines)
+    lines = lines_of(record)
+    last = datetime.fromisoformat(lines[-1]["time"]).timestamp() if lines else None
+    refused = sum("refused" in line for line in lines)
     kept, state = runs(private), standing(private)["state"]
     return Status(folder.name, "site", process, about, [], state, kept, len(lines), refused, last)
 
 
 def _run(path: Path) -> RunStatus:
     done = (path / METRICS).read_bytes().count(b"\n") if (path / METRICS).exists() else 0
-    of = int(tomllib.loads((path / CONFIG).read_text(encoding="utf-8")).get("rounds", 0))
+    of = RunFolder.open(path).config.rounds
     sites = dict(read_json(path / SITES)) if (path / SITES).exists() else {}
     return RunStatus(path.name, done, of, (path / RESULTS).exists(), sites)
 
