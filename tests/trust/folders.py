@@ -97,7 +97,11 @@ OF_A_RUN: dict[str, Reader] = {
 
 def inside(readers: dict[str, Reader], folder: str) -> dict[str, Reader]:
     """The same readers for a folder in a folder."""
-    return {f"{folder}: {name}": lambda path, use=use: use(path / folder) for name, use in readers.items()}
+
+    def below(use: Reader) -> Reader:
+        return lambda path: use(path / folder)
+
+    return {f"{folder}: {name}": below(use) for name, use in readers.items()}
 
 
 def _shown(path: Path) -> str:
