@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch is loaded: threads that wait leave others the core
+
 import pytest
 import torch
 from hypothesis import settings

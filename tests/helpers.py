@@ -52,11 +52,16 @@ def variants() -> dict[str, Algorithm]:
     return found
 
 
-def brief(algorithm: Algorithm) -> Algorithm:
-    """The same method with at most two of all that it repeats within a round, where more of the same shows nothing."""
-    repeated = ("epochs", "steps", "local_rounds", "cells", "horizon", "outer_iterations")
-    counts = {f.name: getattr(algorithm, f.name) for f in fields(algorithm) if f.name.endswith(repeated)}
-    fewer: dict[str, Any] = {k: 2 for k, count in counts.items() if isinstance(count, int) and count > 2}
+def brief(algorithm: Algorithm, epochs: int = 2) -> Algorithm:
+    """The same method with at most two of all that it repeats within a round, where more of the same shows nothing.
+
+    An epoch is of several batches: where two epochs show no more than two batches, one is enough.
+    """
+    most = dict.fromkeys(("epochs", "steps", "local_rounds"), epochs)
+    most |= dict.fromkeys(("cells", "horizon", "outer_iterations"), 2)
+    counts = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
+    limits = {name: next((n for end, n in most.items() if name.endswith(end)), None) for name in counts}
+    fewer: dict[str, Any] = {k: n for k, n in limits.items() if n and isinstance(counts[k], int) and counts[k] > n}
     if getattr(algorithm, "effects", "") == "auto":  # one structure in place of a choice among four
         fewer["effects"] = "diagonal"
     return replace(algorithm, **fewer)

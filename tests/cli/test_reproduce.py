@@ -76,7 +76,10 @@ def test_mistakes_are_named(configs: Path) -> None:
         reproduce.load(configs, "paper/table9")
 
 
-def test_command_prints_ours_beside_the_papers(call: Call, configs: Path, tmp_path: Path) -> None:
+def test_command_prints_ours_beside_the_papers(
+    call: Call, configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_after_the_other(monkeypatch)
     arguments = ("reproduce", "paper/table9", "--configs", configs, "--out", "out", "--json", "figures.json")
     code, out, _ = call(*arguments)
     assert code == 0
@@ -123,7 +126,10 @@ def test_interrupt_says_how_to_go_on(call: Call, configs: Path, monkeypatch: pyt
     assert {figure["row"] for figure in json.loads(Path("f.json").read_text())} == {"ours"}
 
 
-def test_columns_may_read_different_figures_off_the_same_run(call: Call, configs: Path) -> None:
+def test_columns_may_read_different_figures_off_the_same_run(
+    call: Call, configs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_after_the_other(monkeypatch)
     columns = 'columns = [{ name = "error" }, { name = "kB", metric = "up", unit = "kB" }]'
     (configs / "paper" / "table9.toml").write_text(
         TABLE.replace(TABLE[TABLE.index("columns =") : TABLE.index("\n\n[common]")], columns).replace(

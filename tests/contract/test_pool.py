@@ -74,8 +74,9 @@ def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Non
         assert torch.equal(found[path] != found[path], missing), path
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("algorithm", VARIANTS)
+@pytest.mark.parametrize(
+    ("algorithm", "workers"), [*((a, n) for a in VARIANTS for n in (1, 2)), *((a, 4) for a in SEVERAL)]
+)  # four for every algorithm: tests/silent/test_engines.py
 def test_every_algorithm(algorithm: str, workers: int) -> None:
     pool = Pool(setting(algorithm, usual(VARIANTS[algorithm])), workers)
     found, traffic = outcome(pool)

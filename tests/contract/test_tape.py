@@ -1,6 +1,7 @@
 """A round with a tape: its gradients are those of finite differences, and of one graph over everybody's data."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -155,8 +156,24 @@ def test_equals_central_autograd(engine: str, solver: str) -> None:
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
 def test_equals_finite_differences(engine: str, solver: str) -> None:
-    # here with several batches per epoch and a loss that is not quadratic
-    fed = federation(engine, replace(SOLVERS[solver], batch_size=4), task="classification")
+    out = one_round(several_batches(engine, solver))
+    gradient = dict(items({"server": out["gradient"], "private": out["private"]}))
+    found = slopes(solver)
+    assert len(found) == 6  # the common model and the steps; near to it, and the own models
+    for path, (direction, slope) in found.items():
+        assert slope == pytest.approx(float((gradient.pop(path) * direction).sum()), rel=1e-6, abs=1e-9), path
+    assert not any(bool(v.any()) for v in gradient.values())  # of integers
+
+
+def several_batches(engine: str, solver: str) -> Federation:
+    """With several batches per epoch and a loss that is not quadratic."""
+    return federation(engine, replace(SOLVERS[solver], batch_size=4), task="classification")
+
+
+@cache
+def slopes(solver: str) -> dict[str, tuple[Tensor, float]]:
+    """How the loss of a round changes along a random direction of each tensor, by finite differences."""
+    fed = several_batches("vmap", solver)  # its losses are those of the others: test_engines_agree
     setting = fed.engine.experiment
     server = setting.algorithm.server_init(setting.model)
     rows = tree_map(torch.clone, fed.engine.get_states())
@@ -165,23 +182,20 @@ def test_equals_finite_differences(engine: str, solver: str) -> None:
         fed.engine.set_states(rows)
         return float(fed.run_round(0, range(4), server)["loss"])
 
-    out = fed.run_round(0, range(4), server)
     point = dict(items({"server": server, "private": rows["state"]}))
-    gradient = dict(items({"server": out["gradient"], "private": out["private"]}))
     eps = 1e-5
     generator = torch.Generator().manual_seed(0)
+    found = {}
     for path, value in point.items():
-        if not value.is_floating_point():
-            assert not gradient[path].any()
-            continue
-        direction = torch.randn(value.shape, dtype=F64, generator=generator)
-        values = []
-        for sign in (1, -1):
-            moved = {k: v.clone() for k, v in point.items()}
-            moved[path] += sign * eps * direction
-            values.append(loss(*_put_back(moved, server, rows)))
-        slope = (values[0] - values[1]) / (2 * eps)
-        assert slope == pytest.approx(float((gradient[path] * direction).sum()), rel=1e-6, abs=1e-9), path
+        if value.is_floating_point():
+            direction = torch.randn(value.shape, dtype=F64, generator=generator)
+            values = []
+            for sign in (1, -1):
+                moved = {k: v.clone() for k, v in point.items()}
+                moved[path] += sign * eps * direction
+                values.append(loss(*_put_back(moved, server, rows)))
+            found[path] = direction, (values[0] - values[1]) / (2 * eps)
+    return found
 
 
 def _put_back(flat: dict[str, Tensor], server: Tree, rows: Tree) -> tuple[Tree, Tree]:

@@ -9,7 +9,7 @@ from tests.contract.test_tape import Taped
 from tests.devices.federations import CASES, CPU, federation, play, results
 from tests.helpers import assert_equal, brief, states, suits, usual, variants
 
-VARIANTS = {name: brief(algorithm) for name, algorithm in variants().items() if ":" not in name}
+VARIANTS = {name: brief(algorithm, epochs=1) for name, algorithm in variants().items() if ":" not in name}
 MATRIX = ("classification", "regression", "conv", "batchnorm-private", "adam")
 TAPED = ("classification", "regression", "conv", "batchnorm-private", "batchnorm-mean", "adam")
 every_case = pytest.mark.parametrize(

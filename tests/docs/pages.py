@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from fedtailor.cli.main import main
+from tests.small import one_after_the_other
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,8 +45,14 @@ def blocks(page: Path) -> list[Block]:
     return [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in _BLOCK.finditer(text)]
 
 
-def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Run all Python and shell of a page in the current folder; returns the namespace it leaves."""
+def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, port: str = "", processes: bool = False) -> ModuleType:
+    """Run all Python and shell of a page in the current folder; returns the namespace it leaves.
+
+    Where a page names a port, a free one takes its place: somebody else may follow the page on this machine.
+    Runs of a comparison have processes of their own only if asked: each imports torch, and tests/e2e shows them.
+    """
+    if not processes:
+        one_after_the_other(monkeypatch)
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
     ran = 0
@@ -57,10 +64,16 @@ def run_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             ran += 1
         elif block.language == "sh":
             for command in block.text.splitlines():
-                run_command(command, monkeypatch)
+                run_command(command.replace(port, free_port()) if port else command, monkeypatch)
                 ran += 1
     assert ran, f"{page}: nothing to run"
     return module
+
+
+def free_port() -> str:
+    """A port of this machine that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
 
 
 def run_python(block: Block, page: Path, module: ModuleType) -> None:
@@ -87,7 +100,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for option, value in pairwise(words):
             if option == "--constraint":
                 assert (ROOT / value).is_file(), command
-    elif words[:2] == ["fedtailor", "federation"]:  # as a process: it starts others and talks to them
+    elif words[:2] == ["fedtailor", "federation"] and words[2] in ("init", "submit", "status"):  # they load FLARE
         done = subprocess.run([sys.executable, "-m", "fedtailor.cli.main", *words[1:]], capture_output=True, text=True)
         print(done.stdout)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -100,8 +113,7 @@ def run_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
             main()
         assert ended.value.code in (None, 0), command
     elif words[0] == "torchrun":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free.getsockname()[1])]
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *meeting, *words[1:]],
             capture_output=True,

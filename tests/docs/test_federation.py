@@ -14,7 +14,7 @@ from tests.docs.pages import ROOT, run_page
 @pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
 def test_federation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], empty_folder: Path) -> None:
     try:
-        run_page(ROOT / "docs/how-to/federation.md", monkeypatch)
+        run_page(ROOT / "docs/how-to/federation.md", monkeypatch, port="18777")
     finally:
         for participant in empty_folder.glob("hospitals/*"):
             processes.stop(participant)

@@ -17,7 +17,6 @@ from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.experiments.tracking import of_results, of_round
 from fedtailor.metrics.library import known_metrics
 from tests.docs.pages import ROOT, run_page
-from tests.small import one_after_the_other
 
 
 def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +83,6 @@ def test_data_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one_after_the_other(monkeypatch)
     run_page(ROOT / "docs/how-to/compare.md", monkeypatch)
     out = capsys.readouterr().out
     assert "search/ditto_local.lr_0.3__lam_1.0-seed1000  6/6 rounds" in out
@@ -101,7 +99,6 @@ def test_all_keys_of_a_search_are_listed_with_their_defaults() -> None:
 
 
 def test_report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one_after_the_other(monkeypatch)
     run_page(ROOT / "docs/how-to/report.md", monkeypatch)
     out = capsys.readouterr().out
     for file in ("runs/small/fedrep-seed0/report.html", "small.html"):
@@ -127,13 +124,11 @@ def test_own_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_choose(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one_after_the_other(monkeypatch)
     run_page(ROOT / "docs/how-to/choose.md", monkeypatch)
     assert "Learn2pFed-Net" in capsys.readouterr().out
 
 
 def test_reproduce(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one_after_the_other(monkeypatch)
     Path("configs").symlink_to(ROOT / "configs")
     page = ROOT / "docs/how-to/reproduce.md"
     run_page(page, monkeypatch)
@@ -169,7 +164,6 @@ def test_names_of_what_trackers_are_told_are_listed() -> None:
 
 @pytest.mark.skipif(None in map(find_spec, ("optuna", "matplotlib")), reason="extras are not installed")
 def test_paper(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one_after_the_other(monkeypatch)
     run_page(ROOT / "docs/how-to/paper.md", monkeypatch)
     out = capsys.readouterr().out
     assert "by Optuna (TPE), seed 1000" in out

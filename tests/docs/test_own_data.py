@@ -1,4 +1,4 @@
-"""The page on own data runs, its table of options is complete, and its messages are those that are given."""
+"""The page on own data: its table of options is complete, its messages are those given; test_notebooks.py runs it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from fedtailor import data
 from fedtailor.data.configs import FolderConfig
 from fedtailor.errors import DataError
 from fedtailor.experiments.config import parse
-from tests.docs.pages import ROOT, make_sites, run_page
+from tests.docs.pages import ROOT, make_sites
 
 PAGE = ROOT / "docs/how-to/own-data.md"
 WEST = Path("sites/west.csv")
@@ -86,13 +86,6 @@ def listed(heading: str) -> list[list[str]]:
     section = PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     return rows[2:]
-
-
-def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run_page(PAGE, monkeypatch)
-    out = capsys.readouterr().out
-    assert 'target "outcome": classification (inferred: 2 distinct texts' in out
-    assert "west" in out
 
 
 def test_all_options_are_listed_with_their_defaults() -> None:

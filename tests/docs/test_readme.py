@@ -23,7 +23,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT 
 
 def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make_sites()
-    run_page(README, monkeypatch)
+    run_page(README, monkeypatch, processes=True)
     out = capsys.readouterr().out
     assert "all promises hold" in out
     assert "OwnHeads" in Path("runs/mine/table.md").read_text()

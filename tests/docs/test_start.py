@@ -1,4 +1,4 @@
-"""Pages for those who come new: the tape, other libraries, the gallery, agents."""
+"""Pages for those who come new: other libraries, the gallery, agents."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ import pytest
 from fedtailor.cli.main import app
 from fedtailor.experiments.config import parse, read_toml
 from tests.docs.pages import ROOT, run_page
-from tests.small import one_after_the_other
-
-
-def test_the_tape(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    module = run_page(ROOT / "docs/how-to/tape.md", monkeypatch)
-    assert module.accuracy["learnedsteps"] != module.accuracy["fedavg"]
-    learned = [float(v) for v in re.findall(r"client-0\d: ([\d.]+) \(began", capsys.readouterr().out)]
-    assert len(learned) == 6
-    assert len(set(learned)) > 1
 
 
 @pytest.mark.parametrize(("page", "made"), [("from-pfllib", "runs/pfllib/table.md"), ("from-fl-bench", "runs/flbench")])
 def test_other_libraries(page: str, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_after_the_other(monkeypatch)
     run_page(ROOT / f"docs/how-to/{page}.md", monkeypatch)
     assert Path(made).exists()
 

@@ -1,4 +1,4 @@
-"""Runs tests/devices, file by file, each in a process that begins with the second device."""
+"""Runs tests/devices in two processes that begin with the second device; each imports torch and all methods anew."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 from tests.devices import sim
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path.name for path in (ROOT / "tests/devices").glob("test_*.py"))
+FILES = sorted(f"tests/devices/{path.name}" for path in (ROOT / "tests/devices").glob("test_*.py"))
+LONG = "tests/devices/test_algorithms.py"
 
 
 @pytest.mark.skipif(sim.compiler() is None, reason="no C++ compiler: the second device cannot be made")
-@pytest.mark.parametrize("file", FILES)
-def test_on_the_second_device(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/devices/{file}"]
+@pytest.mark.parametrize("files", [[LONG], [file for file in FILES if file != LONG]], ids=["algorithms", "others"])
+def test_on_the_second_device(files: list[str]) -> None:
+    assert files
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = os.environ | {"FEDTAILOR_SECOND_DEVICE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
