@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from benchmarks.router import HOST, Router, namespace, why_not
 SERVER = """
 import socket
 with socket.create_server(("0.0.0.0", 7777)) as server:
+    print("listening", flush=True)
     while True:
         with server.accept()[0] as one:
             while part := one.recv(65536):
@@ -56,13 +56,14 @@ def started(name: str, program: str, *words: str) -> subprocess.Popen[str]:
 def test_packets_are_late_lost_and_cut_off(router: Router) -> None:
     with started("server", SERVER) as server:
         try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "listening\n"
             _tried(router)
         finally:
             server.kill()
 
 
 def _tried(router: Router) -> None:
-    time.sleep(0.5)
     router.delay, router.loss = 0.05, 0.05
     client = started("site", CLIENT, HOST)
     told = client.communicate(timeout=120)[0].split()

@@ -25,6 +25,18 @@ FEDTAILOR = [
     "-c",
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import fedtailor.cli.main as m; m.main()",
 ]
+# the third round takes as long as it takes the test to see it
+WAITING = """
+import time
+from fedtailor.experiments.store import RunFolder
+append = RunFolder.append_metrics
+def waiting(self, line):
+    length = append(self, line)
+    if line["round"] == 3:
+        time.sleep(600)
+    return length
+RunFolder.append_metrics = waiting
+"""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
@@ -35,11 +47,20 @@ def fedtailor(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def test_ctrl_c_prints_the_line_that_resumes(tmp_path: Path) -> None:
-    rounds = 40
+    rounds = 6
     (tmp_path / "task.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": rounds}))
     path = tmp_path / "my run"
     process = subprocess.Popen(
-        [*FEDTAILOR, "run", "task.toml", "--set", "algorithm.name=ditto", "--out", "my run"],
+        [
+            *FEDTAILOR[:2],
+            WAITING + FEDTAILOR[2],
+            "run",
+            "task.toml",
+            "--set",
+            "algorithm.name=ditto",
+            "--out",
+            "my run",
+        ],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
@@ -47,12 +68,12 @@ def test_ctrl_c_prints_the_line_that_resumes(tmp_path: Path) -> None:
         text=True,
     )
     while process.poll() is None and (not (path / METRICS).exists() or len(RunFolder(path).metrics()) < 3):
-        time.sleep(0.005)
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
     assert said == "interrupted; go on with: fedtailor resume 'my run'\n"
-    assert len(RunFolder(path).metrics()) < rounds
+    assert len(RunFolder(path).metrics()) == 3
     command = shlex.split(said.split("go on with: ")[1])
     resumed = fedtailor(*command[1:], folder=tmp_path)
     assert (resumed.returncode, resumed.stderr) == (0, "")
