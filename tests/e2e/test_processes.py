@@ -50,17 +50,9 @@ def test_ctrl_c_prints_the_line_that_resumes(tmp_path: Path) -> None:
     rounds = 6
     (tmp_path / "task.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": rounds}))
     path = tmp_path / "my run"
+    waiting = [*FEDTAILOR[:2], WAITING + FEDTAILOR[2]]
     process = subprocess.Popen(
-        [
-            *FEDTAILOR[:2],
-            WAITING + FEDTAILOR[2],
-            "run",
-            "task.toml",
-            "--set",
-            "algorithm.name=ditto",
-            "--out",
-            "my run",
-        ],
+        [*waiting, "run", "task.toml", "--set", "algorithm.name=ditto", "--out", "my run"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
@@ -99,7 +91,13 @@ def test_comparison_in_several_processes(tmp_path: Path, call: Call) -> None:
 
 
 def test_killed_and_resumed_run_equals_one_never_disturbed(tmp_path: Path) -> None:
-    report = kill_and_resume(tmp_path, kills=3, seed=1, algorithm="fedrep", rounds=30)
-    assert len(report.kills) == 3
-    assert report.reference == report.disturbed
-    assert report.equal
+    hits = 0
+    for seed in range(1, 9):  # on a busy machine a run may end before it is hit: then once more
+        (tmp_path / f"{seed}").mkdir()
+        report = kill_and_resume(tmp_path / f"{seed}", kills=3, seed=seed, algorithm="fedrep", rounds=30)
+        assert report.reference == report.disturbed
+        assert report.equal
+        hits += len(report.kills)
+        if hits >= 3:
+            return
+    raise AssertionError(f"only {hits} kills hit a run at work")
