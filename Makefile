@@ -9,7 +9,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	$(BIN)/lint-imports --no-cache && $(BIN)/python tools/structure.py src/fedtailor
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
+.PHONY: help setup demo test test-times test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -37,6 +37,10 @@ test: $(ALL_READY) ## Lint, type-check and run all tests (real-data tests when F
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & lint=$$!; \
 	$(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((lint ? lint : tests))
+
+TESTS ?= tests
+test-times: $(ALL_READY) ## Processor seconds of each test, TESTS=tests/contract for some
+	$(BIN)/python -m pytest -p tools.cpu_times $(TESTS)
 
 test-browser: $(ALL_READY) ## The reports in a real browser (needs Chromium)
 	$(BIN)/python -m pytest tests/report/test_browser.py

@@ -31,7 +31,7 @@ def test_three_sites_equal_the_loop_engine(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     logs = "".join(p.read_text()[-3000:] for p in tmp_path.glob("federation/*/log.txt") if done.returncode)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"

@@ -43,7 +43,7 @@ def torchrun(ranks: int, *command: str, **environment: str) -> subprocess.Comple
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
 
 
