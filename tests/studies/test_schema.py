@@ -11,15 +11,15 @@ import pytest
 from fedtailor.experiments.config import CONFIGS, CompareConfig, parse, read_toml
 from fedtailor.experiments.template import template
 from fedtailor.studies.schema import configuration_schema
-from tools.check_configs import files_of, mistakes
+from tools.check_configs import checked, files_of, mistakes
 
 
 @pytest.fixture(scope="module")
-def schema() -> dict[str, Any]:
-    return json.loads(json.dumps(configuration_schema(), default=str))
+def schema() -> Any:
+    return checked(json.loads(json.dumps(configuration_schema(), default=str)))
 
 
-def test_it_takes_every_configuration_of_ours(schema: dict[str, Any], tmp_path: Path) -> None:
+def test_it_takes_every_configuration_of_ours(schema: Any, tmp_path: Path) -> None:
     (tmp_path / "init.toml").write_text(template())
     files = files_of([CONFIGS, tmp_path])
     assert len(files) > 30
@@ -48,7 +48,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_it_refuses_what_the_program_refuses(schema: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_it_refuses_what_the_program_refuses(schema: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text(text)
     assert len(list(mistakes(schema, [tmp_path / "wrong.toml"]))) == 1
 
@@ -64,13 +64,13 @@ RIGHT = [
 
 
 @pytest.mark.parametrize("text", RIGHT)
-def test_it_takes_what_the_program_takes(schema: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_it_takes_what_the_program_takes(schema: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / "right.toml").write_text(text)
     parse(read_toml(tmp_path / "right.toml"), CompareConfig)
     assert list(mistakes(schema, [tmp_path / "right.toml"])) == []
 
 
-def test_a_published_table_with_a_misspelt_key_is_refused(schema: dict[str, Any], tmp_path: Path) -> None:
+def test_a_published_table_with_a_misspelt_key_is_refused(schema: Any, tmp_path: Path) -> None:
     text = (CONFIGS / "learn2pfed/table1.toml").read_text()
     for right, wrong in (("metric =", "metrik ="), ('"algorithm.name"', '"algorithm.nome"'), ("rounds", "roundz")):
         assert right in text
