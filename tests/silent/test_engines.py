@@ -150,7 +150,8 @@ def fingerprint(algorithm: str, engine: engines.EngineName, *, workers: int = 0,
     data = make_data(task).to(torch.float32) if is_linear else images()
     with torch_stream("initial values"):
         model = Model((Linear if is_linear else CNN)(data.shape, 3), head=["out"])
-    experiment = Experiment(brief(variants()[algorithm]), model, data, Solver(lr=0.05, batch_size=8), 3)
+    subject = brief(variants()[algorithm], epochs=1)
+    experiment = Experiment(subject, model, data, Solver(lr=0.05, batch_size=8), 3)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
