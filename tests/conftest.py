@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch is loaded: threads that wait leave others the core
 
@@ -16,6 +17,14 @@ HOME = tempfile.TemporaryDirectory()
 os.environ["XDG_CONFIG_HOME"] = HOME.name  # what tests run is not what the developer trusts
 settings.register_profile("same-every-time", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("same-every-time")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def without_fsync() -> Iterator[None]:
+    """Files of a test outlive its process, not the machine: waiting for the disk would be half of a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,6 @@ ESTIMATORS = (
     PersonalizedRegressor(**QUICK | {"rounds": 6}),  # type: ignore[arg-type]
 )
 CHECKS = [(e, check) for e in ESTIMATORS for _, check in estimator_checks_generator(e)]
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders of these fits live for a moment."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # some checks want warnings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,6 +160,7 @@ def assemble(
     )
 
 
+@cache
 def _digits() -> Pool:
     from sklearn.datasets import load_digits
 
