@@ -73,10 +73,10 @@ def test_long_rounds_are_spread_over_processes() -> None:
     assert engines.choose(dense, workers=2).name == "vmap"
     stacked = engines.make("vmap", dense, workers=2)
     assert isinstance(stacked, Pool)
-    assert stacked.chunk == 2 < STACKED // sum(v.nbytes for v in dense.model.params.values())  # four stacks of six
+    assert stacked.chunk == 3 < STACKED // sum(v.nbytes for v in dense.model.params.values())  # two stacks of six
     alone = engines.make("vmap", dense, workers=1)
     assert isinstance(alone, InProcess)
-    assert alone.chunk == 2  # as many on every machine
+    assert alone.chunk == 3  # as many on every machine
     assert isinstance(engines.make("vmap", setting(), workers=2), InProcess)  # rounds are short
     assert isinstance(engines.make("vmap", dense, workers=2, disk=Disk(Path(), 10**9)), Pool)
     ditto = replace(dense, algorithm=Ditto())  # with private states, too many for the budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
@@ -169,7 +170,11 @@ class Algorithm:
 
 def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callable[..., Any]]:
     """The methods marked by `on_client`, by name."""
-    kind = algorithm if isinstance(algorithm, type) else type(algorithm)
+    return _client_functions(algorithm if isinstance(algorithm, type) else type(algorithm))
+
+
+@lru_cache(maxsize=256)
+def _client_functions(kind: type[Algorithm]) -> dict[str, Callable[..., Any]]:
     defined = {name: fn for base in reversed(kind.__mro__) for name, fn in vars(base).items()}
     return {name: fn for name, fn in defined.items() if hasattr(fn, "sends")}
 

@@ -23,8 +23,8 @@ class Ragged(tuple[Tensor, Tensor]):
 
 def is_ragged(tree: Tree) -> bool:
     """Whether messages of this shape may differ in length."""
-    if isinstance(tree, Ragged):
-        return True
+    if isinstance(tree, (Tensor, Ragged)):
+        return not isinstance(tree, Tensor)
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
     return any(is_ragged(part) for part in parts)
 
@@ -38,21 +38,44 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     return None if tree is None else fn(tree, *rest)
 
 
-def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def items(tree: Tree, prefix: str = "") -> list[tuple[str, Tensor]]:
     """Leaves with their path, such as `("0/conv1.weight", tensor)`; dict entries in the order of their names."""
-    if isinstance(tree, dict):
+    pairs: list[tuple[str, Tensor]] = []
+    _collect(tree, prefix, pairs)
+    return pairs
+
+
+def _collect(tree: Tree, path: str, pairs: list[tuple[str, Tensor]]) -> None:
+    if isinstance(tree, Tensor):
+        pairs.append((path, tree))
+    elif isinstance(tree, dict):
         for k in sorted(tree):
-            yield from items(tree[k], f"{prefix}/{k}" if prefix else k)
+            _collect(tree[k], f"{path}/{k}" if path else k, pairs)
     elif isinstance(tree, (tuple, list)):
         for i, v in enumerate(tree):
-            yield from items(v, f"{prefix}/{i}" if prefix else str(i))
+            _collect(v, f"{path}/{i}" if path else str(i), pairs)
     elif tree is not None:
-        yield prefix, tree
+        pairs.append((path, tree))
 
 
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in the order of `items`."""
-    return [leaf for _, leaf in items(tree)]
+    found: list[Tensor] = []
+    _collect_leaves(tree, found)
+    return found
+
+
+def _collect_leaves(tree: Tree, found: list[Tensor]) -> None:  # without paths: every round asks many times
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif isinstance(tree, dict):
+        for k in sorted(tree):
+            _collect_leaves(tree[k], found)
+    elif isinstance(tree, (tuple, list)):
+        for v in tree:
+            _collect_leaves(v, found)
+    elif tree is not None:
+        found.append(tree)
 
 
 def rebuild(tree: Tree, new_leaves: Iterator[Any]) -> Tree:

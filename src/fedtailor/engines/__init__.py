@@ -32,7 +32,7 @@ ENGINES = {
     "wire": "every message through bytes; for tests and exact traffic",
     "flare": "a real federation of sites, each with its own data; see fedtailor federation --help",
 }
-STACKS = 4  # of a long round, whatever the number of cores: so many processes can share it
+STACK = 2.5e9  # floating-point operations that a stack of a long round has at least: fewer are not worth its messages
 
 
 def make(
@@ -63,15 +63,21 @@ def make(
     if name == "pool":
         return Pool(experiment, processes) if processes > 1 and _fits(experiment, disk) else loop(experiment, disk)
     # stacks depend on the experiment alone, so that results do not depend on the machine
-    is_long = not experiment.algorithm.at_once and operations(experiment, cohort) > MUCH
+    much = operations(experiment, cohort)
+    is_long = not experiment.algorithm.at_once and much > MUCH
     stack = chunk or fitting(experiment)
     if device.type != "cpu":
         return vmap(experiment, stack, disk)
     if is_long and not chunk:
-        stack = min(stack, math.ceil((cohort or clients) / STACKS))
+        stack = min(stack, math.ceil((cohort or clients) / _stacks(much)))
     if is_long and processes > 1 and _fits(experiment, disk):
         return Pool(experiment, processes, stack)
     return vmap(experiment, stack, disk)
+
+
+def _stacks(much: float) -> int:
+    """Of a round of so many operations, whatever the number of cores: 2, 4, 8 ..., that many processes can share."""
+    return 2 ** max(1, math.floor(math.log2(max(much / STACK, 1))))
 
 
 @contextmanager

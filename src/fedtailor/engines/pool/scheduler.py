@@ -69,31 +69,30 @@ class Queue:
 
     def __init__(self, costs: Sequence[int]) -> None:
         self._costs = costs
-        self._units: deque[Unit] = deque()
-        self.left = 0  # their costs
+        self._units: deque[tuple[Unit, int]] = deque()  # with their costs
+        self.left = 0  # the sum of these
 
     def __bool__(self) -> bool:
         return bool(self._units)
 
     def add(self, unit: Unit, *, first: bool = False) -> None:
         """To be done last or, if it was tried before, next."""
-        (self._units.appendleft if first else self._units.append)(unit)
-        self.left += self._cost(unit)
+        cost = sum(self._costs[task.client] for task in unit.tasks)
+        (self._units.appendleft if first else self._units.append)((unit, cost))
+        self.left += cost
 
     def portion(self, share: float, most: int, alone: Counter[int]) -> list[Unit]:
         """Units of about that cost, at least one and at most so many; those with clients in `alone` for themselves."""
         portion: list[Unit] = []
         while self._units and len(portion) < max(most, 1):
-            unit = self._units[0]
-            is_apart = any(alone[task.client] for task in unit.tasks)
-            if portion and (self._cost(unit) > share + 1e-9 * self.left or is_apart):
+            unit, cost = self._units[0]
+            is_apart = bool(alone) and any(alone[task.client] for task in unit.tasks)
+            if portion and (cost > share + 1e-9 * self.left or is_apart):
                 break
-            portion.append(self._units.popleft())
-            share -= self._cost(unit)
-            self.left -= self._cost(unit)
+            self._units.popleft()
+            portion.append(unit)
+            share -= cost
+            self.left -= cost
             if is_apart:
                 break
         return portion
-
-    def _cost(self, unit: Unit) -> int:
-        return sum(self._costs[task.client] for task in unit.tasks)
