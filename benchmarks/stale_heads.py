@@ -93,7 +93,7 @@ def measured(method: str, seed: int) -> dict[str, float]:
         own = {c: m for c in states if (m := before_the_average(method, states[c], sent[c], names)) is not None}
         ways |= {"before": own} if len(own) == len(states) else {}
         if method != "fedselect":  # whose newcomers train the whole model
-            ways |= {f"refitted {k}": {c: made.algorithm.adapt(me(c), server, k) for c in states} for k in REFITS}
+            ways |= {f"refitted {k}": {c: made.algorithm.onboard(me(c), server, k) for c in states} for k in REFITS}
     return {way: accuracy(made, models) for way, models in ways.items()}
 
 

@@ -160,3 +160,9 @@ def test_what_is_kept_is_what_differs(name: str) -> None:
         case _:
             assert kind.keeps == "group"
             assert kind.learns == "groups"
+
+
+@pytest.mark.parametrize(("old", "new"), [("join", "onboard_init"), ("adapt", "onboard"), ("fits", "onboards_fitted")])
+def test_names_of_old_hooks_are_refused(old: str, new: str) -> None:
+    with pytest.raises(TypeError, match=f"Mine.{old}: this is called {new} now"):
+        type("Mine", (Algorithm,), {old: None})

@@ -164,12 +164,12 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
 
 
 def test_a_fit_names_only_folders_in_it(run: Path) -> None:
-    from fedtailor.serving.onboard import joined_run
+    from fedtailor.serving.onboard import source_run
     from fedtailor.serving.personal import run_of
 
     Path("fit").mkdir()
     for name in ("../run", "/etc", "", 3):
         write_json(Path("fit/fit.json"), {"newcomers": name, "sites": {"s": {"run": "run"}}, "kind": "last"})
-        for use in (lambda: run_of(Path("fit"), "s"), lambda: joined_run(Path("fit"))):
+        for use in (lambda: run_of(Path("fit"), "s"), lambda: source_run(Path("fit"))):
             with pytest.raises(UserError, match="which is no folder in it"):
                 use()

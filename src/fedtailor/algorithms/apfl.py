@@ -54,7 +54,7 @@ class APFL(Algorithm):
     def client_init(self, me: ClientContext) -> Tree:
         return {"v": me.model.trainable, "alpha": torch.full_like(me.n, self.alpha)}
 
-    def join(self, me: ClientContext, w: Params) -> Tree:
+    def onboard_init(self, me: ClientContext, w: Params) -> Tree:
         return self.client_init(me) | {"v": {k: w[k] for k in me.model.trainable}}
 
     @on_client(sends=(MODEL, COUNT))

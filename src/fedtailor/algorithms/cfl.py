@@ -65,7 +65,7 @@ class CFL(Algorithm):
     def client_init(self, me: ClientContext) -> Tree:
         return {"node": torch.zeros_like(me.n, dtype=torch.int64)}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         """A newcomer goes down to a leaf, with one local training at every split on its way."""
         node = self.client_init(me)["node"]
         for _ in range(levels(server["child"].tolist())):  # the tree is the same for all who join

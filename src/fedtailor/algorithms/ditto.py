@@ -53,5 +53,5 @@ class Ditto(Algorithm):
     def personal(self, me: ClientContext, w: Params) -> Params:
         return me.state
 
-    def adapt(self, me: ClientContext, w: Params, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, w: Params, epochs: int) -> Params:
         return me.sgd(w, epochs=epochs, prox=(w, self.lam))

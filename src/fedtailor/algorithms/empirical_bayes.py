@@ -34,7 +34,7 @@ class EmpiricalBayes(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{laird1982random,
   title={Random-Effects Models for Longitudinal Data},
   author={Laird, Nan M. and Ware, James H.},

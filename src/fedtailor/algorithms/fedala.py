@@ -58,7 +58,7 @@ class FedALA(Algorithm):
         theta = last_layers(me.model, self.layers)
         return {"theta": theta, "W": tree_map(torch.ones_like, theta)}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         return self.client_init(me) | {"theta": {k: server["common"][k] for k in last_layers(me.model, self.layers)}}
 
     @on_client(sends=(MODEL, COUNT))

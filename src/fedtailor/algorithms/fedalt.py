@@ -80,7 +80,7 @@ class FedALT(Algorithm):
         r = rest(me.state, server["sum"], server["count"], server["rounds"])
         return me.state["v"] | beside(G, me.state["mixer"]) | beside(R, r)
 
-    def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         r = rest(me.state, server["sum"], server["count"], server["rounds"])
         v, mixer = self.fitted(me, r, epochs)
         return v | beside(G, mixer) | beside(R, r)

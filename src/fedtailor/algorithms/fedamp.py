@@ -55,7 +55,7 @@ class FedAMP(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
-    def join(self, me: ClientContext, server: Tree) -> Params:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Params:
         return mean_or(me.model.params, server["w"])
 
     @on_client(sends=MODEL)

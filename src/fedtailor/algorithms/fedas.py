@@ -59,7 +59,7 @@ class FedAS(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
-    def join(self, me: ClientContext, theta: Params) -> Params:
+    def onboard_init(self, me: ClientContext, theta: Params) -> Params:
         return me.model.params | theta
 
     @on_client(sends=(BODY, COUNT))

@@ -24,7 +24,7 @@ class FedAvgFT(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{yu2020salvaging,
   title={Salvaging Federated Learning by Local Adaptation},

@@ -24,7 +24,7 @@ class FedBABU(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{oh2022fedbabu,
   title={{FedBABU}: Toward Enhanced Representation for Federated Image Classification},
   author={Oh, Jaehoon and Kim, Sangmook and Yun, Se-Young},

@@ -63,7 +63,7 @@ class FedCP(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.head
 
-    def join(self, me: ClientContext, server: Tree) -> Params:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Params:
         head: Params = server["head"]
         return head
 
@@ -94,7 +94,7 @@ class FedCP(Algorithm):
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         return parted(model, personal, direction({k: personal[k] for k in model.head}), x)
 
-    def adapt(self, me: ClientContext, common: Tree, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, common: Tree, epochs: int) -> Params:
         rest = {k: v for k, v in self.personal(me, common).items() if k not in me.state}
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:

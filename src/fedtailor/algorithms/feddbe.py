@@ -93,7 +93,7 @@ class FedDBE(Algorithm):
 
         return features_and_logits(model, personal, x, training=training, change=debiased)[1]
 
-    def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
             return me.experiment.loss(self.predict(me.model, t, x, training=True), y)
 

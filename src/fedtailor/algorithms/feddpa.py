@@ -96,7 +96,7 @@ class FedDPA(Algorithm):
         like = normalize(self.outputs(model, personal, x, 1.0), dim=1) @ personal[REFERENCE]
         return self.outputs(model, personal, x, self.scale * like)
 
-    def adapt(self, me: ClientContext, w: Params, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, w: Params, epochs: int) -> Params:
         me.state = self.fitted(me, w, epochs)
         return self.personal(me, w)
 

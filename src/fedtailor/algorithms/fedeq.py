@@ -75,7 +75,7 @@ class FeDEQ(Algorithm):
         never = torch.full_like(me.n, -2, dtype=torch.int64)
         return {"theta": me.model.body, "w": me.model.head, "u": u, "round": never}
 
-    def join(self, me: ClientContext, theta: Params) -> Tree:
+    def onboard_init(self, me: ClientContext, theta: Params) -> Tree:
         return self.client_init(me) | {"theta": theta}
 
     @on_client(sends=(BODY, COUNT))

@@ -52,7 +52,7 @@ class FedFomo(Algorithm):
         theta = me.model.params
         return {"theta": theta, "trained": theta, "move": nothing, "total": torch.zeros_like(me.n)}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         mean = mean_or(me.model.params, server["models"])
         return self.client_init(me) | {"theta": mean, "trained": mean}
 

@@ -43,7 +43,7 @@ class FedL2P(Algorithm):
     learns: ClassVar[str] = "adaptation"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{lee2023fedl2p,
   title={{FedL2P}: Federated Learning to Personalize},
   author={Lee, Royson and Kim, Minyoung and Li, Da and Qiu, Xinchi and Hospedales, Timothy and Husz\\'ar, Ferenc and

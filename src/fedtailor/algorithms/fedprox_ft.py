@@ -26,7 +26,7 @@ class FedProxFT(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
     citation: ClassVar[str] = FedProx.citation
 

@@ -76,7 +76,7 @@ class FedRoD(Algorithm):
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         return both(personal, *features_and_logits(model, personal, x))
 
-    def adapt(self, me: ClientContext, w: Params, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, w: Params, epochs: int) -> Params:
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
             return cross_entropy(both(t, *features_and_logits(me.model, t, x, training=True)), y, reduction="none")
 

@@ -36,7 +36,7 @@ class IFCA(Algorithm):
     title: ClassVar[str] = "IFCA"
     learns: ClassVar[str] = "groups"
     keeps: ClassVar[str] = "group"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{ghosh2020efficient,
   title={An Efficient Framework for Clustered Federated Learning},
   author={Ghosh, Avishek and Chung, Jichan and Yin, Dong and Ramchandran, Kannan},

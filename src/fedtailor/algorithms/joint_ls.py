@@ -40,7 +40,7 @@ class JointLS(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "entries"
     private: ClassVar[str] = "personal coefficients"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@book{golub2013matrix,
   title={Matrix Computations}, edition={4},
   author={Golub, Gene H. and Van Loan, Charles F.},

@@ -42,7 +42,7 @@ class KNNPer(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "features"
     private: ClassVar[str] = "features of samples, their share"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{marfoq2022personalized,
   title={Personalized Federated Learning through Local Memorization},
   author={Marfoq, Othmane and Neglia, Giovanni and Kameni, Laetitia and Vidal, Richard},

@@ -28,7 +28,7 @@ class Learn2pFed(UnrolledADMM):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model, degrees, steps"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"outer": "train", "pull": 0.0, "positive": "relu", "lam": 5e-4, "rho": 0.01, "theta": 0.01}
         | {
@@ -58,7 +58,7 @@ class Learn2pFed(UnrolledADMM):
         data |= {"held": ridge.statistics(me.model, me.val)} if self.outer == "holdout" else {}
         return data | {"v": v, "z": v - v, "a": v - v, "learned": self.first_numbers(v)}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
         s["learned"]["raw"] = learnables.pulled(s["learned"]["raw"], learnables.degrees(server["common"]["raw"]), 1.0)
         v = ridge.shrunk(self.evidence(s), self.roots_of(s, server), server["w"])

@@ -53,7 +53,7 @@ class Learn2pFedNet(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "own model, dual, degrees"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0}
         | {"outer_lr": 0.01, "serve": "own"},
@@ -78,7 +78,7 @@ class Learn2pFedNet(Algorithm):
         moments = tree_map(torch.zeros_like, first := degrees.first(zero, self.grain, self.share, self.rho))
         return {"v": me.model.params, "z": zero, "a": zero, "degrees": first, "first": moments, "second": moments}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
         s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the common ones
         return self.fitted(me, s, server["w"], {})[0]

@@ -39,7 +39,7 @@ class LinearAlone(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the whole model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{hoerl1970ridge,
   title={Ridge Regression: Biased Estimation for Nonorthogonal Problems},
   author={Hoerl, Arthur E. and Kennard, Robert W.},
@@ -52,7 +52,7 @@ class LinearAlone(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
-    def join(self, me: ClientContext, server: Tree) -> Params:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Params:
         return self.solved(me)
 
     @on_client()

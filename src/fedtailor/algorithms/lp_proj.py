@@ -88,7 +88,7 @@ class LpProj(Algorithm):
     def personal(self, me: ClientContext, u: Tensor) -> Params:
         return me.state
 
-    def adapt(self, me: ClientContext, u: Tensor, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, u: Tensor, epochs: int) -> Params:
         return self.local(me, u)[0]
 
     def projection(self, model: Model) -> Params:

@@ -52,7 +52,7 @@ class MixedLogit(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{breslow1993approximate,
   title={Approximate Inference in Generalized Linear Mixed Models},

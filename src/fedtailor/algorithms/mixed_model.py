@@ -39,7 +39,7 @@ class MixedModel(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{bates2015lme4,
   title={Fitting Linear Mixed-Effects Models Using lme4},

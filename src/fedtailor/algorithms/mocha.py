@@ -54,7 +54,7 @@ class MOCHA(Algorithm):
         zero = torch.zeros_like(ridge.as_vector(me.model, me.model.params))
         return {"d": ridge.statistics(me.model, me.train), "w": zero, "b": zero}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         return self.client_init(me) | {"w": server["W"].sum(-1) / server["is_known"].sum()}
 
     @on_client(sends=VECTOR)

@@ -34,7 +34,7 @@ class MRMTL(Algorithm):
 }"""
 
     server_init, client_init = Ditto.server_init, Ditto.client_init
-    personal, adapt = Ditto.personal, Ditto.adapt
+    personal, onboard = Ditto.personal, Ditto.onboard
 
     @on_client(sends=MODEL)
     def local(self, me: ClientContext, w_bar: Params) -> tuple[Tree, Tree]:

@@ -45,7 +45,7 @@ class PeFLL(Algorithm):
     title: ClassVar[str] = "PeFLL"
     learns: ClassVar[str] = "generators"
     keeps: ClassVar[str] = "model"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{scott2024pefll,
   title={{PeFLL}: Personalized Federated Learning by Learning to Learn},
   author={Scott, Jonathan and Zakerinia, Hossein and Lampert, Christoph H.},

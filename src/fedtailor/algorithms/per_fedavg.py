@@ -41,7 +41,7 @@ class PerFedAvg(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the model after the own step"
     needs_tensor: ClassVar[bool] = True
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {"first-order": {"order": "first"}}
     citation: ClassVar[str] = """@inproceedings{fallah2020personalized,

@@ -59,7 +59,7 @@ class PFedBayes(Algorithm):
         rho = {k: torch.full_like(v, log(self.sigma)) for k, v in me.model.trainable.items()}
         return {"mu": me.model.trainable, "rho": rho}
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         rho = {k: v.log() / 2 for k, v in server["variance"].items()}
         return {"mu": {k: server["mu"][k] for k in me.model.trainable}, "rho": rho}
 
@@ -99,7 +99,7 @@ class PFedBayes(Algorithm):
     def personal(self, me: ClientContext, server: Tree) -> Params:
         return server["mu"] | me.state["mu"]
 
-    def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         state, statistics = self.posterior(me, server, epochs)
         return state["mu"] | statistics
 

@@ -83,7 +83,7 @@ class PFedGate(Algorithm):
     def personal(self, me: ClientContext, theta: Params) -> Params:
         return theta | self.gated(me.model, theta, self.mean_gates(me, me.state["A"], me.state["b"]))
 
-    def adapt(self, me: ClientContext, theta: Params, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, theta: Params, epochs: int) -> Params:
         gate = self.trained(me, {}, theta, epochs)
         return theta | self.gated(me.model, theta, self.mean_gates(me, gate[A], gate[B]))
 

@@ -81,7 +81,7 @@ class PFedHN(Algorithm):
     def personal(self, me: ClientContext, server: Tree) -> Params:
         return hypernetwork.generated(server["phi"], me.state["v"], me.model) | server["statistics"]
 
-    def adapt(self, me: ClientContext, server: Tree, epochs: int) -> Params:
+    def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         """Only the embedding is learned, on all samples at a time."""
 
         def model(v: Tensor) -> Params:

@@ -70,4 +70,4 @@ class PFedMe(Algorithm):
     def personal(self, me: ClientContext, w: Params) -> Params:
         return me.state
 
-    adapt = Ditto.adapt
+    onboard = Ditto.onboard

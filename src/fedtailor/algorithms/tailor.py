@@ -63,7 +63,7 @@ class Tailor(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "own models, label prior, deviation of its degrees, mixture"
-    fits: ClassVar[bool] = True
+    onboards_fitted: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         name: {"learned": (), "prior": 0.0, "mixes": False, "tune_epochs": tune, "share": body, "head_share": head}
         for name, tune, body, head in (
@@ -95,7 +95,7 @@ class Tailor(Algorithm):
         state = {"v": me.model.params, "u": learnable(me.model.like.new_zeros(2 * layers + 1))}
         return state | ({"alone": me.buffers | me.model.params} if self.mixes else {})
 
-    def join(self, me: ClientContext, server: Tree) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         state = self.client_init(me)
         return state | {k: state[k] | server["w"] for k in ("v", "alone") if k in state}
 

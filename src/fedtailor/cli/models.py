@@ -171,10 +171,10 @@ def onboard(
     """
     from fedtailor.cli.listing import print_newcomer
     from fedtailor.cli.records import newcomer_record
-    from fedtailor.serving.onboard import onboard as join
+    from fedtailor.serving import onboard as onboarding
 
     trusted(run, trust)
-    newcomer = join(run, data, name, epochs, data_root)
+    newcomer = onboarding.onboard(run, data, name, epochs, data_root)
     if as_json:
         print_json(newcomer_record(name, newcomer))
     else:

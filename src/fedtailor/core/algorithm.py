@@ -100,11 +100,16 @@ class Algorithm:
     by_client: ClassVar[tuple[str, ...]] = ()  # keys of the server's state whose last dimension is the clients
     by_pair: ClassVar[tuple[str, ...]] = ()  # and those whose last two dimensions are
     counts_all: ClassVar[bool] = False  # the number of all clients, present or not, is in its equations
-    fits: ClassVar[bool] = False  # `join` or `personal` fit a newcomer to its data
+    onboards_fitted: ClassVar[bool] = False  # `onboard_init` or `personal` fit a newcomer to its data
     at_once: ClassVar[bool] = False  # has rounds that are computed, or taped, on the stack of all clients
     settles: ClassVar[bool] = False  # makes exchanges until its numbers have settled: rounding may add one
     needs_tensor: ClassVar[bool] = False  # a sample must be one tensor of numbers: it computes with samples itself
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
+
+    def __init_subclass__(cls) -> None:
+        for old, new in {"join": "onboard_init", "adapt": "onboard", "fits": "onboards_fitted"}.items():
+            if old in vars(cls):  # else it would never be called, without a word
+                raise TypeError(f"{cls.__name__}.{old}: this is called {new} now")
 
     @property
     def preparation(self) -> int:
@@ -130,7 +135,7 @@ class Algorithm:
         """A client's private state before its first round; its keys and shapes stay as they are here."""
         return {}
 
-    def join(self, me: ClientContext, server: Tree, /) -> Tree:
+    def onboard_init(self, me: ClientContext, server: Tree, /) -> Tree:
         """The first private state of a client that comes to a federation already trained, from one local step."""
         return self.client_init(me)
 
@@ -142,14 +147,14 @@ class Algorithm:
         """With what this client predicts."""
         raise NotImplementedError
 
-    def adapt(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
-        """With what a newcomer predicts, after it has joined: its own part is trained, or all if nothing is its own.
+    def onboard(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
+        """With what a newcomer predicts, after `onboard_init`: its own part is trained, or all if nothing is its own.
 
-        The part that the server knows stays as it is. Where `join` or `personal` fit a client to its data already,
-        `fits` says so, and nothing is trained.
+        The part that the server knows stays as it is. Where `onboard_init` or `personal` fit a client to its data
+        already, `onboards_fitted` says so, and nothing is trained.
         """
         start = self.personal(me, server)
-        if self.fits:
+        if self.onboards_fitted:
             return start
         common = {path.rpartition("/")[2] for path, _ in items(server)}
         own = {k: v for k, v in start.items() if k not in common} or start

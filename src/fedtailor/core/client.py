@@ -143,7 +143,7 @@ def pull_back(outcome: Outcome, state_cotangent: Tree | None, reply_cotangent: T
 def initial(
     experiment: Experiment, members: Sequence[int], server: Tree = None, *, is_stacked: bool
 ) -> tuple[Tree, Tree]:
-    """Private state and buffers of new clients; with `server`, of clients that join a federation already trained."""
+    """Private state and buffers of new clients; with `server`, of newcomers to a federation already trained."""
     if experiment.by_architecture:
         name = experiment.architecture(members[0])
         parts = {k: initial(e, members, server, is_stacked=is_stacked) for k, e in experiment.by_architecture.items()}
@@ -151,7 +151,9 @@ def initial(
         return {k: state for k, (state, _) in parts.items()}, {k: buffers for k, (_, buffers) in parts.items()}
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
-        return experiment.algorithm.client_init(me) if server is None else experiment.algorithm.join(me, args[0])
+        return (
+            experiment.algorithm.client_init(me) if server is None else experiment.algorithm.onboard_init(me, args[0])
+        )
 
     each = [dict(experiment.model.private_buffers) for _ in members]
     for member, own in zip(members, each, strict=True):
@@ -208,7 +210,7 @@ def onboard(experiment: Experiment, member: int, server: Tree, epochs: int) -> P
     state, buffers = initial(experiment, [member], server, is_stacked=False)
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
-        params = experiment.algorithm.adapt(me, args[0], epochs)
+        params = experiment.algorithm.onboard(me, args[0], epochs)
         return {k: v for k, v in me.buffers.items() if k not in params} | params
 
     key = (experiment.seed, "onboard")

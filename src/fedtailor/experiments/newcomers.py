@@ -28,7 +28,7 @@ def hold_out(data: FederatedData, share: float, seed: int) -> tuple[FederatedDat
         raise ConfigError(f"evaluation.unseen = {share:g}: of {clients} clients none would be left to train with")
     order = stream(seed, "unseen").permutation(clients).tolist()
     seen = data.only(sorted(order[count:]))
-    note = f"{count} of {clients} clients take no part in training; they join at the end"
+    note = f"{count} of {clients} clients take no part in training; they are onboarded at the end"
     return replace(seen, notes=(*seen.notes, note)), data.only(sorted(order[:count]))
 
 
@@ -36,7 +36,7 @@ def onboarded(
     experiment: Experiment, newcomers: FederatedData, server: Tree, epochs: int
 ) -> Iterator[tuple[Params, dict[str, dict[str, Tensor]]]]:
     """The personal model of each newcomer, and its metrics by split; nobody else is touched."""
-    joined = replace(experiment, data=newcomers, unseen=None, environment=Environment())
+    own = replace(experiment, data=newcomers, unseen=None, environment=Environment())
     for i in range(len(newcomers.clients)):
-        model = onboard(joined, i, server, epochs)
-        yield model, evaluate(joined, [i], model, ("val", "test"), is_stacked=False)
+        model = onboard(own, i, server, epochs)
+        yield model, evaluate(own, [i], model, ("val", "test"), is_stacked=False)

@@ -314,13 +314,13 @@ class Run:
         return test
 
     def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
-        """Clients that took no part join now; what they reach, and by how much those who trained are better off."""
+        """Onboard clients that took no part: what they reach, and by how much those who trained are better off."""
         wanted = self.config.evaluation.unseen_epochs
-        joined = list(onboarded(self.engine.experiment, newcomers, self.server, EPOCHS if wanted is None else wanted))
+        served = list(onboarded(self.engine.experiment, newcomers, self.server, EPOCHS if wanted is None else wanted))
         with folder.personal_models("unseen") as keep:
-            for client, (model, _) in zip(newcomers.clients, joined, strict=True):
+            for client, (model, _) in zip(newcomers.clients, served, strict=True):
                 keep(client, model)
-        test = {k: [float(metrics["test"][k]) for _, metrics in joined] for k in seen}
+        test = {k: [float(metrics["test"][k]) for _, metrics in served] for k in seen}
         summary = self._summaries(test)
         gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}

@@ -314,7 +314,7 @@ def _train(folder: RunFolder, run: Run, listener: Listener | None, options: Opti
                 saved_at = time.perf_counter()
         if last == config.rounds or is_over:
             run.finish(folder)
-            if run.goes_back:  # the state that newcomers join is the one that was tested
+            if run.goes_back:  # newcomers are onboarded from the state that was tested
                 run.save(folder, length)
             callbacks.run_ends(folder.results or {})
     return folder

@@ -225,7 +225,7 @@ class EvaluationSection(Section):
         default=None,
         gt=0,
         lt=1,
-        description="Fraction of clients held out of training; they join at the end and are evaluated.",
+        description="Fraction of clients held out of training; they are onboarded at the end and evaluated.",
     )
     unseen_epochs: int | None = Field(
         default=None, ge=0, description="Epochs of fine-tuning for held-out clients; 3 by default."

@@ -59,8 +59,8 @@ ORDER = "order of rows in the file"
 def _sites(path: Path) -> list[str]:
     if (path / FIT).exists():
         record = read_json(path / FIT)
-        joined = part_of(path, record["newcomers"])
-        return [*record["sites"], *(p.parent.name for p in joined.glob("newcomers/*/index.json"))]
+        source = part_of(path, record["newcomers"])
+        return [*record["sites"], *(p.parent.name for p in source.glob("newcomers/*/index.json"))]
     return list(RunFolder.open(path).about["clients"])
 
 

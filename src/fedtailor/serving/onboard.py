@@ -29,7 +29,7 @@ class Newcomer(NamedTuple):
 
 def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: Path | None = None) -> Newcomer:
     """Adapt the run's last common state to the newcomer's data, save its model in the run's folder and measure it."""
-    folder = RunFolder.open(joined_run(run))
+    folder = RunFolder.open(source_run(run))
     run = folder.path
     saved = folder.load_checkpoint()
     if folder.results is None or saved is None:
@@ -62,8 +62,8 @@ def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float
     return {name: value * {"rmse": sd, "mse": sd**2}.get(name, 1.0) for name, value in metrics.items()}
 
 
-def joined_run(path: Path) -> Path:
-    """The run that a newcomer joins: of a fit the one that serves its sites best together."""
+def source_run(path: Path) -> Path:
+    """The run from which a newcomer is onboarded: of a fit the one that serves its sites best together."""
     if not (path / FIT).exists():
         return path
     chosen = read_json(path / FIT)

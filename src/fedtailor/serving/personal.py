@@ -167,9 +167,9 @@ def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
             raise RunError(
                 f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on"
             )
-        joined = part_of(path, chosen["newcomers"])
+        source = part_of(path, chosen["newcomers"])
         known = {name: part_of(path, row["run"]) for name, row in chosen["sites"].items()}
-        known |= dict.fromkeys(_newcomers(joined), joined)
+        known |= dict.fromkeys(_newcomers(source), source)
         if site not in known:
             raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
         folder, kind = RunFolder.open(known[site]), chosen["kind"]

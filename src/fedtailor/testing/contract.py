@@ -227,7 +227,7 @@ def newcomers_are_served(algorithm: Algorithm) -> None:
     if set(model) != set(models(fed, server)["di"]):
         raise BrokenPromise("a newcomer's model has other keys than the others'")
     if not all(bool(torch.isfinite(v).all()) for v in model.values()):
-        raise BrokenPromise("a newcomer's model is not finite; see join and adapt")
+        raise BrokenPromise("a newcomer's model is not finite; see onboard_init and onboard")
 
 
 def federation(algorithm: Algorithm, engine: str, case: Case) -> Federation:
