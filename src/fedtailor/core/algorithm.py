@@ -179,7 +179,7 @@ def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callab
 
 
 @lru_cache(maxsize=256)
-def _client_functions(kind: type[Algorithm]) -> dict[str, Callable[..., Any]]:
+def _client_functions(kind: type[Any]) -> dict[str, Callable[..., Any]]:
     defined = {name: fn for base in reversed(kind.__mro__) for name, fn in vars(base).items()}
     return {name: fn for name, fn in defined.items() if hasattr(fn, "sends")}
 
