@@ -175,7 +175,8 @@ class Algorithm:
 
 def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callable[..., Any]]:
     """The methods marked by `on_client`, by name."""
-    return _client_functions(algorithm if isinstance(algorithm, type) else type(algorithm))
+    kind: Any = algorithm if isinstance(algorithm, type) else type(algorithm)
+    return _client_functions(kind)
 
 
 @lru_cache(maxsize=256)
