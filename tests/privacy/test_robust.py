@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedtailor.core.federation import Federation
+from fedtailor.core.per_client import PerClient
+from fedtailor.core.record import Attendance
 from fedtailor.engines.attacked import TRIGGER, Attack, with_backdoor, with_flipped_labels
+from fedtailor.engines.loop import loop
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
-from fedtailor.privacy.robust import MEANS, clipped, krum, median, trimmed
+from fedtailor.privacy.robust import MEANS, clipped, krum, median, mixed_rows, trimmed
 from tests.helpers import assert_equal, make_data
 from tests.small import config
 
@@ -38,6 +42,30 @@ def test_liars_move_it_little(name: str) -> None:
         assert (MEANS[name](rows, 4) - 1).abs().max() < 1.1 * 9 * 0.25  # the mean moves by a fifth of the lie
         assert (rows.mean(0) - 1).abs().min() > 1.7
         assert (MEANS[name](rows, 4) - 1).norm() < 0.5 * (rows.mean(0) - 1).norm()
+
+
+def test_neighbours_hide_chance_and_not_what_is_common() -> None:
+    """Liars on one side of every coordinate shift the median by as much as honest clients differ."""
+    draw = torch.Generator().manual_seed(0)
+    honest = 0.1 + torch.randn(16, 400, generator=draw, dtype=torch.float64)
+    rows = torch.cat([honest, -10 * honest[:4]])
+    wanted = honest.mean(0)
+    plain, mixed = (median(r, 4) for r in (rows, mixed_rows(rows, 4)))
+    assert (mixed - wanted).norm() < 0.3 * (plain - wanted).norm()
+    by_hand = torch.tensor([[0.0], [1.0], [3.0], [50.0]], dtype=torch.float64)
+    assert mixed_rows(by_hand, 1).flatten().tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 18])
+
+
+def test_a_sum_is_robust_as_the_mean_is() -> None:
+    """Some methods sum gradients and take a step on them: a liar must not decide its sign."""
+    experiment = build_experiment(config("data.clients=6", "aggregation.mean=median"))
+    fed = Federation(loop(experiment))
+    fed.attendance = Attendance(1, tuple(range(6)), tuple(range(6)))
+    gradients = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1000.0])
+    replies = PerClient(tuple(range(6)), {"gradient": gradients, "count": torch.arange(6)})
+    total = experiment.aggregation.total(fed, replies)
+    assert float(total["gradient"]) == 6.0
+    assert int(total["count"]) == 15  # whole numbers are added up
 
 
 def test_too_few_clients_are_said() -> None:

@@ -275,11 +275,16 @@ class AggregationSection(Section):
         description="Mean over clients: weighted by samples, clients (each the same), or robust: median, trimmed, "
         "geometric, krum, clipped (to the median distance).",
     )
-    liars: float = Field(default=0.2, ge=0, lt=0.5, description="Share of the clients that may lie; trimmed and krum.")
+    liars: float = Field(default=0.2, ge=0, lt=0.5, description="Share of the clients that may lie.")
+    neighbours: bool = Field(
+        default=True,
+        description="Before a robust mean but krum, replace each reply by the mean of those nearest to it, without as "
+        "many as may lie.",
+    )
 
     def made(self) -> RobustMean | None:
         """None for the weighted mean."""
-        return None if self.mean == "weighted" else RobustMean(self.mean, self.liars)
+        return None if self.mean == "weighted" else RobustMean(self.mean, self.liars, self.neighbours)
 
 
 class AttackSection(Section):

@@ -83,6 +83,8 @@ class Privacy:
 
     def total(self, fed: Federation, x: PerClient) -> Tree:
         """`fed.sum` of replies."""
+        if self.robust is not None:
+            return self.robust.total(fed, x)
         return _summed(fed, self, x, None, is_mean=False) if self.is_closed else IN_THE_OPEN.total(fed, x)
 
     def mean(self, fed: Federation, x: PerClient, weight: PerClient | None) -> Tree:

@@ -1,7 +1,8 @@
 """Means that a few clients cannot move far, whatever they send. `rows` has one client per row.
 
 Median and trimmed mean: Yin et al., ICML 2018. Krum: Blanchard et al., NeurIPS 2017. Geometric median: Pillutla et al.,
-IEEE TSP 2022. All of them count every client once: a weight would be one more thing to lie about.
+IEEE TSP 2022. Neighbours: Allouah et al., AISTATS 2023. All of them count every client once: a weight would be one more
+thing to lie about.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from fedtailor.core.aggregation import IN_THE_OPEN
 from fedtailor.core.trees import Tree, leaves, rebuild
 from fedtailor.errors import ConfigError
 
@@ -31,6 +33,14 @@ class RobustMean:
 
     name: MeanName
     liars: float  # share of the clients
+    neighbours: bool = True  # rows are means of their nearest ones first
+
+    def total(self, fed: Federation, x: PerClient) -> Tree:
+        """`fed.sum` of replies: as many times the mean as there are clients; whole numbers are added up."""
+        tree, exact = x.rows(fed.group), IN_THE_OPEN.total(fed, x)
+        n = [len(v) for v in leaves(tree)]
+        parts = zip(leaves(self.mean(fed, x)), leaves(exact), n, strict=True)
+        return rebuild(exact, (count * mean if mean.is_floating_point() else added for mean, added, count in parts))
 
     def mean(self, fed: Federation, x: PerClient) -> Tree:
         """The mean; recorded are how far each client is from it, in multiples of the median distance, and who is
@@ -41,7 +51,8 @@ class RobustMean:
             return tree
         rows = torch.cat([v.reshape(len(v), -1).double() for v in each], dim=1)  # some are single numbers
         liars = math.floor(self.liars * len(rows))
-        center = MEANS[self.name](rows, liars)
+        mixed = mixed_rows(rows, liars) if self.neighbours and self.name not in ("clients", "krum") else rows
+        center = MEANS[self.name](mixed, liars)
         away = (rows - center).norm(dim=1)
         _report(fed, "distance", away / away.median().clamp(min=1e-300))
         if self.name == "krum":
@@ -98,6 +109,16 @@ def nearest(rows: Tensor, liars: int) -> Tensor:
     """All but as many as may lie, by the sum of squared distances to their neighbours."""
     apart = torch.cdist(rows, rows).square().sort(1).values[:, 1 : len(rows) - liars - 1]
     return apart.sum(1).topk(len(rows) - liars, largest=False).indices
+
+
+def mixed_rows(rows: Tensor, liars: int) -> Tensor:
+    """Every row the mean of its nearest ones, itself among them, without as many as may lie.
+
+    Honest clients differ by chance, and a coordinate's middle is moved by liars as far as that goes; means of many
+    honest rows differ little.
+    """
+    close = torch.cdist(rows, rows).topk(len(rows) - liars, largest=False).indices
+    return rows[close].mean(1)
 
 
 def clipped(rows: Tensor, liars: int) -> Tensor:
