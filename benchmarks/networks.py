@@ -170,7 +170,7 @@ def main() -> None:
     for part in given.parts:
         if part not in found:
             folder = (given.out / part).resolve()
-            settings = [f"data.clients={given.sites}"] if part == "many" else []
+            settings = [f"data.clients={given.sites}", "federation.silence=30"] if part == "many" else []
             made: RunConfig = parse(with_settings(config.plain(), settings))
             found[part] = (
                 many(folder, made, given.sites, given.rounds) if part == "many" else broken(folder, part, made)

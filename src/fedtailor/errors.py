@@ -72,6 +72,10 @@ class ClientError(Exception):
     """A client's function raised. The text names algorithm, client, function and round."""
 
 
+class ClientUnreachable(ClientError):
+    """A client could not be asked, or its reply did not arrive. More rounds may mend it."""
+
+
 class RoundAbandoned(Exception):
     """Too few clients answered; the state is as it was before the round."""
 

@@ -155,6 +155,24 @@ def test_what_a_site_computed_too_late_is_undone(tmp_path: Path) -> None:
     assert_equal(federated.tensors(), on_loop(federated.config, {r: {"client-02"} for r in missed}), 1e-6)
 
 
+def test_a_round_in_which_nobody_can_be_reached_is_not_the_end(tmp_path: Path) -> None:
+    """As when the server's own link is down."""
+    federated = Federated(tmp_path, configured("fedavg", "federation.silence=0.2"))
+    failed = set[str]()
+
+    def before(name: str, header: dict[str, Any]) -> None:
+        if header.get("function") and header["round"] == 2 and name not in failed:
+            failed.add(name)
+            raise TimeoutError("no reply within 5 s")
+
+    federated.link.before = before
+    results = federated.run().results
+    assert results is not None
+    lines = federated.server.metrics()
+    assert ["abandoned" in line for line in lines] == [False, True, False]
+    assert "cannot be reached" in lines[1]["abandoned"]
+
+
 def test_a_lost_reply_is_repeated_not_computed_again(tmp_path: Path) -> None:
     federated = Federated(tmp_path, configured("ditto"))
     lost: list[Any] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedtailor.core.engine import Reply
 from fedtailor.core.trees import Schema, Tree, items, schema, schema_difference, tree_map, wide
+from fedtailor.errors import ClientUnreachable
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def checked(
 ) -> tuple[tuple[int, ...], Tree, list[Rejected]]:
     """Whose replies can be used, these replies, and the others."""
     if reply.error is not None:
-        return (), None, [Rejected(reply.clients[0], str(reply.error), True)]
+        is_mistake = not isinstance(reply.error, ClientUnreachable)
+        return (), None, [Rejected(reply.clients[0], str(reply.error), is_mistake)]
     if wrong := schema_difference(schema(reply.tree, stacked=True), wanted):
         return (), None, [Rejected(c, f"reply {wrong}", True) for c in reply.clients]
     reasons = reply_faults(reply.tree, len(reply.clients), positive, max_norm, reply.norms)

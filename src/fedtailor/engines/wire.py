@@ -20,7 +20,7 @@ from fedtailor.core.per_client import row
 from fedtailor.core.reply_validation import reply_faults
 from fedtailor.core.trees import Tree, moved, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.errors import ClientError, RoundAbandoned
+from fedtailor.errors import ClientError, ClientUnreachable, RoundAbandoned
 
 if TYPE_CHECKING:
     from fedtailor.privacy.secure_sum_client import Member, Party
@@ -185,7 +185,7 @@ class Remote:
         )
         for client, reply in self._counted(zip(clients, requests, strict=True)):
             if isinstance(reply, OSError):
-                yield Reply((client,), error=ClientError(f"{self._name(client)} cannot be reached: {reply}"))
+                yield Reply((client,), error=ClientUnreachable(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
             try:
                 header, tree = self._read(reply)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from fedtailor.deploy.flare.provisioning import SERVER_FOLDER, SITE_FILE
 from fedtailor.deploy.flare.server import coordinate
 from fedtailor.deploy.flare.site import SiteService, read_site
+from fedtailor.deploy.flare.site_rpc import in_thread
 from fedtailor.errors import RetryableError, UserError
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.runner import Progress
@@ -32,6 +34,7 @@ API_ERRORS = (
     api_spec.CommandError,
 )
 SILENT = ("no_reply", "error")
+PATIENCE = 60.0  # seconds until a connection that FLARE opens or closes is given up
 RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
 FINISHED = "FINISHED:COMPLETED"
 STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in the job's log
@@ -174,7 +177,7 @@ def office(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminSession]
     """Connect, and log out at the end; what goes wrong between here and the server is `Unreachable`."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints that it connects
         try:
-            session = new_secure_session(user, str(kit), timeout=seconds, auto_login_max_tries=1)
+            session = _within(PATIENCE, new_secure_session, user, str(kit), timeout=seconds, auto_login_max_tries=1)
         except Exception as error:
             raise Unreachable(f"the server cannot be reached: {error}") from None
     try:
@@ -183,7 +186,15 @@ def office(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminSession]
         raise Unreachable(f"the server cannot be reached: {error}") from None
     finally:
         with suppress(Exception):
-            session.close()
+            _within(PATIENCE, session.close)
+
+
+def _within(seconds: float, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """A result, or a `TimeoutError`: FLARE may wait for ever for threads of a connection that is gone."""
+    try:
+        return in_thread(work, *args, **options).result(seconds)
+    except FutureTimeout:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
 
 
 class Unreachable(ConnectionError):

@@ -44,7 +44,7 @@ class SiteRpc:
                 replies[site] = ConnectionError(self.away[site])
             else:
                 self._numbers[site] += 1
-                waiting[_in_thread(self._send, site, self._numbers[site], message)] = site
+                waiting[in_thread(self._send, site, self._numbers[site], message)] = site
         pings: dict[str, Future[Any]] = {}
         while waiting:
             done, _ = wait(waiting, timeout=self.silence / 2, return_when=FIRST_COMPLETED)
@@ -57,7 +57,7 @@ class SiteRpc:
                 continue
             for future, site in list(waiting.items()):  # a long computation, or nobody there?
                 if site not in pings:
-                    pings[site] = _in_thread(self.ping, site)
+                    pings[site] = in_thread(self.ping, site)
                 elif pings[site].done() and isinstance(gone := self._result(site, pings.pop(site)), OSError):
                     replies[site] = gone
                     del waiting[future]
@@ -111,16 +111,16 @@ class SiteRpc:
             if probe is not None and probe.done() and probe.exception() is None:
                 del self.away[site], self._probes[site]
             elif probe is None or probe.done():
-                self._probes[site] = _in_thread(self.ping, site)
+                self._probes[site] = in_thread(self.ping, site)
 
 
-def _in_thread(work: Callable[..., Any], *args: Any) -> Future[Any]:
+def in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
     """A future of a thread that does not keep the process alive: a lost call may be waited for until its deadline."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work(*args))
+            future.set_result(work(*args, **options))
         except BaseException as error:
             future.set_exception(error)
 
