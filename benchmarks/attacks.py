@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from statistics import mean, stdev
@@ -19,6 +20,7 @@ from typing import Any
 
 from fedtailor.core.samples import FederatedData
 from fedtailor.engines.attacked import with_trigger
+from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import attack_of, load
 from fedtailor.experiments.config import RunConfig, parse
@@ -56,7 +58,10 @@ def cell(made: RunConfig) -> dict[str, float]:
     always = made.model_copy(update={"attack": made.attack.model_copy(update={"name": "sign-flip"})})
     liars = attack_of(always).clients(20)
     with tempfile.TemporaryDirectory() as folder:
-        run = runner.start(made, Path(folder, "run"))
+        try:
+            run = runner.start(made, Path(folder, "run"))
+        except RunError:  # numbers ran away, and every reply is refused
+            return {"accuracy": math.nan, "success": math.nan}
         assert run.results is not None
         each = run.results["last"]["clients"]["accuracy"]
         honest = [i for i in range(20) if i not in liars]
@@ -79,6 +84,8 @@ def success(run: RunFolder, data: FederatedData, honest: list[int]) -> float:
 
 
 def spread(values: list[float]) -> str:
+    if any(math.isnan(value) for value in values):
+        return "does not finish"
     return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
 
 
@@ -101,7 +108,8 @@ def page(cells: Cells, methods: list[str], seeds: list[int], command: str) -> st
             for means in MEANS:
                 got = values(method, attack, means, "accuracy")
                 kept = 100 * (mean(got) - mean(alone)) / (mean(clean) - mean(alone)) if got and clean else 0.0
-                row.append(f"{spread(got)} ({kept:.0f} %)" if len(got) == len(seeds) else "")
+                shown = f"{spread(got)} ({kept:.0f} %)" if kept == kept else spread(got)
+                row.append(shown if len(got) == len(seeds) else "")
             if any(row):
                 lines.append(f"| {method} | {attack} | {' | '.join(row)} |")
     lines += [
