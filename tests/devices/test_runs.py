@@ -92,7 +92,6 @@ def test_data_too_large_for_the_device_stay_on_the_host(tmp_path: Path) -> None:
     assert devices.has_room(torch.device("sim:0"), free // 2)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(devices, "_nbytes", lambda data: free)
-        patched.setattr(torch.Tensor, "pin_memory", lambda v: v)
         there = runner.start(parse(task.plain() | {"federation": {"device": "sim"}}), tmp_path / "sim")
     assert_equal(saved(there), saved(runner.start(task, tmp_path / "cpu")))
 

@@ -180,18 +180,22 @@ class Model:
         Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium where it ends if it was
         given where to begin (`warm_starts`).
         """
-        self._prepare(params, training)
+        self.prepare(params, training=training)
+        return self.forward(params, x)
+
+    def forward(self, params: Params, x: Tree) -> Tensor:
+        """As `__call__`, in the mode of the last `prepare`."""
         args, named = ((), x) if isinstance(x, dict) else ((x,), {})
         return torch.func.functional_call(self.module, params, args, named)
 
     @contextmanager
     def holding(self, tensors: Params) -> Iterator[nn.Module]:
         """The module in training with these tensors for its own, for many calls: what `__call__` does for each."""
-        self._prepare(tensors, True)
+        self.prepare(tensors, training=True)
         with stateless._reparametrize_module(self.module, tensors, tie_weights=True):
             yield self.module
 
-    def _prepare(self, tensors: Params, training: bool) -> None:
+    def prepare(self, tensors: Params, *, training: bool) -> None:
         """Set the mode. A parameter that is missing would silently be the module's initial value."""
         if not self._needed <= tensors.keys():
             missing = sorted(self._needed - tensors.keys())

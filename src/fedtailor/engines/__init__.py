@@ -60,14 +60,18 @@ def make(
     device = experiment.device
     each = devices.count(device) if device.type != "cpu" else cores()
     processes = min(workers or (each if name == "pool" else 1), clients)
-    if name == "pool":
+    if name == "pool" and device.type == "cpu":
         return Pool(experiment, processes) if processes > 1 and _fits(experiment, disk) else loop(experiment, disk)
+    if name == "pool" and choose(experiment, cohort).name == "loop":
+        return Pool(experiment, processes) if _fits(experiment, disk) else loop(experiment, disk)
     # stacks depend on the experiment alone, so that results do not depend on the machine
     much = operations(experiment, cohort)
     is_long = not experiment.algorithm.at_once and much > MUCH
     stack = chunk or fitting(experiment)
     if device.type != "cpu":
-        return vmap(experiment, stack, disk)
+        if processes < 2 or not _fits(experiment, disk):
+            return vmap(experiment, stack, disk)
+        return Pool(experiment, processes, min(stack, math.ceil((cohort or clients) / processes)))
     if is_long and not chunk:
         stack = min(stack, math.ceil((cohort or clients) / _stacks(much)))
     if is_long and processes > 1 and _fits(experiment, disk):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import SPLITS, FederatedData
 from fedtailor.core.trees import leaves
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ClientError, ConfigError, RunError
 
 CPU = torch.device("cpu")
 ADVICE = "set a smaller federation.chunk or local.batch_size, or local.precision = bfloat16"
@@ -143,6 +145,18 @@ def is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+@contextmanager
+def named(device: torch.device, where: str) -> Iterator[None]:
+    """Memory that is out ends the run, with the place and with advice."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ClientError) or not is_full(error):
+            raise
+        what = f"{where}: {device} is out of memory; {ADVICE}"
+        raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
 
 
 def _of(device: torch.device, function: str) -> Any:

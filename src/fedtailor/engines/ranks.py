@@ -278,6 +278,11 @@ class Sharded:
         stacked = (chunk or fitting(experiment)) if engine == "vmap" else 0
         self.inside = InProcess(experiment, own, chunk=stacked, disk=disk)
 
+    @property
+    def chunk(self) -> int:
+        """How many clients this rank stacks."""
+        return self.inside.chunk
+
     def start(self) -> None:
         """Give this rank's clients their first state."""
         self.inside.start()

@@ -97,14 +97,12 @@ class Run:
         devices.begin_peak(self.device)
         with solve_log.watched() as solves:
             try:
-                self.server = self.fed.run_round(round, cohort, self.server)
+                with devices.named(self.device, f"round {round}"):
+                    self.server = self.fed.run_round(round, cohort, self.server)
                 self.abandoned = 0
             except RoundAbandoned as why:
                 line["abandoned"] = str(why)
                 self.abandoned += 1
-            except torch.OutOfMemoryError as error:
-                what = f"round {round}: {self.device} is out of memory; {devices.ADVICE}"
-                raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
         if (now := getattr(self.engine, "chunk", chunk)) != chunk:
             line["chunk"] = now
         missed = self.fed.attendance.missed
@@ -123,16 +121,23 @@ class Run:
         value = math.nan
         if round > 0 and (round % self.config.evaluation.every == 0 or round == self.config.rounds):
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
-            line |= measure(self.engine, round, self.server, splits)
+            with devices.named(self.device, f"evaluation of round {round}"):
+                line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
             if self.config.early_stopping.patience:
                 self._watch(round, line["val"])
-        if (peak := devices.peak_memory(self.device)) is not None:
+        if (peak := self._peak_memory()) is not None:
             line["device_memory"] = peak
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
         return line | asdict(self.fed.traffic) | {"seconds": round_to(seconds)}, value
+
+    def _peak_memory(self) -> int | None:
+        """The most bytes that were in use on a device, of whichever worker or rank."""
+        own = getattr(self.engine, "peak_memory", None) or devices.peak_memory(self.device)
+        every = self.ranks.all_gather_object(own) if self.device.type != "cpu" else [own]
+        return max((peak for peak in every if peak is not None), default=None)
 
     def _spent(self) -> noise.Spent:
         """What the noisy sums up to here have cost."""

@@ -37,6 +37,7 @@ from fedtailor.experiments.run_state import Run
 from fedtailor.experiments.source_code import code_of, notes, refuse_other_code
 from fedtailor.experiments.store import CONFIG, METRICS, RunFolder
 from fedtailor.privacy.aggregate_only import Privacy
+from fedtailor.training import compiling
 
 ABANDONED_IN_A_ROW = 10
 
@@ -133,7 +134,8 @@ def start(
             name, why = found.name, found.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
-        return run, about(experiment, config, name, data_root, ranks.count) | {"engine_why": why} | where | _stack(run)
+        where |= {"engine_why": why, **_stack(run, where["device"])}
+        return run, about(experiment, config, name, data_root, ranks.count) | where
 
     with ExitStack() as held:
         held.enter_context(machine.prepared(config.federation.threads or 1))
@@ -251,17 +253,21 @@ def _begun(
 
 def _placed(
     experiment: Experiment, config: RunConfig, wanted: str | None, ranks: ProcessGroup
-) -> tuple[Experiment, dict[str, str]]:
+) -> tuple[Experiment, dict[str, Any]]:
     """The experiment on its device, and what is told of that."""
     rank = devices.local_rank() if ranks.count > 1 else None
     device, why = devices.find(wanted or config.federation.device, rank=rank, dtype=experiment.model.dtype)
-    return devices.place(experiment, device), {"device": str(device), "device_why": why}
+    experiment = devices.place(experiment, device)
+    if config.local.compile:
+        solver = config.local.made(config.rounds)
+        compiling.check(experiment, solver.arithmetic, solver.batch_size)
+    return experiment, {"device": str(device), "device_why": why}
 
 
-def _stack(run: Run) -> dict[str, int]:
+def _stack(run: Run, device: str) -> dict[str, int]:
     """How many clients are stacked on a device, which depends on its memory."""
     chunk = getattr(run.engine, "chunk", 0)
-    return {"chunk": chunk} if chunk and run.device.type != "cpu" else {}
+    return {"chunk": chunk} if chunk and device != "cpu" else {}
 
 
 def _workers(config: RunConfig, cores: int) -> int:

@@ -110,6 +110,9 @@ class LocalSection(Section):
     precision: Precision = Field(
         default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
+    compile: bool = Field(
+        default=Arithmetic.compile, description="Steps by torch.compile, in place of the fast kernels."
+    )
 
     @model_validator(mode="after")
     def _goes_together(self) -> LocalSection:
@@ -129,7 +132,7 @@ class LocalSection(Section):
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
         kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
-        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision)
+        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision, self.compile)
         work = Work(self.steps, self.accumulate, self.keep_state)
         return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
 

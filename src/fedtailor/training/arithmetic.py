@@ -21,6 +21,7 @@ class Arithmetic:
 
     kernels: Literal["auto", "off"] = "auto"  # fast paths where there are some, or the general path always
     precision: Precision = "float32"  # of products; parameters, steps and sums stay in the model's type
+    compile: bool = False  # losses and their gradients by torch.compile, in place of the fast paths
 
     @property
     def is_lower(self) -> bool:
@@ -36,6 +37,11 @@ class Arithmetic:
     def scaling(self, like: Tensor) -> LossScale | None:
         """For a training whose step sizes are `like`, one or one per client; None where nothing underflows."""
         return LossScale(torch.full_like(like, SCALE), torch.zeros_like(like)) if self.precision == "float16" else None
+
+
+def mean_loss(losses: Tensor, weight: Tensor | None) -> Tensor:
+    """Over the samples that count."""
+    return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
 
 
 @dataclass

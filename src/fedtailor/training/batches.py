@@ -13,6 +13,7 @@ from torch import Tensor
 from fedtailor.core.trees import Tree, tree_map
 
 T = TypeVar("T")
+PINNED = ("cuda", "xpu")  # devices that fetch pinned memory of the host by themselves
 Orders = Sequence[np.ndarray]  # one order of the rows 0..n-1 per pass over the data
 
 
@@ -183,4 +184,8 @@ def ahead(batches: Sequence[Batch], load: Callable[[Batch], T], *, is_apart: boo
 
 def brought(samples: Tree, device: torch.device) -> Tree:
     """Samples from the host to the device, while it computes."""
-    return tree_map(lambda v: v if v.device == device else v.pin_memory().to(device, non_blocking=True), samples)
+
+    def sent(v: Tensor) -> Tensor:
+        return (v.pin_memory() if device.type in PINNED else v).to(device, non_blocking=True)
+
+    return tree_map(lambda v: v if v.device == device else sent(v), samples)

@@ -23,8 +23,8 @@ from fedtailor.core.random import seeded
 from fedtailor.core.rows import Rows, take
 from fedtailor.core.task import Loss
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
-from fedtailor.training import optimizers
-from fedtailor.training.arithmetic import LossScale
+from fedtailor.training import compiling, optimizers
+from fedtailor.training.arithmetic import LossScale, mean_loss
 from fedtailor.training.augmentation import augment
 from fedtailor.training.batches import Batch, PerSample, ahead, brought, on_device, spans, with_places
 from fedtailor.training.kernels import layout, selection, winograd
@@ -206,7 +206,7 @@ class Training:
                         f"me.sgd: loss must give one number per sample, here {len(y)}; it gave shape "
                         f"{list(losses.shape)}"
                     )
-            return losses.mean() if weight is None else (losses * weight).sum() / weight.sum().clamp(min=1)
+            return mean_loss(losses, weight)
 
         if not params:
             return {}, None
@@ -218,7 +218,10 @@ class Training:
             params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
             # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
             frozen = {k: v if k in self.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
-            if self.is_stacked:
+            if how.compile and not differentiable and self.own_loss is None:
+                args = self.model, self.loss, how, self.is_stacked, params | buffers | frozen | start
+                total = compiling.batch_loss(*args, x, y, batch.weight)
+            elif self.is_stacked:
                 dims = (None if v is None else 0 for v in (batch.weight, batch.index))
                 per_client = torch.func.vmap(loss, in_dims=(0, 0, 0, 0, 0, 0, *dims))
                 total = per_client(params, buffers, frozen, start, x, y, batch.weight, batch.index)

@@ -58,6 +58,11 @@ class Pool:
         return self._crew[0]
 
     @property
+    def peak_memory(self) -> int | None:
+        """The most bytes of a device that a worker had in use in this round, where devices tell."""
+        return self._workers.peak or None
+
+    @property
     def _clients(self) -> range:
         return range(len(self.experiment.data.clients))
 
@@ -96,6 +101,7 @@ class Pool:
     def begin_round(self, round: int) -> dict[int, str]:
         """Forget tapes and gradients; what is written from here on can be undone. Nobody is ever away here."""
         self._forget()
+        self._workers.peak = 0
         return {}
 
     def _forget(self) -> None:
@@ -170,6 +176,7 @@ class Pool:
                 for task, answer in zip(unit.tasks, answers, strict=True):
                     if answer.owner is not None:
                         taped.owners[task.client] = answer.owner
+                    self.chunk = min(self.chunk, (answer.found or {}).get("chunk", self.chunk))
                     if answer.found is not None and "error" not in answer.found and not answer.found["same"]:
                         where.move(task.client, task.target, taping=bool(self._taped))
                         unused.remove(task.target)

@@ -70,6 +70,7 @@ class WorkerProcesses:
     def __init__(self, worker: Worker, count: int, device: torch.device, costs: Sequence[int]) -> None:
         self.worker, self.device = worker, device
         self.processes: list[Process] = []
+        self.peak = 0  # bytes of a device that a worker had in use for one answer, at most
         self._count, self._costs = count, costs
         self._busy: dict[Connection, tuple[Process, list[Unit], bytes]] = {}
         weakref.finalize(self, _end, self.processes, os.getpid())
@@ -170,6 +171,7 @@ class WorkerProcesses:
             with one_thread():
                 results, apart = self.worker.handle(json.loads(sent))
             return _answers(results, apart, None)
+        self.peak = max(self.peak, answer["memory"] or 0)
         solve_log.log_elsewhere(solve_log.Tally(*answer["solves"]))
         return _answers(answer["answers"], apart, process)
 

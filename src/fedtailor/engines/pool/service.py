@@ -89,7 +89,12 @@ def _answer(worker: Worker, request: bytes) -> list[bytes]:
     try:
         with solve_log.watched() as solves:
             answers, apart = worker.handle(json.loads(request))
-        answer: dict[str, Any] = {"answers": answers, "apart": len(apart), "solves": solves.tally}
+        answer: dict[str, Any] = {
+            "answers": answers,
+            "apart": len(apart),
+            "solves": solves.tally,
+            "memory": worker.peak_memory,
+        }
     except Exception:
         answer = {"failed": traceback.format_exc()}
     sys.stdout.flush()

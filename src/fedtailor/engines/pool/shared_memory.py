@@ -192,6 +192,23 @@ def is_dense(value: Tensor) -> bool:
     return True
 
 
+def out_of_the_way(reply: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What was made in the place of another must be away before that one comes."""
+    if not places:
+        return reply
+    begin, end = min(p.data_ptr() for p in places), max(p.data_ptr() + p.nbytes for p in places)
+
+    def is_in_the_way(v: Tensor, place: Tensor) -> bool:
+        return begin <= v.data_ptr() < end and not (v.data_ptr() == place.data_ptr() and is_dense(v))
+
+    return [v.clone() if is_in_the_way(v, place) else v for v, place in zip(reply, places, strict=True)]
+
+
+def is_at(v: Tensor, place: Tensor) -> bool:
+    """Whether a tensor lies in its place as it should."""
+    return (v.data_ptr(), v.shape, v.stride()) == (place.data_ptr(), place.shape, place.stride())
+
+
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "list": list, "Ragged": Ragged}
 
 

@@ -22,7 +22,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params, Tree, changed, detach, leaves, moved, schema, tree_map
 from fedtailor.engines import devices, malloc
 from fedtailor.engines.inprocess import explained, refuse_infinite
-from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, is_dense, put, put_all
+from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, is_at, out_of_the_way, put, put_all
 from fedtailor.engines.states import refuse_other
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.training.kernels.output_buffers import output_buffers
@@ -89,13 +89,19 @@ class Worker:
         self._tape = 0
         self._graphs: dict[tuple[int, int], Outcome] = {}  # of taped calls, by call and client
 
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes of the device that the last request had in use at most."""
+        return devices.peak_memory(self.experiment.device)
+
     def on(self, device: torch.device) -> Worker:
         """The same with clients on a device; what is shared is on the host."""
         devices.use(device)
-        return Worker(self.experiment.on(device), self.states, self.regions, self.chunk)
+        return Worker(devices.place(self.experiment, device), self.states, self.regions, self.chunk)
 
     def handle(self, request: dict[str, Any]) -> tuple[list[Any], list[bytes]]:
         """An answer per task, and as bytes what has no place in shared memory."""
+        devices.begin_peak(self.experiment.device)
         if request["tape"] != self._tape:
             self._tape, self._graphs = request["tape"], {}
         tasks = [Task(*task) for task in request["tasks"]]
@@ -152,7 +158,7 @@ class Worker:
                     outcome, is_same = self._run(call, task)
                 reply = detach(outcome.reply)
                 if layout.fits(reply):
-                    answers.append({"same": is_same, "strides": put_all(mine, _apart(leaves(reply), mine))})
+                    answers.append({"same": is_same, "strides": put_all(mine, out_of_the_way(leaves(reply), mine))})
                 else:  # the server will refuse it, and say why
                     apart.append(codec.encode({}, reply))
                     answers.append({"same": is_same, "apart": True})
@@ -162,7 +168,10 @@ class Worker:
         return answers
 
     def _stacked(self, call: Call, tasks: Sequence[Task], layout: Layout, places: Sequence[Tensor]) -> list[Any] | None:
-        """Clients side by side; None if something is wrong with one of them: each for itself will tell."""
+        """Clients side by side; None if something is wrong with one of them: each for itself will tell.
+
+        Where memory is out, in halves.
+        """
         held = self._here(_stack([self.states.read(task.source) for task in tasks]))
         grads = [self._here(self.states.at(task.grad)) for task in tasks]
         at = [task.position for task in tasks]
@@ -179,8 +188,13 @@ class Worker:
             refuse_other(schema(kept, stacked=True), self.states.schema)
             new = changed(kept, held)
             refuse_infinite(new)
-        except Exception:
-            return None
+        except Exception as error:
+            if not (devices.is_full(error) and len(tasks) > 1):
+                return None
+            outcome = None
+        if outcome is None:  # the error, and what it held of memory, is gone
+            del held, grads, mine
+            return self._halved(call, tasks, layout, places)
         reply = detach(outcome.reply)
         is_same = all(v is None for v in new)
         if not layout.fits(_row(reply, 0)):
@@ -188,12 +202,24 @@ class Worker:
         if not is_same:
             for i, task in enumerate(tasks):
                 self.states.write(task.target, _row(kept, i))
-        in_place = [_is_at(v, place) for v, place in zip(leaves(reply), places, strict=True)]
+        in_place = [is_at(v, place) for v, place in zip(leaves(reply), places, strict=True)]
         if wanted and not any(in_place):
             self._elsewhere.add(call.function)
         norms = dict(enumerate(_norms(leaves(reply), buffers.norms).tolist())) if any(in_place) else {}
         strides = self._delivered(leaves(reply), in_place, places, range(len(tasks)))
         return [{"same": is_same, "strides": each, "norm": norms.get(i)} for i, each in enumerate(strides)]
+
+    def _halved(self, call: Call, tasks: Sequence[Task], layout: Layout, places: Sequence[Tensor]) -> list[Any] | None:
+        """A stack for which there is no room, as two; the answers say how large the stacks were."""
+        devices.let_go(self.experiment.device)
+        half = (len(tasks) + 1) // 2
+        answers: list[Any] = []
+        for part in (slice(half), slice(half, None)):
+            found = self._stacked(call, tasks[part], layout, [place[part] for place in places])
+            if found is None:
+                return None
+            answers += [{"chunk": half} | answer for answer in found]
+        return answers
 
     def _delivered(
         self, reply: list[Tensor], in_place: list[bool], places: Sequence[Tensor], at: Sequence[int]
@@ -302,18 +328,6 @@ def _put(places: Sequence[Tensor], position: int, tree: Tree) -> list[Strides]:
     return put_all([place[position] for place in places], tree)
 
 
-def _apart(reply: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What was made in the place of another must be away before that one comes."""
-    if not places:
-        return reply
-    begin, end = min(p.data_ptr() for p in places), max(p.data_ptr() + p.nbytes for p in places)
-
-    def is_in_the_way(v: Tensor, place: Tensor) -> bool:
-        return begin <= v.data_ptr() < end and not (v.data_ptr() == place.data_ptr() and is_dense(v))
-
-    return [v.clone() if is_in_the_way(v, place) else v for v, place in zip(reply, places, strict=True)]
-
-
 def _norms(reply: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor:
     """The norm of the reply of each client of a stack; that of some tensors is known by their address."""
     each = [
@@ -324,10 +338,6 @@ def _norms(reply: Sequence[Tensor], known: Mapping[int, Tensor]) -> Tensor:
         if v.is_floating_point()
     ]
     return torch.stack([v.double() for v in each]).square().sum(0).sqrt()
-
-
-def _is_at(v: Tensor, place: Tensor) -> bool:
-    return (v.data_ptr(), v.shape, v.stride()) == (place.data_ptr(), place.shape, place.stride())
 
 
 def _stack(trees: Sequence[Tree]) -> Tree:

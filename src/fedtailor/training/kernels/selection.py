@@ -51,4 +51,4 @@ def uses_channels_last(training: Training, differentiable: bool) -> bool:
 
 def _are_on(training: Training) -> bool:
     how = training.solver.arithmetic
-    return how.kernels == "auto" and not how.is_lower and training.model.device.type == "cpu"
+    return how.kernels == "auto" and not (how.is_lower or how.compile) and training.model.device.type == "cpu"
