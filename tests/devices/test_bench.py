@@ -8,12 +8,14 @@ from benchmarks import gpu
 def test_the_bench_runs_on_the_second_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu", "--device", "sim", "--workload", "B", "--rounds", "1", "--small"])
     monkeypatch.delenv("FEDTAILOR_DATA", raising=False)
-    assert gpu.main() == 0
-    head, line = capsys.readouterr().out.splitlines()
-    assert "sim:0" in head
-    assert line.startswith("B: MLP")
+    for device, figures in (("sim", 3), ("cpu", 1)):
+        monkeypatch.setattr("sys.argv", ["gpu", "--device", device, "--workload", "B", "--rounds", "1", "--small"])
+        assert gpu.main() == 0
+        head, line = capsys.readouterr().out.splitlines()
+        assert device in head.split()[5]
+        assert line.startswith("B: MLP")
+        assert sum(word.replace(".", "").isdigit() and "." in word for word in line.split()) == figures
     assert line.endswith("vmap, vmap")
 
 

@@ -1,0 +1,43 @@
+"""Convolutions on a device: stacked where a round is faster so, which is measured once for a model and a device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedtailor.algorithms import make
+from fedtailor.engines import choose, measuring
+from tests.devices.federations import CASES, experiment
+
+
+def test_a_round_is_measured_both_ways_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    setting = experiment(make("fedavg", {}), CASES["conv"], "sim:0")
+    first = choose(setting)
+    (file,) = (tmp_path / "fedtailor" / "measured").iterdir()
+    alone, stacked = measuring.round_seconds(setting, 4)
+    assert first.name == ("vmap" if stacked < alone else "loop")
+    assert "s stacked and" in first.why
+    for figures, wanted in (("[0.5, 0.25]", "vmap"), ("[0.25, 0.5]", "loop")):
+        file.write_text(figures)  # what is kept decides: nothing is measured again
+        assert choose(setting).name == wanted
+    file.write_text("damaged")
+    assert choose(setting).why != "damaged"
+    assert file.read_text() != "damaged"
+
+
+def test_another_model_or_its_steps_are_measured_anew() -> None:
+    conv = experiment(make("fedavg", {}), CASES["conv"], "sim:0")
+    keys = {
+        measuring._key(conv, 4),
+        measuring._key(conv, 3),
+        measuring._key(experiment(make("ditto", {}), CASES["conv"], "sim:0"), 4),
+        measuring._key(experiment(make("fedavg", {}), CASES["batchnorm-private"], "sim:0"), 4),
+    }
+    assert len(keys) == 4
+    assert measuring._key(conv.on(torch.device("sim:1")), 4) in keys  # the same kind of device
+
+
+def test_dense_networks_are_stacked_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_measured", None)
+    assert choose(experiment(make("fedavg", {}), CASES["classification"], "sim:0")).name == "vmap"
