@@ -11,6 +11,7 @@ import torch
 from fedtailor import engines
 from fedtailor.algorithms import make
 from fedtailor.core.federation import Federation
+from fedtailor.engines import devices
 from fedtailor.engines.pool.engine import Pool
 from fedtailor.engines.pool.processes import Answer, WorkerProcesses, _answers
 from fedtailor.engines.pool.scheduler import Unit
@@ -60,6 +61,20 @@ def test_a_run_on_both_devices(tmp_path: Path) -> None:
     assert there.about["chunk"] == 2
     assert there.metrics()[0]["device_memory"] > 0
     assert_equal(saved(there), saved(runner.start(config(*task[:-1], "federation.engine=loop"), tmp_path / "cpu")))
+
+
+def test_where_there_are_devices_gradients_rule_out_a_fork() -> None:
+    torch.ones((), device="cpu").requires_grad_().square().backward()  # autograd has threads for devices now
+    assert devices.must_spawn(torch.device("cpu"))
+    pool = Pool(experiment(make("fedavg", {}), CASES["classification"]), 1)
+    try:
+        pool.start()
+        fed = Federation(pool)
+        found = everything(fed, play(fed))
+    finally:
+        pool.close()
+    fed = federation(make("fedavg", {}), "classification")
+    assert_equal(found, everything(fed, play(fed)))
 
 
 def in_this_process(

@@ -57,21 +57,15 @@ def make(
         raise ConfigError('federation.engine = "flare": run it with fedtailor federation submit')
     if name == "loop":
         return loop(experiment, disk)
-    device = experiment.device
-    each = devices.count(device) if device.type != "cpu" else cores()
-    processes = min(workers or (each if name == "pool" else 1), clients)
-    if name == "pool" and device.type == "cpu":
+    if experiment.device.type != "cpu":
+        return _on_device(name, experiment, chunk, workers, disk, cohort)
+    processes = min(workers or (cores() if name == "pool" else 1), clients)
+    if name == "pool":
         return Pool(experiment, processes) if processes > 1 and _fits(experiment, disk) else loop(experiment, disk)
-    if name == "pool" and choose(experiment, cohort).name == "loop":
-        return Pool(experiment, processes) if _fits(experiment, disk) else loop(experiment, disk)
     # stacks depend on the experiment alone, so that results do not depend on the machine
     much = operations(experiment, cohort)
     is_long = not experiment.algorithm.at_once and much > MUCH
     stack = chunk or fitting(experiment)
-    if device.type != "cpu":
-        if processes < 2 or not _fits(experiment, disk):
-            return vmap(experiment, stack, disk)
-        return Pool(experiment, processes, min(stack, math.ceil((cohort or clients) / processes)))
     if is_long and not chunk:
         stack = min(stack, math.ceil((cohort or clients) / _stacks(much)))
     if is_long and processes > 1 and _fits(experiment, disk):
@@ -82,6 +76,19 @@ def make(
 def _stacks(much: float) -> int:
     """Of a round of so many operations, whatever the number of cores: 2, 4, 8 ..., that many processes can share."""
     return 2 ** max(1, math.floor(math.log2(max(much / STACK, 1))))
+
+
+def _on_device(
+    name: EngineName, experiment: Experiment, chunk: int, workers: int, disk: Disk | None, cohort: int
+) -> Engine:
+    """A pool has a worker for each device, unless told otherwise, which stacks clients where one process would."""
+    clients = len(experiment.data.clients)
+    is_stacked = name == "vmap" or choose(experiment, cohort).name == "vmap"
+    stack = (chunk or fitting(experiment)) if is_stacked else 0
+    processes = min(workers or devices.count(experiment.device), clients) if name == "pool" else 1
+    if processes > 1 and _fits(experiment, disk):
+        return Pool(experiment, processes, min(stack, math.ceil((cohort or clients) / processes)))
+    return vmap(experiment, stack, disk) if is_stacked else loop(experiment, disk)
 
 
 @contextmanager

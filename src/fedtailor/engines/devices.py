@@ -101,6 +101,26 @@ def _missing(device: torch.device) -> str:
     return f"there are only {there}, numbered from 0" if (device.index or 0) >= there else ""
 
 
+def must_spawn(device: torch.device) -> bool:
+    """Whether processes for a device cannot be forked: what drives most of them does not live through that.
+
+    Where there are devices, autograd has threads for them once it has computed any gradient; then none can be computed
+    in a process that is forked, not even on the CPU.
+    """
+    return device.type != "cpu" or (torch.accelerator.device_count() > 0 and not _has_gradients_when_forked())
+
+
+def _has_gradients_when_forked() -> bool:
+    process = os.fork()
+    if process == 0:
+        try:
+            torch.ones((), device="cpu").requires_grad_().square().backward()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(process, 0)[1] == 0
+
+
 def use(device: torch.device) -> None:
     """Make it the current one of this thread: what names no number means this one."""
     if device.type != "cpu" and device.index is not None and hasattr(torch.get_device_module(device), "set_device"):

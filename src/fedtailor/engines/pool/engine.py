@@ -20,7 +20,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.per_client import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
-from fedtailor.engines import machine
+from fedtailor.engines import devices, machine
 from fedtailor.engines.devices import CPU
 from fedtailor.engines.inprocess import grouped
 from fedtailor.engines.pool.calls import Message, TapedCall
@@ -323,11 +323,11 @@ class Pool:
         self.close()
         layout = Layout.of(example)
         self._where = Rows(len(self._clients))
-        is_sent = self._crew[1] != CPU
+        is_sent = devices.must_spawn(self._crew[1])
         states = StateRows(Memory(4 * len(self._clients) * layout.size, is_sent=is_sent), layout)
         worker = Worker(self.experiment, states, Memory(is_sent=is_sent), self.chunk)
         costs = (self.experiment.data.train.sizes + 1).tolist()
-        self._processes = WorkerProcesses(worker, *self._crew, costs)
+        self._processes = WorkerProcesses(worker, *self._crew, costs, spawns=is_sent)
 
     def _put(self, tree: Tree) -> Message:
         self._workers.settle()

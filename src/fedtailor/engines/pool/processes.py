@@ -63,12 +63,13 @@ class Answer:
 class WorkerProcesses:
     """So many processes, forked from this one with `worker` in them.
 
-    For a device that is not the CPU they are spawned, each on a device of its own: the drivers of most do not live
-    through a fork.
+    For a device that is not the CPU they are spawned, each on a device of its own: see `devices.must_spawn`.
     """
 
-    def __init__(self, worker: Worker, count: int, device: torch.device, costs: Sequence[int]) -> None:
-        self.worker, self.device = worker, device
+    def __init__(
+        self, worker: Worker, count: int, device: torch.device, costs: Sequence[int], *, spawns: bool = False
+    ) -> None:
+        self.worker, self.device, self._spawns = worker, device, spawns
         self.processes: list[Process] = []
         self.peak = 0  # bytes of a device that a worker had in use for one answer, at most
         self._count, self._costs = count, costs
@@ -177,7 +178,7 @@ class WorkerProcesses:
 
     def _complete(self) -> None:
         """As many workers as there should be."""
-        context: Any = multiprocessing.get_context("fork" if self.device == CPU else "spawn")
+        context: Any = multiprocessing.get_context("spawn" if self._spawns else "fork")
         if len(self.processes) < self._count:
             malloc.trim()  # else a worker that takes memory which lies free here copies it
         while len(self.processes) < self._count:
@@ -202,11 +203,12 @@ class WorkerProcesses:
 
     def _task(self, ours: Connection, theirs: Connection, number: int) -> dict[str, Any]:
         """What a new process runs."""
-        if self.device == CPU:
+        if not self._spawns:
             others = [ours, *(process.connection for process in self.processes)]
             return {"target": serve, "args": (self.worker, theirs, others, os.getpid(), number)}
-        index = ((self.device.index or 0) + number) % devices.count(self.device)
-        device = torch.device(self.device.type, index)
+        device = self.device
+        if device != CPU:
+            device = torch.device(device.type, ((device.index or 0) + number) % devices.count(device))
         return {"target": serve_on, "args": (Sent(self.worker), theirs, os.getpid(), number, device)}
 
 
