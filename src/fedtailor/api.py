@@ -32,6 +32,7 @@ from fedtailor.serving import onboard
 from fedtailor.serving import personal as serving
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import fit as fitting
+from fedtailor.studies.fit_folder import source_of
 from fedtailor.studies.tables import number
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _html(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str
 
 def fit(
     sites: Any,
-    target: str,
+    target: str = "",
     *,
     client_column: str | None = None,
     algorithm: str = "auto",
@@ -172,17 +173,18 @@ def fit(
 
     sites: a folder with one file per site; or frames (polars, pandas) by the name of the site; or one file or frame
     with the column `client_column` that names the site. Frames are kept in the fit's folder: it can be opened again.
+    Or the name of a data source, or of a function that makes the data, "module:load"; these have targets already.
     settings: keys of a configuration, such as {"local.lr": 0.1}.
     """
     if isinstance(sites, str | Path):
-        name = Path(sites).resolve().stem
+        name = Path(sites).resolve().stem.replace(":", ".")
         path = Path(out) if out is not None else new_path(Path("runs"), f"{name}-fit")
-        return _fit({"path": str(sites)}, path, target, client_column, algorithm, rounds, seed, settings, progress)
+        return _fit(sites, path, target, client_column, algorithm, rounds, seed, settings, progress)
     path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
     is_new = not path.exists()
     try:
-        source = {"path": str(_keep(sites, path / "data", client_column))}
-        return _fit(source, path, target, client_column, algorithm, rounds, seed, settings, progress)
+        kept = _keep(sites, path / "data", client_column)
+        return _fit(kept, path, target, client_column, algorithm, rounds, seed, settings, progress)
     except BaseException:
         if is_new and not (path / FIT).exists():  # refused before it began
             shutil.rmtree(path, ignore_errors=True)
@@ -190,7 +192,7 @@ def fit(
 
 
 def _fit(
-    source: dict[str, Any],
+    sites: str | Path,
     path: Path,
     target: str,
     client_column: str | None,
@@ -200,8 +202,7 @@ def _fit(
     settings: Mapping[str, Any] | None,
     progress: bool,
 ) -> Fit:
-    source |= {"source": "folder", "target": target}
-    source |= {} if client_column is None else {"client_column": client_column}
+    source = source_of(sites, target, client_column)
     with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
         fitting.fit(source, path, algorithm=algorithm, rounds=rounds, seed=seed, values=settings, told=told)
     return Fit(path)

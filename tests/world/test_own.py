@@ -11,7 +11,7 @@ import torch
 
 import fedtailor as ft
 from fedtailor import FederatedData, Rows
-from fedtailor.api import Run
+from fedtailor.api import Fit, Run
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
@@ -139,3 +139,22 @@ def test_a_loader_that_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
         runner.resume(tmp_path / "run")
     file.write_text(LOADER.replace("FACTOR", "2"))
     assert runner.resume(tmp_path / "run").results is not None
+
+
+def test_a_fit_of_what_a_loader_makes_notices_that_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "a_loader_to_fit.py"
+    file.write_text(LOADER.replace("FACTOR", "2"))
+
+    def fitted() -> Fit:
+        return ft.fit("a_loader_to_fit:load", algorithm="ditto", rounds=1, out=tmp_path / "fit", progress=False)
+
+    made = fitted()
+    assert made.sites == ["ada", "bo"]
+    assert made.personal("ada").predict(np.ones((3, 2), np.float32)).shape == (3,)
+    assert fitted().record == made.record
+    file.write_text(LOADER.replace("FACTOR", "3"))
+    with pytest.raises(UserError, match=r"fit: the code of data.source a_loader_to_fit:load changed"):
+        fitted()
+    with pytest.raises(UserError, match="the source knows what to predict"):
+        ft.fit("a_loader_to_fit:load", "y", out=tmp_path / "other")

@@ -28,7 +28,8 @@ def fit(
     sites: Annotated[
         Path,
         typer.Argument(
-            metavar="SITES", help="A folder with one CSV or Parquet file per site; or a source, as heart-disease."
+            metavar="SITES",
+            help="A folder with one CSV or Parquet file per site; a source, as heart-disease; or module:load.",
         ),
     ],
     target: Annotated[str, typer.Option("--target", help="Column of your files to predict.")] = "",
@@ -53,21 +54,14 @@ def fit(
     report. The same command with --out goes on where it was interrupted.
     """
     from fedtailor.cli.fit_listing import print_fit
-    from fedtailor.data import SOURCES
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT, new_path
     from fedtailor.report.write import write
     from fedtailor.studies.fit import fit as fitted
+    from fedtailor.studies.fit_folder import source_of
 
-    source = {"source": str(sites)}
-    if sites.exists() or str(sites) not in SOURCES:
-        if not target:
-            raise ConfigError(f"{sites}: which column is to be predicted? Name it with --target")
-        source = {"source": "folder", "path": str(sites), "target": target}
-        source |= {} if client_column is None else {"client_column": client_column}
-    elif target or client_column:
-        raise ConfigError(f"fit {sites}: the source knows what to predict; leave out --target and --client-column")
-    path = out or new_path(Path("runs"), f"{sites.resolve().stem}-fit")
+    source = source_of(sites, target, client_column)
+    path = out or new_path(Path("runs"), f"{sites.resolve().stem.replace(':', '.')}-fit")
     of_source = {"target": target, "client_column": client_column, "data_root": data_root}
     of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings, "time_limit": time_limit}
     again = command("fit", sites, **of_source, **of_training, out=path)

@@ -1,17 +1,34 @@
-"""The folder of a fit: it belongs to one fit, of the same data and code."""
+"""What a fit is made of and where it lies: its folder belongs to one fit, of the same data and code."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedtailor.data import SOURCES
 from fedtailor.data.fingerprint import digest
-from fedtailor.errors import RunError
+from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.source_code import code_of, difference
 from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.model_selection import CAUTION
+
+LOADER = re.compile(r"[\w.]+:\w+")
+
+
+def source_of(sites: str | Path, target: str = "", client_column: str | None = None) -> dict[str, Any]:
+    """The table [data] for what a user names: own files, a source, or a function of hers as "module:load"."""
+    name = str(sites)
+    if not Path(sites).exists() and (name in SOURCES or LOADER.fullmatch(name)):
+        if target or client_column:
+            raise ConfigError(f"fit {name}: the source knows what to predict; leave out --target and --client-column")
+        return {"source": name}
+    if not target:
+        raise ConfigError(f"{name}: which column is to be predicted? Name it with --target")
+    files = {"source": "folder", "path": name, "target": target}
+    return files if client_column is None else files | {"client_column": client_column}
 
 
 def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
