@@ -92,6 +92,10 @@ def _rows(last: int = 8) -> Rows:
         ({"task.sharpnes": 1}, 'did you mean "sharpness"?'),
         ({"task.name": "survival"}, "is for targets of survival, and numbers has regression"),
         ({"task.name": "tests.world.own:load"}, "must be a class with kind, metrics and loss"),
+        (
+            {"task.name": "tests.world.own:Mean"},
+            "must give one number per sample; of 2 it gave shape []",
+        ),
         ({"data.client": 2}, 'did you mean "clients"?'),
         ({"data.source": "tests.world.own:bias"}, "bias"),
     ],
@@ -104,6 +108,33 @@ def test_settings_that_are_wrong_are_one_clear_line(settings: dict[str, Any], wo
         ft.run("fedavg", tables, settings=settings, out=tmp_path / "run", progress=False)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class Columns:
+    """As much of a Hugging Face Dataset as is used of it."""
+
+    def __init__(self, **columns: list[Any]) -> None:
+        self.columns, self.column_names = columns, list(columns)
+
+    def with_format(self, kind: str) -> Columns:
+        return self
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self.columns[name]
+
+
+def test_columns_of_tokens_are_padded_with_a_mask() -> None:
+    each = {
+        "ada": Columns(input_ids=[[5, 6, 7], [8]] * 4, label=[0, 1] * 4),
+        "bo": Columns(input_ids=[[5, 6, 7, 8, 9], [8]] * 4, label=[0, 1] * 4),
+    }
+    data = ft.federated(each, test=0.0, val=0.0)
+    assert data.shape == {"input_ids": (5,), "attention_mask": (5,)}
+    x, y = data.train.of(0)
+    assert x["attention_mask"].sum(1).tolist() == [3 if label == 0 else 1 for label in y.tolist()]
+    assert bool((x["input_ids"][x["attention_mask"] == 0] == 0).all())
+    with pytest.raises(UserError, match='no column "lable"'):
+        ft.federated(each, target="lable")
 
 
 def test_a_part_that_the_model_does_not_take_is_named(tmp_path: Path) -> None:

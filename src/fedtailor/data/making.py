@@ -85,7 +85,9 @@ def _pair(given: Samples, where: str, target: str, lazy: bool) -> tuple[Tree, Te
             k: _inputs(v if isinstance(v, list | np.ndarray | Tensor) else list(v), f"{where}, {k}")
             for k, v in held.items()
         }
+        padded = [v for v in x.values() if isinstance(v, dict)]
         x = {k: v["input_ids"] if isinstance(v, dict) else v for k, v in x.items()}
+        x = {MASK: padded[0][MASK]} | x if padded else x
     elif hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, Mapping):
         targets = [torch.as_tensor(given[i][1]) for i in range(len(given))]
         y = torch.stack(targets) if targets else torch.zeros(0, dtype=torch.int64)

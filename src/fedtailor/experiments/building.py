@@ -57,6 +57,8 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     if config.local.precision != "float32" and config.model.dtype != "float32":
         raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
     model_building.check(algorithm, model, task.name)
+    if ":" in config.task.name:
+        model_building.check_loss(task, model, federated)
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
         raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")

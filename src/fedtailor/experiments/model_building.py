@@ -14,6 +14,7 @@ from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model, mixed
 from fedtailor.core.samples import FederatedData, Shape
+from fedtailor.core.task import Task
 from fedtailor.core.trees import Tree, schema
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
@@ -124,6 +125,20 @@ def _sent(algorithm: Algorithm, model: Model) -> Tree:
 def _is_empty(tree: Tree) -> bool:
     """Whether a part that is meant to be sent has nothing in it."""
     return any(part == {} for reply in tree["replies"].values() for part in (reply if isinstance(reply, tuple) else ()))
+
+
+def check_loss(task: Task, model: Model, federated: FederatedData) -> None:
+    """Fail if the loss of one's own is not one number per sample: a mean would count the padding of a stack."""
+    x, y = federated.train.first(2), federated.train.y[:2]
+    try:
+        with torch.no_grad():
+            shape = list(task.loss(model(model.params | model.private_buffers, x), y).shape)
+    except Exception:
+        return  # what else is wrong will be said where it happens
+    if len(y) == 2 and shape != [2]:
+        raise ConfigError(
+            f"task.name: the loss of {task.name} must give one number per sample; of 2 it gave shape {shape}"
+        )
 
 
 def notes(experiment: Experiment, engine: str) -> list[str]:

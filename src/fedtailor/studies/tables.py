@@ -98,7 +98,7 @@ def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float])
     def cell(row: Row, name: str) -> str:
         if name == "p":
             p = ps.get(row.label)
-            return "--" if p is None else "$<$0.0001" if p < 1e-4 else f"{p:.2g}"
+            return "--" if p is None else "$<$0.001" if p < 1e-3 else f"{p:.3f}"
         text = escaped(cells_of(row)[KEYS[name]])
         return rf"\textbf{{{text}}}" if name in best and FIGURES[name](row) == best[name] else text
 

@@ -201,11 +201,11 @@ class Training:
                 with how.cast(device):
                     losses = self.own_loss(tensors, x, y, **{name: known[name] for name in wants(self.own_loss)})
                 losses = losses.to(self.model.dtype) if how.is_lower else losses
-                if losses.shape != y.shape[:1]:
-                    raise TypeError(
-                        f"me.sgd: loss must give one number per sample, here {len(y)}; it gave shape "
-                        f"{list(losses.shape)}"
-                    )
+            if losses.shape != y.shape[:1]:  # a mean would count padding
+                whose = "the task's loss" if self.own_loss is None else "me.sgd: loss"
+                raise TypeError(
+                    f"{whose} must give one number per sample, here {len(y)}; it gave shape {list(losses.shape)}"
+                )
             return mean_loss(losses, weight)
 
         if not params:
