@@ -1,5 +1,7 @@
 """A device that is out of memory: smaller stacks with the same result, or a fault that is named."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,13 @@ from fedtailor.core.random import torch_stream
 from fedtailor.core.trees import items
 from fedtailor.engines import devices
 from fedtailor.engines.vmap import fitting, vmap
-from fedtailor.errors import ClientError
+from fedtailor.errors import ClientError, RunError
+from fedtailor.experiments import run_state, runner
 from tests.contract.test_tape import Taped
 from tests.devices import sim
 from tests.devices.federations import federation, play, results
 from tests.helpers import EVEN_SIZES, F64, SOLVER, assert_equal, everything, make_data, states
+from tests.small import config
 
 WIDE = 2000  # so that what a step makes is much more than the model
 
@@ -76,6 +80,17 @@ def test_a_client_that_does_not_fit_alone_is_named_with_advice() -> None:
     assert_equal(states(fed), before, tolerance=0)
     play(fed_again := Federation(fed.engine), first=1)
     assert not fed_again.record.faults  # with room, it goes on
+
+
+def test_an_evaluation_for_which_there_is_no_room_ends_the_run_with_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*args: object) -> object:
+        raise torch.OutOfMemoryError("sim out of memory")
+
+    monkeypatch.setattr(run_state, "measure", full)
+    with pytest.raises(RunError, match=r"^evaluation of round 1: sim:0 is out of memory; .*federation\.chunk.*$"):
+        runner.start(config("rounds=2", "federation.device=sim"), tmp_path / "run")
 
 
 def test_a_tape_gives_up_its_graphs_before_it_gives_up() -> None:
