@@ -1,11 +1,12 @@
 """Batches: every row once per pass, padding that weighs nothing, clients that stop when they are done."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedtailor.training.batches import PerSample, single, stacked, whole, with_places
+from fedtailor.training.batches import Batch, PerSample, ahead, single, stacked, whole, with_places
 
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 sizes = st.integers(1, 11)
@@ -101,3 +102,16 @@ def test_what_is_kept_per_sample_is_the_same_alone_and_stacked(ns: list[int], ba
                 assert torch.equal(mine, before[client, : len(mine)])
                 own[client].write(batches[step], 2 * mine + batches[step].rows[:, None] + step)
     assert torch.equal(kept.values[:-1], torch.cat([each.values[:-1] for each in own]))
+
+
+@pytest.mark.parametrize(("is_apart", "loaded_first"), [(False, [1, 2, 3]), (True, [2, 3, 3])])
+def test_samples_that_lie_apart_are_fetched_one_batch_ahead(is_apart: bool, loaded_first: list[int]) -> None:
+    drawn = [Batch(torch.tensor([i])) for i in range(3)]
+    loaded: list[int] = []
+
+    def load(batch: Batch) -> int:
+        loaded.append(int(batch.rows))
+        return loaded[-1]
+
+    steps = [(int(batch.rows), sample, len(loaded)) for batch, sample in ahead(drawn, load, is_apart=is_apart)]
+    assert steps == [(i, i, count) for i, count in enumerate(loaded_first)]

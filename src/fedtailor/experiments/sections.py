@@ -146,7 +146,7 @@ class FederationSection(Section):
     device: str = Field(default="auto", description="auto (what torch finds), cpu, cuda, cuda:1, mps or xpu.")
     threads: int = Field(default=0, ge=0, description="Torch threads; 0: one. Engine pool uses more cores.")
     chunk: int = Field(default=0, ge=0, description="Maximum clients per vmap stack; 0: as many as fit the cache.")
-    workers: int = Field(default=0, ge=0, description="Worker processes (pool, long vmap rounds); 0: one per core.")
+    workers: int = Field(default=0, ge=0, description="Processes (pool, long vmap rounds); 0: one per core or device.")
     memory: int = Field(
         default=0,
         ge=0,
