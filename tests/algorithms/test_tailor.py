@@ -130,16 +130,16 @@ def test_a_mixture_leaves_the_fitted_model_where_another_is_right() -> None:
 
 def test_numbers_are_mixed_by_least_squares_and_by_what_all_clients_say() -> None:
     generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(3, 200, 1, generator=generator, dtype=F64)
-    m, mask = torch.tensor([0.2, 0.3, 0.5], dtype=F64), torch.ones(200, dtype=F64)
-    y = torch.tensordot(torch.tensor([0.6, 0.4, 0.0], dtype=F64), outputs, dims=1)
-    found = mixture.least_squares(outputs, y, mask, m)
-    torch.testing.assert_close(found, torch.tensor([0.6, 0.4, 0.0], dtype=F64), rtol=0, atol=0.03)
-    few = mixture.least_squares(outputs, y, mask * (torch.arange(200) < 2), m)
-    assert (few - m).abs().max() < (found - m).abs().max()
+    outputs, wanted = torch.randn(3, 200, generator=generator, dtype=F64), torch.tensor([0.6, 0.4, 0.0], dtype=F64)
+    m = torch.tensor([0.2, 0.3, 0.5], dtype=F64)
+    wrong = outputs - wanted @ outputs
+    torch.testing.assert_close(mixture.least(wrong @ wrong.T, m, 0.0), wanted)
+    shrunk = mixture.least(wrong @ wrong.T, m, 1.0)
+    assert (wanted - m).abs().max() > (shrunk - m).abs().max() > 0.1
+    torch.testing.assert_close(mixture.least(0 * wrong @ wrong.T, m, 1.0), m)
 
 
-def test_clients_vote_for_the_mixture_of_all() -> None:
+def test_the_mixture_of_all_clients_has_the_least_summed_error() -> None:
     data = make_data()
     fed = federate(Tailor(every=1), data, make_model("mlp", data))
     server = run(fed, rounds=2)

@@ -29,9 +29,7 @@ from fedtailor.errors import ConfigError
 
 PARTS = ("share", "step", "prior")
 BESIDE = ("alone", "common")  # models that predict beside the fitted one
-VOTES = ReplySpec(
-    "how many validation samples each kind of model explains", lambda algorithm, model: model.like.new_ones(3)
-)
+ERRORS = ReplySpec("products of three models' validation errors", lambda algorithm, model: model.like.new_zeros(3, 3))
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Tailor(Algorithm):
         count = len(set(layers.values()))
         s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
         theta = torch.cat([s.logit(), torch.zeros_like(s), s.new_tensor([self.prior])])
-        return {"w": model.params, "theta": learnable(theta), "m": mixture.shared(s.new_zeros(1 + len(BESIDE)))}
+        return {"w": model.params, "theta": learnable(theta), "m": s.new_full((3,), 1 / 3)}
 
     def client_init(self, me: ClientContext) -> Tree:
         layers = len(set(layers_of(me.model).values()))
@@ -135,15 +133,17 @@ class Tailor(Algorithm):
         steps = {k: x.expand_as(start[k]) for k, x in eta.items()}  # a mask scales a step
         return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
 
-    @on_client(sends=(NUMBER, NUMBER, VOTES))
-    def judge(self, me: ClientContext, w: Params, theta: Tensor, m: Tensor) -> tuple[Tree, Tree]:
+    @on_client(sends=(NUMBER, NUMBER, ERRORS))
+    def judge(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
         statistics, count = me.buffers, me.val.mask.sum()
         fitted = self.fitted(me, w, theta)
         loss = me.loss(fitted, "val")
-        with torch.no_grad():
-            votes = mixture.votes(me, self.models(me, *detach((fitted, w, theta))), m) if self.mixes else m
+        q = loss.new_zeros(3, 3)
+        if self.mixes:
+            with torch.no_grad():
+                q = mixture.products_of_errors(me, self.models(me, *detach((fitted, w, theta))))
         me.buffers = statistics  # those of training, not of this trial
-        return me.state, (loss * count, count, votes)
+        return me.state, (loss * count, count, q)
 
     def models(self, me: ClientContext, fitted: Params, w: Params, theta: Tensor) -> list[Params]:
         """All that predict: the fitted model, the one trained alone, the common one with the label prior."""
@@ -167,10 +167,10 @@ class Tailor(Algorithm):
         x = fed.tape(theta["x"]) if is_learning else theta["x"]
         w = fed.mean(*fed.map(self.local, w, x))
         if is_learning:
-            losses, counts, votes = fed.map(self.judge, w, x, m)
+            losses, counts, errors = fed.map(self.judge, w, x)
             loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
             theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
-            m = mixture.shared(fed.sum(votes).detach())
+            m = mixture.least(fed.sum(errors).detach(), m, 0.0)
             fed.map(self.deviate)
             fed.report(outer_loss=loss.detach(), theta=list(theta["x"]), mixture=list(m))
         return {"w": w, "theta": theta, "m": m}

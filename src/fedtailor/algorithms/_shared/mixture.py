@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import taken, task_losses
+from fedtailor.algorithms._shared.own_loss import taken
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 
 CLASSES, NUMBERS = "mixture.of_classes", "mixture.of_numbers"  # under which name the weights stand tells what is mixed
-STEPS, GRID = 50, 40  # of EM; of a weight
+GRID = 40  # steps of a weight from 0 to 1
 STRENGTH = 10.0  # samples that the opinion of all clients is worth beside a client's own
 
 
@@ -29,55 +29,36 @@ def label_shift(me: ClientContext) -> Params:
     return {biases[-1]: ((counts + 0.5) / (counts + 0.5).sum()).log()}
 
 
-def weights(me: ClientContext, models: Sequence[Params], m: Tensor) -> Params:
-    """What each model counts for a client: its validation samples decide, with `STRENGTH` more that say m."""
-    counts = votes(me, models, m)
-    if me.experiment.task.kind == "regression":  # has looked at m already
-        return {NUMBERS: torch.where(counts.sum() > 0, counts / counts.sum().clamp(min=1), m)}
-    return {CLASSES: (counts + STRENGTH * m) / (counts.sum() + STRENGTH)}
+def products_of_errors(me: ClientContext, models: Sequence[Params]) -> Tensor:
+    """[models, models]: a'qa is the squared error of a mixture a on the client's validation samples.
 
-
-def shared(votes: Tensor) -> Tensor:
-    """m after the votes of all clients, one of which is for an even mixture."""
-    even = votes.new_full(votes.shape, 1 / len(votes))
-    return (votes + even) / (votes + even).sum()
-
-
-def votes(me: ClientContext, models: Sequence[Params], m: Tensor) -> Tensor:
-    """How many of a client's validation samples each model explains."""
+    The error of a class is that of its probabilities (Brier's score): bounded, so that no model is ruled out by one sample.
+    """
     x, y, mask = me.val
     if not len(y):
-        return torch.zeros_like(m)
-    if me.experiment.task.kind == "regression":
-        outputs = torch.stack([me.model(me.buffers | model, x) for model in models])
-        return mask.sum() * least_squares(outputs, y, mask, m)
-    losses = torch.stack([task_losses(me, me.buffers | model, x, y) for model in models])  # [models, samples]
-    return most_probable(losses, mask, m)
+        return me.n.new_zeros(len(models), len(models))
+    outputs = torch.stack([me.model(me.buffers | model, x) for model in models])
+    if me.experiment.task.kind == "classification":
+        outputs = outputs.softmax(-1)
+        y = y[:, None] == torch.arange(outputs.shape[-1], device=y.device)
+    wrong = ((outputs - y.to(outputs.dtype)) * mask[:, None]).flatten(1)
+    return wrong @ wrong.T
 
 
-def most_probable(losses: Tensor, mask: Tensor, m: Tensor) -> Tensor:
-    """Samples by the model that they come from, in the mixture that makes them most probable; by EM."""
-    likelihood = (losses.min(0).values - losses).exp()
-    counts, pi = torch.zeros_like(m), m
-    for _ in range(STEPS):
-        each = pi[:, None] * likelihood
-        counts = (each / each.sum(0) * mask).sum(1)
-        pi = (counts + STRENGTH * m) / (counts + STRENGTH * m).sum()
-    return counts
+def weights(me: ClientContext, models: Sequence[Params], m: Tensor) -> Params:
+    """What each model counts for a client: its validation samples decide, with `STRENGTH` more that say m."""
+    a = least(products_of_errors(me, models), m, STRENGTH / me.val.mask.sum().clamp(min=1))
+    return {NUMBERS if me.experiment.task.kind == "regression" else CLASSES: a}
 
 
-def least_squares(outputs: Tensor, y: Tensor, mask: Tensor, m: Tensor) -> Tensor:
-    """The mixture of numbers [models, samples, columns] that is nearest to y, on a grid over all mixtures.
+def least(q: Tensor, m: Tensor, strength: Tensor | float) -> Tensor:
+    """The mixture of three models on a grid with the least a'qa + strength (a - m)'q(a - m); m where q says nothing.
 
-    `STRENGTH` samples more are such as these are on average, with numbers as m foretells them.
+    Samples more by that factor, such as these are on average, would add the second part if m foretold them.
     """
-    count = mask.sum().clamp(min=1)
-    wrong = ((outputs - y) * mask[:, None]).flatten(1)
-    q = wrong @ wrong.T / count  # a'qa is the squared error of a mixture a
     grid = m.new_tensor([(i, j, GRID - i - j) for i in range(GRID + 1) for j in range(GRID + 1 - i)]) / GRID
-    apart = grid - m
-    cost = ((grid @ q) * grid).sum(1) + STRENGTH / count * ((apart @ q) * apart).sum(1)
-    return grid[cost.argmin(0, keepdim=True)][0]
+    cost = ((grid @ q) * grid).sum(1) + strength * (((grid - m) @ q) * (grid - m)).sum(1)
+    return torch.where(q.diagonal().sum() > 0, grid[cost.argmin(0, keepdim=True)][0], m)
 
 
 def predict(model: Model, personal: Params, x: Tensor, others: Sequence[str]) -> Tensor:
