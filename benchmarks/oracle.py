@@ -33,7 +33,7 @@ from fedtailor.version import __version__
 F64, CLIENTS, FEATURES = torch.float64, 20, 5
 SPREADS = (0.01, 0.1, 0.3, 1.0, 3.0, 30.0)  # R^2
 SAMPLES = (10, 50)
-SEEDS = (0, 1)
+SEEDS = (0, 1, 2)
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {  # title -> name, options, rounds
     "FedAvg": ("fedavg", {"epochs": 2}, 40),
     "Local": ("local", {"epochs": 2}, 40),
@@ -147,7 +147,7 @@ def figure(errors: dict[tuple[str, float, int], list[dict[str, float]]]) -> str:
     """Regret over R^2, both on a scale of logarithms, a panel for each n; the threshold is dashed."""
     width, height, parts = 380, 300, []
     for panel, samples in enumerate(SAMPLES):
-        left = 50 + panel * (width + 30)
+        left = 50 + panel * (width + 50)
 
         def at(spread: float, regret: float, left: float = left) -> str:
             across = (log10(spread) - log10(SPREADS[0])) / (log10(SPREADS[-1]) - log10(SPREADS[0]))
@@ -171,7 +171,7 @@ def figure(errors: dict[tuple[str, float, int], list[dict[str, float]]]) -> str:
             parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
     for i, (title, colour) in enumerate(zip(METHODS, COLOURS, strict=True)):
         parts.append(f'<text x="{50 + 115 * i}" y="{height + 68}" fill="{colour}">{title}</text>')
-    size = f'width="{80 + 2 * (width + 30)}" height="{height + 80}"'
+    size = f'width="{80 + 2 * (width + 50)}" height="{height + 80}"'
     body = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">\n{body}\n</svg>\n'
 

@@ -72,7 +72,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "share not learned": {"learned": ["step", "prior"]},
     "steps not learned": {"learned": ["share", "prior"]},
     "no label prior": {"prior": 0.0, "learned": ["share", "step"]},
-    "no own deviation": {"evidence": float("inf")},
+    "no own deviation": {"evidence": 1e9},
     "no mixture": {"mixes": False},
 }
 ABLATED = ("FMNIST 0.5", "half permuted", "School")  # columns

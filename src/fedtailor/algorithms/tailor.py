@@ -53,7 +53,7 @@ class Tailor(Algorithm):
     every: int = 4
     """Learn in one of so many rounds; such a round costs about as much as five others."""
     evidence: float = 50.0
-    """Samples with which a client's own deviation from the common theta is halved in each step; inf allows none."""
+    """Samples with which a client's own deviation from the common theta is halved in each step; 1e9 allows none."""
     mixes: bool = True
     """Predict with a mixture of the fitted model, one that the client trains alone, and the common one."""
 

@@ -32,7 +32,7 @@ def label_shift(me: ClientContext) -> Params:
 def products_of_errors(me: ClientContext, models: Sequence[Params]) -> Tensor:
     """[models, models]: a'qa is the squared error of a mixture a on the client's validation samples.
 
-    The error of a class is that of its probabilities (Brier's score): bounded, so that no model is ruled out by one sample.
+    The error of a class is that of its probabilities (Brier's score), which is bounded: no sample rules a model out.
     """
     x, y, mask = me.val
     if not len(y):
