@@ -1,6 +1,6 @@
 # The command line. Build from the root of the repository, after make dist:
 #   docker build --file docker/cli.Dockerfile --tag fedtailor .
-#   docker run --rm --read-only --tmpfs /tmp --volume "$PWD:/work" fedtailor fit sites --target outcome --out runs/sites
+#   docker run --rm --read-only --tmpfs /tmp --volume "$PWD:/work" --user "$(id -u)" fedtailor fit sites --target outcome --out runs/sites
 FROM python:3.11-slim-bookworm
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 XDG_CONFIG_HOME=/tmp/config
