@@ -50,23 +50,23 @@ def common(part: ReplySpec) -> ReplySpec:
 
 
 LEARNS = {  # what a method learns; `fedtailor list algorithms` groups by it
-    "models": "nothing beside models: who shares what is a rule",
-    "weights": "with what weight clients count in an average, or for each other",
-    "degrees": "to what degree a parameter, a layer or a sample is shared",
-    "masks": "which entries or blocks are shared or used",
+    "models": "only models; who shares what is fixed by a rule",
+    "weights": "the weights of clients in an average, or for each other",
+    "degrees": "how much a parameter, a layer or a sample is shared",
+    "masks": "which parameters or blocks are shared or used",
     "groups": "which clients belong together",
-    "adaptation": "how, or from where, a common model is fitted to a client",
-    "generators": "a network that makes each client's model",
+    "adaptation": "the initialization or procedure for fitting a common model to a client",
+    "generators": "a network that generates each client's model",
 }
 KEEPS = {  # what of the model that a client predicts with is its own
     "nothing": "all clients predict with the same model",
-    "head": "a head of its own, or a second one, on common features",
-    "body": "a body of its own under a common head",
+    "head": "a private head, or a second one, on common features",
+    "body": "a private body under a common head",
     "layers": "some layers",
     "entries": "some entries",
-    "gates": "factors of common parameters",
-    "features": "something that is added to common features, or compared with them",
-    "group": "the model is that of its group",
+    "gates": "gates on common parameters",
+    "features": "a term added to common features, or samples compared with them",
+    "group": "clients of a group share one model",
     "model": "every parameter",
 }
 
