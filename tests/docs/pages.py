@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 from fedtailor.cli.main import main
+from fedtailor.studies import grid
 from tests.small import one_after_the_other
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,9 @@ def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, port: str = "", proces
     Where a page names a port, a free one takes its place: somebody else may follow the page on this machine.
     Runs of a comparison have processes of their own only if asked: each imports torch, and tests/e2e shows them.
     """
-    if not processes:
+    if processes:
+        monkeypatch.setattr(grid, "cores", lambda: 1)  # one at a time
+    else:
         one_after_the_other(monkeypatch)
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up

@@ -152,10 +152,10 @@ class Case:
 
 
 def all_algorithms(engine: str) -> Iterator[Case]:
-    """Every registered algorithm with each preset; on stacks, those that look at single replies or use a tape."""
+    """Every registered algorithm; on stacks, those that look at single replies or use a tape."""
     some = {"cfl", "duw-fednova", "fedadp", "fedpac", "fedrep", "fedselect", "learn2pfed", "learn2pfed-net"}
     for name, algorithm in variants().items():
-        if engine == "loop" or name in some:
+        if name in some or (engine == "loop" and ":" not in name):
             yield Case(name, brief(algorithm), COHORTS, usual(algorithm))
 
 
