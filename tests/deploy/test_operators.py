@@ -116,6 +116,7 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (folder / "runs/one/metrics.jsonl").write_text("{}\n{}\n")
     presence = Presence(folder / "runs/one/sites.json")
     now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)  # however long the lines below take
     about = {"version": "0.1.0", "now": now + 90, "free": 5 * 2**30, "certificate_ends": now + 86400, "more": [1]}
     presence.greet({"ada": {"condition": about}, "bo": {"condition": "?"}, "cy": {}})
     presence.note({"ada": "", "bo": "does not answer", "cy": ""})
