@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor, nn, tensor
 from transformers import AutoModel
 
 import fedtailor as ft
@@ -38,7 +37,7 @@ class Intents(nn.Module):
         intents = sorted(i for own in json.loads(DOMAINS.read_text(encoding="utf-8")).values() for i in own)
         tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
         tokenizer.enable_padding(length=shape[0])
-        ids = torch.tensor([e.ids for e in tokenizer.encode_batch([i.replace("_", " ") for i in intents])])
+        ids = tensor([e.ids for e in tokenizer.encode_batch([i.replace("_", " ") for i in intents])])
         self.names = nn.Parameter(self.embedded(ids).detach(), requires_grad=False)
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -50,9 +49,10 @@ class Intents(nn.Module):
 
 
 if __name__ == "__main__":
-    rounds, samples = (int(v) for v in sys.argv[1:3]) if len(sys.argv) > 2 else (3, 40)
+    rounds, samples = (int(v) for v in sys.argv[1:3]) if len(sys.argv) > 2 else (4, 24)
     for method in sys.argv[3:] or HEADS:
-        settings = {"model.head": HEADS[method], "data.max_samples": samples}
+        settings = {"model.head": HEADS[method], "data.max_train": samples, "data.max_samples": 3 * samples}
+        settings |= {"local.batch_size": 8, "evaluation.every": rounds}
         run = ft.run(method, TASK, rounds=rounds, settings=settings, progress=False)
         up = run.results["traffic"]["up"] / rounds / len(run.clients)
         accuracy = 100 * run.results["last"]["test"]["accuracy"]["mean"]

@@ -26,7 +26,7 @@ from fedtailor.experiments.config import RunConfig, parse, with_values
 from fedtailor.experiments.progress import grid_shown, shown
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json, write_atomically
 from fedtailor.experiments.trust import accept_folder
-from fedtailor.plugins import name_of
+from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
 from fedtailor.serving import onboard
 from fedtailor.serving import personal as serving
@@ -262,7 +262,8 @@ def run(
     task: the name of a data source, its options, the tables of a configuration ({"data": ..., "model": ...}), or a
     federation's data made by you, which is then kept in the run's folder.
     device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto": an accelerator if torch has one.
-    settings: further keys of a configuration, such as {"model.name": "linear"}.
+    settings: further keys of a configuration, such as {"model.name": "linear"}. Classes and functions of your own may
+    stand for their names: {"task.name": MyTask, "evaluation.metrics": ["rmse", bias]}.
     callbacks: objects with some of the methods of `fedtailor.experiments.callbacks.Callback`.
     """
     section = _section(algorithm)
@@ -273,7 +274,8 @@ def run(
     chosen |= {} if device is None else {"federation.device": device}
     chosen |= {} if rounds is None else {"rounds": rounds}
     chosen |= {} if seed is None else {"seed": seed}
-    tables = with_values(tables | {"algorithm": section}, chosen | dict(settings or {}))
+    given = {key: by_name(value, key) for key, value in (settings or {}).items()}
+    tables = with_values(tables | {"algorithm": section}, chosen | given)
     source = "made" if loaded is not None else parse(tables).data.source
     path = path or new_path(Path("runs"), f"{source}-{section['name']}".replace(":", "."))
     if loaded is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from collections.abc import Mapping
 from contextvars import ContextVar
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -57,13 +59,26 @@ def _spec(module: str, folders: list[str] | None) -> ModuleSpec | None:
     return PathFinder.find_spec(module, [str(Path.cwd())]) if folders is None else None
 
 
-def name_of(kind: type) -> str | None:
-    """The name by which another process can import a class; None for one of a console, a notebook or a function."""
+def name_of(kind: Any) -> str | None:
+    """The name by which another process can import it; None for what is of a console, a notebook or a function."""
     module = sys.modules.get(kind.__module__)
     name = _name(module)
     if name is None or import_folder(module) is None or getattr(module, kind.__qualname__, None) is not kind:
         return None
     return f"{name}:{kind.__qualname__}"
+
+
+def by_name(value: Any, key: str) -> Any:
+    """A setting with the names of classes and functions in their place, by which any process finds them again."""
+    if isinstance(value, list | tuple):
+        return [by_name(part, key) for part in value]
+    if isinstance(value, Mapping):
+        return {k: by_name(part, key) for k, part in value.items()}
+    if not (inspect.isclass(value) or inspect.isfunction(value)):
+        return value
+    if (name := name_of(value)) is None:
+        raise ConfigError(f"{key}: {value.__qualname__} cannot be imported by its name; put it into a file of its own")
+    return name
 
 
 def module_of(name: str, kind: Any) -> ModuleType | None:

@@ -48,6 +48,24 @@ def test_all_three_by_name(tmp_path: Path) -> None:
     assert runner.resume(tmp_path / "run").results == run.results
 
 
+def test_classes_and_functions_stand_for_their_names(tmp_path: Path) -> None:
+    settings = {
+        "model.name": plain.Layered,
+        "task.name": own.LogCosh,
+        "data.source": own.load,
+        "evaluation.metrics": ["mae", own.bias],
+    }
+    run = ft.run("fedavg", {"data": {}}, rounds=1, settings=settings, out=tmp_path / "run", progress=False)
+    assert run.config.task.name == "tests.world.own:LogCosh"
+    assert set(run.results["last"]["test"]) == {"mae", "tests.world.own:bias"}
+
+    class Hidden(own.LogCosh):
+        """Nobody else can import it."""
+
+    with pytest.raises(UserError, match=r"task.name: .*Hidden cannot be imported by its name; put it into a file"):
+        ft.run("fedavg", {"data": {}}, settings=settings | {"task.name": Hidden}, out=tmp_path / "other")
+
+
 def pairs(x: Any, y: Any, **options: Any) -> FederatedData:
     return ft.federated({"ada": (x, y), "bo": (x, y)}, name="mine", **options)
 
