@@ -62,10 +62,10 @@ def _spec(module: str, folders: list[str] | None) -> ModuleSpec | None:
 def name_of(kind: Any) -> str | None:
     """The name by which another process can import it; None for what is of a console, a notebook or a function."""
     module = sys.modules.get(kind.__module__)
-    name = _name(module)
-    if name is None or import_folder(module) is None or getattr(module, kind.__qualname__, None) is not kind:
+    name, own = _name(module), kind.__qualname__
+    if name is None or import_folder(module) is None or getattr(module, own, None) is not kind:
         return None
-    return f"{name}:{kind.__qualname__}"
+    return f"{name}:{own}"
 
 
 def by_name(value: Any, key: str) -> Any:
