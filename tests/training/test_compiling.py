@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError
+from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.testing.contract import CASES
 from fedtailor.training import compiling
@@ -104,3 +106,10 @@ def test_equilibrium_models_are_refused() -> None:
     setting = build_experiment(config("algorithm.name=fedeq", "model.name=deq-mlp", "model.hidden=4"))
     with pytest.raises(ConfigError, match=r"local\.compile: not for equilibrium models"):
         compiling.check(setting, Arithmetic(compile=True), 4)
+
+
+def test_not_with_workers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"local\.compile: not with federation\.engine = pool"):
+        runner.start(config("local.compile=true", "federation.engine=pool"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert runner._workers(config("local.compile=true", "federation.workers=2"), 0) == 1

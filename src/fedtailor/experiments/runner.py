@@ -258,6 +258,8 @@ def _placed(
     rank = devices.local_rank() if ranks.count > 1 else None
     device, why = devices.find(wanted or config.federation.device, rank=rank, dtype=experiment.model.dtype)
     experiment = devices.place(experiment, device)
+    if config.local.compile and config.federation.engine == "pool":
+        raise ConfigError("local.compile: not with federation.engine = pool; use loop or vmap")
     if config.local.compile:
         solver = config.local.made(config.rounds)
         compiling.check(experiment, solver.arithmetic, solver.batch_size)
@@ -272,6 +274,8 @@ def _stack(run: Run, device: str) -> dict[str, int]:
 
 def _workers(config: RunConfig, cores: int) -> int:
     """Processes that a run may have, on so many cores; 0 is all."""
+    if config.local.compile:  # a forked process may wait for ever for the compiler of its parent
+        return 1
     wanted = config.federation.workers or engines.cores()
     return min(wanted, cores or wanted)
 
