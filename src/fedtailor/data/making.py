@@ -1,31 +1,29 @@
-"""A federation's data from what a program has: arrays, tensors, dicts, sequences, Datasets, mapped files."""
+"""A federation's data from what a program has for each client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from fedtailor.core.rows import Chosen, Rows, count
+from fedtailor.core.rows import Chosen, Rows
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.configs import SplitConfig
-from fedtailor.data.splits import split, starts
-from fedtailor.data.stored import DatasetSamples, MappedArray, Several
-from fedtailor.errors import DataError
+from fedtailor.data.objects import MASK, Targets, is_frame, pair
+from fedtailor.data.splits import client_names, split, starts
+from fedtailor.data.stored import Several
+from fedtailor.errors import DataError, nearest
 
-Samples = Any  # (x, y), a torch Dataset of (x, y), or a Hugging Face Dataset
 SPLITS = ("train", "val", "test")
-MASK = "attention_mask"
 
 
 def federated(
-    clients: Mapping[str, Any],
+    clients: Mapping[str, Any] | Sequence[Any],
     *,
     task: str = "auto",
     name: str = "own",
@@ -36,95 +34,83 @@ def federated(
     val: float = 0.1,
     seed: int = 0,
     lazy: bool = False,
+    collate: Callable[[Any], Any] | None = None,
 ) -> FederatedData:
-    """The data of clients by name.
+    """The data of clients by name; those of a list are called client-00, client-01, ...
 
     A client is `(x, y)`, or `{"train": (x, y), "val": ..., "test": ...}` if it is split already. x is an array or
     tensor, named arrays, a list of sequences of unequal length (padded with 0, with an attention_mask beside them),
-    or a `MappedArray`. In place of `(x, y)` a torch Dataset of such pairs, or a Hugging Face Dataset whose column
-    `target` is y, will do; with `lazy` a torch Dataset is read batch by batch and never kept.
+    or a `MappedArray`. y may be names of classes. In place of `(x, y)` a table of pandas or polars, or a Hugging Face
+    Dataset, whose column `target` is y, will do, or a torch Dataset of pairs or of dicts; with `lazy` a torch Dataset
+    is read batch by batch and never kept. `collate` makes a batch of the inputs of a Dataset, torch's by default.
     """
+    if not isinstance(clients, Mapping):
+        clients = dict(zip(client_names(len(clients)), clients, strict=True))
     if not clients:
         raise DataError(f"{name}: has no clients")
+    given = {str(client): _splits(of, f'{name}: client "{client}"') for client, of in clients.items()}
+    if len(given) < len(clients):
+        raise DataError(f"{name}: two clients have the same name as text; each needs a name of its own")
+    features = _features([part for of in given.values() for part in of.values()], target)
+    pairs = {
+        client: {
+            s: pair(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, lazy, collate)
+            for s, v in of.items()
+        }
+        for client, of in given.items()
+    }
+    named = {str(v) for of in pairs.values() for _, y in of.values() if isinstance(y, np.ndarray) for v in y}
+    if named and (numbers := [c for c, of in pairs.items() for _, y in of.values() if isinstance(y, Tensor)]):
+        raise DataError(f'{name}: client "{numbers[0]}" has numbers as labels and others have names; use one of them')
+    classes = tuple(classes) or tuple(sorted(named))
+    if unknown := sorted(named - set(classes)):
+        raise DataError(f'{name}: the label "{unknown[0]}" is not in classes; {nearest(unknown[0], classes)}')
     cut = SplitConfig(test=test, val=val)
     parts: dict[str, list[tuple[Tree, Tensor]]] = {s: [] for s in SPLITS}
-    for client, given in clients.items():
-        where = f'{name}: client "{client}"'
-        ready = given if isinstance(given, Mapping) and set(given) <= set(SPLITS) else None
-        if ready is not None and "train" not in ready:
-            raise DataError(f"{where}: has no training samples")
-        if ready is None:
-            x, y = _pair(given, where, target, lazy)
+    for client, of in pairs.items():
+        ready = {s: (x, _numbered(y, classes, task)) for s, (x, y) in of.items()}
+        if "" in ready:
+            x, y = ready[""]
             labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
             cuts = split(len(y), labels, cut, seed=seed, client=client)
-            for s in SPLITS:
-                parts[s].append(_at(x, y, getattr(cuts, s)))
-        else:
-            pairs = {s: _pair(ready[s], f"{where}, {s}", target, lazy) for s in ready}
-            for s in SPLITS:
-                parts[s].append(pairs.get(s) or _at(*pairs["train"], np.arange(0)))
+            ready = {s: _at(x, y, getattr(cuts, s)) for s in SPLITS}
+        for s in SPLITS:
+            parts[s].append(ready.get(s) or _at(*ready["train"], np.arange(0)))
     parts = _equally_long(parts)
     rows = {s: Rows(*_joined(each, name), starts([len(y) for _, y in each])) for s, each in parts.items()}
-    y = rows["train"].y
-    kind = _kind(task, y, name)
+    if not len(rows["train"].y):
+        raise DataError(f"{name}: no client has a training sample")
+    kind = _kind(task, rows["train"].y, name)
     return FederatedData(
-        name, kind, tuple(clients), rows["train"], rows["val"], rows["test"], outputs or _outputs(kind, rows, classes),
-        tuple(classes),
+        name, kind, tuple(given), rows["train"], rows["val"], rows["test"], outputs or _outputs(kind, rows, classes),
+        classes, features,
     )  # fmt: skip
 
 
-def _pair(given: Samples, where: str, target: str, lazy: bool) -> tuple[Tree, Tensor]:
-    if isinstance(given, tuple) and len(given) == 2:
-        x, y = _inputs(given[0], where), _numbers(given[1], f"{where}, y")
-    elif hasattr(given, "with_format") and hasattr(given, "column_names"):  # a Hugging Face Dataset
-        if target not in given.column_names:
-            raise DataError(f'{where}: no column "{target}"; it has {", ".join(given.column_names)}')
-        held = {k: given[k] for k in given.column_names if k != target}
-        y = _numbers(given[target], f"{where}, {target}")
-        x = {
-            k: _inputs(v if isinstance(v, list | np.ndarray | Tensor) else list(v), f"{where}, {k}")
-            for k, v in held.items()
-        }
-        padded = [v for v in x.values() if isinstance(v, dict)]
-        x = {k: v["input_ids"] if isinstance(v, dict) else v for k, v in x.items()}
-        x = {MASK: padded[0][MASK]} | x if padded else x
-    elif hasattr(given, "__getitem__") and hasattr(given, "__len__") and not isinstance(given, Mapping):
-        targets = [torch.as_tensor(given[i][1]) for i in range(len(given))]
-        y = torch.stack(targets) if targets else torch.zeros(0, dtype=torch.int64)
-        x = DatasetSamples(given, range(len(given)), _first)
-        x = x if lazy else x.read(torch.arange(len(x)))
-    else:
-        raise DataError(f"{where}: give (x, y), a Dataset of such pairs, or the splits train, val and test")
-    if count(x) != len(y):
-        raise DataError(f"{where}: {count(x)} samples and {len(y)} targets")
-    return x, y.float() if y.is_floating_point() and y.dtype != torch.float64 else y
+def _splits(given: Any, where: str) -> Mapping[str, Any]:
+    """Of a client: its splits by name, or "" for samples that are not split yet."""
+    if not (isinstance(given, Mapping) and set(given) <= set(SPLITS)):
+        return {"": given}
+    if "train" not in given:
+        raise DataError(f"{where}: has no training samples")
+    return given
 
 
-def _first(item: Any) -> Any:
-    return item[0]
+def _features(given: list[Any], target: str) -> tuple[str, ...]:
+    """The columns of the first table, without the target."""
+    table = next((v for v in given if is_frame(v)), None)
+    return () if table is None else tuple(str(k) for k in table.columns if str(k) != target)
 
 
-def _inputs(given: Any, where: str) -> Tree:
-    """Tensors; sequences of unequal length side by side, with a mask of what is not padding."""
-    if isinstance(given, MappedArray | DatasetSamples | Chosen):
-        return given
-    if isinstance(given, Mapping):
-        return {str(k): _numbers(v, f"{where}, {k}") for k, v in given.items()}
-    if isinstance(given, list) and given and not np.isscalar(given[0]) and len({np.shape(v) for v in given}) > 1:
-        each = [_numbers(v, where) for v in given]
-        if len({v.shape[1:] for v in each}) > 1:
-            raise DataError(f"{where}: sequences may differ in their first dimension only")
-        mask = pad_sequence([torch.ones(len(v), dtype=torch.int64) for v in each], batch_first=True)
-        return {"input_ids": pad_sequence(each, batch_first=True), MASK: mask}
-    return _numbers(given, where)
-
-
-def _numbers(given: Any, where: str) -> Tensor:
-    try:
-        v = given if isinstance(given, Tensor) else torch.from_numpy(np.ascontiguousarray(given))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: not numbers: {error}") from None
-    return v.long() if v.dtype in (torch.int32, torch.int16, torch.int8) else v
+def _numbered(y: Targets, classes: Sequence[str], task: str) -> Tensor:
+    """Targets as the task wants them: names of classes as numbers, numbers to predict as columns."""
+    if isinstance(y, np.ndarray):
+        number = {label: i for i, label in enumerate(classes)}
+        return torch.tensor([number[str(v)] for v in y], dtype=torch.int64)
+    if task in ("regression", "quantile", "multilabel", "survival"):
+        y = y if y.is_floating_point() else y.double()
+        y = y[:, None] if y.dim() == 1 and task in ("regression", "quantile") else y
+    return y.float() if y.is_floating_point() and y.dtype != torch.float64 else y
 
 
 def _at(x: Tree, y: Tensor, at: Any) -> tuple[Tree, Tensor]:
@@ -179,7 +165,10 @@ def _kind(task: str, y: Tensor, name: str) -> TargetKind:
     if y.dtype == torch.int64 and y.dim() in (1, 2):
         return "classification" if y.dim() == 1 else "tokens"
     if y.is_floating_point() and y.dim() == 1:
-        raise DataError(f"{name}: y is {y.dtype} [rows]; labels must be whole numbers, numbers to predict [rows, 1]")
+        raise DataError(
+            f"{name}: y is {y.dtype} [rows]; labels must be whole numbers (int64); "
+            'to predict numbers, say task="regression"'
+        )
     return "regression"
 
 

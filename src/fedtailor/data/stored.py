@@ -132,6 +132,7 @@ class DatasetSamples:
     dataset: Any
     at: Sequence[int]
     pick: Callable[[Any], Any]
+    collate: Callable[[Any], Any] = torch.utils.data.default_collate
     dtype: torch.dtype | None = None
 
     def __len__(self) -> int:
@@ -142,7 +143,13 @@ class DatasetSamples:
         numbers = [self.at[i] for i in rows.tolist()]
         many = getattr(self.dataset, "__getitems__", None)
         found = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
-        batch = torch.utils.data.default_collate([self.pick(item) for item in found])
+        try:
+            batch = self.collate([self.pick(item) for item in found])
+        except (RuntimeError, TypeError) as error:
+            said = str(error).splitlines()[0]
+            raise DataError(
+                f"items of a Dataset do not make a batch; collate= pads or converts them ({said})"
+            ) from None
         return tree_map(self._widened, batch)
 
     def to(self, dtype: torch.dtype) -> DatasetSamples:
