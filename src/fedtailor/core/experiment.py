@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fedtailor.core import codec
 from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation, ServerSteps
+from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.environment import Environment
 from fedtailor.core.metric import Metric, usual_metrics
 from fedtailor.core.model import Model
@@ -142,6 +144,12 @@ class Experiment:
     def loss(self) -> Loss:
         """Of every sample."""
         return self.task.loss
+
+    @cached_property
+    def reply_sizes(self) -> dict[str, int]:
+        """Bytes of a reply to each client function, without its header."""
+        functions = client_functions(self.algorithm)
+        return {name: codec.tree_size(reply_example(self.algorithm, name, self.model)) for name in functions}
 
     @cached_property
     def mixing(self) -> Mixing:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtailor.core import calling, codec, rounds
+from fedtailor.core import calling, rounds
 from fedtailor.core.aggregation import SumLog
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.client import Call
@@ -169,9 +169,8 @@ class Federation:
             return None
         engine.commit_stacked_states(cohort, fused.state, held)
         for exchange in fused.exchanges:
-            reply = codec.tree_size(reply_example(experiment.algorithm, exchange.function, experiment.model))
             here = {"round": self.round, "first_call": self._calls, "clients": len(cohort)}
-            count_fused(self.traffic, exchange, reply, **here)
+            count_fused(self.traffic, exchange, experiment.reply_sizes[exchange.function], **here)
             self._calls += exchange.times
         return fused.server
 

@@ -65,13 +65,14 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
         return None
     both = {"state": state, "samples": tuple(samples()) if algorithm.outer == "loo" else ()}
     with torch.no_grad():
-        blocks = [_Block(algorithm, part["state"], w.shape) for part in _parts(both)]
+        parts = list(_parts(both))
+        blocks = [_Block(algorithm, part["state"], w.shape) for part in parts]
         totals = [torch.stack(each).sum(0) for each in zip(*(b.totals() for b in blocks), strict=True)]
         forward = [b.forward(w) for b in blocks]
         after = _exchanged(forward, lambda sums, i: sums / totals[i])  # (12)
         w = after[-1]
         exact = algorithm.gradient == "exact"
-        starts = [b.outer_slopes(w, count, p["samples"]) for b, p in zip(blocks, _parts(both), strict=True)]
+        starts = [b.outer_slopes(w, count, p["samples"]) for b, p in zip(blocks, parts, strict=True)]
         w_bar = torch.stack([s for _, s in starts]).sum(0)
         back = [b.back(v, w_bar, totals, exact=exact) for b, (v, _) in zip(blocks, starts, strict=True)]
         _exchanged(back, lambda sums, i: sums)
@@ -123,6 +124,9 @@ def _parts(both: Tree) -> Iterator[Tree]:
     """Blocks of clients whose vectors stay in the cache of a core."""
     clients, numbers = both["state"]["v"].shape[0], both["state"]["v"][0].numel()
     size = max(1, BLOCK // numbers)
+    if clients <= size:
+        yield both
+        return
     for first in range(0, clients, size):
         yield tree_map(lambda x, first=first: x[first : first + size], both)
 
