@@ -64,7 +64,7 @@ def test_clients_make_as_many_passes_as_said(engine: str) -> None:
 def _failing(missing: str, answer: tuple[float, ...]) -> tuple[Federation, dict[str, torch.Tensor]]:
     data = make_data("regression")
     model = make_model("mlp", data)
-    environment = EnvironmentSection(missing=missing, answer=answer).made(4, seed=0)  # type: ignore[arg-type]
+    environment = EnvironmentSection(missing=missing, answer=answer).build(4, seed=0)  # type: ignore[arg-type]
     fed = federate(FedAvg(), data, model, solver=FULL_BATCH, environment=environment)
     return fed, fed.run_round(1, CLIENTS, model.params)
 
@@ -87,8 +87,8 @@ def test_when_nobody_answers_everything_is_as_before(missing: str) -> None:
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"environment\.answer: 2 numbers for 3 clients"):
-        EnvironmentSection(answer=(1.0, 0.5)).made(3, 0)
+        EnvironmentSection(answer=(1.0, 0.5)).build(3, 0)
     with pytest.raises(ConfigError, match=r"environment\.answer: 1\.5 is not between 0 and 1"):
-        EnvironmentSection(answer=(1.0, 1.5)).made(2, 0)
+        EnvironmentSection(answer=(1.0, 1.5)).build(2, 0)
     with pytest.raises(ConfigError, match=r"environment\.epochs: 0 is not between 1 and 1e\+06"):
-        EnvironmentSection(epochs=(0, 1)).made(2, 0)
+        EnvironmentSection(epochs=(0, 1)).build(2, 0)

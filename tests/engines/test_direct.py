@@ -136,7 +136,7 @@ def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "do": "call",
         "tape": 0,
         "call": {"function": "local", "round": 1, "call": 0, "placed": [False], "taped": False},
-        "message": message.found,
+        "message": message.content,
         "tasks": [Task(c, c, pool._where.now[c], pool._where.fresh(), at=region.at, row=c) for c in range(6)],
     }
     answers, _ = inside.handle(request)

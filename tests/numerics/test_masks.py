@@ -139,8 +139,8 @@ def test_bits(case: tuple[Tensor, Tensor]) -> None:
 
 def test_a_mask_is_told_only_when_it_changed() -> None:
     wider = NOTHING | {"b": torch.tensor([True, False, False, True])}
-    assert masks.told(NOTHING, NOTHING)[1].item() == 0
-    bits, length = masks.told(wider, NOTHING)
+    assert masks.news_of(NOTHING, NOTHING)[1].item() == 0
+    bits, length = masks.news_of(wider, NOTHING)
     assert length.item() == 2
     old = masks.to_bits(flat(NOTHING))
     stack = Ragged((torch.stack([bits, torch.zeros_like(bits)]), torch.tensor([2, 0])))

@@ -23,7 +23,7 @@ def register(kind: type[Algorithm]) -> type[Algorithm]:
 
 def algorithms() -> dict[str, type[Algorithm]]:
     """Name -> class of every algorithm, names in lower case such as "fedavg+ft"."""
-    found = {}
+    classes = {}
     for module in pkgutil.iter_modules(__path__):
         for kind in vars(importlib.import_module(f"{__name__}.{module.name}")).values():
             if (
@@ -32,8 +32,8 @@ def algorithms() -> dict[str, type[Algorithm]]:
                 and issubclass(kind, Algorithm)
                 and not inspect.isabstract(kind)
             ):
-                found[_name(kind)] = kind
-    return dict(sorted((found | _registered).items()))
+                classes[_name(kind)] = kind
+    return dict(sorted((classes | _registered).items()))
 
 
 def make(name: str, options: dict[str, Any]) -> Algorithm:

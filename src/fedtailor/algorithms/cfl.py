@@ -88,9 +88,9 @@ class CFL(Algorithm):
         return {"node": node}, None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        at = fed.gather(told := fed.map(self.where), "cluster of each client")
+        at = fed.gather(places := fed.map(self.where), "cluster of each client")
         w, n = fed.map(self.local, fed.scatter({k: v[at] for k, v in server["w"].items()}))
-        at = fed.gather(told, "cluster of each client", w.clients)
+        at = fed.gather(places, "cluster of each client", w.clients)
         w, n = fed.gather(w, "model of each client"), fed.gather(n, "sample counts")
         update = flat({k: w[k] - server["w"][k][at] for k in fed.model.trainable}, stacked=True)
         server, to = tree_map(torch.clone, server), at.clone()

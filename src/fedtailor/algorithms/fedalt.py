@@ -67,8 +67,8 @@ class FedALT(Algorithm):
             return me.experiment.loss(self.predict(me.model, t, x, training=True), y)
 
         start = me.state["v"] | beside(G, me.state["mixer"])
-        made = me.sgd(start, epochs=epochs, frozen=beside(R, r), loss=loss)
-        return {k: made[k] for k in me.state["v"]}, taken(G, made)
+        trained = me.sgd(start, epochs=epochs, frozen=beside(R, r), loss=loss)
+        return {k: trained[k] for k in me.state["v"]}, taken(G, trained)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         sent = fed.map(self.local, server["sum"], server["count"], server["rounds"])

@@ -103,7 +103,7 @@ class FedSelect(Algorithm):
             wider = masks.grown(m, score, may, self.rate, self.alpha, self.ranking == "tensor", self.overshoot)
             before = v if before else {}
         n = me.n if self.mean == "samples" else torch.ones_like(me.n)
-        reply = pack(flat(v), ~flat(m)), masks.told(m, old), {k: theta[k] for k in statistics}, n
+        reply = pack(flat(v), ~flat(m)), masks.news_of(m, old), {k: theta[k] for k in statistics}, n
         return {"v": v, "m": m, "next": wider, "before": before}, reply
 
     def round(self, fed: Federation, server: Tree) -> Tree:
@@ -114,13 +114,13 @@ class FedSelect(Algorithm):
         known = masks.known(server["masks"], [names[c] for c in asked], w)
         shared = ~masks.from_bits(known, len(w))
         message = fed.scatter(pack_each(w, shared))
-        u, told, rest, n = fed.map(self.local, message, statistics)
-        known = known[[asked.index(c) for c in told.clients]]
-        bits, n_each = masks.heard(fed.gather(told, "mask of each client"), known), fed.gather(n, "sample counts")
+        u, news, rest, n = fed.map(self.local, message, statistics)
+        known = known[[asked.index(c) for c in news.clients]]
+        bits, n_each = masks.heard(fed.gather(news, "mask of each client"), known), fed.gather(n, "sample counts")
         shared = ~masks.from_bits(bits, len(w))
         w = masks.mean_over_sharers(packed := fed.gather(u, "shared entries of each client"), shared, n_each, w)
         fed.report(own=1 - wide(packed[1]).mean() / len(w))
-        now = {names[c]: row for c, row in zip(told.clients, bits, strict=True)}
+        now = {names[c]: row for c, row in zip(news.clients, bits, strict=True)}
         return {"w": unflat(w, model.trainable) | fed.mean(rest, n), "masks": server["masks"] | now}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:

@@ -74,15 +74,15 @@ class PeFLL(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         now = {"phi": server["phi"], "psi": server["psi"]}
         learned = fed.tape(now)
-        told = fed.map(self.describe, learned["psi"])
-        v, names = fed.gather(told, "descriptor of each client"), [fed.names[c] for c in told.clients]
+        descriptors = fed.map(self.describe, learned["psi"])
+        v, names = fed.gather(descriptors, "descriptor of each client"), [fed.names[c] for c in descriptors.clients]
         theta = models(fed.model, learned["phi"], v)
         replies = fed.map_untaped(self.local, fed.scatter(detach(theta)), server["statistics"])
         trained = received(fed, replies)
         if len(trained) < len(names):
             raise RoundAbandoned(f"round {fed.round}: a client was lost in training; a taped round needs all")
-        back = less(detach(theta), names, trained, fed.model)  # theta_i - theta~_i stands for the gradient by theta_i
-        slope = fed.backward(torch.stack([(back[k] * x).sum() for k, x in theta.items()]).sum() / len(names))
+        change = less(detach(theta), names, trained, fed.model)  # theta_i - theta~_i stands for the gradient by theta_i
+        slope = fed.backward(torch.stack([(change[k] * x).sum() for k, x in theta.items()]).sum() / len(names))
         lr = {"phi": self.hn_lr, "psi": self.embedding_lr}
         stepped = {part: tree_map(lambda x, s, a=lr[part]: x - a * s, now[part], slope[part]) for part in now}
         return stepped | {"statistics": {k: fed.mean(replies[k]) for k in server["statistics"]}}

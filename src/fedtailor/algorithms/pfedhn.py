@@ -67,14 +67,14 @@ class PFedHN(Algorithm):
         return {"v": v}, None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        phi, told = server["phi"], fed.map(self.tell)
-        v, names = fed.gather(told, "embedding of each client"), [fed.names[c] for c in told.clients]
+        phi, embeddings = server["phi"], fed.map(self.tell)
+        v, names = fed.gather(embeddings, "embedding of each client"), [fed.names[c] for c in embeddings.clients]
         theta, pull_back = torch.func.vjp(lambda phi, v: models(fed.model, phi, v), phi, v)  # type: ignore[misc]
         replies = fed.map(self.local, fed.scatter(theta), server["statistics"])
         trained = received(fed, replies)
         by_phi, by_v = pull_back(less(theta, names, trained, fed.model))  # line 6: J^T (theta_i - theta~_i)
         v = v - self.embedding_lr * by_v
-        fed.map(self.keep, fed.scatter(v[[told.clients.index(c) for c in fed.cohort]]))
+        fed.map(self.keep, fed.scatter(v[[embeddings.clients.index(c) for c in fed.cohort]]))
         phi = tree_map(lambda x, slope: (x - self.hn_lr * slope / len(trained)).contiguous(), phi, by_phi)
         return {"phi": phi, "statistics": {k: fed.mean(replies[k]) for k in server["statistics"]}}
 

@@ -250,28 +250,28 @@ def make(name: str, options: Mapping[str, Any]) -> Task:
 class OwnTask:
     """A task of the user's, with what it leaves out."""
 
-    made: Any
+    own: Any
     name: str
     kind: TargetKind = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", self.made.kind)
+        object.__setattr__(self, "kind", self.own.kind)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return tuple(self.made.metrics)
+        return tuple(self.own.metrics)
 
     @property
     def mixes(self) -> bool:
-        return bool(getattr(self.made, "mixes", False))
+        return bool(getattr(self.own, "mixes", False))
 
     @property
     def loss(self) -> Loss:
-        loss: Loss = self.made.loss
+        loss: Loss = self.own.loss
         return loss
 
     def outputs(self, columns: int) -> int:
-        return int(self.made.outputs(columns)) if hasattr(self.made, "outputs") else columns
+        return int(self.own.outputs(columns)) if hasattr(self.own, "outputs") else columns
 
 
 def default_task(kind: str) -> Task:

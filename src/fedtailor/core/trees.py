@@ -60,22 +60,22 @@ def _collect(tree: Tree, path: str, pairs: list[tuple[str, Tensor]]) -> None:
 
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in the order of `items`."""
-    found: list[Tensor] = []
-    _collect_leaves(tree, found)
-    return found
+    leaves_so_far: list[Tensor] = []
+    _collect_leaves(tree, leaves_so_far)
+    return leaves_so_far
 
 
-def _collect_leaves(tree: Tree, found: list[Tensor]) -> None:  # without paths: every round asks many times
+def _collect_leaves(tree: Tree, leaves_so_far: list[Tensor]) -> None:  # without paths: every round asks many times
     if isinstance(tree, Tensor):
-        found.append(tree)
+        leaves_so_far.append(tree)
     elif isinstance(tree, dict):
         for k in sorted(tree):
-            _collect_leaves(tree[k], found)
+            _collect_leaves(tree[k], leaves_so_far)
     elif isinstance(tree, (tuple, list)):
         for v in tree:
-            _collect_leaves(v, found)
+            _collect_leaves(v, leaves_so_far)
     elif tree is not None:
-        found.append(tree)
+        leaves_so_far.append(tree)
 
 
 def rebuild(tree: Tree, new_leaves: Iterator[Any]) -> Tree:

@@ -95,10 +95,10 @@ def _missing(device: torch.device) -> str:
     built = getattr(getattr(torch.backends, device.type, None), "is_built", None)
     if built is not None and not built():
         return f"this build of torch ({torch.__version__}) has no {device.type}"
-    there = int(module.device_count())
-    if not there:
+    number = int(module.device_count())
+    if not number:
         return f"torch {torch.__version__} finds no {device.type} device on this machine"
-    return f"there are only {there}, numbered from 0" if (device.index or 0) >= there else ""
+    return f"there are only {number}, numbered from 0" if (device.index or 0) >= number else ""
 
 
 def must_spawn(device: torch.device) -> bool:
@@ -129,8 +129,8 @@ def use(device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free, where the device tells."""
-    told = _of(device, "mem_get_info")
-    return None if told is None else int(told[0])
+    reading = _of(device, "mem_get_info")
+    return None if reading is None else int(reading[0])
 
 
 def has_room(device: torch.device, size: int) -> bool:
@@ -146,8 +146,8 @@ def begin_peak(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int | None:
     """The most bytes that were in use since `begin_peak`, where the device tells."""
-    told = _of(device, "max_memory_allocated")
-    return None if told is None else int(told)
+    reading = _of(device, "max_memory_allocated")
+    return None if reading is None else int(reading)
 
 
 def let_go(device: torch.device) -> None:

@@ -49,11 +49,11 @@ def _groups(controller: str) -> list[Path]:
     Version 2 has one tree, version 1 one for each controller. In a container the root is often the container's own
     group, whatever path the kernel tells.
     """
-    found = [CGROUP, CGROUP / controller]
+    folders = [CGROUP, CGROUP / controller]
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
-        return found
+        return folders
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -61,8 +61,8 @@ def _groups(controller: str) -> list[Path]:
         folder = CGROUP / controller if controllers else CGROUP
         for name in Path(path).parts[1:]:
             folder = folder / name
-            found.append(folder)
-    return found
+            folders.append(folder)
+    return folders
 
 
 def _words(file: Path) -> list[str]:

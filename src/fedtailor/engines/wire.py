@@ -169,10 +169,10 @@ class Remote:
                 yield client, {}, None, reply
             else:
                 try:
-                    answer, found = self._read(reply)
+                    answer, tree_read = self._read(reply)
                 except codec.BrokenMessage as error:
-                    answer, found = {"error": f"its answer {error}"}, None
-                yield client, answer, found, None
+                    answer, tree_read = {"error": f"its answer {error}"}, None
+                yield client, answer, tree_read, None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One request per client, one reply each."""
@@ -312,8 +312,8 @@ def _are_metrics(tree: Tree, splits: Sequence[str]) -> bool:
     if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], dict) and set(tree[0]) == set(splits)):
         return False
     return all(
-        isinstance(found, dict) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in found.values())
-        for found in tree[0].values()
+        isinstance(metrics, dict) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in metrics.values())
+        for metrics in tree[0].values()
     )
 
 

@@ -62,7 +62,7 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
         raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")
-    solver = config.local.made(config.rounds)
+    solver = config.local.build(config.rounds)
     algorithm.check_solver(solver)
     if config.local.augment is not None and len(federated.shape) != 3:
         raise ConfigError(f'local.augment = "{config.local.augment}": for images, not {federated.name}')
@@ -73,7 +73,7 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         )
     if config.federation.min_replies > (config.federation.clients_per_round or len(federated.clients)):
         raise ConfigError(f"federation.min_replies = {config.federation.min_replies}: more than the clients of a round")
-    environment = config.environment.made(len(federated.clients), config.seed)
+    environment = config.environment.build(len(federated.clients), config.seed)
     if environment.missing == "stale" and not algorithm.stale:
         able = [name for name, kind in algorithms.algorithms().items() if kind.stale]
         raise ConfigError(
@@ -120,13 +120,13 @@ def attack_of(config: RunConfig) -> Attack:
 
 def _aggregation(config: RunConfig) -> Privacy:
     """How replies are summed; what does not go together is refused."""
-    privacy, robust = config.privacy.made(), config.aggregation.made()
+    privacy, robust = config.privacy.build(), config.aggregation.build()
     if robust is not None and privacy.is_closed:
         raise ConfigError(f"aggregation.mean: looks at single replies, which {privacy.option} hides")
     if config.attack.name != "none" and privacy.secure_sum:
         raise ConfigError("attack: a simulation of clients that lie does not reach into secure sums")
     is_attacked = config.attack.name != "none"
-    return replace(privacy, robust=robust, is_attacked=is_attacked, server_steps=config.server.made())
+    return replace(privacy, robust=robust, is_attacked=is_attacked, server_steps=config.server.build())
 
 
 def _can_be_private(experiment: Experiment, config: RunConfig, privacy: Privacy) -> None:

@@ -78,12 +78,12 @@ def model_for(config: RunConfig, federated: FederatedData, newcomers: Sequence[s
 
 def _distinct(section: ModelSection, clients: Iterable[str]) -> list[ModelSection]:
     """The models that clients have; the usual one comes first, if some have it."""
-    found: list[ModelSection] = []
+    distinct: list[ModelSection] = []
     for client in clients:
-        if (own := section.at(client)) not in found:
-            found.append(own)
+        if (own := section.at(client)) not in distinct:
+            distinct.append(own)
     usual = ModelSection(**section.model_dump(exclude={"by_client"}, exclude_none=True))
-    return sorted(found, key=lambda own: own != usual)
+    return sorted(distinct, key=lambda own: own != usual)
 
 
 def _refuse(config: RunConfig) -> None:

@@ -116,7 +116,7 @@ def start(
     """A new run in a new folder, to its end or as far as the options say."""
     ranks, cores = options.get("ranks", ALONE), options.get("cores", 0)
 
-    def made() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
+    def prepared_run() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
         experiment, where = _placed(experiment, config, options.get("device"), ranks)
@@ -130,8 +130,8 @@ def start(
         if name == "auto" and config.privacy.secure_sum:
             name, why = "wire", "secure sums need clients of their own"
         elif name == "auto":
-            found = engines.choose(experiment, config.federation.clients_per_round, _workers(config, cores))
-            name, why = found.name, found.why
+            choice = engines.choose(experiment, config.federation.clients_per_round, _workers(config, cores))
+            name, why = choice.name, choice.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
         where |= {"engine_why": why, **_stack(run, where["device"])}
@@ -139,7 +139,7 @@ def start(
 
     with ExitStack() as held:
         held.enter_context(machine.prepared(config.federation.threads or 1))
-        run, made_by = ranks.agreed(made)
+        run, made_by = ranks.agreed(prepared_run)
         prepared = run.engine.experiment.data.preparation
         ranks.agreed(lambda: RunFolder.create(path, config, made_by, prepared) if ranks.rank == 0 else None)
         return _train(RunFolder(path), run, listener, options)
@@ -167,7 +167,7 @@ def resume(
     """Go on with a run from its last checkpoint; a finished one is left as it is."""
     ranks, cores = options.get("ranks", ALONE), options.get("cores", 0)
 
-    def made() -> Run | None:
+    def reopened() -> Run | None:
         folder = RunFolder.open(path)
         config, made_by = folder.config, folder.about
         if folder.results is not None:
@@ -183,7 +183,7 @@ def resume(
         return run
 
     with ExitStack() as held:
-        run = ranks.agreed(made)
+        run = ranks.agreed(reopened)
         return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options)
 
 
@@ -209,9 +209,9 @@ def reload_experiment(
         data_root = Path(made_by["data_root"])
     config = config_of(folder)
     experiment = build_experiment(config, data_root, loaded)
-    found = (list(experiment.data.clients), experiment.data.train.sizes.tolist(), digest(config.data))
-    files = made_by.get("files") or found[2]  # older folders do not tell
-    if found != (made_by["clients"], made_by["train_samples"], files):
+    present = (list(experiment.data.clients), experiment.data.train.sizes.tolist(), digest(config.data))
+    files = made_by.get("files") or present[2]  # older folders do not tell
+    if present != (made_by["clients"], made_by["train_samples"], files):
         raise RunError(f"{folder.path}: the data is no longer what the run was started with", code="run.changed")
     return experiment
 
@@ -223,8 +223,8 @@ def config_of(folder: RunFolder) -> RunConfig:
     if path is None or path.exists():
         return config
     kept = (base / "data" / ("" if path.name == "data" else path.name) for base in (folder.path, folder.path.parent))
-    for there in filter(Path.exists, kept):
-        return config.model_copy(update={"data": config.data.model_copy(update={"path": there})})
+    for moved in filter(Path.exists, kept):
+        return config.model_copy(update={"data": config.data.model_copy(update={"path": moved})})
     return config
 
 
@@ -261,7 +261,7 @@ def _placed(
     if config.local.compile and config.federation.engine == "pool":
         raise ConfigError("local.compile: not with federation.engine = pool; use loop or vmap")
     if config.local.compile:
-        solver = config.local.made(config.rounds)
+        solver = config.local.build(config.rounds)
         compiling.check(experiment, solver.arithmetic, solver.batch_size)
     return experiment, {"device": str(device), "device_why": why}
 

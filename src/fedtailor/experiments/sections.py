@@ -126,7 +126,7 @@ class LocalSection(Section):
             find_optimizer(self.optimizer)
         return self
 
-    def made(self, rounds: int) -> Solver:
+    def build(self, rounds: int) -> Solver:
         """For a run of so many rounds."""
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
@@ -200,7 +200,7 @@ class EnvironmentSection(Section):
         description="renormalise: average responders only; stale: count non-responders with the model they received.",
     )
 
-    def made(self, clients: int, seed: int) -> Environment:
+    def build(self, clients: int, seed: int) -> Environment:
         """For so many clients; refuses tables that do not fit."""
         for name, least, most in (("epochs", 1, 10**6), ("answer", 0.0, 1.0), ("speed", 1e-12, math.inf)):
             table = getattr(self, name)
@@ -262,7 +262,7 @@ class PrivacySection(Section):
         description="Draw noise from the system, not the seed; runs are then not repeatable.",
     )
 
-    def made(self) -> Privacy:
+    def build(self) -> Privacy:
         """Refuses what does not fit together."""
         if self.noise and not self.clip:
             raise ConfigError("privacy.noise requires privacy.clip, which bounds the influence of one client")
@@ -285,7 +285,7 @@ class AggregationSection(Section):
         "many as may lie.",
     )
 
-    def made(self) -> RobustMean | None:
+    def build(self) -> RobustMean | None:
         """None for the weighted mean."""
         return None if self.mean == "weighted" else RobustMean(self.mean, self.liars, self.neighbours)
 

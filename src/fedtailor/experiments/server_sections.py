@@ -22,7 +22,7 @@ class ServerSection(Section):
     beta2: float = Field(default=0.99, gt=0, lt=1, description="Decay of squared changes (adam and yogi).")
     tau: float = Field(default=1e-3, gt=0, description="Added to the root of squared changes (adam and yogi).")
 
-    def made(self) -> ServerOptimizer | None:
+    def build(self) -> ServerOptimizer | None:
         """None where the mean is the next model."""
         if self.optimizer == "none":
             return None

@@ -29,14 +29,14 @@ Code = dict[str, dict[str, Any]]  # by the key that names it: its "name", its "f
 
 def code_of(config: RunConfig) -> Code:
     """What a configuration names that is not of this package."""
-    found = {
+    named = {
         "algorithm.name": (config.algorithm.name, algorithms.find(config.algorithm.name)),
         "model.name": (config.model.name, models.find(config.model.name)),
         "local.optimizer": (config.local.optimizer, optimizers.find(config.local.optimizer)),
     }
-    others = {k: v for k, v in trust.names(config).items() if k not in found}
-    found |= {key: (name, imported(key, name)) for key, name in others.items()}
-    return {key: own for key, (name, kind) in found.items() if (own := _source(name, kind)) is not None}
+    others = {k: v for k, v in trust.names(config).items() if k not in named}
+    named |= {key: (name, imported(key, name)) for key, name in others.items()}
+    return {key: own for key, (name, kind) in named.items() if (own := _source(name, kind)) is not None}
 
 
 def named_code(config: RunConfig) -> Code:

@@ -118,14 +118,14 @@ def folder_of(name: str, file: Path) -> Path:
 def sources(folder: Path, first: Sequence[Path]) -> dict[str, bytes]:
     """The first files and all that they need of a folder; of an installed package only the first."""
     is_installed = folder in {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    waiting, found = list(first), {}
+    waiting, contents = list(first), {}
     while waiting:
         file = waiting.pop()
         name = file.relative_to(folder).as_posix()
-        if name not in found:
-            found[name] = file.read_bytes()
-            waiting += [] if is_installed or file.suffix != ".py" else _imports(found[name], file, folder)
-    return dict(sorted(found.items()))
+        if name not in contents:
+            contents[name] = file.read_bytes()
+            waiting += [] if is_installed or file.suffix != ".py" else _imports(contents[name], file, folder)
+    return dict(sorted(contents.items()))
 
 
 def _imports(content: bytes, file: Path, folder: Path) -> Iterator[Path]:

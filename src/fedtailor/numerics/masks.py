@@ -119,14 +119,14 @@ def known(given: Params, names: list[str], entries: Tensor) -> Tensor:
     return torch.stack([given.get(name, nothing) for name in names])
 
 
-def told(mask: Params, old: Params) -> Ragged:
+def news_of(mask: Params, old: Params) -> Ragged:
     """What is said of a mask to who knows the old one: its bits, or nothing if it is still the same."""
     bits, is_new = to_bits(flat(mask)), (flat(mask) != flat(old)).any()
     return Ragged((bits * is_new, len(bits) * is_new))
 
 
 def heard(news: Ragged, known: Tensor) -> Tensor:
-    """The bits of masks of many clients after what they `told`."""
+    """The bits of masks of many clients after `news_of` each."""
     return torch.where(news[1][:, None] > 0, news[0], known)
 
 

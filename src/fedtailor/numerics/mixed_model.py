@@ -161,13 +161,13 @@ def fit(problem: Problem, at: Entries, start: Tensor, steps: int = STEPS, restar
 
 def best(problem: Problem, structures: list[Entries], start: Tensor, sites: int) -> Fitted:
     """The structure with the least Schwarz criterion, from simple to rich, each begun where the one before ended."""
-    found: Fitted | None = None
+    best_fit: Fitted | None = None
     for at in structures:
-        tried = fit(problem, at, start if found is None else found.factor)
-        if found is None or _evidence(tried, sites) < _evidence(found, sites):
-            found = tried
-    assert found is not None
-    return found
+        tried = fit(problem, at, start if best_fit is None else best_fit.factor)
+        if best_fit is None or _evidence(tried, sites) < _evidence(best_fit, sites):
+            best_fit = tried
+    assert best_fit is not None
+    return best_fit
 
 
 def _evidence(fitted: Fitted, sites: int) -> float:

@@ -27,10 +27,10 @@ class _Stage:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
-        self.made: dict[str, set[tuple[bool, ...]]] = {}
+        self.calls: dict[str, set[tuple[bool, ...]]] = {}
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
-        self.made.setdefault(call.function, set()).add(call.placed)
+        self.calls.setdefault(call.function, set()).add(call.placed)
         example = reply_example(self.experiment.algorithm, call.function, self.experiment.model)
         yield Reply(tuple(clients), tree_map(lambda v: torch.ones_like(v).expand(len(clients), *v.shape), example))
 
@@ -75,7 +75,7 @@ def calls_made(experiment: Experiment) -> dict[str, set[tuple[bool, ...]]]:
     """Functions that the algorithm calls, and which parts of their messages are for each client alone."""
     stage = _Stage(replace(experiment, aggregation=InTheOpen()))
     _play(stage.experiment, experiment.algorithm.period, stage)
-    return stage.made
+    return stage.calls
 
 
 def _play(experiment: Experiment, rounds: int = 1, stage: _Stage | None = None) -> None:

@@ -93,12 +93,12 @@ def engines_agree(algorithm: Algorithm, case: str, engine: str) -> None:
     """An engine gives the numbers of `loop`."""
     wanted = reference(algorithm, case)
     try:
-        found = outcome(algorithm, engine, CASES[case])
+        outcomes = outcome(algorithm, engine, CASES[case])
     except BrokenPromise:
         raise
     except Exception as error:
         raise BrokenPromise(f"{engine} fails where loop does not: {_line(error)} {_likely(engine)}") from error
-    _compare(found, wanted, f"{engine} and loop differ", _likely(engine), tolerance(algorithm))
+    _compare(outcomes, wanted, f"{engine} and loop differ", _likely(engine), tolerance(algorithm))
 
 
 def something_is_learned(algorithm: Algorithm, case: str) -> None:
@@ -148,9 +148,9 @@ def a_part_is_a_federation(algorithm: Algorithm, engine: str) -> None:
     case = usual(algorithm)
     fed = federation(algorithm, engine, case)
     server = run(fed, cohort=[0, 2])
-    alone, found = usual_reference(algorithm, ("ada", "cy")), everything(fed, server)
+    alone, outcomes = usual_reference(algorithm, ("ada", "cy")), everything(fed, server)
     wanted = {k: v for k, v in alone.items() if not k.startswith("traffic")}
-    some = {k: found[k] for k in wanted if k in found}
+    some = {k: outcomes[k] for k in wanted if k in outcomes}
     what = "ada and cy of four clients do other than ada and cy of two"
     _compare(some, wanted, what, LIKELY["part"], tolerance(algorithm))
 
@@ -172,8 +172,8 @@ def saved_states_continue(algorithm: Algorithm, engine: str) -> None:
     fresh = federation(algorithm, engine, case)
     fresh.engine.set_states(saved)
     wanted = everything(straight, straight.run_round(1, range(4), server))
-    found = everything(fresh, fresh.run_round(1, range(4), server))
-    _compare(found, wanted, "a resumed run differs from a straight one", LIKELY["saved"], 0)
+    outcomes = everything(fresh, fresh.run_round(1, range(4), server))
+    _compare(outcomes, wanted, "a resumed run differs from a straight one", LIKELY["saved"], 0)
 
 
 def only_declared_crosses(algorithm: Algorithm) -> None:
@@ -210,10 +210,10 @@ def pool_is_loop(algorithm: Algorithm) -> None:
     workers = Federation(Pool(fed.engine.experiment, 2))
     try:
         workers.engine.start()
-        found = everything(workers, run(workers))
+        outcomes = everything(workers, run(workers))
     finally:
         workers.engine.close()
-    _compare(found, wanted, "pool and loop differ", LIKELY["pool"], 0)
+    _compare(outcomes, wanted, "pool and loop differ", LIKELY["pool"], 0)
 
 
 def newcomers_are_served(algorithm: Algorithm) -> None:
@@ -279,11 +279,11 @@ def tolerance(algorithm: Algorithm) -> float:
 
 
 def _compare(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, likely: str, most: float = TOLERANCE
+    outcomes: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, likely: str, most: float = TOLERANCE
 ) -> None:
-    if missing := sorted(found.keys() ^ wanted.keys()):
+    if missing := sorted(outcomes.keys() ^ wanted.keys()):
         raise BrokenPromise(f"{what}: only one has {_words(missing[0])}. {likely}")
-    apart = {path: _apart(found[path], v) for path, v in wanted.items()}
+    apart = {path: _apart(outcomes[path], v) for path, v in wanted.items()}
     path = max(apart, key=lambda p: apart[p])
     if apart[path] > most:
         raise BrokenPromise(f"{what}: {_words(path)} by {apart[path]:.1e}. {likely}")

@@ -52,7 +52,7 @@ def make_data(
 ) -> FederatedData:
     """A client's samples depend on its name only, so that the same clients can be put in another order."""
     names = tuple(sizes) if names is None else tuple(names)
-    made: dict[str, Rows] = {}
+    splits: dict[str, Rows] = {}
     for part, split in enumerate(("train", "val", "test")):
         xs, ys = [], []
         for name in names:
@@ -64,8 +64,8 @@ def make_data(
             else:
                 ys.append(torch.from_numpy(rng.normal(size=(n, outputs))))
         starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
-        made[split] = Rows(torch.cat(xs), torch.cat(ys), starts)
-    return FederatedData("made", task, names, made["train"], made["val"], made["test"], outputs)
+        splits[split] = Rows(torch.cat(xs), torch.cat(ys), starts)
+    return FederatedData("made", task, names, splits["train"], splits["val"], splits["test"], outputs)
 
 
 class Normed(nn.Module):
@@ -169,9 +169,9 @@ def federate(
         algorithm, model, data, solver, 3, environment or Environment(), aggregation=InTheOpen(server_steps)
     )
     setting = with_optimizer_state(setting)
-    made = engines.make(experiment=setting, **(POOL if engine == "pool" else ENGINES[engine]))
-    made.start()
-    return Federation(made, limits or Limits())
+    running = engines.make(experiment=setting, **(POOL if engine == "pool" else ENGINES[engine]))
+    running.start()
+    return Federation(running, limits or Limits())
 
 
 def run(fed: Federation, rounds: int = 3, cohort: Sequence[int] | None = None) -> Tree:
@@ -193,10 +193,10 @@ def evaluate(fed: Federation, server: Tree, round: int = 3) -> tuple[dict[str, P
     """Personal models and metrics, such as `metrics["ada"]["test/accuracy"]`, by name of the client."""
     clients = fed.engine.experiment.data.clients
     models, metrics = {}, {}
-    for group, found, stack in fed.engine.evaluate(range(len(clients)), round, server, ("train", "val", "test")):
+    for group, measured, stack in fed.engine.evaluate(range(len(clients)), round, server, ("train", "val", "test")):
         for row, client in enumerate(group):
             models[clients[client]] = {k: v[row].clone() for k, v in stack.items()}
-            metrics[clients[client]] = {path: v[row].clone() for path, v in items(found)}
+            metrics[clients[client]] = {path: v[row].clone() for path, v in items(measured)}
     return models, metrics
 
 

@@ -53,12 +53,12 @@ def check_dense_adapters(model: Model, title: str) -> None:
 
 def adapters(model: Model) -> dict[str, Adapter]:
     """The adapter of every layer that has one."""
-    found = {}
+    adapters = {}
     for a in names(model, A):
         layer, _, rest = a.partition(A)
         scaling: dict[str, float] = getattr(model.module.get_submodule(layer), "scaling", {})
-        found[layer] = Adapter(a, f"{layer}{B}{rest}", scaling.get(rest.partition(".")[0], 1.0))
-    return found
+        adapters[layer] = Adapter(a, f"{layer}{B}{rest}", scaling.get(rest.partition(".")[0], 1.0))
+    return adapters
 
 
 def mixed_outputs(model: Model, tensors: Params, x: Tree, mix: Mix, *, training: bool = False) -> Tensor:

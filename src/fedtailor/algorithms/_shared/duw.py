@@ -98,11 +98,11 @@ class DUW(Algorithm, ABC):
         if self.weights == "rule" and fed.cohort:
             losses = fed.gather(fed.map_untaped(self.end, w), "loss of each client")
         at = fed.places([rows.index(c) for c in fed.cohort])
-        moves, there = unfolding.moves(w, models, at, rows, {*here} & {*fed.cohort})
+        moves, arrived = unfolding.moves(w, models, at, rows, {*here} & {*fed.cohort})
         loss = unfolding.placed(losses, at, len(rows), moves)
         score = unfolding.scores(theta, moves, loss, fed.samples(rows), rows, answers, t, self.horizon)
-        counts = there | (fed.environment.missing == "stale")
-        answers = answers.index_add(0, fed.places(rows), there.to(answers.dtype))
+        counts = arrived | (fed.environment.missing == "stale")
+        answers = answers.index_add(0, fed.places(rows), arrived.to(answers.dtype))
         return unfolding.average(w, moves, score, counts, answers, through=self.gradient == "exact")
 
     @on_client(sends=NUMBER)

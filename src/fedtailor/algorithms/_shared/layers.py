@@ -48,7 +48,7 @@ def with_derivable_statistics(model: Model, tensors: Params) -> Params:
     torch has none by running statistics. In prediction they are a scale and a shift: what they move is put into the
     layer's weight and bias, while they themselves are constants. Without weight and bias there is no derivative.
     """
-    made = {k: v if k in model.trainable else v.detach() for k, v in tensors.items()}
+    shifted = {k: v if k in model.trainable else v.detach() for k, v in tensors.items()}
     for name, part in model.module.named_modules():
         prefix = f"{name}." if name else ""
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and f"{prefix}weight" in tensors:
@@ -56,5 +56,5 @@ def with_derivable_statistics(model: Model, tensors: Params) -> Params:
             constant = (variance.detach() + part.eps).sqrt()
             weight = tensors[f"{prefix}weight"] * constant / (variance + part.eps).sqrt()
             shift = (mean.detach() - mean) * weight / constant
-            made |= {f"{prefix}weight": weight, f"{prefix}bias": tensors[f"{prefix}bias"] + shift}
-    return made
+            shifted |= {f"{prefix}weight": weight, f"{prefix}bias": tensors[f"{prefix}bias"] + shift}
+    return shifted

@@ -87,12 +87,12 @@ def moves(
 
     `models` are those of the clients at the places `at` of `rows`.
     """
-    there = at.new_tensor([c in here for c in rows], dtype=torch.bool)
+    arrived = at.new_tensor([c in here for c in rows], dtype=torch.bool)
     far = flat(w).new_zeros(len(rows), sum(v.numel() for v in w.values()))
     if models is None:
-        return far, there
+        return far, arrived
     far = far.index_copy(0, at, flat(models, stacked=True) - flat(w))
-    return far * there[:, None].to(far.dtype), there
+    return far * arrived[:, None].to(far.dtype), arrived
 
 
 def placed(losses: Tensor | None, at: Tensor, count: int, like: Tensor) -> Tensor:

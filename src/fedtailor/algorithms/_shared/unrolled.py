@@ -74,8 +74,8 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
         exact = algorithm.gradient == "exact"
         starts = [b.outer_slopes(w, count, p["samples"]) for b, p in zip(blocks, parts, strict=True)]
         w_bar = torch.stack([s for _, s in starts]).sum(0)
-        back = [b.back(v, w_bar, totals, exact=exact) for b, (v, _) in zip(blocks, starts, strict=True)]
-        _exchanged(back, lambda sums, i: sums)
+        ways_back = [b.back(v, w_bar, totals, exact=exact) for b, (v, _) in zip(blocks, starts, strict=True)]
+        _exchanged(ways_back, lambda sums, i: sums)
         gradient = torch.cat([b.by_raw(totals, after) for b in blocks])
         v, z, a = (torch.cat([getattr(b, name) for b in blocks]) for name in "vza")
         largest = torch.stack([b.largest() for b in blocks]).max() * w.numel() ** 0.5  # at least the largest norm
@@ -91,8 +91,8 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
         degrees = learnables.degrees(common["raw"])
         learned = learned | {"raw": learnables.pulled(learned["raw"], degrees, algorithm.pull)}
         exchanges.append(Exchange("agree", (degrees,), 1, taped=False))
-    made = state | {"v": v, "z": z, "a": a, "learned": learned}
-    return FusedRound(made, server | {"w": w, "common": common}, largest, exchanges)
+    new_states = state | {"v": v, "z": z, "a": a, "learned": learned}
+    return FusedRound(new_states, server | {"w": w, "common": common}, largest, exchanges)
 
 
 @on_client(sends=(NUMBER, NUMBER, NUMBER))
@@ -107,7 +107,7 @@ def diagnose(self: UnrolledADMM, me: ClientContext, w: Tensor, before: Tensor, c
     return s, (value, off.square().sum(), (x["rho"] * (w - before)).square().sum())
 
 
-def told(cells: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, list[Tensor]]:
+def reported_diagnoses(cells: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, list[Tensor]]:
     """Sums over clients of what `diagnose` found in each cell, by their names in reports."""
     lagrangian, primal, dual = map(list, zip(*cells, strict=True))
     residuals = {"primal_residual": [p.sqrt() for p in primal], "dual_residual": [d.sqrt() for d in dual]}
@@ -225,8 +225,8 @@ class _Block:
         """The derivative by the raw learned numbers; `after` is w after each cell."""
         each = list(zip(self.cells, self.bars, totals, after, strict=True))
         own = [[one] for one in each] if len(self.sets) > 1 else [each]
-        found = [_by_numbers(n, part) for n, part in zip(self.sets, own, strict=True)]
-        return self.direct + learnables.by_raw(self.raw, found, self.algorithm.positive)
+        slopes = [_by_numbers(n, part) for n, part in zip(self.sets, own, strict=True)]
+        return self.direct + learnables.by_raw(self.raw, slopes, self.algorithm.positive)
 
     def largest(self) -> Tensor:
         """The largest number of all replies."""

@@ -45,13 +45,13 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
 
     def epoch(self, fed: Federation, server: Tree) -> Tree:
         fed.tape()
-        w, told = server["w"], []
+        w, diagnoses = server["w"], []
         for cell in range(self.cells):
             before = w
             top, bottom = fed.map(self.cell, w, fed.places([cell])[0])
             w = fed.sum(top) / fed.sum(bottom)  # (12)
             w = w if self.gradient == "exact" else w.detach()
-            told += (
+            diagnoses += (
                 [fed.sum(fed.map_untaped(self.diagnose, w, before, fed.places([cell])[0]))] if self.diagnostics else []
             )
         wrong, count = fed.map(self.outer_loss, w)
@@ -61,7 +61,7 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
         fed.backward(loss)
         if self.diagnostics:
             slope = fed.sum(fed.map(self.slope)).sqrt()
-            fed.report(**unrolled.told(told), outer_loss=loss.detach(), gradient_norm=slope)
+            fed.report(**unrolled.reported_diagnoses(diagnoses), outer_loss=loss.detach(), gradient_norm=slope)
         replies = fed.map(self.learn)
         common = self.common_step(server["common"], fed.sum(replies) if self.pull else fed.mean(replies))
         if self.pull:

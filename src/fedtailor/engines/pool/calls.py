@@ -15,7 +15,7 @@ from fedtailor.engines.pool.worker import Task
 class Message:
     """A tree in shared memory, and how a worker finds it."""
 
-    found: dict[str, Any]
+    content: dict[str, Any]
     region: Region  # the memory is the message's as long as this is held
 
 

@@ -73,7 +73,7 @@ class Pool:
         self._open({"state": state, "buffers": buffers})
         units = [[Task(c, target=c) for c in group] for group in self._groups(self._clients)]
         for unit, answers in self._work({"do": "start"}, units):
-            if any(answer.found is None for answer in answers):
+            if any(answer.content is None for answer in answers):
                 raise RunError(f"first state of client {self._lost(unit.tasks[0].client)}")
 
     def close(self) -> None:
@@ -135,7 +135,7 @@ class Pool:
         position = {c: i for i, c in enumerate(clients)}
         ended: list[int] = []  # of stacks over which worker after worker ended: one of them may be to blame
         for group, answers, places in self._in_turn(taped, groups, position):
-            if len(group) > 1 and answers[0].found is None:
+            if len(group) > 1 and answers[0].content is None:
                 ended += group
                 continue
             yield from self._replies(call, group, answers, places)
@@ -168,7 +168,7 @@ class Pool:
             return unit._replace(tasks=tuple(task._replace(at=regions[unit.number].at) for task in unit.tasks))
 
         unused = {task.target for unit in units for task in unit}
-        request = {"do": "call", "call": call.header, "message": taped.message.found}
+        request = {"do": "call", "call": call.header, "message": taped.message.content}
         options: dict[str, Any] = {"prepare": prepare, "room": lambda: window - len(regions)}
         try:
             due = 0
@@ -176,8 +176,8 @@ class Pool:
                 for task, answer in zip(unit.tasks, answers, strict=True):
                     if answer.owner is not None:
                         taped.owners[task.client] = answer.owner
-                    self.chunk = min(self.chunk, (answer.found or {}).get("chunk", self.chunk))
-                    if answer.found is not None and "error" not in answer.found and not answer.found["same"]:
+                    self.chunk = min(self.chunk, (answer.content or {}).get("chunk", self.chunk))
+                    if answer.content is not None and "error" not in answer.content and not answer.content["same"]:
                         where.move(task.client, task.target, taping=bool(self._taped))
                         unused.remove(task.target)
                 waiting[unit.number] = answers
@@ -199,7 +199,7 @@ class Pool:
     ) -> Iterator[Reply]:
         tree = self._inside.reply_layout(call.function).tree
         if len(group) > 1 and all(map(_is_usual, answers)):
-            norms = [answer.found.get("norm") for answer in answers]
+            norms = [answer.content.get("norm") for answer in answers]
             yield Reply(group, rebuild(tree, iter(places)), norms=None if None in norms else norms)
             return
         for row, (client, answer) in enumerate(zip(group, answers, strict=True)):
@@ -207,18 +207,18 @@ class Pool:
 
     def _reply(self, call: Call, client: int, answer: Answer, tree: Tree, places: Sequence[Tensor]) -> Reply:
         """Of a client that failed, or whose reply does not lie as declared."""
-        if answer.found is None:
+        if answer.content is None:
             name = type(self.experiment.algorithm).__name__
             lost = f"{name}.{call.function}, round {call.round}, client {self._lost(client)}"
             return Reply((client,), error=ClientError(lost))
-        if "error" in answer.found:
-            error = ClientError(answer.found["error"])
-            error.add_note(answer.found["trace"])
+        if "error" in answer.content:
+            error = ClientError(answer.content["error"])
+            error.add_note(answer.content["trace"])
             return Reply((client,), error=error)
         if answer.apart is not None:
             reply = codec.decode(answer.apart, sys.maxsize)[1]
         else:
-            reply = rebuild(tree, iter(lying(places, answer.found["strides"])))
+            reply = rebuild(tree, iter(lying(places, answer.content["strides"])))
         return Reply((client,), tree_map(lambda v: v[None], reply))
 
     def pull_back(
@@ -237,8 +237,8 @@ class Pool:
         request = {
             "do": "pull back",
             "call": call.header,
-            "message": taped.message.found,
-            "cotangent": down.found,
+            "message": taped.message.content,
+            "cotangent": down.content,
             "back": layout.json() | {"at": region.at},
         }
         answers: dict[int, Answer] = {}
@@ -246,20 +246,20 @@ class Pool:
         try:
             for unit, (answer,) in self._work(request, [[task] for task in tasks], owners=taped.owners):
                 (task,) = unit.tasks
-                if answer.found is None:
+                if answer.content is None:
                     raise RoundAbandoned(
                         f"round {call.round}: on the way back of {call.function}, client {self._lost(task.client)}"
                     )
                 answers[task.client] = answer
                 if task.cotangent is not None:
                     where.drop([task.cotangent[0]])
-                self._cotangents[task.client] = task.target, answer.found["state"]
+                self._cotangents[task.client] = task.target, answer.content["state"]
                 unused.remove(task.target)
         finally:
             where.drop(list(unused))
         places = layout.places(region.bytes)
         for c in taped.tasks:
-            mine = lying([p[position[c]] for p in places], answers[c].found["args"])
+            mine = lying([p[position[c]] for p in places], answers[c].content["args"])
             args = zip(rebuild(layout.tree, iter(mine)), call.placed, strict=True)
             yield (c,), tuple(tree_map(lambda v: v[None], arg) if own else arg for arg, own in args)
 
@@ -268,7 +268,7 @@ class Pool:
     ) -> Iterator[Evaluated]:
         """Metrics of the personal models, and the models, client by client as they are done."""
         message = self._put(server)
-        request = {"do": "evaluate", "message": message.found, "round": round, "splits": list(splits)}
+        request = {"do": "evaluate", "message": message.content, "round": round, "splits": list(splits)}
         units = [[Task(c, source=self._where.now[c]) for c in group] for group in self._groups(clients)]
         first = 1 if self._model is None else 0  # tells how a personal model looks
         for some in (units[:first], units[first:]):
@@ -289,7 +289,7 @@ class Pool:
         for unit, answers in self._work(request, units, prepare=with_places):
             for task, answer in zip(unit.tasks, answers, strict=True):
                 place = places.pop(task.client, None)
-                if answer.found is None:
+                if answer.content is None:
                     raise RunError(f"evaluation of client {self._lost(task.client)}")
                 if answer.apart is not None:
                     model = codec.decode(answer.apart, sys.maxsize)[1]
@@ -297,10 +297,10 @@ class Pool:
                 else:
                     assert layout is not None
                     assert place is not None
-                    model = layout.read(place.bytes, strides=answer.found["strides"])
+                    model = layout.read(place.bytes, strides=answer.content["strides"])
                 metrics = {
                     split: {k: torch.tensor([v], dtype=torch.float64, device="cpu") for k, v in values.items()}
-                    for split, values in answer.found["metrics"].items()
+                    for split, values in answer.content["metrics"].items()
                 }
                 yield (task.client,), metrics, tree_map(lambda v: v[None], model)
 
@@ -343,4 +343,4 @@ class Pool:
 
 def _is_usual(answer: Answer) -> bool:
     """Whether a reply lies as it was declared."""
-    return answer.found is not None and not any(answer.found.get("strides", (True,)))
+    return answer.content is not None and not any(answer.content.get("strides", (True,)))

@@ -55,7 +55,7 @@ class Process:
 class Answer:
     """What came back for a task; None if worker after worker ended over it."""
 
-    found: Any
+    content: Any
     apart: bytes | None
     owner: Process | None
 

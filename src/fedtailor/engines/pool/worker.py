@@ -215,10 +215,10 @@ class Worker:
         half = (len(tasks) + 1) // 2
         answers: list[Any] = []
         for part in (slice(half), slice(half, None)):
-            found = self._stacked(call, tasks[part], layout, [place[part] for place in places])
-            if found is None:
+            half_answers = self._stacked(call, tasks[part], layout, [place[part] for place in places])
+            if half_answers is None:
                 return None
-            answers += [{"chunk": half} | answer for answer in found]
+            answers += [{"chunk": half} | answer for answer in half_answers]
         return answers
 
     def _delivered(
