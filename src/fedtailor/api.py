@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
@@ -64,9 +65,15 @@ class Fit:
         """The model of a site; `predict` takes a frame."""
         return serving.personal(self.path, site)
 
-    def onboard(self, name: str, file: str | Path) -> Personal:
-        """A model for a newcomer from a file of its rows; nobody else is touched."""
-        onboard.onboard(self.path, Path(file), name)
+    def onboard(self, name: str, rows: Any) -> Personal:
+        """A model for a newcomer from its rows, a file or a frame; nobody else is touched."""
+        if isinstance(rows, str | Path):
+            onboard.onboard(self.path, Path(rows), name)
+            return self.personal(name)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.parquet"
+            as_frame(rows, "rows").write_parquet(file)
+            onboard.onboard(self.path, file, name)
         return self.personal(name)
 
     def report(self, out: str | Path | None = None) -> Path:

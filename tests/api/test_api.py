@@ -71,6 +71,7 @@ def test_frames_by_name(frames: dict[str, pl.DataFrame], capsys: pytest.CaptureF
     assert again.record == run.record
     frames["s0"].write_csv("late.csv")
     assert run.onboard("late", "late.csv").site == "late"
+    assert run.onboard("later", pl.read_csv("late.csv")).site == "later"
 
 
 def test_one_frame_and_a_folder_give_the_same(frames: dict[str, pl.DataFrame]) -> None:

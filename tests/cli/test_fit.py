@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,7 @@ def test_predict_export_and_onboard(call: Call, fitted: Path, tmp_path: Path) ->
     ]
     assert call("export", "out", "--site", "s1", "--to", "torch").out == "wrote s1.pt2\nwrote s1.json\n"
     late = make_sites(tmp_path / "late", sites=1, rows=40) / "s0.csv"
+    shutil.rmtree(tmp_path / "sites")  # the files of the others are not needed
     code, out, err = call("onboard", "out", "--data", late, "--name", "fifth")
     assert (code, err) == (0, "")
     assert "model      out/fedper-seed0/newcomers/fifth" in out
@@ -151,9 +153,9 @@ MESSY: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
         "a,b,a,outcome\n1,1,1,ill\n1,1,1,ill\n",
         ('s1.csv: column "a" appears more than once', "rename"),
     ),
-    "column missing": (
-        "a,b,outcome\n1,1,ill\n2,2,well\n",
-        ('s1.csv: column "ward" is missing', "data.ignore = ['ward']"),
+    "column misspelt": (
+        "a,b,wardd,outcome\n1,1,north,ill\n2,2,south,well\n",
+        ('s1.csv: column "ward" is missing', 'data.ignore=["ward"]'),
     ),
     "target missing": ("a,b,ward\n1,1,north\n2,2,south\n", ('s1.csv: no target column "outcome"',)),
     "text among numbers": (

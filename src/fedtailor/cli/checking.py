@@ -1,9 +1,14 @@
-"""`fedtailor check`: does an algorithm keep what every algorithm promises?"""
+"""`fedtailor check`: does an algorithm keep what every algorithm promises; or, are these files fit to be fitted?"""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -11,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from fedtailor.cli.options import Settings, console
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fedtailor.testing import Finding
@@ -20,22 +25,34 @@ COLORS = {"holds": "green", "broken": "red", "not promised": "dim"}
 
 
 def check(
-    name: Annotated[str, typer.Argument(metavar="NAME", help='An algorithm: "module:Class", or a name of ours.')],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help='An algorithm: "module:Class", or a name of ours. Or files, as for fit.'),
+    ],
+    target: Annotated[str, typer.Option("--target", help="Of files: the column to predict.")] = "",
+    client_column: Annotated[
+        str | None, typer.Option("--client-column", help="Of one file with all sites: the column that names them.")
+    ] = None,
     settings: Settings = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Check that an algorithm keeps what every algorithm promises.
+    """Check that an algorithm keeps what every algorithm promises; or check files before a fit.
 
-    Runs it on small made federations, on every engine: the engines agree, the order of clients does not matter,
-    absent clients are untouched, a saved state continues as the straight run, nothing undeclared crosses. Says in
-    words what broke. Exit code 1 if anything did.
+    Files: lists all problems of all of them at once, and how each column is understood. Exit code 1 if there
+    is a problem. Example: fedtailor check sites --target outcome
 
+    Algorithms: runs it on small made federations, on every engine: the engines agree, the order of clients does
+    not matter, absent clients are untouched, a saved state continues as the straight run, nothing undeclared
+    crosses. Says in words what broke. Exit code 1 if anything did.
     Example: fedtailor check mymethod:MyMethod --set algorithm.mu=0.5
     """
     from fedtailor import algorithms
     from fedtailor.experiments.config import with_settings
     from fedtailor.testing import check_algorithm
 
+    if target or client_column or Path(name).exists():
+        _check_files(Path(name), target, client_column, settings, as_json)
+        return
     tables = with_settings({}, settings)
     if wrong := [key for key in tables if key != "algorithm"]:
         raise ConfigError(f"--set {wrong[0]}: check takes options of the algorithm only, such as algorithm.mu=0.5")
@@ -53,6 +70,58 @@ def check(
         _print(findings)
     if broken:
         raise typer.Exit(1)
+
+
+def _check_files(path: Path, target: str, client_column: str | None, settings: list[str], as_json: bool) -> None:
+    """Every problem of every file, one line each."""
+    from fedtailor.data.configs import FolderConfig
+    from fedtailor.data.problems import problems
+    from fedtailor.experiments.config import parse, with_settings
+    from fedtailor.studies.fit_folder import source_of
+
+    config = parse(with_settings({"data": source_of(path, target, client_column)}, settings), origin="check").data
+    if not isinstance(config, FolderConfig):
+        raise ConfigError(f"check {path}: only files of your own can be checked")
+    found, notes = problems(config)
+    if as_json:
+        print(json.dumps({"problems": found, "notes": notes}, indent=1, ensure_ascii=False))
+    else:
+        verdict = f"{len(found)} problem{'' if len(found) == 1 else 's'}" if found else "no problems"
+        print("\n".join([*notes, *(f"problem: {in_words(words)}" for words in found), verdict]))
+    if found:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
+    """Beside the first problem of files, how many there are and what lists them."""
+    from fedtailor.data.configs import FolderConfig
+    from fedtailor.data.problems import problems
+    from fedtailor.experiments.config import parse
+
+    try:
+        yield
+    except DataError as error:
+        config = parse({"data": source}, origin="fit").data
+        if not isinstance(config, FolderConfig):
+            raise
+        found, _ = problems(config)
+        others = [words for words in found if words != str(error)]
+        if not others or str(error) not in found:
+            raise
+        raise DataError(
+            f"{error}. {len(others)} more: {shlex.join(['fedtailor', *again])} lists all", code=error.code
+        ) from None
+
+
+def in_words(message: str) -> str:
+    """Keys of a configuration as the command line takes them: data.ignore = ['x'] becomes --set 'data.ignore=["x"]'."""
+
+    def option(found: re.Match[str]) -> str:
+        value = found[2].replace("'", '"') if found[2].startswith("[") else found[2].strip("'")
+        return f"--set '{found[1]}={value}'"
+
+    return re.sub(r"(?:set )?\b(data\.\w+) = (\[[^\]]*\]|'[^']*'|\d+)", option, message)
 
 
 def _print(findings: list[Finding]) -> None:

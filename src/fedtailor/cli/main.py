@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from fedtailor.cli import federation, first_steps, models
-from fedtailor.cli.checking import check
+from fedtailor.cli.checking import check, in_words
 from fedtailor.cli.options import (
     AsJson,
     Config,
@@ -330,7 +330,8 @@ def main() -> None:
     try:
         app(prog_name="fedtailor")
     except UserError as error:
-        say(f"error: {' '.join(str(error).splitlines())}")
+        message = " ".join(str(error).splitlines())
+        say(f"error: {in_words(message) if sys.argv[1:2] == ['fit'] else message}")
         sys.exit(2)
     except RankLost as lost:
         say(f"error: a rank was lost before the run began or after its end ({lost})")

@@ -53,6 +53,7 @@ def fit(
     Prints for each site how well it does alone, with one common model, and personalized, and writes a
     report. The same command with --out goes on where it was interrupted.
     """
+    from fedtailor.cli.checking import all_problems
     from fedtailor.cli.fit_listing import print_fit
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT, new_path
@@ -62,10 +63,12 @@ def fit(
 
     source = source_of(sites, target, client_column)
     path = out or new_path(Path("runs"), f"{sites.resolve().stem.replace(':', '.')}-fit")
-    of_source = {"target": target, "client_column": client_column, "data_root": data_root}
+    named = {"target": target, "client_column": client_column}
+    of_source = named | {"data_root": data_root}
     of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings, "time_limit": time_limit}
     again = command("fit", sites, **of_source, **of_training, out=path)
-    with progress_aside(as_json), resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+    aside, others = progress_aside(as_json), all_problems(command("check", sites, **named), source)
+    with others, aside, resumable(again, path, begun_by=FIT), grid_shown(console) as told:
         record = fitted(
             source,
             path,

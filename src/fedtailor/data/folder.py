@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import FolderConfig
@@ -20,24 +20,20 @@ from fedtailor.data.target import (
     target_of,
     with_target,
 )
+from fedtailor.data.tidying import MAX_CATEGORIES, refuse_other_units, renamed_columns, tidied
 from fedtailor.errors import DataError, nearest
-
-if TYPE_CHECKING:
-    pass
-
-MAX_CATEGORIES = 50
 
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
-    return prepared(_read_sites(config), config, seed)
+    return prepared(read_sites(config), config, seed)
 
 
 def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
     """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
     if client_name(path) is None:
         raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
-    tables = _read_sites(config)
+    tables = read_sites(config)
     if name in tables:
         raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
     return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
@@ -47,13 +43,15 @@ def prepared(
     tables: dict[str, Table], config: FolderConfig, seed: int, newcomers: dict[str, Table] | None = None
 ) -> FederatedData:
     """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that."""
-    columns = _common_columns(tables, config)
+    tidy = tidied(tables, config)
+    tables, config = tidy.tables, tidy.config
+    columns = common_columns(tables, config)
     tables, left_out = with_target(tables, config)
     target, targets, reason = read_target(tables, config)
-    kinds = {column: _is_categorical(tables, column, column in config.categorical) for column in columns}
-    newcomers = newcomers or {}
+    kinds = {column: is_categorical(tables, column, column in config.categorical) for column in columns}
+    newcomers = {name: with_names_of(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
     dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
-    _fit_in(newcomers, config.target, kinds, dates)
+    fit_in(newcomers, config.target, kinds, dates)
     targets += [target_of(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":
@@ -62,7 +60,7 @@ def prepared(
         Site(
             name=name,
             file=str(table.path),
-            numeric={c: numbers(table.columns[c]) for c in columns if not kinds[c]},
+            numeric={c: numbers(table.columns[c].of_kind(c in dates)) for c in columns if not kinds[c]},
             categorical={c: table.columns[c].labels() for c in columns if kinds[c]},
             y=y,
         )
@@ -74,6 +72,8 @@ def prepared(
         reason,
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
         *left_out,
+        *tidy.notes,
+        *_sampled(sites, config),
     )
     name = client_name(config.path) or config.path.resolve().name or "folder"
     return assemble(
@@ -82,10 +82,32 @@ def prepared(
         notes=notes,
         newcomers=len(newcomers),
         dates=dates,
+        absent=tidy.absent,
     )
 
 
-def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
+def with_names_of(table: Table, columns: Sequence[str]) -> Table:
+    """A newcomer's table with the names of the others."""
+    new = renamed_columns(table.names, columns)
+    names = tuple(new.get(name, name) for name in table.names)
+    return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})
+
+
+def _sampled(sites: Sequence[Site], config: FolderConfig) -> list[str]:
+    """Say loudly that rows are not used."""
+    most = config.max_samples
+    large = [site for site in sites if most is not None and len(site.y) > most]
+    if not large or most is None:
+        return []
+    which = ", ".join(f"{site.name} ({len(site.y):,} rows)" for site in large[:3])
+    more = f" and {len(large) - 3} more sites" if len(large) > 3 else ""
+    return [
+        f"NOT ALL ROWS ARE USED: {most:,} drawn at random at {which}{more}; "
+        f"to use all: data.max_samples = {max(len(site.y) for site in large)}"
+    ]
+
+
+def fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
     """Newcomers must have the columns of the others, and numbers or dates where these have them."""
     for name, table in newcomers.items():
         for column in (target, *kinds):
@@ -102,14 +124,14 @@ def _fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], da
 
 def check_numbers(table: Table, column: str, is_date: bool) -> None:
     """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
-    found = table.columns[column]
+    found = table.columns[column].of_kind(is_date)
     report_text({"": table}, column, "remove the row")
     if found.number.count() and found.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
 
 
-def _read_sites(config: FolderConfig) -> dict[str, Table]:
+def read_sites(config: FolderConfig) -> dict[str, Table]:
     path = config.path.expanduser()
     if config.client_column is None:
         return _read_folder(path, config.ignore)
@@ -125,6 +147,11 @@ def _read_sites(config: FolderConfig) -> dict[str, Table]:
 
 def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
     """Tables by client name, sorted."""
+    return {name: read_table(path, ignore) for name, path in files_of(folder).items()}
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Files by client name, sorted."""
     if not folder.is_dir():
         one = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
         what = one if folder.exists() else "no such folder"
@@ -139,10 +166,10 @@ def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
         files[name] = path
     if not files:
         raise DataError(f"{folder}: no data files; put one file per client there ({', '.join(SUFFIXES)})")
-    return {name: read_table(files[name], ignore) for name in sorted(files)}
+    return {name: files[name] for name in sorted(files)}
 
 
-def _common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:
+def common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:
     """Feature columns, in the first file's order; every file must have all of them and the target."""
     known = list(dict.fromkeys(column for table in tables.values() for column in table.names))
     for option, names in (("ignore", config.ignore), ("categorical", config.categorical)):
@@ -179,7 +206,7 @@ def _common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]
     return columns
 
 
-def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool:
+def is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool:
     """Whether a feature column is categorical; text among numbers is an error."""
     if forced:
         return True
@@ -191,15 +218,16 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
                 f'{table.path}: column "{column}" has dates such as "{value}", where day and month can be mistaken; '
                 f"write them as 2024-01-31, or {remedy}"
             )
+        if (value := table.columns[column].doubtful_number) is not None:
+            raise DataError(
+                f'{table.path}: column "{column}" has numbers such as "{value}", which may be thousands or decimals; '
+                f"write them as {value.replace(',', '')} or {value.replace(',', '.')}, or {remedy}"
+            )
     if not any(c.is_text.any() for c in columns):
         _dates_everywhere(tables, column, remedy)
+        refuse_other_units(tables, column)
         return False
-    refuse_mixed_text(
-        tables,
-        column,
-        f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
-        f"data.ignore = ['{column}']",
-    )
+    refuse_mixed_text(tables, column, as_categories(column))
     distinct = distinct_labels(c.labels() for c in columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
@@ -208,6 +236,14 @@ def _is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool
             f"data.categorical = ['{column}']"
         )
     return True
+
+
+def as_categories(column: str) -> str:
+    """What to do with a column of numbers and texts."""
+    return (
+        f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
+        f"data.ignore = ['{column}']"
+    )
 
 
 def _dates_everywhere(tables: dict[str, Table], column: str, remedy: str) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedtailor.errors import DataError
 
 MISSING = "missing"  # the category of values that are not there
+OTHER = "other values"  # the category of rare texts, where there are very many
 Floats = NDArray[np.float64]
 
 
@@ -44,6 +45,7 @@ class NumberColumn(_Plain):
     is_date: bool = False
     zero_is_missing: bool = False
     sites: dict[str, Scale]
+    absent: tuple[str, ...] = ()  # sites that do not have the column
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -56,6 +58,7 @@ class CategoryColumn(_Plain):
     kind: Literal["category"] = "category"
     name: str
     categories: tuple[str, ...]
+    absent: tuple[str, ...] = ()
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -124,6 +127,11 @@ def _one_hot(column: CategoryColumn, values: Any, file: str, unknown: list[str] 
 
     labels = pl.Series(values, dtype=pl.String).fill_null(MISSING)
     at = labels.replace_strict(list(column.categories), list(range(len(column.categories))), default=-1).to_numpy()
+    if (at < 0).any():  # perhaps in other capitals
+        forms = {" ".join(name.casefold().split()): i for i, name in reversed(list(enumerate(column.categories)))}
+        else_ = column.categories.index(OTHER) if OTHER in column.categories else -1
+        again = [forms.get(" ".join(label.casefold().split()), else_) for label in labels.to_list()]
+        at = np.where(at < 0, again, at)
     if (at < 0).any():
         first = labels[int(np.argmax(at < 0))]
         if unknown is None:

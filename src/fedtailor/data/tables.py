@@ -7,11 +7,12 @@ import io
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.files import read_bytes
+from fedtailor.data.written_forms import amounts, compact_days, doubtful_number, is_compact, named_days
 from fedtailor.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Column:
     text: pl.Series
     number: pl.Series
     is_date: bool = False  # numbers are days since 1970-01-01
+    unit: str = ""  # a currency or %, where values are written with one
 
     @property
     def is_text(self) -> pl.Series:
@@ -48,6 +50,22 @@ class Column:
         """A value, if all look like dates that may be day/month or month/day."""
         there = self.text.drop_nulls()
         return there[0] if len(there) and there.str.contains(_DOUBTFUL_DATE).all() else None
+
+    @property
+    def doubtful_number(self) -> str | None:
+        """A value such as 1,200, if the comma may be one of thousands or of decimals."""
+        return doubtful_number(self.text) if self.is_text.any() else None
+
+    def of_kind(self, is_date: bool) -> Column:
+        """Numbers of eight digits as dates or as plain numbers, whichever is wanted; others as they are."""
+        import polars as pl
+
+        if self.is_date == is_date or not is_compact(self.text):
+            return self
+        if not is_date:
+            return Column(self.text, self.text.cast(pl.Float64, strict=False))
+        days = compact_days(self.text, fewest=1)
+        return self if days is None else Column(self.text, days, is_date=True)
 
     def labels(self) -> pl.Series:
         """Values as category names; whole numbers are written alike however the file writes them (1, 1.0)."""
@@ -77,7 +95,7 @@ class Table:
     def only(self, keep: pl.Series) -> Table:
         """Some of its rows."""
         columns = {
-            name: Column(column.text.filter(keep), column.number.filter(keep), column.is_date)
+            name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
             for name, column in self.columns.items()
         }
         return Table(self.path, self.names, columns, int(keep.sum()))
@@ -254,10 +272,14 @@ def _column(path: Path, series: pl.Series) -> Column:
         text = text.set(text.is_in(MISSING_VALUES), None)
         if (days := _days(text)) is not None:
             return Column(text, days, is_date=True)
+        if (found := amounts(text)) is not None:
+            return Column(text, found[0], unit=found[1])
         number = text.cast(pl.Float64, strict=False)
     elif kind.is_numeric():
         series = series.fill_nan(None) if kind.is_float() else series
         text, number = series.cast(pl.String), series.cast(pl.Float64)
+        if kind.is_integer() and (days := compact_days(text)) is not None:
+            return Column(text, days, is_date=True)
     elif kind == pl.Date or isinstance(kind, pl.Datetime):
         return Column(series.cast(pl.String), series.cast(pl.Datetime("us")).dt.epoch("us") / 86_400e6, is_date=True)
     else:
@@ -281,7 +303,7 @@ def _days(text: pl.Series) -> pl.Series | None:
             clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
             written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]
             return written.str.to_datetime("%Y-%m-%d %H:%M:%S", strict=False).dt.epoch("s").cast(pl.Float64) / 86_400
-    return None
+    return found if (found := named_days(text)) is not None else compact_days(text)
 
 
 def _number_name(number: float) -> str:

@@ -66,11 +66,12 @@ def assemble(
     dates: Collection[str] = (),
     zero_is_missing: Collection[str] = (),
     categories: Mapping[str, Sequence[str]] | None = None,
+    absent: Mapping[str, tuple[str, ...]] | None = None,
 ) -> FederatedData:
     """Split every site, then build the same feature columns for all, in the order of `columns`.
 
     The last `newcomers` of the sites are encoded as the others are: scales and categories do not depend on them.
-    `categories` are those agreed on, by column; else those that the sites have.
+    `categories` are those agreed on, by column; else those that the sites have. `absent` are sites without a column.
     """
     labelled = target.task == "classification"
     settled = len(sites) - newcomers
@@ -85,19 +86,24 @@ def assemble(
                 made.append(f'column "{column}": {filled} missing values filled with training medians')
             learnt.append(
                 NumberColumn(
-                    name=column, is_date=column in dates, zero_is_missing=column in zero_is_missing, sites=scales
+                    name=column,
+                    is_date=column in dates,
+                    zero_is_missing=column in zero_is_missing,
+                    sites=scales,
+                    absent=(absent or {}).get(column, ()),
                 )
             )
         else:
             known = _categories(column, sites[:settled]) if categories is None else categories[column]
-            learnt.append(CategoryColumn(name=column, categories=tuple(known)))
+            gone = (absent or {}).get(column, ())
+            learnt.append(CategoryColumn(name=column, categories=tuple(known), absent=gone))
     made.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")
     if dates:
         made.append(f"dates are days since 1970-01-01: {', '.join(dates)}")
     targets, mean, sd = [site.y for site in sites], 0.0, 1.0
     if not labelled:
         if target.standardise:
-            mean, sd = _moments([t[cut.train] for t, cut in zip(targets, cuts, strict=True)][:settled])
+            mean, sd = moments_of([t[cut.train] for t, cut in zip(targets, cuts, strict=True)][:settled])
             targets = [(t - mean) / sd for t in targets]
             made.append(f"target standardised: (y - {mean:.6g}) / {sd:.6g}")
         targets = [t[:, None] for t in targets]
@@ -110,9 +116,9 @@ def assemble(
         name=name,
         task=target.task,
         clients=tuple(site.name for site in sites),
-        train=_rows(matrices, targets, [cut.train for cut in cuts]),
-        val=_rows(matrices, targets, [cut.val for cut in cuts]),
-        test=_rows(matrices, targets, [cut.test for cut in cuts]),
+        train=rows_of(matrices, targets, [cut.train for cut in cuts]),
+        val=rows_of(matrices, targets, [cut.val for cut in cuts]),
+        test=rows_of(matrices, targets, [cut.test for cut in cuts]),
         outputs=len(target.classes) if labelled else 1,
         classes=target.classes,
         features=preparation.features,
@@ -153,7 +159,7 @@ def _scales(
         np.where(np.isnan(v), median, v if limit is None else np.clip(v, *limit))
         for v, median, limit in zip(train, medians, limits, strict=True)
     ]
-    moments = [_moments([t]) for t in train] if how == "client" else [_moments(train[:settled])] * len(train)
+    moments = [moments_of([t]) for t in train] if how == "client" else [moments_of(train[:settled])] * len(train)
     scales = {
         name: Scale(median=median, mean=mean, sd=sd, low=limit and limit[0], high=limit and limit[1])
         for name, median, (mean, sd), limit in zip(names, medians, moments, limits, strict=True)
@@ -195,7 +201,7 @@ def _wild(
     ]
 
 
-def _moments(parts: Sequence[Floats]) -> tuple[float, float]:
+def moments_of(parts: Sequence[Floats]) -> tuple[float, float]:
     """Mean and standard deviation from sums over clients; a constant column has spread 1."""
     count = sum(len(part) for part in parts)
     mean = sum(float(part.sum()) for part in parts) / count
@@ -221,7 +227,10 @@ def sort_values(values: Iterable[str]) -> list[str]:
         return distinct
 
 
-def _rows(matrices: Sequence[Floats], targets: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]]) -> Rows:
+def rows_of(
+    matrices: Sequence[Floats], targets: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]]
+) -> Rows:
+    """Some rows of every site, one site after another."""
     x = np.concatenate([matrix[at] for matrix, at in zip(matrices, positions, strict=True)])
     y = np.concatenate([target[at] for target, at in zip(targets, positions, strict=True)])
     return Rows(torch.from_numpy(x), torch.from_numpy(y), starts([len(at) for at in positions]))

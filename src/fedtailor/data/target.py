@@ -12,6 +12,7 @@ from fedtailor.data.configs import FolderConfig
 from fedtailor.data.preparation import Floats
 from fedtailor.data.tables import Column, Table
 from fedtailor.data.tabular import Target, sort_values
+from fedtailor.data.tidying import is_mixed
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     columns = [table.columns[target] for table in tables.values()]
     has_text = any(c.is_text.any() for c in columns)
     if has_text:
-        refuse_mixed_text(tables, target, "set data.task = 'classification'")
+        if not is_mixed(tables, target):
+            refuse_mixed_text(tables, target, "set data.task = 'classification'")
     elif not all(((c.number % 1) == 0).all() for c in columns):
         return "regression", "inferred: its values are not whole numbers"
     distinct = len(distinct_labels(c.names() for c in columns))
@@ -155,7 +157,10 @@ def target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
         report_text({"": table}, column, "remove the row")
         return numbers(table.columns[column])
     position = {label: i for i, label in enumerate(target.classes)}
+    forms = {label.casefold(): label for label in reversed(target.classes)}
     labels = table.columns[column].names()
+    other = {label: forms.get(label.casefold(), label) for label in labels.unique().to_list() if label not in position}
+    labels = labels.replace(other) if other else labels
     if unknown := [label for label in labels.unique(maintain_order=True).to_list() if label not in position]:
         raise DataError(
             f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '

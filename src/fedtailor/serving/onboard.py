@@ -7,16 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.folder import load_newcomer
+from fedtailor.data.newcomer_table import newcomer_by
+from fedtailor.data.tables import SUFFIXES, client_name, read_table
 from fedtailor.errors import ConfigError, DataError, RunError, nearest
-from fedtailor.experiments.building import load
+from fedtailor.experiments.building import assemble, data_seed, load
 from fedtailor.experiments.config import RunConfig, parse, read_toml
+from fedtailor.experiments.model_building import width
 from fedtailor.experiments.newcomers import EPOCHS, onboarded
 from fedtailor.experiments.runner import config_of, reload_experiment
+from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import FIT, RunFolder, read_json
 from fedtailor.serving.described import part_of
+
+# of rounds, in which a newcomer takes no part
+OF_ROUNDS = ("federation", "privacy", "aggregation", "attack", "environment", "early_stopping")
 
 
 class Newcomer(NamedTuple):
@@ -35,17 +43,9 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     if folder.results is None or saved is None:
         raise RunError(f"{run}: not finished yet; fedtailor resume {shlex.quote(str(run))} goes on with it")
     folder.new_newcomer(name)
-    experiment = reload_experiment(folder, data_root)
-    if name in experiment.data.clients:
+    if name in folder.about["clients"]:
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
-    made_by = folder.about["data_root"]
-    root = Path(made_by) if data_root is None and made_by else data_root
-    own = _read(config_of(folder), file, name, root).to(experiment.model.dtype)
-    for what in ("task", "shape", "outputs"):
-        if getattr(own, what) != getattr(experiment.data, what):
-            raise DataError(
-                f"{file}: {what} of its samples is {getattr(own, what)}, of the run's {getattr(experiment.data, what)}"
-            )
+    experiment, own = _prepared(folder, file, name, data_root)
     ((model, found),) = onboarded(experiment, own, saved[1]["state"]["server"], epochs)
     samples = {split: len(getattr(own, split).y) for split in ("train", "val", "test")}
     metrics = {split: {k: float(v) for k, v in values.items()} for split, values in found.items()}
@@ -54,6 +54,28 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
         about["preparation"] = own.preparation.of(name).model_dump(mode="json")
     saved_to = folder.save_newcomer(name, model, about | {"samples": samples} | metrics)
     return Newcomer(saved_to, samples, {split: _in_units(values, own) for split, values in metrics.items()})
+
+
+def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) -> tuple[Experiment, FederatedData]:
+    """The run's experiment, and the newcomer's data; of a table without reading those of the others."""
+    config, preparation = folder.config, folder.preparation
+    if isinstance(config.data, FolderConfig) and preparation is not None:
+        refuse_other_code(folder)
+        if client_name(file) is None:
+            raise DataError(f"{file}: not a file of data; the run reads {', '.join(SUFFIXES)}")
+        table = read_table(file, config.data.ignore)
+        own = newcomer_by(preparation, config.data, table, name, data_seed(config)).to(width(config))
+        return assemble(config.model_copy(update={name: type(getattr(config, name))() for name in OF_ROUNDS}), own), own
+    experiment = reload_experiment(folder, data_root)
+    made_by = folder.about["data_root"]
+    root = Path(made_by) if data_root is None and made_by else data_root
+    own = _read(config_of(folder), file, name, root).to(experiment.model.dtype)
+    for what in ("task", "shape", "outputs"):
+        if getattr(own, what) != getattr(experiment.data, what):
+            raise DataError(
+                f"{file}: {what} of its samples is {getattr(own, what)}, of the run's {getattr(experiment.data, what)}"
+            )
+    return experiment, own
 
 
 def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float]:

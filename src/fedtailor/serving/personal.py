@@ -25,6 +25,7 @@ from fedtailor.data.frames import as_frame
 from fedtailor.data.preparation import NumberColumn, Preparation
 from fedtailor.data.spreadsheets import as_text
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
+from fedtailor.data.tidying import renamed_columns
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.model_building import at_client
 from fedtailor.experiments.runner import reload_experiment
@@ -131,6 +132,7 @@ class Personal:
     def table(self, path: Path, frame: pl.DataFrame) -> Table:
         """The columns of a frame that the model uses; `path` is its name in messages."""
         used = [] if self.preparation is None else [column.name for column in self.preparation.columns]
+        frame = frame.rename(renamed_columns(frame.columns, used))
         return table_of(path, frame, ignore=[name for name in frame.columns if name not in used])
 
     def encode(self, table: Table) -> Tensor:
@@ -139,15 +141,24 @@ class Personal:
             raise DataError(
                 f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
             )
+        gone = {c.name for c in self.preparation.columns if self.site in c.absent and c.name not in table.columns}
         for column in self.preparation.columns:
+            if column.name in gone:
+                continue
             if column.name not in table.columns:
                 hint = nearest(column.name, table.names)
                 raise DataError(f'{table.path}: no column "{column.name}", which the model needs; {hint}')
             if isinstance(column, NumberColumn):
                 check_numbers(table, column.name, column.is_date)
         split = {kind: [c.name for c in self.preparation.columns if c.kind == kind] for kind in ("number", "category")}
-        numeric = {name: numbers(table.columns[name]) for name in split["number"]}
-        categorical = {name: table.columns[name].labels() for name in split["category"]}
+        dates = {c.name for c in self.preparation.columns if isinstance(c, NumberColumn) and c.is_date}
+        numeric = {
+            name: np.full(table.rows, np.nan) if name in gone else numbers(table.columns[name].of_kind(name in dates))
+            for name in split["number"]
+        }
+        categorical = {
+            name: [None] * table.rows if name in gone else table.columns[name].labels() for name in split["category"]
+        }
         x = self.preparation.encode(self.site, numeric, categorical, str(table.path), self.notes)
         return torch.from_numpy(x).to(self.model.dtype)
 

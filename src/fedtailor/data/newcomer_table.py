@@ -1,0 +1,71 @@
+"""A newcomer's table, prepared as a run kept it; the files of the other sites are not needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedtailor.core.samples import FederatedData
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.folder import fit_in, with_names_of
+from fedtailor.data.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
+from fedtailor.data.splits import split
+from fedtailor.data.tables import Table
+from fedtailor.data.tabular import Target, moments_of, rows_of
+from fedtailor.data.target import numbers, target_of
+
+
+def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, name: str, seed: int) -> FederatedData:
+    """The newcomer as a federation of one; columns, classes and common scales are those of the run."""
+    told = preparation.target
+    columns = preparation.columns
+    table = with_names_of(table, (told.name, *(c.name for c in columns)))
+    kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
+    dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
+    fit_in({name: table}, told.name, kinds, dates)
+    target = Target(told.task, told.classes, name=told.name)
+    y = target_of(table, told.name, target)
+    is_class = told.task == "classification"
+    cut = split(len(y), y if is_class else None, config, seed=seed, client=name)
+    numeric = {c: numbers(table.columns[c].of_kind(c in dates)) for c, is_category in kinds.items() if not is_category}
+    own = {
+        c.name: c.model_copy(update={"sites": {name: _scale(c, numeric[c.name][cut.train], config)}, "absent": ()})
+        for c in columns
+        if isinstance(c, NumberColumn)
+    }
+    mine = preparation.model_copy(update={"columns": tuple(own.get(c.name, c) for c in columns)})
+    categorical = {c: table.columns[c].labels() for c, is_category in kinds.items() if is_category}
+    notes: list[str] = []
+    x = mine.encode(name, numeric, categorical, str(table.path), notes)
+    if not is_class:
+        y = ((y - told.mean) / told.sd)[:, None]
+    return FederatedData(
+        name=Path(config.path).stem or "folder",
+        task=told.task,
+        clients=(name,),
+        train=rows_of([x], [y], [cut.train]),
+        val=rows_of([x], [y], [cut.val]),
+        test=rows_of([x], [y], [cut.test]),
+        outputs=len(told.classes) if is_class else 1,
+        classes=told.classes,
+        features=mine.features,
+        notes=tuple(notes),
+        preparation=mine,
+    )
+
+
+def _scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
+    """As those of the run, filled with the newcomer's own median where it has values."""
+    known = train[~np.isnan(train)]
+    sites = list(column.sites.values())
+    median = float(np.median(known)) if len(known) else float(np.median([s.median for s in sites]))
+    if config.standardise == "none":
+        return Scale(median=median)
+    lows, highs = [s.low for s in sites if s.low is not None], [s.high for s in sites if s.high is not None]
+    limits = {"low": min(lows), "high": max(highs)} if lows and highs else {}
+    scale = Scale(median=median, mean=sites[0].mean, sd=sites[0].sd, **limits)
+    if config.standardise == "pooled":
+        return scale
+    mean, sd = moments_of([np.where(np.isnan(train), median, scale.kept(train))])
+    return scale.model_copy(update={"mean": mean, "sd": sd})

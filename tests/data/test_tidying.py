@@ -1,0 +1,143 @@
+"""Tables as people keep them: what is recognised, what is told, and what is asked about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from fedtailor.cli.checking import in_words
+from fedtailor.core.samples import FederatedData
+from fedtailor.data import load
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.problems import problems
+from fedtailor.data.tables import table_of
+from fedtailor.errors import DataError
+
+
+def folder(tmp_path: Path, **frames: dict[str, list[object]]) -> Path:
+    (tmp_path / "sites").mkdir()
+    for name, columns in frames.items():
+        pl.DataFrame(columns).write_csv(tmp_path / "sites" / f"{name}.csv")
+    return tmp_path / "sites"
+
+
+def read(path: Path, target: str = "y") -> FederatedData:
+    return load(FolderConfig(path=path, target=target, standardise="none"), seed=0)
+
+
+Y: list[object] = [0, 1] * 12
+
+
+@pytest.mark.parametrize(
+    ("written", "numbers", "is_date"),
+    [
+        (["$1,200", "$15", "$-3.5"], [1200, 15, -3.5], False),
+        (["45%", "3 %"], [45, 3], False),
+        (["1,5", "2", "12,25"], [1.5, 2, 12.25], False),
+        (["9 Mar 2024", "1 Jan 1970"], [19791, 0], True),
+        (["March 9, 2024"], [19791], True),
+        (["20240309", "20240310", "19700101"], [19791, 19792, 0], True),
+        (["12345678", "20240310", "19700101"], [12345678, 20240310, 19700101], False),
+    ],
+)
+def test_numbers_and_dates_as_people_write_them(written: list[str], numbers: list[float], is_date: bool) -> None:
+    column = table_of(Path("rows"), pl.DataFrame({"x": written})).columns["x"]
+    assert column.number.to_list() == numbers
+    assert column.is_date == is_date
+
+
+def test_numbers_in_doubt_are_asked_about(tmp_path: Path) -> None:
+    path = folder(tmp_path, a={"x": ["1,200", "2,300"] * 12, "y": Y})
+    with pytest.raises(DataError, match=r'a.csv: column "x" has numbers such as "1,200".*1200 or 1.200'):
+        read(path)
+    (tmp_path / "two").mkdir()
+    path = folder(tmp_path / "two", a={"x": ["45%", "3%"] * 12, "y": Y}, b={"x": [0.45, 0.03] * 12, "y": Y})
+    with pytest.raises(DataError, match=r'b.csv: column "x" has plain numbers, but values in % in a.csv'):
+        read(path)
+
+
+def test_names_and_classes_in_other_capitals_are_one(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path,
+        a={"Age": list(range(24)), "y": ["well", "ill"] * 12},
+        b={"age": list(range(24)), "y": ["Well", "ill "] * 12},
+        c={"age": list(range(24)), "y": ["well", "ill"] * 12},
+    )
+    data = read(path)
+    assert data.features == ("age",)
+    assert data.classes == ("ill", "well")
+    assert 'column "Age" at a is read as "age"' in data.notes
+    assert 'column "y": "Well" is read as "well"' in data.notes
+
+
+def test_ordinary_categories_of_numbers_and_texts(tmp_path: Path) -> None:
+    data = read(folder(tmp_path, a={"kids": ["0", "1", "3+"] * 8, "x": [0.5] * 24, "y": Y}))
+    assert data.features == ("kids=0", "kids=1", "kids=3+", "x")
+    assert any('"kids" has numbers and texts: 0, 1, 3+ are categories' in note for note in data.notes)
+
+
+def test_ids_are_left_out(tmp_path: Path) -> None:
+    x: list[object] = [i / 7 for i in range(24)]
+    data = read(
+        folder(tmp_path, a={"patient_id": list(range(24)), "PatientID": [f"p{i}" for i in range(24)], "x": x, "y": Y})
+    )
+    assert data.features == ("x",)
+
+
+def test_rare_texts_are_one_category(tmp_path: Path) -> None:
+    towns: list[object] = [f"t{i % 120 if i % 2 else i % 20}" for i in range(240)]
+    data = read(folder(tmp_path, a={"town": towns, "y": [0, 1] * 120}))
+    assert len(data.features) == 21
+    assert "town=other values" in data.features
+    assert data.preparation is not None
+    (row,) = data.preparation.encode("a", {}, {"town": ["never seen"]}, "rows").tolist()
+    assert row == [float(name == "town=other values") for name in data.features]
+
+
+def test_a_column_that_a_site_does_not_have(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path,
+        a={"x": list(range(24)), "chol": [200.0] * 24, "ward": ["n", "s"] * 12, "y": Y},
+        b={"x": list(range(24)), "y": Y},
+    )
+    data = read(path)
+    assert data.train.of(1)[0][:, 1].unique().tolist() == [200.0]
+    assert "ward=missing" in data.features
+    assert any('column "chol" is missing at b' in note for note in data.notes)
+    assert data.preparation is not None
+    assert [column.absent for column in data.preparation.columns] == [(), ("b",), ("b",)]
+
+
+def test_sampling_is_said_loudly(tmp_path: Path) -> None:
+    path = folder(tmp_path, a={"x": list(range(24)), "y": Y})
+    data = load(FolderConfig(path=path, target="y", max_samples=10), seed=0)
+    assert any(note.startswith("NOT ALL ROWS ARE USED: 10 drawn at random at a (24 rows)") for note in data.notes)
+
+
+def test_all_problems_of_all_files_at_once(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path,
+        a={"x": ["old", *map(str, range(23))], "when": ["03/04/2024"] * 24, "y": Y},
+        b={"x": list(range(24)), "when": ["05/04/2024"] * 24, "yy": Y},
+        c={"x": ["?", "young", *map(str, range(22))], "when": ["2024-01-02"] * 24, "y": Y},
+    )
+    (path / "d.csv").write_text("")
+    found, _ = problems(FolderConfig(path=path, target="y"))
+    for part in ('a.csv: column "x" has the text "old"', 'c.csv: column "x" has the text "young"'):
+        assert sum(part in words for words in found) == 1
+    assert sum('a.csv: column "when" has dates such as' in words for words in found) == 1
+    assert sum('b.csv: no target column "y"' in words for words in found) == 1
+    assert sum("d.csv: empty file" in words for words in found) == 1
+    assert problems(FolderConfig(path=folder_of_good(tmp_path), target="y"))[0] == []
+
+
+def folder_of_good(tmp_path: Path) -> Path:
+    (tmp_path / "good").mkdir()
+    return folder(tmp_path / "good", a={"x": list(range(24)), "y": Y})
+
+
+def test_remedies_in_words_of_the_command_line() -> None:
+    said = in_words("leave it out with data.ignore = ['x'] or set data.task = 'classification'")
+    assert said == "leave it out with --set 'data.ignore=[\"x\"]' or --set 'data.task=classification'"
