@@ -182,7 +182,7 @@ def table() -> list[tuple[str, int, int, float, int, float, float]]:
 
 
 def main() -> None:
-    print("| way | rounds | terms | relative error | trips | up, kB per client | down, kB per client |")
+    print("| method | rounds | terms | relative error | trips | up, kB per client | down, kB per client |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for way, rounds, terms, off, trips, up, down in table():
         print(f"| {way} | {rounds} | {terms or '-'} | {off:.1e} | {trips} | {up:.1f} | {down:.1f} |")

@@ -6,26 +6,26 @@ import difflib
 from collections.abc import Iterable
 
 CODES = {  # stable, for programs and tests; the sentence may change
-    "user": "something else that you can put right",
+    "user": "anything else that you can fix",
     "config": "a key or value of the configuration",
     "config.key": "a key that does not exist",
     "config.value": "a value of the wrong type or out of range",
-    "config.name": "no algorithm, model, optimizer or the like of this name",
-    "config.system": "this system lacks what is asked for",
+    "config.name": "no algorithm, model, optimizer or similar with this name",
+    "config.system": "this system lacks something that was asked for",
     "data": "a file, column, client or partition of the data",
     "run": "a run folder",
-    "run.none": "not the folder of a run",
-    "run.exists": "the folder holds a run already",
-    "run.damaged": "a file is missing, or not as it was written",
+    "run.none": "not a run folder",
+    "run.exists": "the folder already contains a run",
+    "run.damaged": "a file is missing or was modified",
     "run.changed": "data, code or configuration is no longer what the run was started with",
-    "run.version": "another version of fedtailor wrote it",
-    "run.busy": "not now; the same may work later",
-    "equilibrium": "a fixed point cannot be found",
+    "run.version": "written by another version of fedtailor",
+    "run.busy": "temporarily unavailable; try again later",
+    "equilibrium": "no fixed point was found",
 }
 
 
 class UserError(Exception):
-    """Something the user can put right. The command line prints it as one line and exits with code 2.
+    """A mistake that the user can fix. The command line prints it as one line and exits with code 2.
 
     `code` names the kind of mistake; docs/reference/errors.md lists them.
     """
