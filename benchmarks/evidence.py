@@ -110,9 +110,9 @@ def write_figures() -> None:
             if title in rows
         ]
         head = [
-            "Test accuracy in %, 20 clients, Dirichlet 0.1, two seeds, as [all algorithms](../results/baselines.md):",
+            "Test accuracy in %, 20 clients, Dirichlet 0.1, two seeds, as in [all algorithms](../results/baselines.md):",
             "",
-            "| algorithm | data | its own | Local | FedAvg |",
+            "| algorithm | data | accuracy | Local | FedAvg |",
             "|---|---|---:|---:|---:|",
         ]
         block = "\n".join([*head, *lines] if lines else ["See the [results](../index.md#results)."])
