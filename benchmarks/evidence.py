@@ -110,7 +110,8 @@ def write_figures() -> None:
             if title in rows
         ]
         head = [
-            "Test accuracy in %, 20 clients, Dirichlet 0.1, two seeds, as in [all algorithms](../results/baselines.md):",
+            "Test accuracy in %, 20 clients, Dirichlet 0.1, two seeds, as in "
+            "[all algorithms](../results/baselines.md):",
             "",
             "| algorithm | data | accuracy | Local | FedAvg |",
             "|---|---|---:|---:|---:|",

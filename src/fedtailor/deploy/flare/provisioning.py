@@ -42,31 +42,32 @@ LOGS = [
     "nvflare.app_common.logging.job_log_receiver.JobLogReceiver",
 ]
 
-TEMPLATE = """# What this site brings to the federation, and what it allows. Nobody but this site reads this file.
-folder = "private"  # private states, the personal model and the record of all messages
+TEMPLATE = """# This site's data and policy. Nobody but this site reads this file.
+folder = "private"  # private states, personal models and the audit log
 
 [data]
 path = "data.csv"  # one row per sample
 target = "outcome"  # column to predict
 classes = ["no", "yes"]  # all of its values; the same at every site
-numeric = ["age"]  # columns of numbers; the same at every site
-[data.categories]  # columns of categories, with all values that any site has
+numeric = ["age"]  # numeric columns; the same at every site
+[data.categories]  # categorical columns, with all values that occur at any site
 # arm = ["a", "b"]
 
 [policy]
 algorithms = ["fedavg", "fedrep"]  # what may run here
 models = ["linear", "mlp"]
-sends = ["model", "body", "sample count"]  # what may leave; fedtailor list algorithms names what each one sends
+sends = ["model", "body", "sample count"]  # what may leave; see fedtailor list algorithms
 sums_of = 0  # with 3, replies leave only in secure sums over at least 3 sites
-partners = []  # with these, by the names in their certificates
-# metrics = true  # whether accuracy and loss on our samples may be told; unless said here, where sums_of is 0
-min_samples = 20  # with fewer training samples nothing leaves
+partners = []  # sites to sum with, by the names in their certificates
+# metrics = true  # whether to report accuracy and loss on our samples; default: only if sums_of is 0
+code = []  # custom tasks, optimizers and metrics that a run may use
+min_samples = 20  # nothing leaves with fewer training samples
 max_rounds = 1000
 
-[policy.budget]  # how much may be asked
+[policy.budget]  # limits on what may be asked
 evaluations_per_round = 6
-decimals = 3  # of metrics
-min_rows = 10  # behind a metric
+decimals = 3  # metrics are rounded to this many
+min_rows = 10  # rows a metric needs at least
 """
 
 
