@@ -217,14 +217,16 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
 
 
 def measured(cell: Cell, metric: str) -> float:
-    """A figure of a finished run: a test metric of the last round, that of "unseen" clients, kB "up" or "down" per
-    client and round, "seconds" per round, the "memory" of a training step (MB), the last or the largest number that
-    was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients with a class in
-    common, or with none, overlap ("overlap.common", "overlap.none")."""
+    """A figure of a finished run: a test metric of the last round, half of it ("half.mse"), that of "unseen" clients,
+    kB "up" or "down" per client and round, "seconds" per round, the "memory" of a training step (MB), the last or the
+    largest number that was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients
+    with a class in common, or with none, overlap ("overlap.common", "overlap.none")."""
     kind, _, name = metric.partition(".")
     if kind in ("report", "largest"):
         told = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
         return float(told[-1] if kind == "report" else max(told))
+    if kind == "half":
+        return measured(cell, name) / 2
     results = read_json(cell.folder / RESULTS)
     if metric == "seconds":
         return float(results["seconds"]) / cell.config.rounds
