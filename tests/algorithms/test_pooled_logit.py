@@ -43,7 +43,9 @@ def pooled(x: Floats, y: Floats, at: NDArray[np.intp]) -> tuple[Floats, float, F
         score = x @ beta + sd * u[at]
         return float(-2 * (y * score - np.logaddexp(0, score)).sum() + (u**2).sum() + np.log(curvature).sum())
 
-    found = minimize(deviance, np.append(np.zeros(x.shape[1]), -0.5), method="L-BFGS-B", bounds=[(-20, 20)] * x.shape[1] + [(-6, 3)])
+    found = minimize(
+        deviance, np.append(np.zeros(x.shape[1]), -0.5), method="L-BFGS-B", bounds=[(-20, 20)] * x.shape[1] + [(-6, 3)]
+    )
     beta, sd = found.x[:-1], float(np.exp(found.x[-1]))
     return beta, sd, modes(x, y, at, beta, sd)[0]
 
@@ -53,7 +55,9 @@ def pooled(x: Floats, y: Floats, at: NDArray[np.intp]) -> tuple[Floats, float, F
 @pytest.mark.parametrize("name", TABLES)
 def test_log_loss_is_that_of_the_pooled_model(name: str) -> None:
     place, target = TABLES[name]
-    frame = pl.read_csv(Path(os.environ["FEDTAILOR_DATA"]) / "multisite" / f"{name}.csv", infer_schema_length=None, null_values="NA")
+    frame = pl.read_csv(
+        Path(os.environ["FEDTAILOR_DATA"]) / "multisite" / f"{name}.csv", infer_schema_length=None, null_values="NA"
+    )
     frame = frame.drop_nulls()
     columns = []
     for column in frame.drop(place, target).iter_columns():

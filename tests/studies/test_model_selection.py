@@ -120,3 +120,15 @@ def test_all_views_must_agree_and_the_first_decides() -> None:
     assert choose([View(last, 1.0), View(first, 1.0)], "Local")[0] == ["B"]
     del first["A"], first["B"], last["A"], last["B"]
     assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["Local"]
+
+
+def test_the_same_mean_says_less_at_a_noisy_site() -> None:
+    """Where scores have no limits, a site's own variance counts beside the common one."""
+    rng = np.random.default_rng(0)
+    scores = [rng.normal(1.0, 1.0, size=10) for _ in range(20)]
+    for site, scale in ((3, 0.5), (7, 2.5)):
+        drawn = rng.normal(size=10)
+        scores[site] = scale * (drawn - drawn.mean()) / drawn.std() - 0.5
+    quiet, noisy = (gains(scores, [np.zeros(10)] * 20, is_bounded=False)[i] for i in (3, 7))
+    assert noisy.sd > 1.2 * quiet.sd
+    assert noisy.mean > quiet.mean + 0.1

@@ -110,6 +110,38 @@ def test_weights_of_all_sites_find_the_better_candidate() -> None:
     assert float(found.weights[:, 1].min()) > 0.9
 
 
+def candidates(seed: int, sites: int, rows: int, bias: float) -> tuple[Candidates, np.ndarray]:
+    """Two candidates of equal noise at every site; the first is off by `bias` at even sites, the second at odd ones."""
+    rng = np.random.default_rng(seed)
+    site = torch.arange(sites * rows) % sites
+    y = torch.from_numpy(rng.normal(size=(sites * rows, 1)))
+    off = torch.where(site % 2 == 0, bias, 0.0)[:, None]
+    first, second = (y + torch.from_numpy(rng.normal(size=y.shape)) + v for v in (off, bias - off))
+    folds = (np.arange(sites * rows) // sites) % 5
+    return Candidates(torch.stack([first, second]), y, site, sites, False), folds
+
+
+def test_sites_have_weights_of_their_own_only_if_that_is_surely_better() -> None:
+    same = stack(*candidates(0, sites=30, rows=6, bias=0.0)).weights
+    assert float((same - same[0]).abs().max()) == 0.0
+    own = stack(*candidates(0, sites=30, rows=60, bias=2.0)).weights
+    # alone a site would give 5 / 6 to the candidate that is not off, all sites together 1 / 2
+    assert float(own[::2, 1].min()) > 0.6
+    assert float(own[1::2, 0].min()) > 0.6
+
+
+def test_one_candidate_serves_all_unless_a_blend_is_surely_better() -> None:
+    rng = np.random.default_rng(3)
+    y = torch.from_numpy(rng.normal(size=(150, 1)))
+    good = y + torch.from_numpy(rng.normal(scale=0.5, size=y.shape))
+    poor = y + 3 * (good - y)  # its errors are those of the first, larger: a blend cannot help
+    made = Candidates(torch.stack([good, poor]), y, torch.arange(150) % 5, 5, False)
+    assert stack(made, (np.arange(150) // 5) % 5).weights.tolist() == [[1.0, 0.0]] * 5
+    other = y + torch.from_numpy(rng.normal(scale=0.5, size=y.shape))
+    made = Candidates(torch.stack([good, other]), y, torch.arange(150) % 5, 5, False)
+    assert stack(made, (np.arange(150) // 5) % 5).common.tolist() == pytest.approx([0.5, 0.5], abs=0.15)
+
+
 def test_weights_of_a_quadratic_are_those_of_a_grid() -> None:
     """Two candidates, one site: the loss over a fine grid of weights has its least value where the weights are."""
     rng = np.random.default_rng(1)

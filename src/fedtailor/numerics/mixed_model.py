@@ -119,7 +119,10 @@ def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[n
 
 
 def fit(problem: Problem, at: Entries, start: Tensor, steps: int = STEPS, restarts: int = RESTARTS) -> Fitted:
-    """Minimise the deviance over the free entries of L, from `start`, by L-BFGS; a diagonal entry is not negative."""
+    """Minimise the deviance over the free entries of L, from `start`, by L-BFGS; a diagonal entry is not negative.
+
+    With fewer than the usual steps it is one of many fits, each begun where the one before ended, and less exact.
+    """
     rows, columns = (torch.from_numpy(np.ascontiguousarray(v)).to(start.device) for v in at)
     exchanges = 0
 
@@ -144,7 +147,8 @@ def fit(problem: Problem, at: Entries, start: Tensor, steps: int = STEPS, restar
         is_diagonal = at[0] == at[1]
         theta = np.where(is_diagonal & (theta <= 0), first_step, theta)
         bounds = [(0.0, None) if d else (None, None) for d in is_diagonal]
-        options = {"maxiter": steps, "ftol": 1e-13, "gtol": 1e-8}
+        close = 1.0 if steps >= STEPS else 1e3
+        options = {"maxiter": steps, "ftol": 1e-13 * close**2, "gtol": 1e-8 * close}
         for _ in range(restarts):
             theta = minimize(objective, theta, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
             # at L = 0 the gradient by L is 0 whatever the one by the variance is: a long step may have gone there

@@ -24,8 +24,9 @@ CAUTION = {"metric": 0.0, "error": 2.0}
 """Standard errors by which a gain must be above zero, if there are many sites; with few it is more."""
 
 
-ENOUGH, OUT_OF_PROPORTION = 4, 10.0
-"""Degrees of freedom from which on a site's own variance is looked at, and how often the usual one is too much."""
+ENOUGH, OUT_OF_PROPORTION, USUAL = 4, 10.0, 8.0
+"""Degrees of freedom from which on a site's own variance is looked at, how often the usual one is too much, and how
+many degrees the usual one is worth beside a site's own."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,21 @@ def _without_limit(apart: Floats) -> Gain | None:
 
 
 def _variances(there: Sequence[Floats], is_bounded: bool) -> Floats:
-    """Of the samples of each site. Sites have one in common, since few samples tell little of their own; but where
-    scores may have any size and it is out of all proportion, a site has its own, and leaves that of the others alone.
+    """Of the samples of each site. Sites have one in common, since few samples tell little of their own. Where scores
+    may have any size, a site's own counts beside it by its degrees of freedom, and one that is out of all proportion is
+    left out of the common one.
     """
     freedom = np.array([len(d) - 1 for d in there])
     if not freedom.any():  # a single sample each tells nothing of its own spread
         return np.full(len(there), float(np.var([d[0] for d in there])) or 1.0)
     squares = np.array([float(((d - d.mean()) ** 2).sum()) for d in there])
-    own = squares / np.maximum(freedom, 1)
-    known = freedom >= ENOUGH
-    usual = float(np.median(own[known])) if known.any() else 0.0
-    apart = known & (own > OUT_OF_PROPORTION * usual) & (usual > 0) & (not is_bounded)
-    return np.where(apart, own, squares[~apart].sum() / max(freedom[~apart].sum(), 1))
+    if is_bounded:
+        return np.full(len(there), squares.sum() / freedom.sum())
+    own, known = squares / np.maximum(freedom, 1), freedom >= ENOUGH
+    limit = OUT_OF_PROPORTION * float(np.median(own[known])) if known.any() else 0.0
+    apart = known & (own > limit) & (limit > 0)
+    common = squares[~apart].sum() / max(freedom[~apart].sum(), 1)
+    return np.where(apart, own, (USUAL * common + squares) / (USUAL + freedom))
 
 
 def _spread(means: Floats, noise: Floats) -> float:

@@ -1,7 +1,9 @@
 """How much of each candidate serves a site: weights on the simplex, shrunk towards those that serve the federation.
 
 All from out-of-fold outputs. A site's weights minimise its loss plus that of `pull` typical rows of the federation, for
-which the common weights are best; the pull is chosen by predicting folds from the others.
+which the common weights are best; the pull is chosen by predicting folds from the others. Of one candidate for all, one
+blend for all and blends by site, from strong to weak pulls, the first is taken that is not surely worse than the best:
+weights of folds that share training rows flatter the richer choice.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 from torch import Tensor
 
-PULLS = (30.0, 100.0, 300.0, 1000.0, float("inf"))  # rows of the federation that the common weights are worth
+ALL = float("inf")  # the pull of one blend for all sites
+PULLS = (ALL, 1000.0, 300.0, 100.0, 30.0)  # rows of the federation that the common weights are worth
+SURELY = 1.645  # standard errors: one-sided, 5 %
 HELP = 5  # rows of all sites beside a site's own, where its noise is estimated
 NEWTON = 4  # quadratic steps; one is exact for squared errors
 
@@ -74,7 +78,13 @@ def common_weights(c: Candidates) -> Tensor:
 def site_weights(c: Candidates, common: Tensor, pull: float) -> Tensor:
     """Weights of every site [sites, candidates]."""
     start = common.expand(c.sites, -1).clone()
-    return start if pull == float("inf") else _minimum(c, start, pull)
+    return start if pull == ALL else _minimum(c, start, pull)
+
+
+def best_single(c: Candidates) -> Tensor:
+    """The weight 1 on the candidate with the least loss over all sites [1, candidates]."""
+    totals = torch.stack([c.losses(said).sum() for said in c.outputs])
+    return torch.nn.functional.one_hot(totals.argmin(), len(totals)).to(torch.float64)[None]
 
 
 def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
@@ -129,14 +139,26 @@ def _noise(c: Candidates) -> Tensor:
 
 def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     at = torch.from_numpy(folds)
-    said = {pull: torch.zeros_like(c.outputs[0]) for pull in PULLS}
+    said = {pull: torch.zeros_like(c.outputs[0]) for pull in (None, *PULLS)}  # None: one candidate
     for fold in np.unique(folds):
         held, rest = at == int(fold), c.only((at != int(fold)).nonzero()[:, 0])
-        common = common_weights(rest)
+        single, common = best_single(rest), common_weights(rest)
         own = c.only(held.nonzero()[:, 0])
-        for pull in PULLS:
-            said[pull][held] = own.blend(site_weights(rest, common, pull))
-    totals = {pull: float(c.losses(blended).sum()) for pull, blended in said.items()}
-    best = min(PULLS, key=lambda pull: (totals[pull], -pull))
+        for pull in said:
+            weights = single.expand(c.sites, -1) if pull is None else site_weights(rest, common, pull)
+            said[pull][held] = own.blend(weights)
+    losses = {pull: c.losses(blended) for pull, blended in said.items()}
+    best = min(losses.values(), key=lambda loss: float(loss.sum()))
+    taken = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites))
+    if taken is None:
+        common = best_single(c)
+        return Stacked(common.expand(c.sites, -1).clone(), common[0], ALL, said[taken])
     common = common_weights(c)
-    return Stacked(site_weights(c, common, best), common[0], best, said[best])
+    return Stacked(site_weights(c, common, taken), common[0], taken, said[taken])
+
+
+def _surely_above(lost: Tensor, site: Tensor, sites: int) -> bool:
+    """Whether a sum is above 0 by more than chance, be it that of rows or that of sites."""
+    by_site = torch.zeros(sites, dtype=lost.dtype, device="cpu").index_add_(0, site, lost)
+    spread = max(float((v - v.mean()).square().sum().sqrt()) for v in (lost, by_site))
+    return float(lost.sum()) > SURELY * spread

@@ -35,6 +35,7 @@ from fedtailor.studies.stacking import Candidates, row_losses, stack
 MOST_COEFFICIENTS, MOST_SLOPES, MOST_TOGETHER = 400, 150, 8
 ALONE, COMMON = "alone", "common"
 LEAST = 0.01  # weights below this are left out
+KNOWN = 1.0  # standard errors by which a site's own model must be better, so that it is known to be
 
 
 def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
@@ -182,8 +183,8 @@ def select(
     weights = first.weights.numpy()
     gained = _gains(served, own, y, site, is_class, len(data.clients))
     only_own = np.eye(len(used))[0]
-    for i, (mean, _) in enumerate(gained):
-        if mean < 0:  # the promise
+    for i, (mean, sd) in enumerate(gained):
+        if mean + KNOWN * sd < 0:  # the promise
             is_tree = own_label[i] == TREES
             kinds[i] = {TREES: 1.0} if is_tree else {"linear": 1.0}
             weights[i] = weights[i] if is_tree else only_own
