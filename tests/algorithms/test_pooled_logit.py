@@ -23,12 +23,12 @@ has_data = pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="FEDTAI
 def modes(x: Floats, y: Floats, at: NDArray[np.intp], beta: Floats, sd: float) -> tuple[Floats, Floats]:
     """Per site the random intercept over `sd` with the largest posterior, and the curvature there, by Newton."""
     sites = int(at.max()) + 1
-    u = np.zeros(sites)
+    u, curvature = np.zeros(sites), np.ones(sites)
     for _ in range(50):
         p = 1 / (1 + np.exp(-(x @ beta + sd * u[at])))
-        curvature = 1 + sd**2 * np.bincount(at, p * (1 - p), sites)
+        curvature = np.asarray(1 + sd**2 * np.bincount(at, p * (1 - p), sites), dtype=np.float64)
         step = (sd * np.bincount(at, y - p, sites) - u) / curvature
-        u += np.clip(step, -1, 1)
+        u = u + np.clip(step, -1, 1)
         if np.abs(step).max() < 1e-10:
             break
     return u, curvature
