@@ -83,8 +83,12 @@ def test_the_record_is_told_with_what_follows_from_it(
     assert "What left ada" in page
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
-    (asked.folder / "audit.jsonl").write_text("[1]\n")
-    with pytest.raises(RunError, match="it is not the JSON that was written"):
+    record = asked.folder / "audit.jsonl"
+    record.write_bytes(record.read_bytes().replace(b"local", b"lokal"))
+    with pytest.raises(RunError, match="changed since it was written"):
+        audit(asked.file.parent)
+    record.write_text("[1]\n")
+    with pytest.raises(RunError, match="shorter than it was"):
         audit(asked.file.parent)
 
 

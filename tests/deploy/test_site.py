@@ -58,8 +58,8 @@ class Asked:
     def hello(self, **changes: Any) -> dict[str, Any]:
         return self.ask(HELLO | {"algorithm": self.algorithm} | changes)[0]
 
-    def start(self, **changes: Any) -> dict[str, Any]:
-        self.hello()
+    def start(self, run: str = "run-1", **changes: Any) -> dict[str, Any]:
+        self.hello(run=run)
         assert self.site._data is not None
         self.experiment = assemble(self.config, self.site._data)
         header = {

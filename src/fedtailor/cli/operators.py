@@ -158,6 +158,7 @@ def audit(
 ) -> None:
     """Tell what a site was asked for, what left it, what follows, and what it refused, from its own record."""
     from fedtailor.deploy.flare.audit import read, told
+    from fedtailor.deploy.flare.epsilon import spent_text
     from fedtailor.deploy.flare.site import AUDIT
 
     record = private_folder(folder) / AUDIT
@@ -167,7 +168,7 @@ def audit(
     from fedtailor.experiments.store import write_atomically
     from fedtailor.report.audit_page import audit_html
 
-    write_atomically(page, audit_html(folder.name, read(record)).encode())
+    write_atomically(page, audit_html(folder.name, read(record), spent_text(record.parent)).encode())
     print(page)
 
 

@@ -105,6 +105,8 @@ class Run:
                 self.abandoned += 1
         if (now := getattr(self.engine, "chunk", chunk)) != chunk:
             line["chunk"] = now
+        if late := getattr(self.engine, "counted_late", None):
+            line["late"] = late
         missed = self.fed.attendance.missed
         if any(missed):
             line["missed"] = [list(m) for m in missed] if round < 1 else list(missed[0])

@@ -160,6 +160,12 @@ class FederationSection(Section):
     timeout: float = Field(default=600.0, gt=0, description="Seconds that torchrun ranks wait for each other.")
     deadline: float = Field(default=600.0, gt=0, description="Seconds a site of a real federation has to reply.")
     goal: int = Field(default=0, ge=0, description="Replies that close a round of a real federation; 0: all.")
+    late: Literal["drop", "buffer"] = Field(
+        default="drop", description="Replies after the goal: drop them, or count them in a later round (FedBuff)."
+    )
+    staleness: float = Field(
+        default=0.5, ge=0, description="A reply late by t rounds counts (1 + t) to the power of minus this."
+    )
     silence: float = Field(
         default=10.0, gt=0, description="Seconds without a heartbeat after which a site counts as away."
     )

@@ -24,6 +24,7 @@ from fedtailor.core.random import stream
 from fedtailor.core.reply_validation import Rejected
 from fedtailor.core.trees import Tree, items, leaves, rebuild, wide
 from fedtailor.errors import ConfigError, RoundAbandoned
+from fedtailor.privacy.local_noise import LocalNoise
 from fedtailor.privacy.noise import changed_parts, clipped, noisy
 from fedtailor.privacy.robust import RobustMean
 
@@ -46,6 +47,7 @@ class Privacy:
     robust: RobustMean | None = None  # in place of the weighted mean
     is_attacked: bool = False  # some replies are changed on their way
     server_steps: ServerSteps | None = None  # what the server makes of a mean of models
+    local: LocalNoise | None = None  # what this client adds of its own accord
 
     @property
     def calls_only(self) -> bool:
@@ -59,7 +61,8 @@ class Privacy:
 
     def leaving(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
         """A reply as it may leave its client."""
-        return clipped(reply, args, placed, self.clip) if self.clip else reply
+        reply = clipped(reply, args, placed, self.clip) if self.clip else reply
+        return reply if self.local is None else self.local.added(reply, args, placed)
 
     def closed(self, fed: Federation, call: Call, rows: Tree) -> Tree:
         """The replies to a call, closed; `rows` is None where they are at the clients."""

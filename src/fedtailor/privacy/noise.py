@@ -90,6 +90,16 @@ def spent(sums: Mapping[int, int], *, clients: int, cohort: int, noise: float, d
     return Spent(fixed, _epsilon(sums, "poisson", clients, cohort, noise, delta))
 
 
+def renyi_epsilon(sums: Mapping[float, int], delta: float) -> float:
+    """The cost of sums over the same clients; `sums` has: noise multiplier -> number of sums with it."""
+    from dp_accounting.rdp import compute_epsilon
+
+    curves = [(times, _curve("fixed", 1, 1, 1, noise)) for noise, times in sums.items() if times]
+    if not curves:
+        return 0.0
+    return float(compute_epsilon(curves[0][1][0], sum(times * curve for times, (_, curve) in curves), delta)[0])
+
+
 Draw = Literal["fixed", "poisson"]
 
 

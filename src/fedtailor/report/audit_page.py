@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 from fedtailor.deploy.flare.audit import RunRecord, inferred
 from fedtailor.report.page_model import Cell, Figure, Page, Section, Table, cells
@@ -10,10 +11,11 @@ from fedtailor.report.render import html
 from fedtailor.version import __version__
 
 
-def audit_html(site: str, records: Sequence[RunRecord]) -> str:
-    """One self-contained page."""
+def audit_html(site: str, records: Sequence[RunRecord], spent: str = "") -> str:
+    """One self-contained page; `spent` is what the site's privacy budget says."""
     made = f"Made by fedtailor {__version__} from the site's own record."
-    return html(Page(f"What left {site}", "Audit", f"{len(records)} runs", True, tuple(map(_section, records)), made))
+    about = f"{len(records)} run{'s' if len(records) != 1 else ''}" + (f"; {spent}" if spent else "")
+    return html(Page(f"What left {site}", "Audit", about, True, tuple(map(_section, records)), made))
 
 
 def _section(record: RunRecord) -> Section:
@@ -38,4 +40,4 @@ def _section(record: RunRecord) -> Section:
     tables = [Table("Messages", columns, rows, words=True)]
     tables += [Table("Refused", ("why", "times"), refused, words=True)] if refused else []
     words = tuple(f"Could be inferred: {what}." for what in inferred(record))
-    return Section(f"run-{abs(hash(record.run))}", record.run, words, figures, tables=tuple(tables))
+    return Section(f"run-{crc32(record.run.encode())}", record.run, words, figures, tables=tuple(tables))

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedtailor.core import codec
 from fedtailor.core.trees import items
+from fedtailor.deploy.flare.epsilon import spent_text
 from fedtailor.errors import RunError
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
@@ -149,7 +150,8 @@ def inferred(record: RunRecord) -> list[str]:
 
 def told(path: Path) -> list[str]:
     """The record for people: for each run what was asked for how often, what left, what follows, what was refused."""
-    text = []
+    spent = spent_text(path.parent)
+    text = [f"privacy budget: {spent}"] if spent else []
     for record in read(path):
         times = f"{record.first[:16]} to {record.last[:16]}"
         counts = f"{record.messages} messages, {record.rounds} rounds, {record.left:,} bytes left"

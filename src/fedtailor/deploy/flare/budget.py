@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree, tree_map
+from fedtailor.deploy.flare.epsilon import SitePrivacy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.experiments.store import read_json, write_json
 
@@ -40,6 +41,7 @@ class Budget(BaseModel):
     refuse_imprints: bool = Field(
         default=True, description="Refuse models whose units are thresholds on one direction, which single rows out."
     )
+    privacy: SitePrivacy = Field(default_factory=SitePrivacy, description="Noise on replies, and its own budget.")
 
 
 class Spent:

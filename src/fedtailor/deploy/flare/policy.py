@@ -32,7 +32,7 @@ class Policy(BaseModel):
     metrics: bool | None = Field(
         default=None,
         description="Whether metrics on this site's samples may be sent to the server. Unless it is said here: where "
-        "replies may leave alone (sums_of = 0).",
+        "replies may leave alone (sums_of = 0) and have no noise (budget.privacy.epsilon = 0).",
     )
     sums_of: int = Field(
         default=0,
@@ -51,7 +51,7 @@ class Policy(BaseModel):
     @property
     def tells_metrics(self) -> bool:
         """Whether metrics may leave."""
-        return self.sums_of == 0 if self.metrics is None else self.metrics
+        return self.sums_of == 0 and not self.budget.privacy.epsilon if self.metrics is None else self.metrics
 
     def check_run(self, algorithm: str, model: str, rounds: int, samples: int, code: Sequence[str]) -> None:
         """Before anything of a run is looked at; names decide, nothing is imported yet."""

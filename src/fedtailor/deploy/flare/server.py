@@ -21,10 +21,12 @@ from fedtailor.core.client import Call
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData, Rows
-from fedtailor.core.trees import Tree
+from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.splits import starts
 from fedtailor.deploy.flare.greeting import unusable
+from fedtailor.deploy.flare.late_replies import Buffer, Late, check
 from fedtailor.deploy.flare.messages import config_for, other_code, promise
+from fedtailor.deploy.flare.presence import Presence
 from fedtailor.deploy.flare.provisioning import KIT, REVOKED
 from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
 from fedtailor.engines.wire import Header, Remote
@@ -37,8 +39,6 @@ from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
 from fedtailor.version import __version__
 
 ROSTER, SITES = "federation.json", "sites.json"
-CONDITION = ("version", "now", "free", "certificate_ends")
-PRESENCE_EVERY = 5.0  # seconds
 
 
 class Flare(Remote):
@@ -57,12 +57,39 @@ class Flare(Remote):
         self._needed: list[set[int]] = [set() for _ in self.everybody]
         self._round = self.first
         self._goal = 0  # replies that close a call
+        self._buffer = Buffer(config.federation.staleness) if config.federation.late == "buffer" else None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
-        """As ever; but a round may close before the slowest have answered."""
-        self._goal = self.config.federation.goal
-        yield from super().call(call, clients)
+        """As ever; but a round may close before the slowest have answered, who then count in a later one."""
+        late = self._buffer.replies(call, clients) if self._buffer is not None else {}
+        for client, tree in late.items():
+            yield Reply((client,), tree_map(lambda v: v[None], tree))
+        goal, others = self.config.federation.goal, [c for c in clients if c not in late]
+        self._goal = goal and max(1, goal - len(late))
+        yield from super().call(call, others)
         self._goal = 0
+        if self._buffer is not None:
+            self._buffer.sent |= {c: call for c in others if self._name(c) in self.lines.behind}
+
+    @property
+    def counted_late(self) -> dict[str, int]:
+        """Of the last round: by how many rounds replies were late that it counted."""
+        return {} if self._buffer is None else {self._name(c): late for c, late in self._buffer.used.items()}
+
+    def _take_late(self) -> None:
+        """Replies that have come since: their sites keep the state after them, and they wait to be counted."""
+        come, self.lines.late = self.lines.late, {}
+        if self._buffer is None:
+            return
+        self._buffer.used = {}
+        for client in [c for c in self._buffer.sent if self._name(c) in come]:
+            call, reply = self._buffer.sent.pop(client), come[self._name(client)]
+            if "error" in _header(reply):
+                continue
+            keep = {client: {"op": "keep", "round": call.round}}
+            ((_, answer, wrong),) = self._tell_each(keep)
+            if not wrong and answer.get("kept") == call.round:
+                self._buffer.come[client] = Late(call, self._here(self._read(reply)[1]))
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """All sites at the same time."""
@@ -96,6 +123,7 @@ class Flare(Remote):
         self._calls.clear()
         self._round = round
         self.lines.look()
+        self._take_late()
         until = time.monotonic() + self.lines.deadline
         away = self._begin(round, self.everybody)
         self.presence.note({self._name(c): "" for c in self.everybody} | {self._name(c): w for c, w in away.items()})
@@ -106,13 +134,14 @@ class Flare(Remote):
                 raise RetryableError(f"round {round}: too few sites are available: {why}")
             time.sleep(min(1.0, self.lines.silence / 4))
             self.lines.look()
+            self._take_late()
             away = self._begin(round, list(away))
         return away
 
     def _begin(self, round: int, clients: Iterable[int]) -> dict[int, str]:
+        kept = {c: self._kept[c] if self._buffer is None else self._buffer.state(c, self._kept[c]) for c in clients}
         headers = {
-            c: {"op": "begin", "round": round, "kept": self._kept[c], "needed": sorted(self._needed[c])}
-            for c in clients
+            c: {"op": "begin", "round": round, "kept": kept[c], "needed": sorted(self._needed[c])} for c in clients
         }
         return {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
 
@@ -126,6 +155,8 @@ class Flare(Remote):
         if not lost:
             for client, answer, _ in answers:
                 self._kept[client] = answer["kept"]
+            if self._buffer is not None:
+                self._buffer.commit()
         return lost
 
     def evaluate(
@@ -170,36 +201,6 @@ class Flare(Remote):
         return kept + [self.first] * (len(self.everybody) - len(kept))
 
 
-class Presence:
-    """When each site was last heard of, and how it is, in a file beside the run, for operators."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.sites: dict[str, dict[str, Any]] = {}
-        self._written = 0.0
-
-    def greet(self, greetings: dict[str, Header]) -> None:
-        """What sites say of themselves as a job begins; only what is known is kept of it."""
-        now = time.time()
-        for site, about in greetings.items():
-            told = about.pop("condition", None)
-            known = told if isinstance(told, dict) else {}
-            known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
-            self.sites[site] = known | {"asked": now, "seen": now}
-
-    def note(self, away: dict[str, str]) -> None:
-        """Who answered as a round began, and why others did not; written every few seconds."""
-        now = time.time()
-        for site, why in away.items():
-            about = self.sites.setdefault(site, {})
-            about["away"] = why[:200]
-            if not why:
-                about["seen"] = now
-        if now - self._written > PRESENCE_EVERY:
-            self._written = now
-            write_json(self.path, self.sites)
-
-
 def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:
     """A run of this name over the sites of a link; goes on from the checkpoint in `root`, if there is one."""
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
@@ -207,6 +208,8 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
         raise ConfigError("evaluation.unseen: not in a federation of sites; onboard a newcomer instead")
     if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
         raise ConfigError("federation.goal: not with secure sums, and not below federation.min_replies")
+    if config.federation.late == "buffer" and not config.federation.goal:
+        raise ConfigError('federation.late = "buffer": needs federation.goal, the replies that close a round')
     path = root / name
     lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
     old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
@@ -223,6 +226,8 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
             lines.leave_out(client, "is not connected")
     write_json(path / ROSTER, roster)
     experiment = assemble(config, without_rows(roster))
+    if config.federation.late == "buffer":
+        check(experiment)
     torch.set_num_threads(config.federation.threads or 1)
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, reply_example
-from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree, schema, schema_difference
 from fedtailor.data.site import SiteData, load_site
@@ -27,11 +26,13 @@ from fedtailor.deploy.flare import requests
 from fedtailor.deploy.flare.audit import Audit
 from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
 from fedtailor.deploy.flare.condition import condition
+from fedtailor.deploy.flare.epsilon import Account
 from fedtailor.deploy.flare.imprints import imprinted
 from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, other_code, promise
 from fedtailor.deploy.flare.own_messages import check_message
 from fedtailor.deploy.flare.policy import GRADIENTS, Policy
 from fedtailor.deploy.flare.refusal import Refused
+from fedtailor.deploy.flare.site_job import Job
 from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.deploy.flare.standing import check as check_standing
 from fedtailor.engines.wire import Header
@@ -90,35 +91,6 @@ class _Session:
     reply: bytes = b""  # to it
 
 
-@dataclass
-class _Job:
-    """A run that was started here."""
-
-    experiment: Experiment
-    client: Client
-    states: SiteState  # kept on disk
-    spent: Spent
-    at: int  # the round whose kept state the client goes on from
-    changed: bool = False  # since then
-    round: int | None = None  # the one that was begun
-
-    def go_to(self, round: int) -> None:
-        """The private state as it was kept after a round."""
-        if self.changed or self.at != round:
-            self.client.inside.set_states(self.states.read(round))
-            self.at, self.changed = round, False
-
-    def keep(self, round: int) -> None:
-        """Keep the private state, if a round changed it."""
-        if self.changed:
-            self.states.keep(round, self.client.inside.get_states())
-            self.at, self.changed = round, False
-
-    def refuse_other_round(self, round: int) -> None:
-        if round != self.round:
-            raise Refused(f"round {round} is not the one that was begun ({self.round})")
-
-
 class SiteService:
     """Answers the server of one job. Requests are numbered: one that is repeated or late changes nothing."""
 
@@ -130,7 +102,7 @@ class SiteService:
         self._session = _Session()
         self._run = ""
         self._data: FederatedData | None = None
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._rate = Rate(site.policy.budget.requests_per_minute)
         self._ops: dict[str, Callable[[Header, bytes], bytes]] = {
             "hello": self._hello,
@@ -228,7 +200,7 @@ class SiteService:
             raise Refused(str(error)) from None
         if header["schema"] != data_schema(self._data):
             raise Refused("the server describes other data than this site has")
-        experiment = assemble(config, self._data)
+        experiment = self._account.noised(assemble(config, self._data))
         policy.check_sends(experiment.algorithm)
         policy.check_sums(is_sealed=experiment.aggregation.secure_sum)
         mine, theirs = promise(experiment), header["promise"]
@@ -248,7 +220,7 @@ class SiteService:
         party = self._party(header["client"], folder) if experiment.aggregation.secure_sum else None
         client = Client(experiment, 0, self._kind_of, party)
         client.inside.start()
-        self._job = _Job(experiment, client, states, Spent(policy.budget, folder, config.rounds), header["first"])
+        self._job = Job(experiment, client, states, Spent(policy.budget, folder, config.rounds), header["first"])
         if header["first"] not in states.rounds():
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
@@ -259,7 +231,11 @@ class SiteService:
         return party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
 
     @property
-    def _started(self) -> _Job:
+    def _account(self) -> Account:
+        return Account(self.site.policy.budget.privacy, self.site.folder)
+
+    @property
+    def _started(self) -> Job:
         assert self._job is not None
         return self._job
 
@@ -331,6 +307,7 @@ class SiteService:
         if self.site.policy.budget.refuse_imprints and (why := imprinted(tree)):
             raise Refused(f"the model would read single rows off the reply: {why}")
         job.spent.call(header["round"])
+        self._account.spend(job.experiment, function, header.get("placed", []), tree, header.get("taped", False))
         job.changed = True
         reply = job.client.handle(message)
         answer, tree = codec.decode(reply, self._places)

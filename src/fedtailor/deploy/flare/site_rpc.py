@@ -34,6 +34,8 @@ class SiteRpc:
         self._session = secrets.token_bytes(16)
         self._numbers = dict.fromkeys(link.sites, PING)
         self._probes: dict[str, Future[Any]] = {}
+        self.behind = set[str]()  # whose reply a call did not wait for
+        self.late: dict[str, bytes] = {}  # such replies, since they have come
 
     def ask(self, requests: Iterable[tuple[str, bytes]], goal: int = 0) -> dict[str, bytes | OSError]:
         """Every site its request, all at the same time; with a goal not waiting for more replies than that."""
@@ -75,6 +77,7 @@ class SiteRpc:
         """A site that still computes is away until it has answered; then it begins the next round with the others."""
         self.away[site] = f"is late: {goal} replies close the round"
         self._probes[site] = future
+        self.behind.add(site)
         return TimeoutError(self.away[site])
 
     def ping(self, site: str) -> bytes:
@@ -108,9 +111,15 @@ class SiteRpc:
         """Take back who answers again; does not wait."""
         for site in set(self.away) - self._out:
             probe = self._probes.get(site)
-            if probe is not None and probe.done() and probe.exception() is None:
+            if probe is not None and not probe.done():
+                continue
+            is_back, was_behind = probe is not None and probe.exception() is None, site in self.behind
+            self.behind.discard(site)
+            if probe is not None and is_back:
                 del self.away[site], self._probes[site]
-            elif probe is None or probe.done():
+                if was_behind:
+                    self.late[site] = probe.result()
+            else:
                 self._probes[site] = in_thread(self.ping, site)
 
 
