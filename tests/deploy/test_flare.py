@@ -12,6 +12,7 @@ import torch
 
 from fedtailor import data as sources
 from fedtailor.algorithms import algorithms
+from fedtailor.core.context import ClientContext
 from fedtailor.deploy.flare import server as flare
 from fedtailor.deploy.flare.messages import ENVELOPE
 from fedtailor.deploy.flare.site import AUDIT
@@ -370,14 +371,11 @@ def test_the_record_tells_every_message(tmp_path: Path) -> None:
 
 
 def test_the_text_of_an_error_stays_at_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedtailor.algorithms.fedavg import FedAvg
-
-    def fails(self: Any, me: Any, w: Any) -> Any:
+    def fails(self: ClientContext, *args: Any, **options: Any) -> Any:
         raise ValueError("patient 4711 has no age")
 
-    fails.sends, fails.__name__ = FedAvg.local.sends, "local"  # type: ignore[attr-defined]
     federated = Federated(tmp_path, configured("fedavg"))
-    monkeypatch.setattr(FedAvg, "local", fails)
+    monkeypatch.setattr(ClientContext, "sgd", fails)
     with pytest.raises(Exception, match=r"every client failed.*FedAvg.local, client client-00, round 1: ValueError"):
         federated.run()
     assert not any(b"4711" in reply for _, _, reply in federated.link.seen)
