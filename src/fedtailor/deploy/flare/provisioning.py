@@ -68,6 +68,10 @@ max_rounds = 1000
 evaluations_per_round = 6
 decimals = 3  # metrics are rounded to this many
 min_rows = 10  # rows a metric needs at least
+# [policy.budget.privacy]  # noise on this site's replies, and a budget for all of them; refused when spent
+# epsilon = 8.0
+# clip = 1.0
+# noise = 4.0
 """
 
 
