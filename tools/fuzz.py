@@ -1,8 +1,8 @@
 """Fuzz a parser, guided by what it covers (atheris, libFuzzer): python tools/fuzz.py NAME [--seconds 600]
 
 An input is at most a kilobyte, or as long as the longest good one. What ends it: an error that is not for people, ten
-seconds of the processor (or ten minutes of any clock) for one input, or 100 MB of memory asked for. The input then lies in build/fuzz/NAME; keep it under
-tests/trust/seeds/NAME and mend the parser.
+seconds of the processor (or ten minutes of any clock) for one input, or 100 MB of memory asked for. The
+input then lies in build/fuzz/NAME; keep it under tests/trust/seeds/NAME and mend the parser.
 Without atheris (pip install atheris) inputs are changed at random, which finds less.
 """
 
