@@ -56,7 +56,7 @@ def test_trees_serve_the_large_site_and_are_read_back(fitted: tuple[Path, dict[s
     assert row["trees"]
     assert sum(row["parts"].values()) == pytest.approx(1)
     assert all(not record["sites"][name]["trees"] for name in record["sites"] if name != "s0")
-    assert personal(out, "s0").trees is not None
+    assert personal(out, "s0").extras.trees is not None
     # what the record says of test rows is what the model says of them
     assert row["personal"] < row["baseline"]
 

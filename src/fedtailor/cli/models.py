@@ -98,6 +98,9 @@ def predict(
     out: Annotated[
         Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
     ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SHARE", min=0, max=1, help="Of numbers also an interval, as 0.9.")
+    ] = 0,
     data_root: DataRoot = None,
     trust: Trust = False,
 ) -> None:
@@ -117,12 +120,12 @@ def predict(
     column = client_column or (None if site else site_column(run))
     if site:
         model = personal(run, site, data_root)
-        frame, notes = predicted(model, data), model.notes
+        frame, notes = predicted(model, data, interval), model.notes
         by = f"predicted by {model.title} for {site}"
     elif column is None:
         raise ConfigError("whose model? Name a site with --site, or the column that names it with --client-column")
     else:
-        frame, notes = predicted_by_site(run, data, column)
+        frame, notes = predicted_by_site(run, data, column, interval)
         by = f'each predicted by the model of its site, as "{column}" names it'
     write_frame(target, frame)
     print("\n".join([*notes, f"wrote {target}: {frame.height} rows, {by}"]))

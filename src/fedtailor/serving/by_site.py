@@ -26,7 +26,7 @@ def site_column(path: Path) -> str | None:
     return column
 
 
-def predicted_by_site(path: Path, file: Path, column: str) -> tuple[pl.DataFrame, list[str]]:
+def predicted_by_site(path: Path, file: Path, column: str, interval: float = 0.0) -> tuple[pl.DataFrame, list[str]]:
     """The rows of a file with their predictions, in their order, and notes; sites nobody knows get the common model."""
     import polars as pl
 
@@ -46,7 +46,7 @@ def predicted_by_site(path: Path, file: Path, column: str) -> tuple[pl.DataFrame
             strangers.append(name)
             model = _common(path, known)
         rows = frame.filter(at).with_columns(pl.Series(ORDER, at.arg_true()))
-        parts.append(predicted_rows(model, file, rows, values.filter(at)))
+        parts.append(predicted_rows(model, file, rows, values.filter(at), interval))
         notes += model.notes
     if strangers:
         notes.append(f"{len(strangers)} sites are not in the fit and got the common model: {', '.join(strangers[:5])}")

@@ -73,7 +73,7 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
     target = out or Path(f"{site}{ENDINGS[to]}".replace("/", "_"))
     if target.suffix != ENDINGS[to]:
         raise RunError(f"--out {target}: a file for {to} ends in {ENDINGS[to]}")
-    if own.trees is not None:
+    if own.extras.trees is not None:
         raise RunError(f'{run}: the model of "{site}" has boosted trees and cannot be exported; use fedtailor predict')
     x = _samples(own, folder, site, data_root)
     wanted = own.readable(own.outputs(x))

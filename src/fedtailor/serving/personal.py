@@ -32,12 +32,14 @@ from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
 from fedtailor.serving.described import described, model_in, part_of
-from fedtailor.serving.trees import TreeParts, tree_parts
+from fedtailor.serving.trees import tree_parts
+from fedtailor.serving.uncertainty import Extras, extras_of, folded
 
 if TYPE_CHECKING:
     import polars as pl
 
 ROWS = 4096  # at a time
+ENDS = {"low": -1.0, "high": 1.0}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Personal:
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
     notes: list[str] = field(default_factory=list)  # what was told while rows were read
-    trees: TreeParts | None = None  # boosted trees beside the model, where a fit has them
+    extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
 
     @property
     def title(self) -> str:
@@ -78,7 +80,7 @@ class Personal:
                 for a in range(0, max(count(x), 1), ROWS)
             ]
         found = torch.cat(parts)
-        return found if self.trees is None else self.trees.mixed(x, found, self.task == "classification")
+        return self.extras.applied(x, found, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
         """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
@@ -105,6 +107,13 @@ class Personal:
         if self.task != "classification":
             raise DataError(f'"{self.site}" predicts a number; predict_proba is for classes')
         return self._readable(rows)
+
+    def predict_interval(self, rows: Any, level: float = 0.9) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Below and above which the number of a row is expected, in so large a share of new rows of this site."""
+        if self.task != "regression":
+            raise DataError(f'"{self.site}" predicts classes; intervals are for numbers, predict_proba for classes')
+        half, middle = self.extras.half_width(level, self.source), self._readable(rows).squeeze(1)
+        return middle - half, middle + half
 
     def _readable(self, rows: Any) -> NDArray[np.float64]:
         if isinstance(rows, dict) and self.preparation is None:
@@ -219,13 +228,16 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     if preparation is not None and preparation.sites and site not in preparation.sites:
         raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
     params = folder.newcomer(site) if newcomer else folder.personal(site, kind)
-    trees = None
-    if not newcomer and (path / FIT).exists():
-        row = read_json(path / FIT)["sites"].get(site, {})
+    extras = Extras()
+    if (path / FIT).exists():
+        record = read_json(path / FIT)
+        row = {} if newcomer else record["sites"].get(site, {})
+        trees = None
         if "weights" in row:
             params = _blended(path, site, row["weights"], kind)
             assert isinstance(says.shape, list)  # of a table
             trees = tree_parts(path, row, says.shape[0], says.outputs)
+        params, extras = folded(params, extras_of(row, record, trees))
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
@@ -235,7 +247,7 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         classes=tuple(says.classes),
         preparation=preparation.of(site) if preparation is not None else None,
         source=str(folder.path),
-        trees=trees,
+        extras=extras,
     )
 
 
@@ -246,25 +258,27 @@ def _blended(path: Path, site: str, weights: dict[str, float], kind: str) -> Par
     return {name: sum((w * m[name] for w, m in parts), torch.zeros_like(first[name])) for name in first}
 
 
-def predicted(model: Personal, file: Path) -> pl.DataFrame:
-    """The rows of a file with a column `prediction` and, for classes, their probabilities."""
+def predicted(model: Personal, file: Path, interval: float = 0.0) -> pl.DataFrame:
+    """The rows of a file with a column `prediction` and, for classes, their probabilities; for numbers an interval."""
     import polars as pl
 
     if file.suffix == ".npz":
         x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
         x = x.to(model.model.dtype) if x.is_floating_point() else x
-        return _with_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x)
+        return _with_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x, interval)
     if client_name(file) is None:
         raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
-    return predicted_rows(model, file, *read_rows(file))
+    return predicted_rows(model, file, *read_rows(file), interval)
 
 
-def predicted_rows(model: Personal, file: Path, frame: pl.DataFrame, values: pl.DataFrame) -> pl.DataFrame:
+def predicted_rows(
+    model: Personal, file: Path, frame: pl.DataFrame, values: pl.DataFrame, interval: float = 0.0
+) -> pl.DataFrame:
     """Rows as they are written, with predictions; `values` are the same with decimal points."""
-    return _with_predictions(model, file, frame, model.encode(model.table(file, values)))
+    return _with_predictions(model, file, frame, model.encode(model.table(file, values)), interval)
 
 
-def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor) -> pl.DataFrame:
+def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor, interval: float) -> pl.DataFrame:
     import polars as pl
 
     try:
@@ -279,6 +293,11 @@ def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tenso
     else:
         ends = [""] if found.shape[1] == 1 else [f" {i + 1}" for i in range(found.shape[1])]
         columns = {f"prediction{end}": found[:, i].tolist() for i, end in enumerate(ends)}
+    if interval:
+        if model.task != "regression":
+            raise DataError("--interval: is for numbers; of classes there are probabilities")
+        half = model.extras.half_width(interval, model.source)
+        columns |= {f"{end} {100 * interval:g} %": (found[:, 0] + sign * half).tolist() for end, sign in ENDS.items()}
     for name in columns:
         if name in frame.columns:
             raise DataError(f'{file}: has a column "{name}" already; rename or remove it')

@@ -202,7 +202,7 @@ def _fit_tables(
     if "sites" in held:
         return dict(held)
     found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
-    record = {"settings": claim} | table_record(found, data, out) | {"dropped": found.dropped}
+    record = {"settings": claim} | table_record(found, data, out, cells[0].seed) | {"dropped": found.dropped}
     write_json(out / FIT, record)
     return record
 

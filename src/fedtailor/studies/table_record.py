@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
@@ -13,14 +16,21 @@ from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.samples import FederatedData
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies import table_fit
+from fedtailor.studies.calibration import applied, calibration
+from fedtailor.studies.cross_fitting import folds_of, site_of_rows
 from fedtailor.studies.grid import Cell
+from fedtailor.studies.intervals import LEVELS, half_widths
 from fedtailor.studies.table_fit import ALONE, COMMON, LEAST, ON_TOP, TREES, Found
 
 
-def table_record(found: Found, data: FederatedData, out: Path) -> dict[str, Any]:
+def table_record(found: Found, data: FederatedData, out: Path, seed: int) -> dict[str, Any]:
     """As fit.json has it, but for settings and what was dropped."""
+    sure = certainty(found, data, seed)
     metric, is_class = METRICS[data.task][0], data.task == "classification"
     said = table_fit.said_of(found, data, data.test, out)
+    if is_class:
+        of_rows = sure.calibration[site_of_rows(data.test)]
+        said["personal"] = torch.from_numpy(applied(said["personal"].numpy(), of_rows))
     figures = {key: table_fit.site_figures(outputs, data.test, is_class) for key, outputs in said.items()}
     figures["baseline"] = table_fit.site_figures(_baseline(data), data.test, is_class)
     unit = data.preparation.target.sd if metric == "rmse" else 1.0
@@ -45,6 +55,7 @@ def table_record(found: Found, data: FederatedData, out: Path) -> dict[str, Any]
             "val": 0,
             "test": int(data.test.sizes[i]),
             **{key: values[i][metric] * unit for key, values in figures.items()},
+            **sure.of(i, unit),
             "gains": {"error": {"served": {"mean": found.gains[i][0], "sd": found.gains[i][1]}}},
         }
     higher = HIGHER_IS_BETTER[metric]
@@ -74,7 +85,38 @@ def table_record(found: Found, data: FederatedData, out: Path) -> dict[str, Any]
             [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
         ),
         "notes": list(data.notes),
+        **sure.of_newcomers(unit),
     }
+
+
+@dataclass(frozen=True)
+class Certainty:
+    """From out-of-fold outputs: calibration of classes [sites, 2], half-widths of intervals [sites + 1, levels]."""
+
+    calibration: NDArray[np.float64]
+    half_widths: NDArray[np.float64] | None
+
+    def of(self, site: int, unit: float) -> dict[str, Any]:
+        calibration = {} if (self.calibration == [1.0, 0.0]).all() else {"calibration": self.calibration[site].tolist()}
+        widths = {} if self.half_widths is None else {"half_widths": (unit * self.half_widths[site]).tolist()}
+        return calibration | widths
+
+    def of_newcomers(self, unit: float) -> dict[str, Any]:
+        if self.half_widths is None:
+            return {}
+        return {"levels": list(LEVELS), "half_widths": (unit * self.half_widths[-1]).tolist()}
+
+
+def certainty(found: Found, data: FederatedData, seed: int) -> Certainty:
+    """What the served models say out of fold, against what was to be said."""
+    folds, sites = folds_of(data, seed), len(data.clients)
+    held = folds >= 0
+    site, said, y = site_of_rows(data.train)[held], found.out_of_fold.numpy(), data.train.y.numpy()[held]
+    if len(y) != len(said):  # nobody has two rows
+        return Certainty(np.tile([1.0, 0.0], (sites, 1)), None)
+    if data.task == "classification":
+        return Certainty(calibration(said, y, site, folds[held], sites), None)
+    return Certainty(np.tile([1.0, 0.0], (sites, 1)), half_widths(np.abs(y - said)[:, 0], site, folds[held], sites))
 
 
 def served_words(found: Found, site: int) -> str:
