@@ -88,7 +88,7 @@ def main() -> None:
         for seed in range(options.seeds):
             if f"{name} {seed}" in done:
                 continue
-            train, test = cut(table, seed)
+            train, test, _ = cut(table, seed)
             is_class = name in CLASSES
             with tempfile.TemporaryDirectory() as folder:
                 run = fitted(table, train, seed, Path(folder) / "fit", is_class)

@@ -16,7 +16,8 @@ from fedtailor.studies.intervals import LEVELS, half_widths
 
 def test_intervals_cover_new_rows_at_every_size_of_site() -> None:
     rng = np.random.default_rng(0)
-    sizes, inside = [4] * 60 + [400] * 3, {level: [] for level in LEVELS}
+    sizes = [4] * 60 + [400] * 3
+    inside: dict[float, list[np.ndarray]] = {level: [] for level in LEVELS}
     noise = rng.uniform(0.5, 2.0, size=len(sizes))
     site = np.repeat(np.arange(len(sizes)), sizes)
     for _ in range(5):
