@@ -16,6 +16,7 @@ from rich.console import Console
 from fedtailor import __version__, algorithms
 from fedtailor.cli import main as cli
 from fedtailor.cli.listing import print_table
+from fedtailor.cli.options import aligned
 from fedtailor.core.algorithm import COUNT, LEARNS, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -54,6 +55,7 @@ COMMANDS = (
     "watch",
     "federation",
 )
+TABLES = ("demo", "fit", "onboard", "check", "run", "resume", "compare", "reproduce", "list", "show", "explain")
 
 
 def test_version(call: Call) -> None:
@@ -68,6 +70,17 @@ def test_help_fits_80_columns(call: Call, command: tuple[str, ...]) -> None:
     assert max(map(len, out.splitlines())) <= 80
     if not command:
         assert [line.split()[0] for line in out.split("Commands:\n")[1].splitlines()[: len(COMMANDS)]] == list(COMMANDS)
+
+
+def test_notes_are_aligned_for_a_terminal() -> None:
+    notes = ["", "", "Tests:", "", "| against | p |", "|---|---:|", "| Local | 0.5 |", "", "", "End."]
+    assert aligned(notes) == ["Tests:", "", "against  p", "Local    0.5", "", "End."]
+
+
+def test_commands_that_print_a_table_take_json(call: Call) -> None:
+    federation = ("status", "audit", "personal", "certificates")
+    for command in (*((name,) for name in TABLES), *(("federation", name) for name in federation)):
+        assert "--json" in call(*command, "--help")[1], command
 
 
 def test_unknown_command_and_missing_argument(call: Call) -> None:

@@ -216,6 +216,19 @@ def test_a_lock_says_whose_it_is(tmp_path: Path) -> None:
         pass
 
 
+def test_json_for_programs(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = asked.file.parent
+    asked.ask({"op": "nothing"})
+    status_command(folder, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["name"], told["role"], told["process"], told["refusals"]) == ("ada", "site", None, 1)
+    assert told["problems"][0] == "ada does not run"
+    audit(folder, as_json=True)
+    assert sum(run["messages"] for run in json.loads(capsys.readouterr().out)) == told["messages"]
+    with pytest.raises(ConfigError, match="--watch"):
+        status_command(folder, watch=True, as_json=True)
+
+
 def test_watching_looks_again(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> None:
     looks = iter([None])
 

@@ -27,23 +27,23 @@ COLORS = {"holds": "green", "broken": "red", "not promised": "dim"}
 def check(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help='An algorithm: "module:Class", or a name of ours. Or files, as for fit.'),
+        typer.Argument(metavar="NAME", help='An algorithm: "module:Class" or a built-in name. Or files, as for fit.'),
     ],
-    target: Annotated[str, typer.Option("--target", help="Of files: the column to predict.")] = "",
+    target: Annotated[str, typer.Option("--target", help="For files: the column to predict.")] = "",
     client_column: Annotated[
-        str | None, typer.Option("--client-column", help="Of one file with all sites: the column that names them.")
+        str | None, typer.Option("--client-column", help="For one file with all sites: the column that names them.")
     ] = None,
     settings: Settings = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Check that an algorithm keeps what every algorithm promises; or check files before a fit.
+    """Check an algorithm against the contract of all algorithms; or check files before a fit.
 
-    Files: lists all problems of all of them at once, and how each column is understood. Exit code 1 if there
-    is a problem. Example: fedtailor check sites --target outcome
+    Files: lists all problems of all files at once, and how each column is interpreted. Exit code 1 if there is
+    a problem. Example: fedtailor check sites --target outcome
 
-    Algorithms: runs it on small made federations, on every engine: the engines agree, the order of clients does
-    not matter, absent clients are untouched, a saved state continues as the straight run, nothing undeclared
-    crosses. Says in words what broke. Exit code 1 if anything did.
+    Algorithms: runs it on small synthetic federations, on every engine, and checks that engines agree, that the
+    order of clients does not matter, that absent clients are untouched, that a resumed run equals an uninterrupted
+    one, and that nothing undeclared is sent. Exit code 1 if any of these fails.
     Example: fedtailor check mymethod:MyMethod --set algorithm.mu=0.5
     """
     from fedtailor import algorithms

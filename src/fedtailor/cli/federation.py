@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedtailor.cli.operators import COMMANDS, Folder, private_folder
-from fedtailor.cli.options import Config, Settings
+from fedtailor.cli.options import AsJson, Config, Settings, print_json
 from fedtailor.errors import ConfigError, RunError
 
 app = typer.Typer(
@@ -34,10 +34,10 @@ def init(
     host: Annotated[str, typer.Option("--host", help="Host name of the server, as sites see it.")] = "localhost",
     port: Annotated[int, typer.Option("--port", help="Port of the server.")] = 8002,
 ) -> None:
-    """Make a folder with certificates for the server, each site and the administrator.
+    """Create folders with certificates for the server, each site and the administrator.
 
-    Hand each site its folder, over a way you trust. FOLDER/authority signs certificates: keep it to
-    yourself. The same command with more sites adds them.
+    Send each site its folder over a channel you trust. FOLDER/authority is the certificate authority: keep it
+    safe. Run the same command with more sites to add them.
     """
     from fedtailor.deploy.flare import provisioning as kits
 
@@ -59,9 +59,9 @@ def start(
     folder: Folder,
     background: Annotated[bool, typer.Option("--background", help="Run in the background.")] = False,
 ) -> None:
-    """Take part: as the server, or as a site with its own data.
+    """Start the server, or a site with its own data.
 
-    Runs until it is stopped (Ctrl-C). A site that is started anew finds its private state again.
+    Runs until stopped (Ctrl-C). A restarted site restores its private state.
     """
     from fedtailor.deploy.flare import processes
     from fedtailor.deploy.flare import provisioning as kits
@@ -86,24 +86,13 @@ def start(
 
 
 @app.command()
-def health(folder: Folder) -> None:
-    """Say whether a participant runs: exit code 0 or 1, for container engines and service managers."""
-    from fedtailor.deploy.flare import processes
-
-    pid = processes.running(folder)
-    print(f"{folder}: {'does not run' if pid is None else f'runs as process {pid}'}")
-    if pid is None:
-        raise typer.Exit(1)
-
-
-@app.command()
 def stop(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A participant's folder, or the name of a run.")],
     admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder, to stop a run.")] = None,
 ) -> None:
-    """End a participant that runs in the background, or a run.
+    """Stop a participant that runs in the background, or a run.
 
-    Nothing is lost: private states are on the sites' disks, and submitting the run again goes on with it.
+    Nothing is lost: private states are on the sites' disks, and submitting the run again continues it.
     """
     from fedtailor.deploy.flare import processes
     from fedtailor.deploy.flare import provisioning as kits
@@ -132,10 +121,10 @@ def submit(
     settings: Settings = [],  # noqa: B006
     run: RunName = "",
 ) -> None:
-    """Train over the sites, and stay until it is done.
+    """Submit a run to the sites, and wait until it is done.
 
-    The data is the sites' own: [data] of CONFIG is not used. If a job dies it is submitted again from
-    the checkpoint. Ctrl-C leaves the job running; the same command finds it again.
+    The sites use their own data: [data] in CONFIG is ignored. If a job dies it is resubmitted from the last
+    checkpoint. Ctrl-C leaves the job running; run the same command to attach to it again.
     """
     from fedtailor.data.configs import SitesConfig
     from fedtailor.deploy.flare import provisioning as kits
@@ -165,9 +154,9 @@ def local(
     data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of data sets.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder of the federation; default: under runs/.")] = None,
 ) -> None:
-    """Try a whole federation on this machine: a server and N sites on 127.0.0.1, with real certificates.
+    """Run a whole federation on this machine: a server and N sites on 127.0.0.1, with real certificates.
 
-    The same command goes on where it was interrupted. With more sites they join.
+    After an interruption, run the same command to continue. With a larger N, more sites join.
     """
     from fedtailor.cli.listing import print_run
     from fedtailor.cli.main import console
@@ -190,21 +179,25 @@ def local(
 
 
 @app.command()
-def personal(folder: Folder) -> None:
-    """Print where a site's personal models are, one line for each run."""
+def personal(folder: Folder, as_json: AsJson = False) -> None:
+    """Print where a site's personal models are stored, for each run."""
     from fedtailor.deploy.flare.site import KINDS
     from fedtailor.experiments.store import read_json
 
     private = private_folder(folder)
     models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
-    lines = []
+    found = []
     for run, kind in models:
         if (run / f"{kind}.json").exists():
             about: dict[str, Any] = read_json(run / f"{kind}.json")
-            lines.append(f"{run.parent.name}, {kind} round {about['round']}: {run / about['file']}")
-    if not lines:
+            found.append({"run": run.parent.name, "kind": kind, "round": about["round"], "file": run / about["file"]})
+    if not found:
         raise RunError(f"{private}: no personal model yet; it is written when a run ends")
-    print("\n".join(lines))
+    if as_json:
+        print_json(found)
+        return
+    for model in found:
+        print(f"{model['run']}, {model['kind']} round {model['round']}: {model['file']}")
 
 
 def _checked(config: Path, settings: list[str]) -> Any:

@@ -8,23 +8,25 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli.options import DataRoot, Out, console, print_json
+from fedtailor.cli.options import AsJson, DataRoot, Out, console, print_json
 from fedtailor.errors import ConfigError
 
 
-def demo(out: Out = None) -> None:
+def demo(out: Out = None, as_json: AsJson = False) -> None:
     """Compare four algorithms on ten clients, and write a report.
 
-    Local, FedAvg, FedRep and Ditto on handwritten digits that differ from client to client; needs no files and
-    takes less than a minute.
+    Local, FedAvg, FedRep and Ditto on handwritten digits, distributed unevenly over the clients. Needs no files
+    and takes less than a minute.
     """
     from fedtailor.cli.main import compare
     from fedtailor.experiments.config import CONFIGS
     from fedtailor.report.write import write
 
     path = out or Path("runs") / "demo"
-    compare(CONFIGS / "demo.toml", out=path)
-    print(f"report     {write(path)}")
+    compare(CONFIGS / "demo.toml", out=path, as_json=as_json)
+    report = write(path)
+    if not as_json:
+        print(f"report     {report}")
 
 
 def init(
@@ -33,7 +35,7 @@ def init(
 ) -> None:
     """Write a commented configuration with every key at its default.
 
-    Options of the model and of the algorithm are in comments: another one has others.
+    Options of the model and the algorithm are commented out, because they depend on which ones you choose.
     """
     from fedtailor.experiments.template import template
 
@@ -49,7 +51,7 @@ def download(
 ) -> None:
     """Download a public data set and check it.
 
-    Files come from their official address and appear only when their checksum is right.
+    Files are fetched from their official address and saved only if their checksum is correct.
     """
     from fedtailor.cli.listing import download_with_progress
 
@@ -59,10 +61,10 @@ def download(
 def schema() -> None:
     """Print the JSON schema of a configuration.
 
-    For editors, agents and checks: every key of a run, a comparison or a published table, its default, what it may be
-    and its sentence; options of algorithms and models by name.
+    For editors, agents and validators: every key of a run, a comparison or a published table with its default, allowed
+    values and description; options of algorithms and models by name.
 
-    Example: fedtailor schema > fedtailor.schema.json, and "#:schema fedtailor.schema.json" atop config.toml
+    Example: fedtailor schema > fedtailor.schema.json, and "#:schema fedtailor.schema.json" at the top of config.toml
     """
     from fedtailor.studies.schema import configuration_schema
 

@@ -24,6 +24,7 @@ from fedtailor.cli.options import (
     RunOrRuns,
     Settings,
     Trust,
+    aligned,
     console,
     print_json,
     progress_aside,
@@ -104,9 +105,9 @@ def run(
 def resume(
     run: Run, data_root: DataRoot = None, trust: Trust = False, device: Device = None, as_json: AsJson = False
 ) -> None:
-    """Go on with a run that was interrupted.
+    """Resume an interrupted run.
 
-    The result is that of a run never disturbed. A run begun on one device may go on on another.
+    The result equals that of an uninterrupted run. A run started on one device can be resumed on another.
     """
     from fedtailor.experiments import runner
     from fedtailor.experiments.progress import shown
@@ -137,11 +138,11 @@ def compare(
     ranks: Annotated[Path | None, typer.Option("--ranks", help="Also draw ranks and critical difference.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train several algorithms on the same task; print one table.
+    """Train several algorithms on the same task and print one table.
 
-    Every algorithm runs with every seed. With a section [search] in CONFIG their settings are first
-    searched on validation data. The same command goes on where it was interrupted: finished runs
-    are not repeated. The table is also written as Markdown, LaTeX, CSV and JSON, with tests of its rows.
+    Every algorithm runs with every seed. If CONFIG has a [search] section, each is first tuned on validation
+    data. After an interruption, run the same command to continue: finished runs are not repeated. The table is
+    also written as Markdown, LaTeX, CSV and JSON, with significance tests.
     """
     from fedtailor.experiments.config import CompareConfig, parse, read_toml, with_settings
     from fedtailor.experiments.progress import grid_shown
@@ -169,7 +170,7 @@ def compare(
         return
     title = f"{checked.data.source}, {checked.model.name}, {checked.rounds} rounds, seeds {list(checked.compare.seeds)}"
     console.print(terminal(table, title))
-    print("\n".join([*search_notes, f"runs and table: {path}"]))
+    print("\n".join([*aligned("\n".join(search_notes).split("\n")), f"runs and table: {path}"]))
 
 
 @app.command()
@@ -189,10 +190,10 @@ def reproduce(
         Path | None, typer.Option("--configs", help="Folder of your own tables; default: the packaged ones.")
     ] = None,
 ) -> None:
-    """Run a published table again, beside the paper's figures.
+    """Rerun a published table and print our figures next to the paper's.
 
-    Ours are mean and spread over seeds, the paper's stand in brackets. The same command goes on where
-    it was interrupted: finished runs are not repeated.
+    Ours are mean and spread over seeds, with the paper's in brackets. After an interruption, run the same
+    command to continue: finished runs are not repeated.
     """
     from fedtailor.experiments.config import CONFIGS
     from fedtailor.experiments.progress import grid_shown
@@ -255,7 +256,7 @@ def show(
     clients: Annotated[bool, typer.Option("--clients", help="Also print metrics of every client.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a run did.
+    """Print a run, a comparison or a fit.
 
     Task, results, traffic, rejected replies.
     """
@@ -264,10 +265,10 @@ def show(
 
 @app.command()
 def explain(run: Run, data_root: DataRoot = None, trust: Trust = False, as_json: AsJson = False) -> None:
-    """Tell to what degree each client's parameters are shared.
+    """Show how much of each client's parameters is shared.
 
-    0 is the client's own, 1 the common one; printed by feature or layer, saved for every parameter. For
-    an algorithm that learns the weights of the average: the weight of each client in each round.
+    0 is fully private, 1 fully common; printed by feature or layer, saved for every parameter. For an
+    algorithm that learns aggregation weights: the weight of each client in each round.
     """
     from fedtailor.cli.listing import print_shares, print_weights
     from fedtailor.cli.records import shares_record
@@ -286,9 +287,9 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", help="Output file; default: report.html in the folder.")] = None,
     data_root: DataRoot = None,
 ) -> None:
-    """Write one HTML page on a run or a comparison.
+    """Write an HTML report of a run or a comparison.
 
-    Curves, clients, what is shared and what was sent. A self-contained page that works offline.
+    Learning curves, clients, what is shared and what was sent. A self-contained page that works offline.
     """
     from fedtailor.report.write import write
 
@@ -301,14 +302,14 @@ def watch(
     port: Annotated[int, typer.Option("--port", metavar="N", help="Port; 0: any free one.")] = 0,
     data_root: DataRoot = None,
 ) -> None:
-    """Serve the page of a run while it goes on.
+    """Serve a live report while a run is in progress.
 
-    To this machine only; the page renews itself. Ctrl-C ends it, and leaves the run alone.
+    Reachable from this machine only; the page refreshes itself. Ctrl-C stops the server, not the run.
     """
     from fedtailor.report.serve import server
 
     with server(run, port, data_root) as page_server:
-        print(f"watching {run} at {page_server.address} (Ctrl-C ends)", flush=True)
+        print(f"watching {run} at {page_server.address} (Ctrl-C to stop)", flush=True)
         with suppress(KeyboardInterrupt):
             page_server.serve_forever()
 

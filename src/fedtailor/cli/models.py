@@ -29,29 +29,33 @@ def fit(
         Path,
         typer.Argument(
             metavar="SITES",
-            help="A folder with one CSV or Parquet file per site; a source, as heart-disease; or module:load.",
+            help="A folder with one CSV or Parquet file per site; a data source such as heart-disease; or module:load.",
         ),
     ],
     target: Annotated[str, typer.Option("--target", help="Column of your files to predict.")] = "",
     client_column: Annotated[
         str | None, typer.Option("--client-column", help="Column that names the site, if SITES is one file.")
     ] = None,
-    algorithm: Annotated[str, typer.Option("--algorithm", help="auto: each site gets what serves it best.")] = "auto",
-    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Rounds of training; 0 is 32.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="All randomness follows from it.")] = 0,
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", help="auto: each site gets the model that serves it best.")
+    ] = "auto",
+    rounds: Annotated[int, typer.Option("--rounds", min=0, help="Training rounds; 0: 32.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all randomness.")] = 0,
     time_limit: Annotated[
         float,
-        typer.Option("--time-limit", min=0, help="Seconds for a table; 0: no limit. What does not fit is left out."),
+        typer.Option(
+            "--time-limit", min=0, help="Seconds for a table; 0: no limit. Models that do not fit are left out."
+        ),
     ] = 0,
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give each site of your own data a personal model.
+    """Fit a personal model for each site of your own data.
 
-    Prints for each site how well it does alone, with one common model, and personalized, and writes a
-    report. The same command with --out goes on where it was interrupted.
+    Prints how well each site does alone, with one common model, and personalized, and writes a report. After
+    an interruption, run the same command with --out to continue.
     """
     from fedtailor.cli.checking import all_problems
     from fedtailor.cli.fit_listing import print_fit
@@ -91,12 +95,12 @@ def fit(
 def predict(
     run: RunOrFit,
     data: Annotated[Path, typer.Argument(metavar="FILE", help="Rows to predict: CSV or Parquet; or .npz with x.")],
-    site: Annotated[str, typer.Option("--site", help="Site whose model to use; else a column says.")] = "",
+    site: Annotated[str, typer.Option("--site", help="Site whose model to use; default: by column.")] = "",
     client_column: Annotated[
         str | None, typer.Option("--client-column", help="Column that names each row's site, if there is no --site.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="CSV or Parquet file to write; else FILE-predicted.csv here.")
+        Path | None, typer.Option("--out", help="CSV or Parquet file to write; default: FILE-predicted.csv here.")
     ] = None,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SHARE", min=0, max=1, help="Of numbers also an interval, as 0.9.")
@@ -104,10 +108,10 @@ def predict(
     data_root: DataRoot = None,
     trust: Trust = False,
 ) -> None:
-    """Predict new rows with the personal model of a site, or each row with that of its own.
+    """Predict new rows with the personal model of one site, or of each row's own site.
 
-    Rows are prepared as in training. The file that is written has all columns of FILE, the prediction
-    and, for classes, their probabilities.
+    Rows are prepared as in training. The output file has all columns of FILE, the prediction and, in
+    classification, class probabilities.
     """
     from fedtailor.data.tables import client_name
     from fedtailor.serving.by_site import predicted_by_site, site_column
@@ -135,14 +139,14 @@ def export(
     run: RunOrFit,
     site: Site,
     to: Annotated[str, typer.Option("--to", help="onnx, torch or safetensors.")],
-    out: Annotated[Path | None, typer.Option("--out", help="File to write; else SITE with the ending.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; default: SITE with the extension.")] = None,
     data_root: DataRoot = None,
     trust: Trust = False,
 ) -> None:
-    """Write the personal model of a site for other programs.
+    """Export the personal model of a site for other programs.
 
-    What was written is read again and compared with the run on real rows; if it differs, there is no
-    file. Beside it a JSON file says how rows are prepared.
+    The exported file is loaded again and compared with the run on real rows; if it differs, no file is
+    written. A JSON file next to it describes how rows are prepared.
     """
     from fedtailor.serving.export import ENDINGS
     from fedtailor.serving.export import export as exported
@@ -157,9 +161,9 @@ def export(
 def onboard(
     run: Run,
     data: Annotated[Path, typer.Option("--data", help="The newcomer's file; or a TOML file with a [data] table.")],
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What to call it.")],
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the newcomer.")],
     epochs: Annotated[
-        int, typer.Option("--epochs", metavar="N", min=0, help="Epochs in which it trains what is its own.")
+        int, typer.Option("--epochs", metavar="N", min=0, help="Epochs to fine-tune its private parameters.")
     ] = 3,
     data_root: DataRoot = None,
     trust: Trust = False,
@@ -167,7 +171,7 @@ def onboard(
 ) -> None:
     """Give a newcomer a personal model from a finished run.
 
-    The others are not touched. The model is saved in the run's folder, under newcomers/NAME.
+    The other clients are not affected. The model is saved in the run folder, under newcomers/NAME.
     """
     from fedtailor.cli.listing import print_newcomer
     from fedtailor.cli.records import newcomer_record

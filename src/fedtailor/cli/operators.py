@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from fedtailor.cli.options import AsJson, print_json
 from fedtailor.errors import ConfigError
 
 WATCH = 5.0  # seconds between two looks
@@ -22,34 +24,41 @@ def status(
         Path | None, typer.Argument(metavar="[FOLDER]", help="A participant's folder on this machine.")
     ] = None,
     admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder: ask the server.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every few seconds, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every few seconds, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Print how a participant is, or with --admin which sites are connected and what runs.
+    """Print the status of a participant or, with --admin, connected sites and runs.
 
-    FOLDER of the server: rounds, and of each site when it was last seen, its version, clock, disk and the end of
-    its certificate. FOLDER of a site: messages, refusals, what is kept.
+    For the server's FOLDER: rounds, and for each site when it was last seen, its version, clock, disk and certificate.
+    For a site's FOLDER: messages, refusals, what is kept.
     """
     from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
     if (folder is None) == (admin is None):
         raise ConfigError("status: give the FOLDER of a participant, or --admin FOLDER")
+    if as_json and watch:
+        raise ConfigError("status: --json prints once; leave out --watch")
     while True:
-        lines = _of_server(admin) if admin is not None else _of_folder(folder)
+        found, lines = _of_server(admin) if admin is not None else _of_folder(folder)
+        if as_json:
+            print_json(found)
+            return
         print(("\x1b[2J\x1b[H" if watch and sys.stdout.isatty() else "") + "\n".join(lines), flush=True)
         if not watch:
             return
         time.sleep(WATCH)
 
 
-def _of_folder(folder: Path | None) -> list[str]:
-    from fedtailor.deploy.flare import status as found
+def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
+    from fedtailor.deploy.flare import status as flare_status
 
     assert folder is not None
-    return found.told(found.read(folder))
+    found = flare_status.read(folder)
+    return asdict(found) | {"problems": flare_status.problems(found)}, flare_status.told(found)
 
 
-def _of_server(admin: Path) -> list[str]:
+def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.deploy.flare import provisioning as kits
     from fedtailor.deploy.flare.flare_adapter import office
     from fedtailor.experiments.store import read_json
@@ -57,19 +66,22 @@ def _of_server(admin: Path) -> list[str]:
     about = read_json(admin / kits.ABOUT)
     with office(admin / kits.KIT, kits.ADMIN) as session:
         connected, running, jobs, seen = session.sites(), session.running(), session.jobs(), session.last_seen()
-    lines = [f"server {about['host']}:{about['port']}"]
+    found: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}}
+    lines = [f"server {found['server']}"]
     for site in sorted({*about["sites"], *connected}):
+        found["sites"][site] = {"connected": site in connected, "last_seen": seen.get(site)}
         ago = f", seen {max(0.0, time.time() - seen[site]):.0f} s ago" if site in seen else ""
         lines.append(f"site {site}: {'connected' if site in connected else 'away'}{ago}")
     latest = {job["job_name"]: job for job in reversed(jobs)}
     for name, job in latest.items():
         is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
+        found["runs"][name] = "interrupted" if is_lost else job["status"].lower()
         lines.append(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
-    return lines
+    return found, lines
 
 
 def health(folder: Folder) -> None:
-    """Exit 0 if a participant runs, its certificate lasts a month and its disk has room; else say what is wrong."""
+    """Check a participant: exit code 0 if it is running, with a valid certificate and free disk space; else 1."""
     from fedtailor.deploy.flare import status as found
 
     if wrong := found.problems(found.read(folder)):
@@ -79,7 +91,7 @@ def health(folder: Folder) -> None:
 
 
 def metrics(folder: Folder) -> None:
-    """Print the status of a participant in Prometheus' text format, for its textfile collector."""
+    """Print the status of a participant in the Prometheus text format, for the textfile collector."""
     from fedtailor.deploy.flare import status as found
 
     print(found.prometheus(found.read(folder)), end="")
@@ -89,7 +101,7 @@ def pause(
     folder: Folder,
     off: Annotated[bool, typer.Option("--off", help="Take part again.")] = False,
 ) -> None:
-    """A site answers nothing until it is told to go on. It misses those rounds; nothing is lost."""
+    """Pause a site: it answers nothing and misses rounds until --off. Nothing is lost."""
     from fedtailor.deploy.flare.standing import set_state
 
     set_state(private_folder(folder), "active" if off else "paused")
@@ -97,7 +109,7 @@ def pause(
 
 
 def leave(folder: Folder) -> None:
-    """A site leaves the federation: it answers nothing any more. What it keeps stays until it is withdrawn."""
+    """Leave the federation: the site no longer answers. What it has stored stays until withdraw deletes it."""
     from fedtailor.deploy.flare import processes
     from fedtailor.deploy.flare.standing import set_state
 
@@ -110,22 +122,27 @@ def withdraw(
     folder: Folder,
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run in the site's private folder.")],
 ) -> None:
-    """A site withdraws from a run: no more replies, its states and models of it deleted, and a receipt of that.
+    """Withdraw a site from a run: no more replies, its states and models are deleted, with a receipt.
 
-    What was added into a common model in earlier rounds cannot be taken out of it; the receipt lists those rounds.
+    Contributions to the common model in earlier rounds cannot be removed; the receipt lists those rounds.
     """
     from fedtailor.deploy.flare.standing import withdraw as withdrawn
 
     print(f"{folder}: has withdrawn from {run}; receipt: {withdrawn(private_folder(folder), run)}")
 
 
-def certificates(folder: Coordinator) -> None:
-    """Print when each participant's certificate ends."""
+def certificates(folder: Coordinator, as_json: AsJson = False) -> None:
+    """Print when each participant's certificate expires."""
     from fedtailor.deploy.flare.certificates import ends, revoked
 
-    for name, end in ends(folder).items():
-        print(f"{name}: until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}")
-    for name in revoked(folder)["names"]:
+    until = {name: f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}" for name, end in ends(folder).items()}
+    gone = revoked(folder)["names"]
+    if as_json:
+        print_json({"until": until, "revoked": gone})
+        return
+    for name, end in until.items():
+        print(f"{name}: until {end}")
+    for name in gone:
         print(f"{name}: revoked")
 
 
@@ -133,7 +150,7 @@ def renew(
     folder: Coordinator,
     name: Annotated[str, typer.Argument(metavar="NAME", help="server, admin or a site.")],
 ) -> None:
-    """Make a new key and certificate for a participant, by the same authority."""
+    """Create a new key and certificate for a participant, signed by the same authority."""
     from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
@@ -146,7 +163,7 @@ def revoke(
     folder: Coordinator,
     name: Annotated[str, typer.Argument(metavar="NAME", help="A site.")],
 ) -> None:
-    """Let a site's certificate count no more: the server asks it nothing, and no partner sums with it."""
+    """Revoke a site's certificate: the server sends it no requests, and no partner sums with it."""
     from fedtailor.deploy.flare.certificates import revoke as revoked
 
     print(f"{name}: revoked; put {revoked(folder, name)} into the server's folder and every site's kit folder")
@@ -155,13 +172,17 @@ def revoke(
 def audit(
     folder: Folder,
     page: Annotated[Path | None, typer.Option("--html", help="Write a page to this file instead.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Tell what a site was asked for, what left it, what follows, and what it refused, from its own record."""
+    """Summarize a site's audit log: what it was asked for, what left, what that reveals, what it refused."""
     from fedtailor.deploy.flare.audit import read, told
     from fedtailor.deploy.flare.epsilon import spent_text
     from fedtailor.deploy.flare.site import AUDIT
 
     record = private_folder(folder) / AUDIT
+    if as_json:
+        print_json([asdict(run) for run in read(record)])
+        return
     if page is None:
         print("\n".join(told(record)))
         return

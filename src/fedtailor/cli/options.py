@@ -45,6 +45,24 @@ def print_json(value: Any) -> None:
     print(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False, default=str))
 
 
+def aligned(lines: list[str]) -> list[str]:
+    """Lines for a terminal: rows of Markdown tables are aligned, two blank lines become one."""
+    shown: list[str] = []
+    table: list[list[str]] = []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            table += [[cell.strip() for cell in line.strip("|").split("|")]] if not set(line) <= set("|-: ") else []
+            continue
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        shown += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
+        table = []
+        if line or (shown and shown[-1]):
+            shown.append(line)
+    return shown[:-1] if shown and not shown[-1] else shown
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
