@@ -51,9 +51,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         subprocess.run([fedtailor.with_name("python"), "-c", SITES], check=True, env=environment)
-        print(
-            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n\n| story | command | processor s | wall s |\n|---|---|---:|---:|"
-        )
+        print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+        print("| story | command | processor s | wall s |\n|---|---|---:|---:|")
         for story in STORIES:
             for words in commands(story):
                 words[0] = str(fedtailor.with_name(words[0]))
