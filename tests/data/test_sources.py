@@ -76,6 +76,8 @@ def test_every_source_is_in_the_union_and_described() -> None:
             "saved": {"path": "x"},
             "own": {"load": "a:b"},
             "pfllib": {"path": "x"},
+            "image-folder": {"path": "x"},
+            "text": {"path": "x"},
         }.get(name, {})
         assert type(ADAPTER.validate_python({"source": name, **needed})) is info.config
         assert all(field.description for field in info.config.model_fields.values())

@@ -223,7 +223,7 @@ def test_who_is_lost_after_the_sums_were_opened_ends_the_round(monkeypatch: pyte
 def test_two_sums_of_the_same_replies_are_over_the_same_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     secure = federation("fednova")  # sums twice before it takes the mean of the models
     lose(monkeypatch, lambda client, header: client == 2 and header.get("step") == "mask" and header["sum"] == 3)
-    with pytest.raises(RoundAbandoned, match="replies to call 0 of round 0 were summed over other clients before"):
+    with pytest.raises(RoundAbandoned, match="replies of round 0 were summed over other clients before"):
         run(secure, 1)
 
 

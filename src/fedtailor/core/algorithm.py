@@ -55,7 +55,7 @@ LEARNS = {  # what a method learns; `fedtailor list algorithms` groups by it
     "degrees": "how much a parameter, a layer or a sample is shared",
     "masks": "which parameters or blocks are shared or used",
     "groups": "which clients belong together",
-    "adaptation": "the initialization or procedure for fitting a common model to a client",
+    "adaptation": "how a common model is fitted to a client",
     "generators": "a network that generates each client's model",
 }
 KEEPS = {  # what of the model that a client predicts with is its own
