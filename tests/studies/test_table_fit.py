@@ -16,6 +16,7 @@ from fedtailor.experiments.store import FIT, read_json
 from fedtailor.serving.by_site import predicted_by_site
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import Trees, trees_of
+from fedtailor.studies import linear_candidates
 from fedtailor.studies.fit import fit
 from fedtailor.studies.stacking import Candidates, common_weights, stack
 
@@ -96,6 +97,29 @@ def test_choices_do_not_depend_on_test_rows(fitted: tuple[Path, dict[str, Any]],
     whole = table(1, [260, 12, 9, 1, 2, 14, 10], big=True)
     again = ft.fit(whole, "y", client_column="site", out=tmp_path / "out", progress=False).record
     assert [r["weights"] for r in again["sites"].values()] == [r["weights"] for r in record["sites"].values()]
+
+
+def test_a_candidate_that_fails_is_dropped_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = linear_candidates.out_of_fold
+
+    def failing(config: Any, *args: Any) -> torch.Tensor:
+        if config.algorithm.options.get("effects") == "intercept":
+            raise torch.linalg.LinAlgError("eigh did not converge")
+        return whole(config, *args)
+
+    monkeypatch.setattr(linear_candidates, "out_of_fold", failing)
+    made = ft.fit(table(3, [12, 9, 10]), "y", client_column="site", out=tmp_path / "out", progress=False)
+    assert [(d["label"], d["why"]) for d in made.record["dropped"]] == [("mixed, intercept", "eigh did not converge")]
+    assert np.isfinite(made.personal("s0").predict({"x1": [0.1], "x2": [0.0]})).all()
+
+
+def test_without_time_the_sites_keep_their_own_models(tmp_path: Path) -> None:
+    table(4, [12, 9, 10]).write_csv(tmp_path / "all.csv")
+    source = {"source": "folder", "path": str(tmp_path / "all.csv"), "target": "y", "client_column": "site"}
+    record = fit(source, tmp_path / "out", time_limit=0.001)
+    assert {row["served"] for row in record["sites"].values()} == {"alone"}
+    assert {d["why"] for d in record["dropped"]} == {"the time limit"}
+    assert "common" in {d["label"] for d in record["dropped"]}
 
 
 def test_weights_of_all_sites_find_the_better_candidate() -> None:

@@ -5,6 +5,7 @@ On top, trees see the shared model's outputs beside the features. For numbers th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -59,12 +60,20 @@ def spread_out(trees: Trees, seen: NDArray[np.int64], outputs: int) -> Trees:
 
 
 def cross_fitted(
-    x: Tensor, y: Tensor, base: Tensor | None, folds: NDArray[np.int64], outputs: int, is_class: bool, seed: int
+    x: Tensor,
+    y: Tensor,
+    base: Tensor | None,
+    folds: NDArray[np.int64],
+    outputs: int,
+    is_class: bool,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Out-of-fold outputs of trees at one site."""
+    """Out-of-fold outputs of trees at one site; `check` is called after each fold, and may end it by an exception."""
     out = torch.full((len(x), outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in np.unique(folds):
         held = torch.from_numpy(folds == fold)
         made = boosted(x[~held], y[~held], None if base is None else base[~held], outputs, is_class, seed)
         out[held] = said(made, x[held], None if base is None else base[held], is_class)
+        check()
     return out

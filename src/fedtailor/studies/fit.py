@@ -9,6 +9,7 @@ the table, and by no choice.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from fedtailor.experiments.config import RunConfig, parse, with_settings, with_v
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, read_json, write_json
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.serving.personal import Personal
-from fedtailor.studies import table_fit
+from fedtailor.studies import linear_candidates, table_fit
 from fedtailor.studies.fit_folder import claimed
 from fedtailor.studies.grid import Cell, Told, folder_name
 from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
@@ -182,9 +183,11 @@ def fit(
     options: as those of `plan`.
     time_limit: seconds, for tables; candidates for which there is no time are left out, and named. 0 is none.
     """
+    begun = time.monotonic()
     tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
     if table_fit.is_for(loaded, tables, algorithm):
-        return _fit_tables(tables, loaded, out, data_root, told, time_limit)
+        left = max(time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
+        return _fit_tables(tables, loaded, out, data_root, told, left)
     made = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
     claim = claimed(out, algorithm, made.cells)
     finished, dropped = run_plan(made, data_root, told)
@@ -196,7 +199,7 @@ def fit(
 def _fit_tables(
     tables: dict[str, Any], loaded: FederatedData, out: Path, root: Path | None, told: Told, limit: float
 ) -> dict[str, Any]:
-    cells = table_fit.cells_of(tables, loaded, out)
+    cells = linear_candidates.cells_of(tables, loaded, out)
     claim = claimed(out, "auto", cells)
     held = read_json(out / FIT)
     if "sites" in held:

@@ -6,10 +6,8 @@ delivered was trained on all training rows.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.samples import FederatedData, Rows
-from fedtailor.core.trees import Tree
-from fedtailor.errors import ClientError, UserError
-from fedtailor.experiments import runner, trust
-from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.store import CONFIG, RunFolder
 from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, said
 from fedtailor.studies import boosting
-from fedtailor.studies.cross_fitting import all_in_training, folds_of, out_of_fold, outputs_of, site_of_rows
+from fedtailor.studies.cross_fitting import all_in_training, folds_of, outputs_of, site_of_rows
 from fedtailor.studies.grid import Cell, Told
+from fedtailor.studies.linear_candidates import ALONE, COMMON, Clock, OutOfTime, cross_fitted, delivered
 from fedtailor.studies.model_selection import gains
 from fedtailor.studies.stacking import Candidates, row_losses, stack
 
-MOST_COEFFICIENTS, MOST_SLOPES, MOST_TOGETHER = 400, 150, 8
-ALONE, COMMON = "alone", "common"
+MOST_COEFFICIENTS = 400
 LEAST = 0.01  # weights below this are left out
 KNOWN = 1.0  # standard errors by which a site's own model must be better, so that it is known to be
 
@@ -44,52 +37,6 @@ def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bo
         return False
     is_known = data.is_plain and data.task in ("classification", "regression") and len(data.shape) == 1
     return is_known and (data.shape[0] + 1) * max(data.outputs - 1, 1) <= MOST_COEFFICIENTS
-
-
-def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cell]:
-    """The linear candidates, from simple to rich, each a run of one round."""
-    is_class = data.task == "classification"
-    kind = "mixedlogit" if is_class else "mixedmodel"
-    size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
-    effects = {COMMON: "none", "mixed, intercept": "intercept"}
-    if size <= MOST_SLOPES:
-        effects["mixed, slopes"] = "diagonal"
-    if size <= MOST_TOGETHER and not is_class:
-        effects["mixed, slopes together"] = "full"
-    wanted = {ALONE: {"name": "linearalone"}}
-    if len(data.clients) > 1:
-        wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}
-    data_table = tables["data"] | ({"val": 0.0} if "val" in tables["data"] else {})
-    solved = {
-        "rounds": 1,
-        "data": data_table,
-        "model": {"name": "linear", "dtype": "float64"},
-        "evaluation": {"every": 1},
-    }
-    cells = []
-    for label, algorithm in wanted.items():
-        config: RunConfig = parse(tables | solved | {"algorithm": algorithm}, origin="fit")
-        name = "-".join([algorithm["name"], *([algorithm["effects"]] if "effects" in algorithm else [])])
-        cells.append(Cell(label, config.seed, out / f"{name}-seed{config.seed}", config))
-    return cells
-
-
-@dataclass
-class Clock:
-    """Whether there is time for one more candidate, which takes no longer than the longest so far."""
-
-    limit: float
-    begun: float = field(default_factory=time.monotonic)
-    longest: float = 0.0
-
-    def has_time(self) -> bool:
-        return not self.limit or time.monotonic() - self.begun + 1.5 * self.longest < self.limit
-
-    def timed(self, work: Callable[[], Any]) -> Any:
-        begun = time.monotonic()
-        done = work()
-        self.longest = max(self.longest, time.monotonic() - begun)
-        return done
 
 
 @dataclass(frozen=True)
@@ -105,52 +52,18 @@ class Found:
     dropped: list[dict[str, Any]]
 
 
-def run_cells(cells: list[Cell], data: FederatedData, root: Path | None, told: Told, clock: Clock) -> dict[str, Any]:
-    """Train every linear candidate on all rows; returns the server's states by label, and what was dropped."""
-    states: dict[str, Tree] = {}
-    dropped: list[dict[str, Any]] = []
-    for cell in cells:
-        if len(states) > 2 and not clock.has_time():
-            dropped.append({"label": cell.label, "round": 0, "val": None, "why": "the time limit"})
-            continue
-
-        def listen(p: runner.Progress, cell: Cell = cell) -> None:
-            told(cell.folder.name, p.round, p.rounds)
-
-        try:
-            if (cell.folder / CONFIG).exists():
-                trust.remember(cell.config)
-                runner.resume(cell.folder, root, listen, loaded=data)
-            else:
-                clock.timed(partial(runner.start, cell.config, cell.folder, root, listen, loaded=data))
-        except (UserError, ClientError, torch.linalg.LinAlgError) as error:
-            if cell.label == ALONE:
-                raise
-            dropped.append({"label": cell.label, "round": 0, "val": None, "why": str(error).splitlines()[0]})
-            continue
-        saved = RunFolder(cell.folder).load_checkpoint()
-        assert saved is not None
-        states[cell.label] = saved[1]["state"]["server"]
-    return {"states": states, "dropped": dropped}
-
-
 def select(
-    cells: list[Cell], data: FederatedData, states: dict[str, Tree], seed: int, clock: Clock, told: Told, out: Path
+    cells: list[Cell],
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    spoken: dict[str, Tensor],
+    seed: int,
+    clock: Clock,
+    out: Path,
 ) -> Found:
-    """Out-of-fold predictions, weights, trees, and the promise that no site is knowingly worse off than alone."""
-    folds, is_class = folds_of(data, seed), data.task == "classification"
-    spoken: dict[str, Tensor] = {}
+    """Weights, trees, and the promise that no site is knowingly worse off than alone."""
+    is_class = data.task == "classification"
     dropped: list[dict[str, Any]] = []
-    for cell in cells:
-        if len(spoken) > 2 and not clock.has_time():
-            dropped.append({"label": cell.label, "round": 0, "val": None, "why": "the time limit"})
-            continue
-        start = states[cell.label] or None
-
-        def listen(fold: int, cell: Cell = cell) -> None:
-            told(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
-
-        spoken[cell.label] = clock.timed(partial(out_of_fold, cell.config, data, folds, start, listen))
     used = [cell for cell in cells if cell.label in spoken]
     held = torch.from_numpy(folds >= 0)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
@@ -170,7 +83,7 @@ def select(
     first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
     own, trees_said = linear[0], {}
     if clock.has_time():
-        trees_said = clock.timed(lambda: _trees(data, folds, held, first.held_out, seed, out))
+        trees_said = _trees(data, folds, held, first.held_out, seed, out, clock, dropped)
     own_label = [ALONE] * len(data.clients)
     served, kinds = first.held_out, [{"linear": 1.0} for _ in data.clients]
     if trees_said:
@@ -214,9 +127,16 @@ def _better(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool,
 
 
 def _trees(
-    data: FederatedData, folds: NDArray[np.int64], held: Tensor, base: Tensor, seed: int, out: Path
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    held: Tensor,
+    base: Tensor,
+    seed: int,
+    out: Path,
+    clock: Clock,
+    dropped: list[dict[str, Any]],
 ) -> dict[str, Tensor]:
-    """Trees for sites with enough rows, saved; what they say out of fold, NaN at the other sites."""
+    """Trees for sites with enough rows and time, saved; what they say out of fold, NaN at the other sites."""
     is_class = data.task == "classification"
     all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
@@ -226,9 +146,16 @@ def _trees(
         x, y = data.train.of(i)
         if not boosting.worth_it(y, is_class):
             continue
-        for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
-            spoken[kind][a:b] = boosting.cross_fitted(x, y, start, folds[a:b], data.outputs, is_class, seed)
-            boosting.boosted(x, y, start, data.outputs, is_class, seed).save(trees_path(out, i, kind))
+        try:
+            for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
+                said = boosting.cross_fitted(x, y, start, folds[a:b], data.outputs, is_class, seed, clock.check)
+                spoken[kind][a:b] = said
+                boosting.boosted(x, y, start, data.outputs, is_class, seed).save(trees_path(out, i, kind))
+        except OutOfTime:
+            for said in spoken.values():
+                said[a:b] = torch.nan
+            label = f"trees at {data.clients[i]}"
+            dropped.append({"label": label, "round": 0, "val": None, "why": "the time limit"})
     there = {kind: v[held] for kind, v in spoken.items()}
     return there if bool((~there[TREES].isnan()).any()) else {}
 
@@ -266,7 +193,7 @@ def said_of(found: Found, data: FederatedData, rows: Rows, out: Path) -> dict[st
     is_class = data.task == "classification"
     linear = {}
     for cell in found.cells:
-        models = [RunFolder(cell.folder).personal(site, "last") for site in data.clients]
+        models = delivered(cell, data.clients)
         linear[cell.label] = outputs_of(cell.config, data, models, rows)
     stacked = torch.stack([linear[cell.label] for cell in found.cells])
     site = torch.from_numpy(site_of_rows(rows))
@@ -312,8 +239,8 @@ def fit_tables(
 ) -> tuple[Found, FederatedData]:
     """Train, cross-fit and choose."""
     data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
-    ran = run_cells(cells, data, root, told, clock)
-    alive = [cell for cell in cells if cell.label in ran["states"]]
-    found = select(alive, data, ran["states"], seed, clock, told, out)
-    found.dropped.extend(ran["dropped"])
+    folds = folds_of(data, seed)
+    spoken, dropped = cross_fitted(cells, data, folds, root, told, clock)
+    found = select(cells, data, folds, spoken, seed, clock, out)
+    found.dropped.extend(dropped)
     return found, data
