@@ -1,7 +1,7 @@
 """`fit` beside what an analyst has, on tables with a site column; everybody gets the same rows.
 
-    python -m benchmarks.fit --seeds 5 --out build/fit.json
-    python -m benchmarks.fit --table file.csv --site S --target T
+    python benchmarks/fit.py --seeds 5 --out build/fit.json
+    python benchmarks/fit.py --table file.csv --site S --target T
 
 A quarter of each site's rows is for testing. Every figure is a personal mean: the metric of each site, then the mean
 over sites; of AUROC over sites that have both classes. The table shows mean and spread over seeds.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 import warnings
@@ -28,6 +29,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when it is run as a file
 
 import fedtailor as ft
 from benchmarks.fit_baselines import ALONE, BASELINES, Rows
@@ -46,6 +49,8 @@ def cut(table: Table, seed: int) -> tuple[pl.DataFrame, pl.DataFrame, list[int]]
     for name in np.unique(sites):
         rows = rng.permutation(np.flatnonzero(sites == name))
         test[rows[: max(1, round(len(rows) / 4)) if len(rows) > 1 else 0]] = True
+    if frame[target].dtype == pl.String:  # nobody can predict a class of which there is no training row
+        test &= frame[target].is_in(frame[target].filter(~test).unique().implode()).to_numpy()
     return frame.filter(~test), frame.filter(test), np.flatnonzero(test).tolist()
 
 

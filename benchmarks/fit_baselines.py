@@ -16,17 +16,23 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
+FEW, MOST_LEVELS = 20, 50  # whole numbers that are classes; levels of a column that gets dummies
+
+
+def _plain(column: pl.Series) -> pl.Series:
+    """Dates as numbers; what is neither number nor text as text."""
+    if column.dtype.is_temporal():
+        return column.cast(pl.Int64)
+    return column if column.dtype.is_numeric() or column.dtype == pl.String else column.cast(pl.String)
+
+
 class Rows:
     """Training and test rows as numbers: dummies of categories, medians for gaps, scaled by all training rows."""
 
     def __init__(self, train: pl.DataFrame, test: pl.DataFrame, site: str, target: str) -> None:
         self.sites = [frame[site].to_numpy() for frame in (train, test)]
-        is_text = train[target].dtype == pl.String
-        few = (
-            train[target].n_unique() <= 20 and bool((train[target].drop_nulls() % 1 == 0).all())
-            if not is_text
-            else True
-        )
+        is_text = train[target].dtype in (pl.String, pl.Boolean)
+        few = not is_text and train[target].n_unique() <= FEW and bool((train[target].drop_nulls() % 1 == 0).all())
         self.is_class = is_text or few
         self.classes = sorted(train[target].unique().to_list()) if self.is_class else []
         self.y = [
@@ -40,8 +46,12 @@ class Rows:
         for name in train.columns:
             if name in (site, target):
                 continue
-            a, b = train[name], test[name]
+            a, b = (_plain(frame[name]) for frame in (train, test))
+            if a.null_count() == len(a):
+                continue
             if a.dtype == pl.String:
+                if a.n_unique() > MOST_LEVELS:  # names and numbers of persons
+                    continue
                 known = sorted(v for v in a.drop_nulls().unique().to_list())
                 blocks += [
                     ((a == v).fill_null(False).to_numpy() * 1.0, (b == v).fill_null(False).to_numpy() * 1.0)
