@@ -6,6 +6,7 @@ Authors of a method find all they need here too: from fedtailor import Algorithm
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,10 @@ _PUBLIC = {  # by module: torch is imported by the first use
 def __getattr__(name: str) -> Any:
     for module, names in _PUBLIC.items():
         if name in names:
+            if (
+                module == "fedtailor.api"
+            ):  # as on the command line: threads that spin while they wait are slow on busy cores
+                os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
             return getattr(import_module(module), name)
     if name[:1].isupper():
         from fedtailor.algorithms import algorithms

@@ -158,7 +158,7 @@ def best(task: Task) -> str:
     first = ranked[0]
     text = f"{where} {first.label} has the best mean test {first.metric}, {value(first.metric, first.last[0])}"
     if len(ranked) > 1:
-        text += f", before {ranked[1].label} with {value(first.metric, ranked[1].last[0])}"
+        text += f", ahead of {ranked[1].label} with {value(first.metric, ranked[1].last[0])}"
     harm = [row for row in table if math.isfinite(row.hurt) and row.label != "Local"]
     if harm:
         least, most = min(harm, key=lambda row: row.hurt), max(harm, key=lambda row: row.hurt)
