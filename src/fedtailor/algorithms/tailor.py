@@ -38,11 +38,13 @@ class Tailor(Algorithm):
 
     epochs: int = 1
     """Local epochs per round."""
-    tune_epochs: int = 2
+    tune_epochs: int = 1
     """Epochs of fine-tuning before a client predicts."""
+    tune_step: float = 0.1
+    """First factor of the steps of fine-tuning in layers of the body; that of the head is 1."""
     share: float = 0.9
     """First share of the common model, in layers of the body: 1 is the common layer, 0 the client's own, for good."""
-    head_share: float = 0.2
+    head_share: float = 0.1
     """The same for the head."""
     prior: float = 1.0
     """First strength of the client's label prior, which is added to the head's bias and never sent."""
@@ -50,7 +52,7 @@ class Tailor(Algorithm):
     """What is learned: any of share, step (of fine-tuning) and prior."""
     outer_lr: float = 0.2
     """Step size of learning (Adam)."""
-    every: int = 4
+    every: int = 6
     """Learn in one of so many rounds; such a round costs about as much as five others."""
     evidence: float = 50.0
     """Samples with which a client's own deviation from the common theta is halved in each step; 1e9 allows none."""
@@ -63,7 +65,8 @@ class Tailor(Algorithm):
     private: ClassVar[str] = "own models, label prior, deviation of its degrees, mixture"
     onboards_fitted: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        name: {"learned": (), "prior": 0.0, "mixes": False, "tune_epochs": tune, "share": body, "head_share": head}
+        name: {"learned": (), "prior": 0.0, "mixes": False, "tune_step": 1.0}
+        | {"tune_epochs": tune, "share": body, "head_share": head}
         for name, tune, body, head in (
             ("fedavg", 0, 1.0, 1.0),
             ("local", 0, 0.0, 0.0),
@@ -85,8 +88,10 @@ class Tailor(Algorithm):
         heads = {layers[k] for k in model.head}
         count = len(set(layers.values()))
         s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
-        theta = torch.cat([s.logit(), torch.zeros_like(s), s.new_tensor([self.prior])])
-        return {"w": model.params, "theta": learnable(theta), "m": s.new_full((3,), 1 / 3)}
+        eta = s.new_tensor([1.0 if i in heads else self.tune_step for i in range(count)])
+        theta = torch.cat([s.logit(), eta.log(), s.new_tensor([self.prior])])
+        server = {"w": model.params, "theta": learnable(theta), "m": s.new_full((3,), 1 / 3)}
+        return server | ({"common": model.params} if self.mixes else {})
 
     def client_init(self, me: ClientContext) -> Tree:
         layers = len(set(layers_of(me.model).values()))
@@ -95,7 +100,8 @@ class Tailor(Algorithm):
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         state = self.client_init(me)
-        return state | {k: state[k] | server["w"] for k in ("v", "alone") if k in state}
+        own = {"v": state["v"] | server["w"]}
+        return state | own | ({"alone": state["alone"] | server["common"]} if self.mixes else {})
 
     def numbers(self, me: ClientContext, theta: Tensor) -> tuple[Params, Params, Params]:
         """s and eta of every parameter, and what the label prior adds to the head's bias."""
@@ -115,17 +121,17 @@ class Tailor(Algorithm):
         s, _, shift = self.numbers(me, theta)
         own = me.sgd(self.begun(me, w, s, shift), epochs=self.epochs)
         own |= {k: own[k] - x for k, x in shift.items()}  # the prior stays here
-        return me.state | {"v": own} | self.trained_alone(me), (own, me.n)
+        return me.state | {"v": own}, (own, me.n)
 
-    def trained_alone(self, me: ClientContext) -> Tree:
-        """The model that never meets another; nothing that is learned depends on it."""
-        if not self.mixes:
-            return {}
-        statistics = me.buffers
-        with torch.no_grad():
-            alone = me.sgd(detach(me.state["alone"]), epochs=self.epochs)
+    @on_client(sends=(MODEL, COUNT))
+    def aside(self, me: ClientContext, common: Params, theta: Tensor) -> tuple[Tree, Tree]:
+        """What predicts beside the fitted model: a model that never meets another, and FedAvg's with the prior."""
+        statistics, shift = me.buffers, self.numbers(me, theta)[2]
+        alone = me.sgd(me.state["alone"], epochs=self.epochs)
         me.buffers = statistics
-        return {"alone": alone}
+        common = me.sgd(common | {k: common[k] + x for k, x in shift.items()}, epochs=self.epochs)
+        me.buffers = statistics
+        return me.state | {"alone": alone}, (common | {k: common[k] - x for k, x in shift.items()}, me.n)
 
     def fitted(self, me: ClientContext, w: Params, theta: Tensor) -> Params:
         s, eta, shift = self.numbers(me, theta)
@@ -134,21 +140,21 @@ class Tailor(Algorithm):
         return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
 
     @on_client(sends=(NUMBER, NUMBER, ERRORS))
-    def judge(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
+    def judge(self, me: ClientContext, w: Params, common: Params, theta: Tensor) -> tuple[Tree, Tree]:
         statistics, count = me.buffers, me.val.mask.sum()
         fitted = self.fitted(me, w, theta)
         loss = me.loss(fitted, "val")
         q = loss.new_zeros(3, 3)
         if self.mixes:
             with torch.no_grad():
-                q = mixture.products_of_errors(me, self.models(me, *detach((fitted, w, theta))))
+                q = mixture.products_of_errors(me, self.models(me, *detach((fitted, common, theta))))
         me.buffers = statistics  # those of training, not of this trial
         return me.state, (loss * count, count, q)
 
-    def models(self, me: ClientContext, fitted: Params, w: Params, theta: Tensor) -> list[Params]:
+    def models(self, me: ClientContext, fitted: Params, common: Params, theta: Tensor) -> list[Params]:
         """All that predict: the fitted model, the one trained alone, the common one with the label prior."""
         shift = self.numbers(me, theta)[2]
-        return [fitted, me.state["alone"], w | {k: w[k] + x for k, x in shift.items()}]
+        return [fitted, me.state["alone"], common | {k: common[k] + x for k, x in shift.items()}]
 
     @on_client()
     def deviate(self, me: ClientContext) -> tuple[Tree, Tree]:
@@ -162,25 +168,28 @@ class Tailor(Algorithm):
         return slope * slope.new_tensor([*is_learned[:1] * layers, *is_learned[1:2] * layers, is_learned[2]])
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        w, theta, m = server["w"], server["theta"], server["m"]
-        is_learning = bool(self.learned) and fed.round % self.every == 0
-        x = fed.tape(theta["x"]) if is_learning else theta["x"]
+        w, theta, m, common = server["w"], server["theta"], server["m"], {}
+        is_time = fed.round % self.every == 0
+        if self.mixes:
+            common = fed.mean(*fed.map(self.aside, server["common"], theta["x"]))
+        x = fed.tape(theta["x"]) if is_time and self.learned else theta["x"]
         w = fed.mean(*fed.map(self.local, w, x))
-        if is_learning:
-            losses, counts, errors = fed.map(self.judge, w, x)
+        if is_time and (self.learned or self.mixes):
+            losses, counts, errors = fed.map(self.judge, w, common, x)
             loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
-            theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
+            if self.learned:
+                theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
+                fed.map(self.deviate)
             m = mixture.least(fed.sum(errors).detach(), m, 0.0)
-            fed.map(self.deviate)
             fed.report(outer_loss=loss.detach(), theta=list(theta["x"]), mixture=list(m))
-        return {"w": w, "theta": theta, "m": m}
+        return {"w": w, "theta": theta, "m": m} | ({"common": common} if self.mixes else {})
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        w, theta = server["w"], server["theta"]["x"]
-        fitted = self.fitted(me, w, theta)
+        theta = server["theta"]["x"]
+        fitted = self.fitted(me, server["w"], theta)
         if not self.mixes:
             return fitted
-        models = self.models(me, fitted, w, theta)
+        models = self.models(me, fitted, server["common"], theta)
         others = [beside(name, m) for name, m in zip(BESIDE, models[1:], strict=True)]
         return fitted | others[0] | others[1] | mixture.weights(me, models, server["m"])
 

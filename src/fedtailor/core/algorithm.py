@@ -71,6 +71,9 @@ KEEPS = {  # what of the model that a client predicts with is its own
 }
 
 
+PARTIAL = ("head", "body", "layers", "entries")  # of KEEPS: a private part on a common one
+
+
 def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callable[[F], F]:
     """Mark a method `(self, me, *message) -> (private state, reply)` as one that runs beside a client's data.
 
@@ -156,9 +159,23 @@ class Algorithm:
         start = self.personal(me, server)
         if self.onboards_fitted:
             return start
-        common = {path.rpartition("/")[2] for path, _ in items(server)}
-        own = {k: v for k, v in start.items() if k not in common} or start
+        own = {k: v for k, v in start.items() if k not in _names(server)} or start
         return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in start.items() if k not in own})
+
+    def refitted(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
+        """With what this client predicts after its private part was fitted to the newest common part (`local.refit`).
+
+        Where all of the model is common, or all of it the client's own, nothing is stale and nothing is trained.
+        """
+        start = self.personal(me, server)
+        if self.onboards_fitted or self.keeps not in PARTIAL:
+            return start
+        if self.keeps == "entries":
+            own = {k: (share == 0).to(start[k].dtype) for k, share in self.shares(me, server).items()}
+            rest = {k: v for k, v in start.items() if k not in own}
+            return start | me.sgd({k: start[k] for k in own}, epochs=epochs, mask=own, frozen=rest)
+        is_own_rule = type(self).onboard is not Algorithm.onboard
+        return self.onboard(me, server, epochs) if is_own_rule or start.keys() - _names(server) else start
 
     def shares(self, me: ClientContext, server: Tree, /) -> Params:
         """How much of each parameter is common: 0 is this client's own, 1 the common one."""
@@ -171,6 +188,11 @@ class Algorithm:
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         """Outputs of a personal model."""
         return model(personal, x)
+
+
+def _names(server: Tree) -> set[str]:
+    """Of all tensors that the server has."""
+    return {path.rpartition("/")[2] for path, _ in items(server)}
 
 
 def client_functions(algorithm: Algorithm | type[Algorithm]) -> dict[str, Callable[..., Any]]:

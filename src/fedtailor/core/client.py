@@ -194,7 +194,8 @@ def personal(
     """The complete tensors with which each member predicts, private buffers included."""
 
     def client(me: ClientContext, args: tuple[Tree, ...]) -> Tree:
-        params = experiment.algorithm.personal(me, args[0])
+        epochs, algorithm = experiment.solver.refit, experiment.algorithm
+        params = algorithm.refitted(me, args[0], epochs) if epochs else algorithm.personal(me, args[0])
         return {k: v for k, v in me.buffers.items() if k not in params} | params
 
     key, own = (experiment.seed, round, "personal"), experiment.architecture(members[0])

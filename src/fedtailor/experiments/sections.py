@@ -81,6 +81,11 @@ class LocalSection(Section):
         default=Work.keep_state,
         description="Each client's optimizer state lasts from round to round; else every round begins anew.",
     )
+    refit: int = Field(
+        default=Work.refit,
+        ge=0,
+        description="Epochs to refit a private head, body or layers to the newest average before predicting.",
+    )
     steps: int = Field(
         default=Work.epoch, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data."
     )
@@ -133,7 +138,7 @@ class LocalSection(Section):
         )
         kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
         rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision, self.compile)
-        work = Work(self.steps, self.accumulate, self.keep_state)
+        work = Work(self.steps, self.accumulate, self.keep_state, self.refit)
         return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
 
 

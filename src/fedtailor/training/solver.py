@@ -27,6 +27,7 @@ class Work:
     epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
     accumulate: int = 1  # batches whose gradients make one step
     keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
+    refit: int = 0  # epochs in which a private part is fitted to the newest common part before it predicts
     optimizer_state: Tree = field(default=None, compare=False)  # what it remembers before the first
 
 
@@ -49,6 +50,11 @@ class Solver:
     def epoch(self) -> int:
         """Steps that count as an epoch; 0 is a pass over the data."""
         return self.work.epoch
+
+    @property
+    def refit(self) -> int:
+        """Epochs in which a private part is fitted to the newest common part before it predicts."""
+        return self.work.refit
 
     @property
     def optimizer_state(self) -> Tree:
