@@ -69,7 +69,7 @@ def test_independent_tasks_are_ridge_regression() -> None:
 
 def test_it_ends_where_the_objective_is_stationary() -> None:
     data = make_data("regression")
-    fed = federate(MOCHA(cells=60, lam=LAM, floor=0.3), data, make_model("linear", data))
+    fed = federate(MOCHA(cells=20, lam=LAM, floor=0.3), data, make_model("linear", data), "vmap")
     server = run(fed, rounds=60)
     w = [server["W"][..., t] for t in range(4)]
     omega = torch.linalg.inv(relations(w, 0.3))

@@ -81,7 +81,8 @@ class Federated:
 
 @pytest.mark.parametrize("algorithm", sorted(algorithms()))
 def test_sites_and_loop_agree(algorithm: str, tmp_path: Path) -> None:
-    federated = Federated(tmp_path, configured(algorithm, "rounds=2"))
+    rounds = 1 if algorithms()[algorithm].settles else 2  # who settles in a round has made hundreds of exchanges
+    federated = Federated(tmp_path, configured(algorithm, f"rounds={rounds}"))
     folder = federated.run()
     assert folder.results is not None
     assert folder.results["faults"] == 0
