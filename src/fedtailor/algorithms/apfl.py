@@ -1,4 +1,4 @@
-"""APFL: a blend of the common model and an own one, and the share of each is learned. Deng et al., 2020, Algorithm 1.
+"""APFL: a mixture of the common and a private model, with a learned weight. Deng et al., 2020, Algorithm 1.
 
 Symbols: w common model; v own model; alpha share of the own one; v_bar = alpha v + (1 - alpha) w, with which a client
 predicts. Only parameters are blended, statistics of BatchNorm are not.
@@ -30,9 +30,9 @@ class APFL(Algorithm):
     epochs: int = 1
     """Local epochs per round, of both models."""
     alpha: float = 0.5
-    """First share of the own model: 0 is FedAvg, 1 is Local."""
+    """Initial weight of the private model: 0 is FedAvg, 1 is Local."""
     alpha_lr: float = 0.1
-    """Step size of alpha, which takes one step per round; with 0 it stays."""
+    """Learning rate of alpha, which takes one step per round; 0 keeps it fixed."""
 
     title: ClassVar[str] = "APFL"
     learns: ClassVar[str] = "degrees"

@@ -1,4 +1,4 @@
-"""CFL: clients whose updates disagree part into clusters with own models. Sattler et al., TNNLS 2020, Algorithm 2.
+"""CFL: clients whose updates disagree are split into clusters. Sattler et al., TNNLS 2020, Algorithm 2.
 
 Clusters are the leaves of a binary tree. A node that was split keeps its last model w, and its children keep the
 directions in which the halves pulled it: by them a client that was away, or is new, finds its way down.
@@ -30,9 +30,9 @@ class CFL(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     eps1: float = 0.5
-    """At rest: the mean update of a cluster is shorter than this times the longest mean update so far."""
+    """Converged: the mean update of a cluster is shorter than this times the longest mean update so far."""
     eps2: float = 1.0
-    """Pulling apart: the update of some client is longer than this times the same."""
+    """Conflicting: the update of some client is longer than this times the longest mean update."""
     first_rounds: int = 20
     """Number of first rounds without a split."""
     min_clients: int = 3

@@ -1,4 +1,4 @@
-"""Ditto: a personal model held near the common one. Li et al., ICML 2021, Algorithm 1."""
+"""Ditto: a personal model regularized towards the common one. Li et al., ICML 2021, Algorithm 1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ditto(Algorithm):
     personal_epochs: int = 1
     """Local epochs of the personal model per round."""
     lam: float = 1.0
-    """Pull of the personal model towards the common one; 0 is Local."""
+    """Weight of the penalty on the distance from the common model; 0 is Local."""
 
     title: ClassVar[str] = "Ditto"
     learns: ClassVar[str] = "models"

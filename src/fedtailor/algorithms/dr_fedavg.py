@@ -19,9 +19,9 @@ class DRFedAvg(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     q: float = 1.0
-    """How much a larger loss counts."""
+    """Exponent of the loss in the weights."""
     summed: bool = False
-    """F is the loss times the client's steps, as in code released with the DUW paper, or the mean loss."""
+    """Multiply the loss by the client's number of steps, as in the code released with the DUW paper."""
 
     title: ClassVar[str] = "DR-FedAvg"
     learns: ClassVar[str] = "weights"

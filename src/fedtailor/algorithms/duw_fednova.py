@@ -1,4 +1,4 @@
-"""DUW-FedNova: DUW's learned weights on FedNova's normalised moves. Nakai-Kasai, Wadayama, 2024, Algorithm 5."""
+"""DUW-FedNova: DUW's learned weights on FedNova's normalized updates. Nakai-Kasai, Wadayama, 2024, Algorithm 5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DUWFedNova(DUW):
     """Each client's move is scaled to tau_eff steps before the learned average."""
 
     outer: Literal["final", "holdout"] = "final"
-    """L: training or validation loss at the end. The path's gradients cannot be read off scaled moves."""
+    """L: training or validation loss at the end. Gradients along the path cannot be recovered from scaled updates."""
     mu: ClassVar[float] = 0.0
 
     title: ClassVar[str] = "DUW-FedNova"

@@ -1,4 +1,4 @@
-"""Empirical Bayes: shrink every parameter towards the common one as far as all clients' data together suggest.
+"""Empirical Bayes: shrink every parameter towards the common one as far as the data of all clients suggests.
 
 v_i ~ N(w, diag(t)), Y_i ~ N(X_i v_i, noise), by EM: Dempster, Laird, Rubin, J. R. Stat. Soc. B 39, 1977; Laird, Ware,
 Biometrics 38, 1982. The degree of collaboration of a parameter is Lambda = noise / t.
@@ -28,7 +28,7 @@ class EmpiricalBayes(Algorithm):
     """A linear mixed model, fitted with one exchange per step of EM; nothing but sums reaches the server."""
 
     cells: int = 10
-    """Steps of EM per round."""
+    """EM steps per round."""
 
     title: ClassVar[str] = "EmpiricalBayes"
     learns: ClassVar[str] = "degrees"

@@ -1,4 +1,4 @@
-"""FedAdp: clients whose move agrees with the common one count more. Wu, Wang, 2021, Algorithm 1.
+"""FedAdp: clients whose updates agree with the mean update count more. Wu, Wang, 2021, Algorithm 1.
 
 Symbols: phi angle between a client's move and the mean move, smoothed over the rounds it took part in; alpha constant;
 Gompertz function f(phi) = alpha (1 - exp(-exp(-alpha (phi - 1)))); weight n exp(f).

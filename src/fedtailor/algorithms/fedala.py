@@ -1,4 +1,4 @@
-"""FedALA: a client blends the common model into its own, entry by entry. Zhang et al., AAAI 2023, Algorithm 1.
+"""FedALA: a client mixes the common model into its own, entry by entry. Zhang et al., AAAI 2023, Algorithm 1.
 
 Symbols: common the model of the server; theta the last layers of a client's own model; W in [0, 1] the weights of the
 common entries in them; hat = theta + (common - theta) W, from where local training starts.
@@ -27,15 +27,15 @@ class FedALA(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     layers: int = 1
-    """Last layers that are blended; 0 is FedAvg."""
+    """Number of last layers that are mixed; 0 is FedAvg."""
     share: float = 0.8
-    """Share of a client's samples, drawn in each round, on which it learns W."""
+    """Fraction of a client's samples, redrawn in each round, on which W is learned."""
     eta: float = 1.0
-    """Step size of W; 0 is FedAvg."""
+    """Learning rate of W; 0 is FedAvg."""
     first_steps: int = 30
-    """Steps of W at most in the second round, the first in which models differ; later it takes one per round."""
+    """Maximum steps of W in the second round, the first in which models differ; later one per round."""
     threshold: float = 0.1
-    """W has settled when the last ten losses have a smaller standard deviation."""
+    """W has converged when the standard deviation of the last ten losses is below this."""
 
     title: ClassVar[str] = "FedALA"
     learns: ClassVar[str] = "degrees"

@@ -1,4 +1,4 @@
-"""FedALT: own adapters beside the mean of everybody else's, and a learned mixer. Bian et al., AAAI 2026, Algorithm 1.
+"""FedALT: private adapters next to the mean of the others', with a learned mixer. Bian et al., AAAI 2026, Algorithm 1.
 
 Symbols: v a client's adapters, which are never replaced; r the mean of the others' (rest of the world); G mixer of a
 layer, two weights softmax(G x) for its input x; what a layer adds is the first times v's part and the second times r's.

@@ -1,4 +1,4 @@
-"""FedAMP: clients that are alike pull at each other's models. Huang et al., AAAI 2021, Algorithm 1 and HeurFedAMP.
+"""FedAMP: similar clients attract each other's models. Huang et al., AAAI 2021, Algorithm 1 and HeurFedAMP.
 
 Symbols: w_i model of client i; u_i what the server makes of all models for it; xi_ij weight of w_j in u_i;
 A(x) = 1 - exp(-x / sigma) of the squared distance of two models, alpha step down its gradient.
@@ -28,15 +28,15 @@ class FedAMP(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     mu: float = 0.1
-    """Pull of a client's model towards its u (the paper's lambda / alpha)."""
+    """Weight of the proximal term towards u (the paper's lambda / alpha)."""
     attention: Literal["distance", "cosine"] = "distance"
-    """Who is alike: models at a small distance, or (HeurFedAMP) at a small angle."""
+    """Similarity of models: by distance or, in HeurFedAMP, by angle."""
     sigma: float = 1.0
-    """Squared distance at which attention has fallen to 1/e; with cosines, how much more the most alike count."""
+    """Squared distance at which attention falls to 1/e; with cosine, the factor of the cosines."""
     alpha: float = 0.5
-    """Weight of another client with the same model, times sigma; 0 leaves each to itself."""
+    """Weight of another client with the same model, times sigma; 0: no attention to others."""
     self_weight: float = 0.5
-    """With cosines: weight of a client's own model in its u."""
+    """With cosine: weight of a client's own model in its u."""
 
     title: ClassVar[str] = "FedAMP"
     learns: ClassVar[str] = "weights"

@@ -1,4 +1,4 @@
-"""FedAS: the common body is aligned with a client's own before it trains. Yang, Huang, Ye, CVPR 2024, Algorithm 1.
+"""FedAS: the common body is aligned with a client's features before training. Yang, Huang, Ye, CVPR 2024, Algorithm 1.
 
 Symbols: theta common body; theta_i own body as last trained, phi_i head; mu class means of the features of theta_i.
 """
@@ -32,9 +32,9 @@ class FedAS(Algorithm):
     epochs: int = 1
     """Local epochs of body and head per round."""
     align_epochs: int = 1
-    """Epochs in which the common body is drawn to the client's own class means, before training."""
+    """Epochs to align the common body with the client's class means, before training."""
     align_lr: float | None = None
-    """Step size of the alignment; without one that of local training (authors' code: 0.01)."""
+    """Learning rate of the alignment; local.lr by default (authors' code: 0.01)."""
     weights: Literal["fisher", "samples"] = "fisher"
     """How bodies are averaged: by the trace of the clients' Fisher information, or by their sample counts."""
 

@@ -1,4 +1,4 @@
-"""FedAvg+FT: the common model of FedAvg, fine-tuned by each client for itself. Yu et al., 2020, section 3."""
+"""FedAvg+FT: the common model of FedAvg, fine-tuned by each client. Yu et al., 2020, section 3."""
 
 from __future__ import annotations
 

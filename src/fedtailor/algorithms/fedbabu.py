@@ -1,4 +1,4 @@
-"""FedBABU: a body trained under a head that stays at its start, then fine-tuned. Oh et al., ICLR 2022, Algorithm 1."""
+"""FedBABU: a body trained under a fixed initial head, then fine-tuned. Oh et al., ICLR 2022, Algorithm 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedBN: everything is shared but BatchNorm. Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, Algorithm 1.
+"""FedBN: everything is shared except BatchNorm. Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, Algorithm 1.
 
 Symbols: w all parameters, of which a client's state holds those of its BatchNorm layers.
 """

@@ -1,4 +1,4 @@
-"""FedCP: a policy parts each sample's features between a common and an own head. Zhang et al., KDD 2023, Algorithm 1.
+"""FedCP: a policy splits each sample's features between two heads. Zhang et al., KDD 2023, Algorithm 1.
 
 Symbols: h features; r in [0, 1] their share for the own head, 1 - r for the common one, from the policy network (CPN)
 with input h v; v the sum of the rows of the own head, of length 1.
@@ -36,9 +36,9 @@ class FedCP(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     lam: float = 5.0
-    """Pull of the features to those of the body received, by maximum mean discrepancy."""
+    """Weight of the maximum mean discrepancy between the features and those of the received body."""
     samples: int = 32
-    """Samples of a client, drawn in each round, whose features are compared."""
+    """Samples per client, drawn in each round, whose features are compared."""
 
     title: ClassVar[str] = "FedCP"
     learns: ClassVar[str] = "degrees"

@@ -1,4 +1,4 @@
-"""FedDBE: what is biased in a client's features stays with it. Zhang et al., NeurIPS 2023, Algorithm 1, on FedAvg.
+"""FedDBE: a private bias of the client's features. Zhang et al., NeurIPS 2023, Algorithm 1, on FedAvg.
 
 Symbols: z_g features before the head, whose mean at a client is drawn to z_bar, their mean over all clients after the
 first round; z_p the client's own part (its representation bias memory), which the head sees added to z_g.
@@ -32,9 +32,9 @@ class FedDBE(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     kappa: float = 1.0
-    """Pull of a client's mean features to the mean over all clients; local.lr times kappa should not be large."""
+    """Weight of the pull of a client's mean features towards the common mean; keep local.lr times kappa small."""
     samples: int = 32
-    """Samples of a client, drawn in each round, whose mean features are pulled."""
+    """Samples per client, drawn in each round, for the mean features."""
 
     title: ClassVar[str] = "FedDBE"
     learns: ClassVar[str] = "models"

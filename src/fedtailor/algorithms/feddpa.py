@@ -1,4 +1,4 @@
-"""FedDPA: a common adapter and an own one, weighed for every sample. Yang et al., NeurIPS 2024, FedDPA-T.
+"""FedDPA: a common and a private adapter, weighted per sample. Yang et al., NeurIPS 2024, FedDPA-T.
 
 Symbols: w common adapters, with all else that is trained; v own adapters; alpha share of v, for a sample `scale` times
 the mean cosine between its outputs and those of training samples, with v alone.
@@ -31,11 +31,11 @@ class FedDPA(Algorithm):
     epochs: int = 1
     """Local epochs per round, of the common adapters."""
     own_epochs: int = 1
-    """Local epochs per round, of the own adapters; with 0 it is FedAvg."""
+    """Local epochs of the private adapters per round; 0 is FedAvg."""
     share: float = 0.5
-    """Share of the own adapters while they are trained."""
+    """Weight of the private adapters during their training."""
     scale: float = 0.5
-    """Share of the own adapters for a sample that is like those of the client (lambda); 0 predicts as FedAvg does."""
+    """Largest weight of the private adapters in prediction (lambda); 0 predicts as FedAvg does."""
     samples: int = 5
     """Training samples that a sample is compared with (S)."""
 

@@ -1,4 +1,4 @@
-"""FedDyn: each client's loss is tilted until the minima of all agree. Acar et al., ICLR 2021, Algorithm 1.
+"""FedDyn: dynamic regularization aligns the clients' minima. Acar et al., ICLR 2021, Algorithm 1.
 
 Symbols: theta common model; theta_k trained by client k; u_k = grad L_k(theta_k) / alpha and h the paper's h / alpha,
 both scaled by alpha as duals of ADMM are; P clients of a round, of m.
@@ -25,9 +25,9 @@ class FedDyn(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     alpha: float = 0.1
-    """Pull of a client's model towards the common one, and step of what tilts its loss."""
+    """Weight of the proximal term towards the common model, and step of the linear term."""
     serve: Literal["server", "mean"] = "server"
-    """Predict with theta, or with the mean of the clients' models that it was made of."""
+    """Predict with theta, or with the mean of the clients' models of the last round."""
 
     title: ClassVar[str] = "FedDyn"
     learns: ClassVar[str] = "models"

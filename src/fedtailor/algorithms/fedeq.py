@@ -1,4 +1,4 @@
-"""FeDEQ: a shared representation agreed on by ADMM, a personal head. Le et al., 2024, Algorithm 1.
+"""FeDEQ: a representation shared by consensus ADMM, a personal head. Le et al., 2024, Algorithm 1.
 
 Symbols: theta common representation; theta_i own copy; w_i head; u_i = lambda_i / rho scaled dual, whose step is 1. The
 model may be any; with equilibrium layers (such as deq-mlp) it is the paper's.
@@ -27,25 +27,25 @@ class FeDEQ(Algorithm):
     epochs: int = 5
     """Local epochs of the representation."""
     phases: Literal["alternate", "joint"] = "alternate"
-    """Whether the head is trained before the representation (paper), or along with it."""
+    """Train the head before the representation (paper), or together with it."""
     head_epochs: int = 3
-    """Local epochs of the head in a phase of its own."""
+    """Local epochs of the head in its own phase."""
     rho: float = 0.01
-    """Pull of own representations to the common one; 0 is FedRep, or with a joint phase FedPer."""
+    """ADMM penalty; 0 is FedRep, or with a joint phase FedPer."""
     average: Literal["plain", "exact"] = "plain"
     """What is averaged: theta_i (paper), or theta_i + u_i, which minimises the Lagrangian but needs a large rho."""
     start: Literal["common", "own", "recent"] = "common"
-    """Where theta_i begins: at theta, where it was (paper), or where it was if in the last round, else at theta."""
+    """Start of theta_i: theta, its last value (paper), or its last value if from the last round, else theta."""
     head_on: Literal["common", "start"] = "common"
-    """Under what the head is fitted: theta (paper), or theta_i as it begins."""
+    """Body under which the head is trained: theta (paper), or the initial theta_i."""
     mean: Literal["samples", "clients"] = "samples"
     """Weight clients by their samples, or equally."""
     serve: Literal["common", "own"] = "common"
     """Predict with the common representation, or with the client's own (paper)."""
     dual_start: float = 0.0
-    """The first lambda is drawn from -dual_start to dual_start."""
+    """The initial lambda is uniform in [-dual_start, dual_start]."""
     diagnostics: bool = False
-    """Report augmented Lagrangian, consensus residual and dual norm of the round's clients; costs a trip."""
+    """Report augmented Lagrangian, consensus residual and dual norm of the round's clients; costs one more trip."""
 
     title: ClassVar[str] = "FeDEQ"
     learns: ClassVar[str] = "models"

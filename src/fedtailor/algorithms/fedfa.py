@@ -27,7 +27,7 @@ class FedFa(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     gamma: float = 0.5
-    """How much participation counts beside accuracy."""
+    """Weight of participation relative to accuracy."""
 
     title: ClassVar[str] = "FedFa"
     learns: ClassVar[str] = "weights"

@@ -1,4 +1,4 @@
-"""FedFomo: each client mixes models that serve its own validation data. Zhang et al., ICLR 2021, equations (4), (5).
+"""FedFomo: each client mixes models that do well on its validation data. Zhang et al., ICLR 2021, equations (4), (5).
 
 Symbols: theta model of a client at the start of a round; theta_n the models that it may mix, its own trained one among
 them; w_n weight of theta_n; L loss on validation data; M models to download, p affinity of a client to the others.
@@ -28,11 +28,11 @@ class FedFomo(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     models: int = 5
-    """Models of others that a client downloads per round (M)."""
+    """Models of other clients that a client downloads per round (M)."""
     epsilon: float = 0.3
-    """Probability in the first round that a download is of any client, and not of the next by affinity."""
+    """Probability of a random download instead of the next by affinity, in the first round."""
     epsilon_decay: float = 0.05
-    """By how much epsilon falls per round."""
+    """Decrease of epsilon per round."""
 
     title: ClassVar[str] = "FedFomo"
     learns: ClassVar[str] = "weights"

@@ -1,4 +1,4 @@
-"""FedL2P: a common network tells each client how to fine-tune, layer by layer. Lee et al., NeurIPS 2023, section 3.
+"""FedL2P: a meta-network sets each client's fine-tuning, layer by layer. Lee et al., NeurIPS 2023, section 3.
 
 Symbols: w common model; xi statistics of what enters its layers at a client; lam weights of the meta-network, whose
 outputs are, for each layer, eta (factor of the step size) and beta (how much of its BatchNorm statistics is own).
@@ -33,11 +33,11 @@ class FedL2P(Algorithm):
     tune_epochs: int = 5
     """Epochs of fine-tuning before a client predicts."""
     meta_lr: float = 0.01
-    """Step size of the meta-network (Adam); 0 is FedAvg+FT, if no statistics are averaged."""
+    """Learning rate of the meta-network (Adam); 0 is FedAvg+FT, if no statistics are averaged."""
     hidden: int = 32
     """Units of the meta-network's hidden layer."""
     model_rounds: int | None = None
-    """Rounds in which the common model is trained; then only the meta-network is. All, if none is given."""
+    """Rounds in which the common model is trained; after that only the meta-network. All by default."""
 
     title: ClassVar[str] = "FedL2P"
     learns: ClassVar[str] = "adaptation"

@@ -1,4 +1,4 @@
-"""FedLAW: learned weights of the average, and how far it is shrunk. Li et al., ICML 2023, section 4.
+"""FedLAW: learned aggregation weights and shrinking factor. Li et al., ICML 2023, section 4.
 
 Symbols: w = gamma * sum lam_i w_i common model; w_i trained by client i; lam weights on the simplex, softmax of x;
 gamma = exp(y) shrinking factor.
@@ -28,11 +28,11 @@ class FedLAW(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     server_steps: int = 10
-    """Steps of the weights per round, two trips to the clients each; 0 is FedAvg."""
+    """Updates of the weights per round, two trips each; 0 is FedAvg."""
     server_lr: float = 0.01
     """Step size of the weights (Adam)."""
     shrink: bool = True
-    """Whether gamma is learned; else it is 1."""
+    """Whether gamma is learned; otherwise it is 1."""
 
     title: ClassVar[str] = "FedLAW"
     learns: ClassVar[str] = "weights"

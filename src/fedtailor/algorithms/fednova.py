@@ -1,4 +1,4 @@
-"""FedNova: moves divided by how much a client stepped, so that who works more does not pull more. Wang et al., 2020.
+"""FedNova: updates normalized by the number of local steps. Wang et al., 2020.
 
 Symbols: tau local steps; a = |a|_1 of the paper's (5)-(11), what the gradients of one client weigh together: tau for
 plain SGD, more with momentum; d = (w - w_k) / a normalised move; p = n / N.

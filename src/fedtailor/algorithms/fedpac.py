@@ -1,4 +1,4 @@
-"""FedPAC: features drawn to common class means, heads combined by likeness. Xu, Tong, Huang, ICLR 2023, Algorithm 1.
+"""FedPAC: features aligned with class means, heads combined by similarity. Xu, Tong, Huang, ICLR 2023, Algorithm 1.
 
 Symbols: f features before the head; c class means of f over all clients; h p(y) times the class means of f, v the
 variance of h, both at one client and under the common body; a weights of the clients' heads in one client's head.
@@ -41,7 +41,7 @@ class FedPAC(Algorithm):
     head_lr: float | None = None
     """Learning rate of the head; local.lr by default (paper: 0.1 beside 0.01)."""
     lam: float = 1.0
-    """Pull of a sample's features to the mean of its class over all clients."""
+    """Weight of the alignment of features with the common mean of their class."""
     collaborate: bool = True
     """Whether heads are combined; if not, they stay private."""
 

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the common model. Li et al., MLSys 2020, Algorithm 2."""
+"""FedProx: FedAvg with a proximal term towards the common model. Li et al., MLSys 2020, Algorithm 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedRoD: a generic head trained as if classes were balanced, a personal one on top. Chen, Chao, ICLR 2022, section 4.
+"""FedRoD: a common head trained for balanced classes, a personal one on top. Chen, Chao, ICLR 2022, section 4.
 
 Symbols: f features; G generic head, averaged with the body; P personal head, linear; gamma exponent of a client's class
 counts in the balanced softmax loss. The outputs are G(f) for anybody, and G(f) + P(f) for the client.
@@ -32,7 +32,7 @@ class FedRoD(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     gamma: float = 1.0
-    """How much the loss of body and G makes up for a client's class counts; with 0 they are FedAvg's."""
+    """Exponent of the class counts in the balanced loss; with 0 the common model is FedAvg's."""
 
     title: ClassVar[str] = "FedRoD"
     learns: ClassVar[str] = "models"

@@ -1,4 +1,4 @@
-"""FedSA-LoRA: the factors A of all adapters are shared, B stays. Guo et al., ICLR 2025, section 3.
+"""FedSA-LoRA: the factors A of all adapters are shared, B stays private. Guo et al., ICLR 2025, section 3.
 
 A learns what is common, B what is a client's own; the head, where it is trained, stays with B as in the authors' code.
 """

@@ -1,4 +1,4 @@
-"""FedSelect: the entries that change most become a client's own. Tamirisa et al., CVPR 2024, Algorithms 1 to 3.
+"""FedSelect: the entries that change most become private. Tamirisa et al., CVPR 2024, Algorithms 1 to 3.
 
 Symbols: m mask of a client, True where an entry is its own; u shared entries, v own ones; w the common model.
 """
@@ -59,7 +59,7 @@ class FedSelect(Algorithm):
     personal_lr: float | None = None
     """Learning rate of personal entries; local.lr by default."""
     mean: Literal["samples", "clients"] = "samples"
-    """Whether clients count by their samples, or equally."""
+    """Weight clients by their samples, or equally."""
 
     title: ClassVar[str] = "FedSelect"
     learns: ClassVar[str] = "masks"

@@ -1,4 +1,4 @@
-"""JointLS: least squares with named features personal and the others common, solved exactly in one round.
+"""JointLS: least squares with given personal and common features, solved exactly in one round.
 
 With all features personal it is every client's own least squares, with none the pooled one, with the right ones what an
 oracle would do. Elimination of the personal part (Schur complement): Golub, Van Loan, Matrix Computations, section 3.2.

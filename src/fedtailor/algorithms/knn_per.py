@@ -1,4 +1,4 @@
-"""kNN-Per: FedAvg's model blended with the nearest samples of the client's own. Marfoq et al., ICML 2022, section 3."""
+"""kNN-Per: FedAvg's model interpolated with the client's nearest neighbours. Marfoq et al., ICML 2022, section 3."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class KNNPer(Algorithm):
     scale: float = 1.0
     """A vote weighs exp(-|f - f'|^2 / (scale * number of features))."""
     lams: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    """Shares of kNN to choose from, for each client by its validation loss; only 0 is FedAvg."""
+    """Weights of kNN to choose from, for each client by its validation loss; only 0 is FedAvg."""
     default_lam: float = 0.5
-    """The share of a client without validation samples."""
+    """Weight of kNN for a client without validation samples."""
     capacity: int = 1000
     """Maximum training samples per client to keep features of, evenly spaced."""
 

@@ -1,4 +1,4 @@
-"""Learn2pFed: learn to what degree each parameter of each client collaborates. Lv et al., 2024, Algorithm 1.
+"""Learn2pFed: learns how much of each parameter each client shares. Lv et al., 2024, Algorithm 1.
 
 For linear models, with the v-step in closed form. Symbols as in unrolled_admm.py, where the cells are: w common model;
 v own model; z = v - w. The cells' fixed point has Lambda_eff = rho / eta * lam, and that is served.

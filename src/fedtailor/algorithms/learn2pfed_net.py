@@ -28,9 +28,9 @@ class Learn2pFedNet(Algorithm):
     """Each client learns, on data held out from training, how much of each part of the network is common."""
 
     scope: Literal["all", "head"] = "all"
-    """What collaborates: every parameter, or the head over a body that stays local (paper)."""
+    """What is shared: every parameter, or the head over a local body (paper)."""
     grain: degrees.Grain = "layer"
-    """What has a degree of its own."""
+    """Granularity of the degrees."""
     consensus: Literal["admm", "primal", "average"] = "admm"
     """How w is found: by ADMM, v going on from where it was; without the dual, v starting at w + z (for clients that
     take part rarely, whose dual is stale); or v starting at w, and w the mean of v."""
@@ -39,11 +39,11 @@ class Learn2pFedNet(Algorithm):
     epochs: int = 2
     """Local epochs of the v-step per round."""
     rho: float = 0.1
-    """Pull of the v-step; eta of the z-step is the same."""
+    """ADMM penalty of the v-step; eta of the z-step is the same."""
     share: float = 0.9
-    """First share of the common model, between 0 and 1."""
+    """Initial share of the common model, between 0 and 1."""
     outer_lr: float = 0.3
-    """Step size of log lam (Adam)."""
+    """Learning rate of log lam (Adam)."""
     pull: float = 0.5
     """Pull of log lam to the common one, which is learned by the clients' summed gradient: 0 keeps degrees own."""
     serve: Literal["shrunk", "own"] = "shrunk"

@@ -1,4 +1,4 @@
-"""LinearAlone: every client solves its own ridge or logistic regression; the penalty is chosen by leaving one out.
+"""LinearAlone: every client solves its own ridge or logistic regression; the penalty is selected by leave-one-out.
 
 Hoerl, Kennard, Technometrics 12, 1970; leave-one-out errors in closed form: Golub, Heath, Wahba, Technometrics 21,
 1979, and for classes by one Newton step: Rad, Maleki, J. R. Stat. Soc. B 82, 2020. The line that sharing has to beat.
@@ -33,7 +33,7 @@ class LinearAlone(Algorithm):
     """Penalty on the intercepts of classes, so that a class that a client has not seen is not impossible."""
 
     newton: int = 8
-    """Newton steps per penalty, for classes."""
+    """Newton steps per penalty, for classification."""
 
     title: ClassVar[str] = "LinearAlone"
     learns: ClassVar[str] = "models"

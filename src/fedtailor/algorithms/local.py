@@ -1,4 +1,4 @@
-"""Local: every client alone. The line that a federation has to beat for each of its members."""
+"""Local: every client alone. The baseline that a federation has to beat for each of its members."""
 
 from __future__ import annotations
 

@@ -30,19 +30,19 @@ class LpProj(Algorithm):
     """Each client trains a model of its own whose projection is pulled towards the common vector u."""
 
     p: Literal[1, 2] = 1
-    """Norm of the pull: 1 is lp-proj-1, by which a client far off pulls no more than others; 2 is lp-proj-2."""
+    """Norm of the penalty: 1 is lp-proj-1, which is robust to outlying clients; 2 is lp-proj-2."""
     q: int = 10
     """Numbers sent each way; at most the size of the model."""
     lam: float = 0.1
-    """Pull of the projected model towards u; 0 is Local."""
+    """Weight of the penalty between the projected model and u; 0 is Local."""
     eta: float = 0.1
-    """Step size of u."""
+    """Learning rate of u."""
     local_rounds: int = 5
     """Steps of u per round."""
     epochs: int = 1
     """Local epochs of theta per step of u."""
     projection_seed: int = 0
-    """Names the random projection; server and clients draw it from here, it is never sent."""
+    """Seed of the random projection, from which server and clients generate it; it is never sent."""
 
     title: ClassVar[str] = "lp-proj"
     learns: ClassVar[str] = "models"

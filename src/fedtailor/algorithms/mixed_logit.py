@@ -43,7 +43,7 @@ class MixedLogit(Algorithm):
     """Ridge penalty on the common coefficients; not on the intercept."""
 
     steps: int = 10
-    """Working responses per round at most."""
+    """Maximum number of working responses per round."""
 
     newton: int = 6
     """Newton steps of a client to its mode."""

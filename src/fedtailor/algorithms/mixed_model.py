@@ -30,7 +30,7 @@ class MixedModel(Algorithm):
     """Which coefficients vary between clients, and whether together; auto: by the Schwarz criterion."""
 
     reml: bool = True
-    """Restricted maximum likelihood; else maximum likelihood."""
+    """Restricted instead of plain maximum likelihood."""
 
     penalty: float = 0.0
     """Ridge penalty on the common coefficients, in units of the noise; not on the intercept."""

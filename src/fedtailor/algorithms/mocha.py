@@ -1,4 +1,4 @@
-"""MOCHA: linear models of all clients, tied by how their tasks are related. Smith et al., NeurIPS 2017, Algorithm 1.
+"""MOCHA: linear models tied by learned task relations. Smith et al., NeurIPS 2017, Algorithm 1.
 
 Symbols: W the clients' models as columns; Sigma = Omega^-1 how tasks are related; the objective is the sum of f_t(w_t)
 plus lam/2 tr(W Omega W'); B the dual variables, summed over a client's samples, with W = B Sigma / lam; rho makes the
@@ -29,9 +29,9 @@ class MOCHA(Algorithm):
     """Clients solve their part of the dual problem; the server combines the solutions and learns the relations."""
 
     cells: int = 10
-    """Exchanges per round, with the same relations."""
+    """Exchanges per round, with the same task relations."""
     lam: float = 0.01
-    """Strength of the tie."""
+    """Weight of the regularization."""
     floor: float = 0.1
     """Share of independence in the learned relations; 0 is the paper's, 1 is ridge regression of each client alone."""
 

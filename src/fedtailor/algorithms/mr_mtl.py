@@ -1,4 +1,4 @@
-"""MR-MTL: own models held near their mean. Liu, Hu, Wu, Smith, NeurIPS 2022, Algorithm 1; Evgeniou, Pontil, KDD 2004.
+"""MR-MTL: models pulled towards their mean. Liu, Hu, Wu, Smith, NeurIPS 2022, Algorithm 1; Evgeniou, Pontil, KDD 2004.
 
 Symbols: w_k a client's own model; w_bar the mean of all; lam the strength of the pull between them.
 """
@@ -22,7 +22,7 @@ class MRMTL(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     lam: float = 0.1
-    """Pull of the own model towards the mean; 0 is Local. local.lr times lam should be well below 2."""
+    """Weight of the regularization towards the mean; 0 is Local. Keep local.lr times lam well below 2."""
 
     title: ClassVar[str] = "MR-MTL"
     learns: ClassVar[str] = "models"

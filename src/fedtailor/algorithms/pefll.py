@@ -1,4 +1,4 @@
-"""PeFLL: a network reads a client's data, another makes its model of that. Scott et al., ICLR 2024, Algorithm 1.
+"""PeFLL: one network encodes a client's data, another generates its model. Scott et al., ICLR 2024, Algorithm 1.
 
 Symbols: v_i descriptor of client i, the mean over its samples of the embedding network with weights psi; phi weights of
 the hypernetwork h; theta_i = h(v_i; phi) model of client i, and theta~_i what it is after local training.
@@ -36,11 +36,11 @@ class PeFLL(Algorithm):
     embedding: int = 8
     """Length of a client's descriptor v."""
     hidden: int = 64
-    """Units of each hidden layer of the hypernetwork; with none it is FedAvg of equal clients."""
+    """Units per hidden layer of the hypernetwork; 0 is FedAvg with equal weights."""
     hn_lr: float = 1.0
-    """Step of phi along the clients' mean change of their models."""
+    """Learning rate of phi."""
     embedding_lr: float = 0.01
-    """Step of psi."""
+    """Learning rate of psi."""
 
     title: ClassVar[str] = "PeFLL"
     learns: ClassVar[str] = "generators"

@@ -1,4 +1,4 @@
-"""Per-FedAvg: a common model from which one own step leads far. Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, Algorithm 1.
+"""Per-FedAvg: a common model that is good after one local step. Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, Algorithm 1.
 
 Symbols: w common model; alpha step size of the own step; F_i(w) = f_i(w - alpha grad f_i(w)), whose mean is minimised;
 D the samples of the inner gradient, D' those of the outer one. beta, the step size of w, is that of local training.
@@ -30,11 +30,11 @@ class PerFedAvg(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     alpha: float = 0.01
-    """Step size of the own step; 0 is FedAvg."""
+    """Learning rate of the adaptation step; 0 is FedAvg."""
     order: Literal["exact", "first"] = "exact"
-    """Whether the gradient of F_i has its second derivatives, or is taken as that of f_i after the own step (FO)."""
+    """With second derivatives, or first-order only (FO)."""
     samples: int = 32
-    """Samples of a client, drawn in each round, on which the inner gradient is taken."""
+    """Samples per client, drawn in each round, for the inner gradient."""
 
     title: ClassVar[str] = "Per-FedAvg"
     learns: ClassVar[str] = "adaptation"

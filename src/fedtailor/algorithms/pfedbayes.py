@@ -1,4 +1,4 @@
-"""pFedBayes: a posterior of each client's weights under a learned common prior. Zhang et al., ICML 2022, Algorithm 1.
+"""pFedBayes: a posterior over each client's weights under a learned common prior. Zhang et al., ICML 2022, Algorithm 1.
 
 Symbols: q_i = N(mu_i, sigma_i^2) a client's posterior, entry by entry, with rho_i = log sigma_i; w = N(mu, sigma^2) the
 prior, the same for all; zeta the weight of KL(q_i || w) beside the log likelihood. A client predicts with mu_i.
@@ -33,9 +33,9 @@ class PFedBayes(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     zeta: float = 0.05
-    """Weight of the prior; 0 is a posterior of each client alone."""
+    """Weight of the prior; 0: independent posteriors."""
     sigma: float = 0.05
-    """First standard deviation of posteriors and prior; local training draws weights with it."""
+    """Initial standard deviation of posteriors and prior."""
 
     title: ClassVar[str] = "pFedBayes"
     learns: ClassVar[str] = "degrees"

@@ -1,4 +1,4 @@
-"""pFedGate: a client's own layer reads its data and gates blocks of the common model. Chen et al., ICML 2023.
+"""pFedGate: a private layer gates blocks of the common model, based on the client's data. Chen et al., ICML 2023.
 
 Symbols: theta common model, its tensors cut into blocks; A, b a client's gating layer; g = mean over samples x of
 sigmoid(A x + b), a number per block; M = g where a block is kept and 0 elsewhere; a client predicts with M * theta.
@@ -28,15 +28,15 @@ class PFedGate(Algorithm):
     """The common model is averaged; what of it a client uses, and how much, its gating layer says."""
 
     epochs: int = 1
-    """Local epochs per round, of the model and the gating layer at once."""
+    """Local epochs per round, of model and gating layer together."""
     density: float = 1.0
-    """Share of the parameters that a client may use; 1 keeps all."""
+    """Fraction of the parameters that a client may use; 1 keeps all."""
     blocks: int = 5
-    """Blocks that each tensor of the model is cut into; the first of each is always kept."""
+    """Blocks per tensor of the model; the first of each is always kept."""
     start: float = 2.0
-    """First b: gates begin at its sigmoid. With 50, and density 1, it is FedAvg."""
+    """Initial b: gates start at its sigmoid. With 50, and density 1, it is FedAvg."""
     samples: int = 32
-    """Samples of a client, drawn in each round, that the gating layer reads while it is trained."""
+    """Samples per client, drawn in each round, for the gating layer during training."""
 
     title: ClassVar[str] = "pFedGate"
     learns: ClassVar[str] = "masks"

@@ -1,4 +1,4 @@
-"""pFedHN: a network makes each client's model from its embedding. Shamsian et al., ICML 2021, Algorithm 1.
+"""pFedHN: a hypernetwork generates each client's model from its embedding. Shamsian et al., ICML 2021, Algorithm 1.
 
 Symbols: v_i embedding of client i; phi weights of the hypernetwork h; theta_i = h(v_i; phi) model of client i, and
 theta~_i what it is after local training.
@@ -32,11 +32,11 @@ class PFedHN(Algorithm):
     embedding: int = 8
     """Length of a client's embedding v."""
     hidden: int = 64
-    """Units of each hidden layer of the hypernetwork; with none it is FedAvg of equal clients."""
+    """Units per hidden layer of the hypernetwork; 0 is FedAvg with equal weights."""
     hn_lr: float = 1.0
-    """Step of phi along the clients' mean change of their models."""
+    """Learning rate of phi."""
     embedding_lr: float = 0.1
-    """Step of an embedding."""
+    """Learning rate of an embedding."""
 
     title: ClassVar[str] = "pFedHN"
     learns: ClassVar[str] = "generators"

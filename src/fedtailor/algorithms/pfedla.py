@@ -1,4 +1,4 @@
-"""pFedLA: each layer of a client's model is mixed from those of all clients. Ma et al., CVPR 2022, Algorithm 1.
+"""pFedLA: each layer of a client's model is a mixture of all clients' layers. Ma et al., CVPR 2022, Algorithm 1.
 
 Symbols: theta_i model of client i; theta_bar_i what it is sent: layer l is sum over j of alpha_ij^l theta_j^l; alpha_i
 the output of a small network of the server for client i, with an embedding v_i and weights phi_i.
@@ -29,9 +29,9 @@ class PFedLA(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     hn_lr: float = 10.0
-    """Step size of the hypernetworks; 0 begins with the plain mean of all models, as FedAvg of equal clients does."""
+    """Learning rate of the hypernetworks; 0 starts from the unweighted mean of all models."""
     gradient: Literal["change", "exact"] = "change"
-    """What they descend: minus the change that training made (paper), or the validation loss after it, exactly."""
+    """Their gradient: minus the change made by training (paper), or exact, of the validation loss afterwards."""
     embedding: int = 16
     """Length of v."""
     hidden: int = 32

@@ -1,4 +1,4 @@
-"""pFedMe: Moreau envelopes of the clients' losses are minimised together. T. Dinh et al., NeurIPS 2020, Algorithm 1.
+"""pFedMe: the mean of the clients' Moreau envelopes is minimized. T. Dinh et al., NeurIPS 2020, Algorithm 1.
 
 Symbols: w common model; theta = argmin f(theta) + lam/2 |theta - w|^2 personal model. Here theta is sought by epochs
 over all of a client's batches; the paper takes K steps on a single batch, a fresh one for each step of w.
@@ -25,13 +25,13 @@ class PFedMe(Algorithm):
     """Clients step w along lam (w - theta), the gradient of their envelope; each predicts with its theta."""
 
     local_rounds: int = 5
-    """Steps of w at a client per round."""
+    """Steps of w on a client per round."""
     epochs: int = 1
     """Local epochs of theta per step of w."""
     lam: float = 1.0
-    """Pull of theta towards w; local.lr times lam should be well below 2."""
+    """Weight of the proximal term towards w; keep local.lr times lam well below 2."""
     eta: float = 0.5
-    """Step size of w; 1 / lam moves w all the way to theta, and with one local round this is FedProx."""
+    """Learning rate of w; 1 / lam moves w all the way to theta, and with one local round this is FedProx."""
     beta: float = 1.0
     """Step of the server towards the clients' mean; above 1 it goes beyond."""
 

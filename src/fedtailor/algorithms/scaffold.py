@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps corrected for the client's drift. Karimireddy et al., ICML 2020, Algorithm 1, option II.
+"""SCAFFOLD: local steps corrected for client drift. Karimireddy et al., ICML 2020, Algorithm 1, option II.
 
 Symbols: x common model; y_i trained by client i in K steps of size eta_l; c, c_i control variates: what the server, and
 client i, take for its gradient; S clients of a round, of N.
@@ -30,7 +30,7 @@ class SCAFFOLD(Algorithm):
     epochs: int = 1
     """Local epochs per round."""
     server_lr: float = 1.0
-    """Step of the server towards the clients' mean (eta_g)."""
+    """Learning rate of the server (eta_g)."""
 
     title: ClassVar[str] = "SCAFFOLD"
     learns: ClassVar[str] = "models"

@@ -23,7 +23,7 @@ class ModelSection(Open):
     head: tuple[str, ...] = Field(
         default=(), description="Modules of the personal head, or globs; empty: the model's default."
     )
-    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train in place of the weights.")
+    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train instead of the weights.")
     buffers: BufferPolicy = Field(
         default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
     )
@@ -32,11 +32,12 @@ class ModelSection(Open):
     )
     dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
     checkpoint: tuple[str, ...] | None = Field(
-        default=None, description="Parts, or globs, whose activations are computed again and not kept: saves memory."
+        default=None,
+        description="Gradient checkpointing: parts, or globs, whose activations are recomputed to save memory.",
     )
     by_client: dict[str, dict[str, Any]] | None = Field(
         default=None,
-        description="Clients with another model, by name or glob: its name, head, adapter, checkpoint and options.",
+        description="Clients with a different model, by name or glob: its name, head, adapter, checkpoint and options.",
     )
 
     def at(self, client: str) -> ModelSection:

@@ -57,7 +57,7 @@ class TaskSection(Open):
 
 
 class LocalSection(Section):
-    """How a client takes its local steps, the same for every algorithm."""
+    """Local training, the same for every algorithm."""
 
     optimizer: str = Field(
         default=Solver.optimizer,
@@ -66,7 +66,7 @@ class LocalSection(Section):
     lr: float = Field(default=Solver.lr, gt=0, description="Learning rate.")
     momentum: float = Field(default=Solver.momentum, ge=0, lt=1, description="Momentum (sgd and nesterov).")
     weight_decay: float = Field(
-        default=Solver.weight_decay, ge=0, description="Weight decay: added to the gradient; adamw: beside it."
+        default=Solver.weight_decay, ge=0, description="Weight decay: added to the gradient; adamw: decoupled."
     )
     clip: float = Field(
         default=Solver.clip, ge=0, description="Clip each step's gradient to this L2 norm; 0: no clipping."
@@ -75,35 +75,32 @@ class LocalSection(Section):
     accumulate: int = Field(
         default=Work.accumulate,
         ge=1,
-        description="Batches whose gradients make one step: as a batch of so many times the size.",
+        description="Gradient accumulation: batches per step.",
     )
     keep_state: bool = Field(
         default=Work.keep_state,
-        description="Each client's optimizer state lasts from round to round; else every round begins anew.",
+        description="Keep each client's optimizer state between rounds; otherwise it is reset.",
     )
     refit: int = Field(
         default=Work.refit,
         ge=0,
         description="Epochs to refit a private head, body or layers to the newest average before predicting.",
     )
-    steps: int = Field(
-        default=Work.epoch, ge=0, description="Steps that count as an epoch; 0: a pass over the client's data."
-    )
+    steps: int = Field(default=Work.epoch, ge=0, description="Steps per epoch; 0: a pass over the client's data.")
     schedule: ScheduleName = Field(
         default=Schedule.name, description="Learning rate: constant, cosine, linear or step."
     )
     schedule_over: Literal["rounds", "steps"] = Field(
-        default=Schedule.over, description="Whether it changes over the run's rounds or the steps of each training."
+        default=Schedule.over,
+        description="Whether the schedule runs over rounds or over the steps of each local training.",
     )
-    warmup: int = Field(
-        default=Schedule.warmup, ge=0, description="Rounds or steps in which the learning rate grows to lr."
-    )
+    warmup: int = Field(default=Schedule.warmup, ge=0, description="Rounds or steps of linear warm-up to lr.")
     lr_end: float = Field(
-        default=Schedule.last, ge=0, le=1, description="Cosine and linear: where they end, as a share of lr."
+        default=Schedule.last, ge=0, le=1, description="Final learning rate of cosine and linear, as a fraction of lr."
     )
-    lr_decay: float = Field(default=Schedule.decay, gt=0, le=1, description="Step: the factor.")
+    lr_decay: float = Field(default=Schedule.decay, gt=0, le=1, description="Factor of the step schedule.")
     lr_decay_every: int = Field(
-        default=Schedule.every, ge=0, description="Step: rounds or steps from one factor to the next."
+        default=Schedule.every, ge=0, description="Rounds or steps between decays of the step schedule."
     )
     augment: Literal["crop-flip"] | None = Field(
         default=Solver.augment, description="crop-flip: random shifts of up to 4 pixels and horizontal flips."
@@ -116,7 +113,7 @@ class LocalSection(Section):
         default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
     )
     compile: bool = Field(
-        default=Arithmetic.compile, description="Steps by torch.compile, in place of the fast kernels."
+        default=Arithmetic.compile, description="Compile steps with torch.compile, instead of the fast kernels."
     )
 
     @model_validator(mode="after")
@@ -186,7 +183,7 @@ class FederationSection(Section):
 
 
 class EnvironmentSection(Section):
-    """Differences between clients beside their data. Lists have one number per client, in the order of their names."""
+    """Differences between clients besides their data. Lists have one number per client, in the order of their names."""
 
     epochs: tuple[int, ...] = Field(
         default=Environment.epochs, description="Epochs a client runs for each epoch requested; empty: 1."
@@ -247,7 +244,7 @@ class EvaluationSection(Section):
 
 
 class PrivacySection(Section):
-    """Protection of single clients. Secure sums and noise need algorithms that only sum replies."""
+    """Protection of individual clients. Secure sums and noise need algorithms that only sum replies."""
 
     secure_sum: bool = Field(
         default=Privacy.secure_sum,
@@ -282,14 +279,14 @@ class PrivacySection(Section):
 
 
 class AggregationSection(Section):
-    """How replies are averaged, if some clients may lie. The default trusts all of them, and is exact."""
+    """How replies are averaged if some clients may be malicious. The default trusts all of them."""
 
     mean: Literal["weighted", "clients", "median", "trimmed", "geometric", "krum", "clipped"] = Field(
         default="weighted",
         description="Mean over clients: weighted by samples, clients (each the same), or robust: median, trimmed, "
         "geometric, krum, clipped (to the median distance).",
     )
-    liars: float = Field(default=0.2, ge=0, lt=0.5, description="Share of the clients that may lie.")
+    liars: float = Field(default=0.2, ge=0, lt=0.5, description="Fraction of clients that may be malicious.")
     neighbours: bool = Field(
         default=True,
         description="Before a robust mean but krum, replace each reply by the mean of those nearest to it, without as "
@@ -302,10 +299,10 @@ class AggregationSection(Section):
 
 
 class AttackSection(Section):
-    """Simulated clients that lie."""
+    """Simulated malicious clients."""
 
     name: AttackName = Field(default="none", description="none, sign-flip, scaling, noise, label-flip or backdoor.")
-    share: float = Field(default=0.2, ge=0, lt=1, description="Share of the clients that lie.")
+    share: float = Field(default=0.2, ge=0, lt=1, description="Fraction of malicious clients.")
     strength: float = Field(default=10.0, gt=0, description="Factor of sign-flip, scaling and noise.")
 
 

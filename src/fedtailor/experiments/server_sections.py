@@ -30,13 +30,13 @@ class ServerSection(Section):
 
 
 class EarlyStoppingSection(Section):
-    """Ends a run that no longer gets better on validation data."""
+    """Stops a run that no longer improves on validation data."""
 
-    patience: int = Field(default=0, ge=0, description="Rounds without improvement after which a run ends; 0: never.")
-    metric: str = Field(
-        default="", description="Metric on validation data; empty: the one that rounds are selected by."
+    patience: int = Field(
+        default=0, ge=0, description="Rounds without improvement after which the run stops; 0: never."
     )
-    min_delta: float = Field(default=0.0, ge=0, description="By how much a round must be better to count as one.")
+    metric: str = Field(default="", description="Metric on validation data; empty: the one that selects rounds.")
+    min_delta: float = Field(default=0.0, ge=0, description="Smallest improvement that counts.")
     keep: Literal["best", "last"] = Field(
-        default="best", description="Which round the run ends with: the last that improved, or the last."
+        default="best", description="Which round the run ends with: the best, or the last."
     )

@@ -27,19 +27,19 @@ class DUW(Algorithm, ABC):
     epochs: int = 1
     """Local epochs per round."""
     horizon: int = 10
-    """T: rounds that are unfolded; later ones use the weights of the last."""
+    """T: unrolled rounds; later ones use the weights of the last."""
     outer_iterations: int = 50
-    """M: how often these rounds are run to learn theta, before the first round of the run."""
+    """M: how often these rounds are run to learn theta, before the actual run."""
     outer_lr: float = 0.005
     """Step size of theta (Adam)."""
     outer: Literal["path", "final", "holdout"] = "path"
     """L: training losses along all rounds and at the end (paper), at the end only, or validation loss at the end."""
     gradient: Literal["first-order", "exact"] = "first-order"
-    """Local gradients taken as constants, in closed form (paper); or through the local steps, for L at the end."""
+    """Treat local gradients as constants, in closed form (paper); or differentiate through them, for L at the end."""
     weights: Literal["table", "rule"] = "table"
-    """A weight for each client and round (paper), or a rule of what the server sees, which carries over to others."""
+    """A weight per client and round (paper), or a rule based on what the server sees, which transfers to others."""
     theta: tuple[float, ...] = ()
-    """What another run has learned (its last report of theta), to begin with; outer_iterations = 0 uses it as it is."""
+    """Start from what another run has learned (its last reported theta); outer_iterations = 0 uses it unchanged."""
 
     stale: ClassVar[bool] = True
     at_once: ClassVar[bool] = True

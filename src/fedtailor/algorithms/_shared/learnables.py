@@ -24,22 +24,22 @@ class Learnables:
     learned: tuple[str, ...] = ("lam",)
     """What is learned: lam, and any of p, rho, eta, gamma, theta."""
     lam: float = 1.0
-    """First degree."""
+    """Initial degree."""
     rho: float = 1.0
-    """First rho, eta and gamma."""
+    """Initial rho, eta and gamma."""
     theta: float = 1.0
-    """First step of the dual: 1 as in ADMM, whose dual is scaled, or rho as in the paper."""
+    """Initial dual step: 1 as in scaled ADMM, or rho as in the paper."""
     cells: int = 10
     """Exchanges with the server per round."""
     per_cell: bool = False
-    """Learn other numbers for every cell."""
+    """Learn separate numbers for every cell."""
     reach: float = 2.0
     """Steps and weights stay within this factor of their first values, that of the dual below its own: farther away
     the cells may diverge. 0 sets no bounds (paper)."""
     outer_lr: float = 0.3
-    """Step size of learning."""
+    """Learning rate of the learned numbers."""
     optimizer: Literal["adam", "sgd"] = "adam"
-    """How learned numbers take their step; sgd has its gradient clipped at norm 1 (paper)."""
+    """Optimizer of the learned numbers; sgd clips the gradient to norm 1 (paper)."""
 
     def first_numbers(self, like: Tensor) -> Tree:
         """Where learning starts, for parameters such as these."""

@@ -33,15 +33,15 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
     """An outer epoch: the cells forward, the gradient of the outer loss back, a step of the learned numbers."""
 
     outer: Literal["loo", "holdout", "train"] = "loo"
-    """What degrees are learned by: leave-one-out error, validation error, or training error (paper)."""
+    """Loss that degrees are learned from: leave-one-out, validation, or training error (paper)."""
     pull: float = 1.0
-    """Degrees of a client: 0 its own, 1 common to all, between them its own that are drawn to the common ones."""
+    """Degrees: 0 private, 1 common to all; in between, private and pulled towards the common ones."""
     serve: Literal["solved", "unrolled"] = "solved"
     """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
     gradient: Literal["exact", "local"] = "exact"
-    """Through the whole federation, or with the common model taken as constant."""
+    """Differentiate through the whole federation, or treat the common model as constant."""
     diagnostics: bool = False
-    """Report the augmented Lagrangian and residuals of every cell, and gradient norms; costs two more trips a cell."""
+    """Report the augmented Lagrangian and residuals of every cell, and gradient norms; two more trips per cell."""
 
     def epoch(self, fed: Federation, server: Tree) -> Tree:
         fed.tape()
