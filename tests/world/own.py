@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedtailor as ft
 from fedtailor import FederatedData
@@ -56,3 +56,32 @@ def load(seed: int, clients: int = 3) -> FederatedData:
         name="numbers",
         seed=seed,
     )
+
+
+class Narrow(nn.Module):
+    """Made for samples of another shape."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(7, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+class Both(nn.Module):
+    """Gives two things where a task takes one."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(shape[0], outputs)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.out(x), x
+
+
+class Wide(Both):
+    """Gives more columns than there are."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.out(x).expand(-1, 3)

@@ -115,6 +115,10 @@ def _rows(last: int = 8) -> Rows:
             "must give one number per sample; of 2 it gave shape []",
         ),
         ({"data.client": 2}, 'did you mean "clients"?'),
+        ({"model.name": "tests.world.own:Narrow"}, "shapes cannot be multiplied (2x4 and 7x1) (own.py, line "),
+        ({"model.name": "tests.world.own:Both", "task.name": "regression"}, "of 2 rows it gave a tuple"),
+        ({"model.name": "tests.world.own:Wide", "task.name": "regression"}, "tensor [rows, 1] for this task"),
+        ({"model.name": "tests.world.own:LogCosh"}, "it is called as Class(shape, outputs, **options)"),
         ({"data.source": "tests.world.own:bias"}, "bias"),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from fedtailor import models
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model, mixed
+from fedtailor.core.random import torch_stream
+from fedtailor.core.rows import count
 from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.core.task import Task
 from fedtailor.core.trees import Tree, schema
@@ -53,7 +58,7 @@ def model_for(config: RunConfig, federated: FederatedData, newcomers: Sequence[s
     """The model of a federation; that of the server, which knows those of its clients, where they differ."""
     if not config.model.by_client:
         model = model_of(config, federated.shape, outputs)
-        _reads(model, config.model.name, federated)
+        _reads(model, config, federated, outputs)
         return model
     _refuse(config)
     config.model.check_clients([*federated.clients, *newcomers])
@@ -70,8 +75,9 @@ def model_for(config: RunConfig, federated: FederatedData, newcomers: Sequence[s
         of(client)
     each = {}
     for i, section in enumerate(sections):
-        model = model_of(config.model_copy(update={"model": section}), federated.shape, outputs)
-        _reads(model, section.name, federated)
+        own = config.model_copy(update={"model": section})
+        model = model_of(own, federated.shape, outputs)
+        _reads(model, own, federated, outputs)
         each[str(i)] = model
     return mixed(each, of) if len(each) > 1 else each["0"]
 
@@ -154,14 +160,39 @@ def notes(experiment: Experiment, engine: str) -> list[str]:
     return [f"clients have {len(sizes)} architectures: {each}{stacks}"]
 
 
-def _reads(model: Model, name: str, federated: FederatedData) -> None:
-    """Most models cannot read text or samples of several parts, which is better said before the first round."""
-    x = federated.train.first(2)
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return
-    what = "text" if isinstance(x, Tensor) else f"samples of {', '.join(x)}"
+def _reads(model: Model, config: RunConfig, federated: FederatedData, outputs: int) -> None:
+    """A model that cannot read the samples, or gives something else than outputs, is better told before round 1."""
+    x, name = federated.train.first(2), config.model.name
+    has_form = ":" in name and ":" not in config.task.name and federated.task not in ("tokens", "own")
+    is_usual = isinstance(x, Tensor) and x.is_floating_point()
+    if (is_usual and ":" not in name) or not federated.train.is_here or not count(x):
+        return  # models that come with fedtailor are made for the shape
+    what = (
+        f"samples of {', '.join(x)}" if isinstance(x, dict) else f"of shape {list(x.shape[1:])}" if is_usual else "text"
+    )
     try:
-        with torch.no_grad():
-            model(model.params | model.private_buffers, x)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ConfigError(f"model.name: {name} does not read {federated.name}, which is {what}: {error}") from None
+        with torch_stream("reads"), torch.no_grad():
+            y = model(model.params | model.private_buffers, x)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"model.name: {name} does not read {federated.name}, which is {what}: {said}{_place(error, model)}"
+        ) from None
+    rows = count(x)
+    if has_form and not (isinstance(y, Tensor) and _fits(y, rows, outputs, federated.task)):
+        form = f"shape {list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise ConfigError(
+            f"model.name: {name} must give a tensor [rows, {outputs}] for this task; of {rows} rows it gave {form}"
+        )
+
+
+def _fits(y: Tensor, rows: int, outputs: int, task: str) -> bool:
+    spare = task == "classification"  # classes that never occur do no harm
+    return y.dim() == 2 and len(y) == rows and (y.shape[1] >= outputs if spare else y.shape[1] == outputs)
+
+
+def _place(error: BaseException, model: Model) -> str:
+    """The line of the model's own file at which it failed."""
+    file = inspect.getsourcefile(type(model.module))
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({Path(str(file)).name}, line {lines[-1]})" if lines else ""

@@ -69,8 +69,12 @@ def build(
         with torch_stream(seed, "model"):
             module = kind(shape, outputs, **options)
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        if isinstance(shape, dict) and ":" not in name:
+            parts = f"samples have several parts ({', '.join(shape)}), and {name} takes one tensor"
+            raise ConfigError(f'model.name: {parts}; use a model of your own, "module:Class"') from None
         said = shape if isinstance(shape, dict) else list(shape)
-        raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}") from None
+        hint = "; it is called as Class(shape, outputs, **options)" if ":" in name else ""
+        raise ConfigError(f"model.name: {name} does not fit samples of shape {said}: {error}{hint}") from None
     own_head = getattr(type(module), "head", ())  # of the class: an instance may have a layer called "head"
     if adapter is not None:
         with torch_stream(seed, "adapter"):
