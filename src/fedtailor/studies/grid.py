@@ -124,9 +124,10 @@ def _refuse_others(grid: list[Cell]) -> None:
         trust.remember(wanted)
     if stale := {cell.folder: what for cell in begun if (what := changed_code(RunFolder(cell.folder)))}:
         first, names = next(iter(stale)), ", ".join(dict.fromkeys(folder.name for folder in stale))
+        rows = " ".join(dict.fromkeys(f'--redo "{cell.label}"' for cell in begun if cell.folder in stale))
         raise RunError(
-            f"{first.parent}: {stale[first]} since {names} ran; remove these folders to run them again, "
-            "or use --fresh for a new one, or --out"
+            f"{first.parent}: {stale[first]} since {names} ran; remove these folders to run them again "
+            f"(with compare: {rows}), or use --fresh for a new one, or --out"
         )
 
 
