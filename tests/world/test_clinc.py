@@ -17,7 +17,10 @@ from tests.world import plain
 from tests.world.test_settings import ENGINES, ROUNDS, assert_as_plain, trained
 
 FILE = Path(os.environ.get("FEDTAILOR_DATA", "none")) / "clinc150" / "data_full.json.gz"
-pytestmark = [pytest.mark.data, pytest.mark.skipif(not FILE.exists(), reason="needs FEDTAILOR_DATA with clinc150")]
+pytestmark = [
+    pytest.mark.data,
+    pytest.mark.skipif(not FILE.exists(), reason="needs the real data under FEDTAILOR_DATA"),
+]
 
 
 def sentences() -> ft.FederatedData:
