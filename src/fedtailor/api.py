@@ -173,6 +173,7 @@ def fit(
     rounds: int = 0,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
+    metric: str = "",
     out: str | Path | None = None,
     progress: bool = True,
 ) -> Fit:
@@ -182,16 +183,17 @@ def fit(
     with the column `client_column` that names the site. Frames are kept in the fit's folder: it can be opened again.
     Or the name of a data source, or of a function that makes the data, "module:load"; these have targets already.
     settings: keys of a configuration, such as {"local.lr": 0.1}.
+    metric: what figures of a table show, such as "auroc".
     """
     if isinstance(sites, str | Path):
         name = Path(sites).resolve().stem.replace(":", ".")
         path = Path(out) if out is not None else new_path(Path("runs"), f"{name}-fit")
-        return _fit(sites, path, target, client_column, algorithm, rounds, seed, settings, progress)
+        return _fit(sites, path, target, client_column, algorithm, rounds, seed, settings, metric, progress)
     path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
     is_new = not path.exists()
     try:
         kept = _keep(sites, path / "data", client_column)
-        return _fit(kept, path, target, client_column, algorithm, rounds, seed, settings, progress)
+        return _fit(kept, path, target, client_column, algorithm, rounds, seed, settings, metric, progress)
     except BaseException:
         if is_new and not (path / FIT).exists():  # refused before it began
             shutil.rmtree(path, ignore_errors=True)
@@ -207,11 +209,13 @@ def _fit(
     rounds: int,
     seed: int,
     settings: Mapping[str, Any] | None,
+    metric: str,
     progress: bool,
 ) -> Fit:
     source = source_of(sites, target, client_column)
     with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
-        fitting.fit(source, path, algorithm=algorithm, rounds=rounds, seed=seed, values=settings, told=told)
+        options: dict[str, Any] = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "values": settings}
+        fitting.fit(source, path, told=told, metric=metric, **options)
     return Fit(path)
 
 

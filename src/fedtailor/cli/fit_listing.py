@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from fedtailor.cli.listing import print_table, unit
+from fedtailor.studies.sentences import sentences
 
 FOLDED = 40  # sites of a fit that a terminal shows
 
@@ -39,6 +40,8 @@ def print_fit(console: Console, record: dict[str, Any]) -> None:
     if "baseline" in record["means"]:
         mean = number(metric, record["means"]["baseline"])
         print(f"baseline   {mean}: the mean of each site, or its shares of the classes, and nothing else")
+    for line in sentences(record):
+        print(f"{line[0]:<10} {line[1]}")
     for label, words in record["shared"].items():
         print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
     print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")

@@ -47,6 +47,9 @@ def fit(
             "--time-limit", min=0, help="Seconds for a table; 0: no limit. Models that do not fit are left out."
         ),
     ] = 0,
+    metric: Annotated[
+        str, typer.Option("--metric", metavar="NAME", help="What a table's figures show, such as auroc, brier or mae.")
+    ] = "",
     settings: Settings = [],  # noqa: B006
     data_root: DataRoot = None,
     out: Out = None,
@@ -70,6 +73,7 @@ def fit(
     named = {"target": target, "client_column": client_column}
     of_source = named | {"data_root": data_root}
     of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings, "time_limit": time_limit}
+    of_training |= {"metric": metric}
     again = command("fit", sites, **of_source, **of_training, out=path)
     aside, others = progress_aside(as_json), all_problems(command("check", sites, **named), source)
     with others, aside, resumable(again, path, begun_by=FIT), grid_shown(console) as told:
@@ -83,6 +87,7 @@ def fit(
             data_root=data_root,
             told=told,
             time_limit=time_limit,
+            metric=metric,
         )
     page = write(path)
     if as_json:

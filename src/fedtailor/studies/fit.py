@@ -24,14 +24,15 @@ from fedtailor.errors import ClientError, ConfigError, UserError
 from fedtailor.experiments import runner, trust
 from fedtailor.experiments.building import build_experiment, load
 from fedtailor.experiments.config import RunConfig, parse, with_settings, with_values
-from fedtailor.experiments.store import CONFIG, FIT, RunFolder, read_json, write_json
+from fedtailor.experiments.store import CONFIG, FIT, RunFolder, write_json
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.serving.personal import Personal
-from fedtailor.studies import linear_candidates, table_fit
+from fedtailor.studies import table_fit
 from fedtailor.studies.fit_folder import claimed
 from fedtailor.studies.grid import Cell, Told, folder_name
 from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
-from fedtailor.studies.table_record import shared, table_record
+from fedtailor.studies.table_record import shared
+from fedtailor.studies.table_study import fit_table
 
 ROUNDS = 32
 TABLES = ("folder", "heart-disease")  # sources of tables
@@ -175,6 +176,7 @@ def fit(
     data_root: Path | None = None,
     told: Told = lambda cell, round, rounds: None,
     time_limit: float = 0.0,
+    metric: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Run what is missing of a fit, choose for every site, and record it; returns the record, as fit.json has it.
@@ -182,30 +184,21 @@ def fit(
     source: the table [data] of a configuration; a folder of files if it names no source.
     options: as those of `plan`.
     time_limit: seconds, for tables; candidates for which there is no time are left out, and named. 0 is none.
+    metric: what figures show of a table, such as "auroc"; models are chosen by log loss or squared error.
     """
     begun = time.monotonic()
     tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
     if table_fit.is_for(loaded, tables, algorithm):
         left = max(time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
-        return _fit_tables(tables, loaded, out, data_root, told, left)
+        return fit_table(tables, loaded, out, data_root, told, left, metric)
+    if metric:
+        raise ConfigError(
+            f'--metric {metric}: for tables with --algorithm auto; else --set evaluation.decide="{metric}"'
+        )
     made = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
     claim = claimed(out, algorithm, made.cells)
     finished, dropped = run_plan(made, data_root, told)
     record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
-    write_json(out / FIT, record)
-    return record
-
-
-def _fit_tables(
-    tables: dict[str, Any], loaded: FederatedData, out: Path, root: Path | None, told: Told, limit: float
-) -> dict[str, Any]:
-    cells = linear_candidates.cells_of(tables, loaded, out)
-    claim = claimed(out, "auto", cells)
-    held = read_json(out / FIT)
-    if "sites" in held:
-        return dict(held)
-    found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
-    record = {"settings": claim} | table_record(found, data, out, cells[0].seed) | {"dropped": found.dropped}
     write_json(out / FIT, record)
     return record
 

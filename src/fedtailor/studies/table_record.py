@@ -12,28 +12,34 @@ from numpy.typing import NDArray
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
-from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.samples import FederatedData
+from fedtailor.experiments.building import task_of
+from fedtailor.metrics.library import known_metrics
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies import table_fit
 from fedtailor.studies.calibration import applied, calibration
 from fedtailor.studies.cross_fitting import folds_of, site_of_rows
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.intervals import LEVELS, half_widths
+from fedtailor.studies.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
 from fedtailor.studies.table_fit import ALONE, COMMON, LEAST, ON_TOP, TREES, Found
 
 
-def table_record(found: Found, data: FederatedData, out: Path, seed: int) -> dict[str, Any]:
+def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric_name: str = "") -> dict[str, Any]:
     """As fit.json has it, but for settings and what was dropped."""
     sure = certainty(found, data, seed)
-    metric, is_class = METRICS[data.task][0], data.task == "classification"
+    is_class, task = data.task == "classification", task_of(found.cells[0].config, data)
+    shown = chosen_metric(task, metric_name)
+    metric, higher = shown.name, shown.higher_is_better
     said = table_fit.said_of(found, data, data.test, out)
     if is_class:
         of_rows = sure.calibration[site_of_rows(data.test)]
         said["personal"] = torch.from_numpy(applied(said["personal"].numpy(), of_rows))
-    figures = {key: table_fit.site_figures(outputs, data.test, is_class) for key, outputs in said.items()}
-    figures["baseline"] = table_fit.site_figures(_baseline(data), data.test, is_class)
-    unit = data.preparation.target.sd if metric == "rmse" else 1.0
+    said["baseline"] = _baseline(data)
+    unit = 1.0 if is_class else data.preparation.target.sd
+    metrics = site_metrics(task, shown, said, data.test, unit)
+    figures = metrics[metric]
+    bounds = certainty_of(shown, figures, resampled(shown, said, data.test, unit, seed), seed)
     sites: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(data.clients):
         weights = {
@@ -54,11 +60,12 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int) -> dic
             "train": int(data.train.sizes[i]),
             "val": 0,
             "test": int(data.test.sizes[i]),
-            **{key: values[i][metric] * unit for key, values in figures.items()},
+            **{key: values[i] for key, values in figures.items()},
+            **bounds["sites"][i],
+            "metrics": {name: {key: values[i] for key, values in each.items()} for name, each in metrics.items()},
             **sure.of(i, unit),
             "gains": {"error": {"served": {"mean": found.gains[i][0], "sd": found.gains[i][1]}}},
         }
-    higher = HIGHER_IS_BETTER[metric]
     by_label = {cell.label: cell for cell in found.cells}
     totals = found.weights.sum(0)
     shared_ones = [i for i, cell in enumerate(found.cells) if cell.label != ALONE] or [0]
@@ -84,6 +91,12 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int) -> dic
         "hurt": share_hurt(
             [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
         ),
+        "ci": bounds["ci"],
+        "differences": bounds["differences"],
+        "fairness": fairness(data.clients, figures["personal"], higher_is_better=higher),
+        "metrics": {
+            name: known_metrics(task)[name].higher_is_better for name in metrics if name in known_metrics(task)
+        },
         "notes": list(data.notes),
         **sure.of_newcomers(unit),
     }

@@ -1,0 +1,51 @@
+"""What a fit found, in words: how sure the gains are, and how sites differ."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fedtailor.studies.site_metrics import is_noise
+from fedtailor.studies.tables import number
+
+OTHERS = {"alone": "each site's best model alone", "common": "one common model", "baseline": "the baseline"}
+
+
+def sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines of a fit of tables, each with what it is about; none of a fit without intervals."""
+    if "differences" not in record:
+        return []
+    metric = record["metric"]
+    out = [("gain", difference(record, key)) for key in OTHERS if key in record["differences"]]
+    if sites := site_gains(record):
+        out.append(("sites", sites))
+    if found := record.get("fairness"):
+        worst, spread = number(metric, found["worst_value"]), number(metric, found["spread"])
+        out.append(("fairness", f"worst site {found['worst']}, {worst}; spread over sites (sd) {spread}"))
+    return out
+
+
+def difference(record: dict[str, Any], key: str) -> str:
+    """Personal models against something else, with the 95 % interval."""
+    metric, found = record["metric"], record["differences"][key]
+    gain, (low, high) = found["gain"], found["ci"]
+    if not all(map(math.isfinite, (gain, low, high))):
+        return f"personal models against {OTHERS[key]}: too few test rows to tell"
+    size, bounds = number(metric, abs(gain)), f"95 % interval {number(metric, low)} to {number(metric, high)}"
+    points = " points" if metric == "accuracy" else ""
+    how = "better" if gain >= 0 else "worse"
+    if is_noise(found["ci"]):
+        return f"personal models against {OTHERS[key]}: {size}{points} {how}, which may be noise ({bounds})"
+    return f"personal models are {size}{points} {how} than {OTHERS[key]} ({bounds})"
+
+
+def site_gains(record: dict[str, Any]) -> str:
+    """How many sites gain or lose on their test rows, beyond noise."""
+    rows = [row for row in record["sites"].values() if all(map(math.isfinite, row.get("gain_ci", [math.nan])))]
+    if not rows:
+        return ""
+    better, worse = sum(row["gain_ci"][0] > 0 for row in rows), sum(row["gain_ci"][1] < 0 for row in rows)
+    rest = len(rows) - better - worse
+    return (
+        f"on test rows {better} gain over their best model alone beyond noise, {worse} lose; of {rest} one cannot tell"
+    )

@@ -1,0 +1,40 @@
+"""A fit of tables from beginning to end: candidates, choice, record; the same call on a finished one reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedtailor.core.samples import FederatedData
+from fedtailor.errors import RunError
+from fedtailor.experiments.building import task_of
+from fedtailor.experiments.store import FIT, read_json, write_json
+from fedtailor.studies import linear_candidates, table_fit
+from fedtailor.studies.fit_folder import claimed
+from fedtailor.studies.grid import Told
+from fedtailor.studies.site_metrics import chosen_metric
+from fedtailor.studies.table_record import table_record
+
+
+def fit_table(
+    tables: dict[str, Any],
+    loaded: FederatedData,
+    out: Path,
+    root: Path | None,
+    told: Told,
+    limit: float,
+    metric: str = "",
+) -> dict[str, Any]:
+    """Run what is missing, choose for every site, and record it; returns the record."""
+    cells = linear_candidates.cells_of(tables, loaded, out)
+    shown = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
+    claim = claimed(out, "auto", cells)
+    held = read_json(out / FIT)
+    if "sites" in held:
+        if metric and held["metric"] != shown:
+            raise RunError(f"{out}: shows {held['metric']}; choose another folder with --out for --metric {shown}")
+        return dict(held)
+    found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
+    record = {"settings": claim} | table_record(found, data, out, cells[0].seed, metric) | {"dropped": found.dropped}
+    write_json(out / FIT, record)
+    return record
