@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from fedtailor.core.samples import FederatedData
 from fedtailor.data import saved
 from fedtailor.data.configs import SourceConfig
 from fedtailor.data.frames import as_frame
-from fedtailor.errors import ConfigError, DataError, RunError
+from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
 from fedtailor.experiments.progress import grid_shown, shown
-from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json, write_atomically
+from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json
 from fedtailor.experiments.trust import accept_folder
 from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
@@ -34,6 +33,7 @@ from fedtailor.serving import personal as serving
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import fit as fitting
 from fedtailor.studies.fit_folder import source_of
+from fedtailor.studies.kept_frames import keep
 from fedtailor.studies.tables import number
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def fit(
     path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
     is_new = not path.exists()
     try:
-        kept = _keep(sites, path / "data", client_column)
+        kept = keep(sites, path / "data", client_column)
         return _fit(kept, path, target, client_column, algorithm, rounds, seed, settings, metric, progress)
     except BaseException:
         if is_new and not (path / FIT).exists():  # refused before it began
@@ -217,41 +217,6 @@ def _fit(
         options: dict[str, Any] = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "values": settings}
         fitting.fit(source, path, told=told, metric=metric, **options)
     return Fit(path)
-
-
-def _keep(sites: Any, folder: Path, client_column: str | None) -> Path:
-    """Frames as Parquet files; returns what to read."""
-    if client_column is not None or not isinstance(sites, Mapping):
-        if client_column is None:
-            raise DataError("sites: one frame needs client_column, the column that names the site")
-        return _kept({"sites": as_frame(sites, "sites")}, folder) / "sites.parquet"
-    frames = {str(name): as_frame(frame, f'site "{name}"') for name, frame in sites.items()}
-    for name in frames:
-        if not name or name.startswith(".") or "/" in name or "\0" in name:
-            raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
-    return _kept(frames, folder)
-
-
-def _kept(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
-    """A folder that holds these frames, and no others."""
-    import polars as pl
-
-    content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
-    if folder.exists():
-        there = {path.name: pl.read_parquet(path) for path in folder.glob("*.parquet")}
-        given = {name: pl.read_parquet(held) for name, held in content.items()}
-        if there.keys() != given.keys() or not all(frame.equals(there[name]) for name, frame in given.items()):
-            raise DataError(f"{folder}: holds other frames than those given; choose another folder with out")
-        return folder
-    for name, held in content.items():
-        write_atomically(folder / name, held)
-    return folder
-
-
-def _parquet(frame: pl.DataFrame) -> bytes:
-    held = io.BytesIO()
-    frame.write_parquet(held)
-    return held.getvalue()
 
 
 def run(
