@@ -200,7 +200,7 @@ def test_show_of_an_unfinished_run(call: Call, tmp_path: Path) -> None:
         file.write('{"round": 3')  # killed while writing
     code, out, _ = call("show", "half")
     assert code == 0
-    assert out.splitlines()[-1] == "status     2 of 3 rounds; go on with: fedtailor resume half"
+    assert out.splitlines()[-1] == "status     2 of 3 rounds; continue with: fedtailor resume half"
 
 
 def test_client_names_are_printed_as_they_are(call: Call, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_error_of_an_algorithm_names_it_and_how_to_go_on(call: Call) -> None:
         "error: every client failed; the first: Broken.local, client client-00, round 2: ValueError"
     )
     assert "my own mistake" in first
-    assert second == "the last checkpoint is intact; go on with: fedtailor resume 'my run'"
+    assert second == "the last checkpoint is intact; continue with: fedtailor resume 'my run'"
 
 
 def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +313,8 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
         patch.setattr(rounds.Run, "finish", interrupt)
         code, _, err = call("run", "small.toml", "--out", "it's mine")
     assert code == 130
-    assert err.startswith("interrupted; go on with: fedtailor resume ")
-    command = shlex.split(err.split("go on with: ")[1])
+    assert err.startswith("interrupted; continue with: fedtailor resume ")
+    command = shlex.split(err.split("continue with: ")[1])
     assert command == ["fedtailor", "resume", "it's mine"]
     assert call(*command[1:]).code == 0
     assert records(RunFolder(tmp_path / "it's mine")) == records(whole)
@@ -339,7 +339,7 @@ def test_interrupted_comparison_says_how_to_go_on(call: Call, tmp_path: Path, mo
         patch.setattr(grid, "_pause", interrupt_after_a_run)
         code, _, err = call(*arguments)
     assert code == 130
-    again = shlex.split(err.split("go on with: ")[1])
+    again = shlex.split(err.split("continue with: ")[1])
     assert again == ["fedtailor", *arguments]
     assert "fedavg" in call(*again[1:]).out
 
@@ -361,7 +361,7 @@ def test_full_disk(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert code == 1
     assert err == (
         f"error: {path}: no space left on the disk; the last checkpoint is intact. "
-        f"Free some, then go on with: fedtailor resume {path}\n"
+        f"Free some, then continue with: fedtailor resume {path}\n"
     )
     assert sorted(p.name for p in (path / "checkpoint").glob("state*")) == ["state-000002.safetensors"]
     loaded = RunFolder(path).load_checkpoint()

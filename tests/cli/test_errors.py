@@ -145,21 +145,21 @@ def test_a_folder_of_runs_is_no_run_but_names_them(refused: Refused, tmp_path: P
         (tmp_path / "my fit" / name).mkdir(parents=True)
         (tmp_path / "my fit" / name / "run.json").write_text("{}")
     runs = "or name one of its runs (fedavg-seed0, local-seed0), such as 'my fit/fedavg-seed0'"
-    message = "my fit: a folder of runs, not a single run; the same command with --out 'my fit' goes on with it; "
+    message = "my fit: a folder of runs, not a single run; continue with the same command and --out 'my fit'; "
     assert refused(command, "my fit") == message + runs
     (tmp_path / "my fit" / "fit.json").write_text("{}")
-    message = "my fit: a fit, not a single run; the same fedtailor fit with --out 'my fit' goes on with it; "
+    message = "my fit: a fit, not a single run; continue with the same fedtailor fit and --out 'my fit'; "
     assert refused(command, "my fit") == message + runs
 
 
 def test_hints_quote_paths(refused: Refused, call: Call, half: Path, tmp_path: Path) -> None:
     half.rename(tmp_path / "my run")
-    assert refused("run", "small.toml", "--out", "my run").endswith("fedtailor resume 'my run' goes on with it")
-    assert call("show", "my run").out.endswith("go on with: fedtailor resume 'my run'\n")
+    assert refused("run", "small.toml", "--out", "my run").endswith("continue it with: fedtailor resume 'my run'")
+    assert call("show", "my run").out.endswith("continue with: fedtailor resume 'my run'\n")
     assert call("init", "my config.toml").out.endswith("run it with: fedtailor run 'my config.toml'\n")
     (tmp_path / "my grid").mkdir()
     (tmp_path / "my grid" / "compare.json").write_text("{}")
-    assert "fedtailor compare CONFIG --out 'my grid' goes on" in refused("show", "my grid")
+    assert "continue with: fedtailor compare CONFIG --out 'my grid'" in refused("show", "my grid")
 
 
 def test_resuming_a_damaged_run(refused: Refused, half: Path) -> None:
@@ -189,7 +189,7 @@ def test_resuming_a_damaged_run(refused: Refused, half: Path) -> None:
 
 def test_run_folder_is_not_overwritten(refused: Refused, half: Path) -> None:
     message = refused("run", "small.toml", "--out", half)
-    assert message == f"{half}: holds a run already; fedtailor resume {half} goes on with it"
+    assert message == f"{half}: holds a run already; continue it with: fedtailor resume {half}"
 
 
 def test_paths_that_cannot_be_written(refused: Refused, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_unfinished_comparison_is_not_shown(refused: Refused, call: Call, tmp_pa
     (tmp_path / "grid").mkdir()
     (tmp_path / "grid" / "compare.json").write_text("{}")
     assert refused("show", "grid") == (
-        "grid: a comparison that is not finished; fedtailor compare CONFIG --out grid goes on"
+        "grid: an unfinished comparison; continue with: fedtailor compare CONFIG --out grid"
     )
 
 

@@ -135,7 +135,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
         patch.setattr(fitting, "chosen", interrupt)
         code, _, err = call("fit", "my sites", *QUICK, "--set", "model.hidden=[4]")
     assert code == 130
-    again = shlex.split(err.split("go on with: ")[1])
+    again = shlex.split(err.split("continue with: ")[1])
     assert again[:2] == ["fedtailor", "fit"]
     assert "not finished" in call("show", "runs/my sites-fit").err
     assert "not finished" in call("predict", "runs/my sites-fit", "--site", "s0", "my sites/s0.csv").err

@@ -118,7 +118,7 @@ def test_interrupt_says_how_to_go_on(call: Call, configs: Path, monkeypatch: pyt
         patch.setattr(grid, "_pause", interrupt_after_a_run)
         code, _, err = call("reproduce", "paper/table9", "--configs", configs, "--rows", "ours", "--json", "f.json")
     assert code == 130
-    again = shlex.split(err.removeprefix("interrupted; go on with: "))
+    again = shlex.split(err.removeprefix("interrupted; continue with: "))
     assert again[:3] == ["fedtailor", "reproduce", "paper/table9"]
     assert not Path("f.json").exists()
     assert list(Path("runs/paper-table9-cpu").glob(f"*/{RESULTS}"))

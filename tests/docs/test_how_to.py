@@ -21,7 +21,7 @@ from tests.docs.pages import ROOT, run_page
 
 def test_resume(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/resume.md", monkeypatch)
-    assert "status     3 of 6 rounds; go on with: fedtailor resume runs/interrupted" in capsys.readouterr().out
+    assert "status     3 of 6 rounds; continue with: fedtailor resume runs/interrupted" in capsys.readouterr().out
 
 
 def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:

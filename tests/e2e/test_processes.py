@@ -64,9 +64,9 @@ def test_ctrl_c_prints_the_line_that_resumes(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
-    assert said == "interrupted; go on with: fedtailor resume 'my run'\n"
+    assert said == "interrupted; continue with: fedtailor resume 'my run'\n"
     assert len(RunFolder(path).metrics()) == 3
-    command = shlex.split(said.split("go on with: ")[1])
+    command = shlex.split(said.split("continue with: ")[1])
     resumed = fedtailor(*command[1:], folder=tmp_path)
     assert (resumed.returncode, resumed.stderr) == (0, "")
     straight = runner.start(config("algorithm.name=ditto", f"rounds={rounds}"), tmp_path / "straight")

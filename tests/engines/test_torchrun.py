@@ -84,7 +84,7 @@ def test_a_lost_rank_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     told = [line for line in done.stderr.splitlines() if "rank was lost" in line]
     assert len(told) == 1
     assert told[0].endswith(
-        f"go on with: torchrun --nproc-per-node 2 -m fedtailor resume {lost} (with any number of ranks)"
+        f"continue with: torchrun --nproc-per-node 2 -m fedtailor resume {lost} (with any number of ranks)"
     )
     folder = RunFolder(lost)
     assert folder.results is None

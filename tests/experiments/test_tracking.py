@@ -118,7 +118,7 @@ def test_a_run_outlives_its_tracker(
         folder = runner.start(config("tracking.tensorboard=true"), tmp_path / "run")
     assert folder.results is not None
     assert [r.message for r in caplog.records] == [
-        "tracking: tensorboard failed and is told no more; the run goes on: no space left"
+        "tracking: tensorboard failed and gets no more data; the run continues: no space left"
     ]
 
 

@@ -111,7 +111,7 @@ def stop(
             session.abort(job)
     if not jobs:
         raise RunError(f'no run "{target}" is at work; fedtailor federation status --admin {admin} lists them')
-    print(f"{target}: stopped; submit it again to go on with it")
+    print(f"{target}: stopped; submit it again to continue")
 
 
 @app.command()
@@ -140,7 +140,7 @@ def submit(
     try:
         Launcher(admin, checked, name, sites, _say).to_the_end()
     except KeyboardInterrupt:
-        print(f"the job goes on; watch it again with: {again}", file=sys.stderr)
+        print(f"the job continues; attach to it again with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     print(f"{name}: done. Results are in the server's folder, under runs/{name}; each site has its own model.")
 
@@ -172,7 +172,7 @@ def local(
     try:
         finished = here.run(folder, sites, checked, name, _say, data_root)
     except KeyboardInterrupt:
-        print(f"interrupted; go on with: {again}", file=sys.stderr)
+        print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     print_run(console, finished.path, False)
     print(f"a site's own model: fedtailor federation personal {folder / finished.about['clients'][0]}")

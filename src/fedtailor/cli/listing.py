@@ -172,16 +172,14 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     if (path / FIT).exists():
         record = read_json(path / FIT)
         if "sites" not in record:
-            raise RunError(f"{path}: a fit that is not finished; the same fedtailor fit with --out {quoted} goes on")
+            raise RunError(f"{path}: an unfinished fit; continue with the same fedtailor fit and --out {quoted}")
         from fedtailor.cli.fit_listing import print_fit
 
         print_fit(console, record)
         return
     if (path / GRID).exists():
         if not (path / TABLE).exists():
-            raise RunError(
-                f"{path}: a comparison that is not finished; fedtailor compare CONFIG --out {quoted} goes on"
-            )
+            raise RunError(f"{path}: an unfinished comparison; continue with: fedtailor compare CONFIG --out {quoted}")
         print(table_files.read(path, TABLE), end="")
         return
     folder = RunFolder.open(path)
@@ -199,7 +197,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     print(f"device     {made_by.get('device', 'cpu')}{_reason(made_by.get('device_why'))}")
     if results is None:
         rounds = len(folder.metrics())
-        print(f"status     {rounds} of {config.rounds} rounds; go on with: fedtailor resume {quoted}")
+        print(f"status     {rounds} of {config.rounds} rounds; continue with: fedtailor resume {quoted}")
         return
     local = local_reference(folder)
     _print_results(console, results, local)

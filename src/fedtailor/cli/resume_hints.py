@@ -73,7 +73,7 @@ def resumable(
     started_by = []
     if ranks is not None and ranks.count > 1:
         started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
-    hint = f"go on with: {shlex.join([*started_by, 'fedtailor', *again])}"
+    hint = f"continue with: {shlex.join([*started_by, 'fedtailor', *again])}"
     try:
         yield
     except KeyboardInterrupt:

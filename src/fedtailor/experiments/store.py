@@ -153,7 +153,7 @@ class RunFolder:
         """A new folder with the resolved configuration, what made it and, of tables, how columns are prepared."""
         folder = cls(path)
         if (path / CONFIG).exists():
-            hint = f"fedtailor resume {shlex.quote(str(path))} goes on with it"
+            hint = f"continue it with: fedtailor resume {shlex.quote(str(path))}"
             raise RunError(f"{path}: holds a run already; {hint}", code="run.exists")
         content = tomli_w.dumps(config.plain()).encode()
         if preparation is not None:
@@ -331,7 +331,7 @@ def _instead_of_a_run(path: Path) -> str:
     if not inside and not is_fit:
         return f"not a run folder (no {CONFIG}); fedtailor run CONFIG makes one"
     what, command = ("a fit", "fedtailor fit") if is_fit else ("a folder of runs", "command")
-    hint = f"{what}, not a single run; the same {command} with --out {shlex.quote(str(path))} goes on with it"
+    hint = f"{what}, not a single run; continue with the same {command} and --out {shlex.quote(str(path))}"
     if not inside:
         return hint
     names = ", ".join(inside[:8]) + (", ..." if inside[8:] else "")

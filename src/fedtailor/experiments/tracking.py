@@ -127,7 +127,7 @@ class _Follower:
         except Exception as error:
             self.tracker = None
             why = " ".join(str(error).split()) or type(error).__name__
-            log.warning("tracking: %s failed and is told no more; the run goes on: %s", self.name, why)
+            log.warning("tracking: %s failed and gets no more data; the run continues: %s", self.name, why)
 
 
 class _TensorBoard:

@@ -41,7 +41,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     run = folder.path
     saved = folder.load_checkpoint()
     if folder.results is None or saved is None:
-        raise RunError(f"{run}: not finished yet; fedtailor resume {shlex.quote(str(run))} goes on with it")
+        raise RunError(f"{run}: not finished yet; continue it with: fedtailor resume {shlex.quote(str(run))}")
     folder.new_newcomer(name)
     if name in folder.about["clients"]:
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
@@ -90,7 +90,9 @@ def source_run(path: Path) -> Path:
         return path
     chosen = read_json(path / FIT)
     if "newcomers" not in chosen:
-        raise RunError(f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on")
+        raise RunError(
+            f"{path}: not finished yet; continue with the same fedtailor fit and --out {shlex.quote(str(path))}"
+        )
     return part_of(path, chosen["newcomers"])
 
 

@@ -185,7 +185,7 @@ def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
         chosen = read_json(path / FIT)
         if "sites" not in chosen:
             raise RunError(
-                f"{path}: not finished yet; the same fedtailor fit with --out {shlex.quote(str(path))} goes on"
+                f"{path}: not finished yet; continue with the same fedtailor fit and --out {shlex.quote(str(path))}"
             )
         source = part_of(path, chosen["newcomers"])
         known = {name: part_of(path, row["run"]) for name, row in chosen["sites"].items()}
@@ -195,7 +195,7 @@ def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
         folder, kind = RunFolder.open(known[site]), chosen["kind"]
     if folder.results is None:
         raise RunError(
-            f"{folder.path}: not finished yet; fedtailor resume {shlex.quote(str(folder.path))} goes on with it"
+            f"{folder.path}: not finished yet; continue it with: fedtailor resume {shlex.quote(str(folder.path))}"
         )
     return folder, kind
 

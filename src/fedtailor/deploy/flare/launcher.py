@@ -86,7 +86,7 @@ class Launcher:
                 outside = {site for site, jobs in office.sites().items() if job not in jobs}
                 if returned := outside & before:  # seen twice: not one that is about to begin or to end
                     self.say(
-                        f"{', '.join(sorted(returned))} came; the run goes on with all of them from its checkpoint"
+                        f"{', '.join(sorted(returned))} joined; the run continues with all of them from its checkpoint"
                     )
                     office.abort(job)
                     is_over = True
