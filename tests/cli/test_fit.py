@@ -137,7 +137,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
     assert code == 130
     again = shlex.split(err.split("continue with: ")[1])
     assert again[:2] == ["fedtailor", "fit"]
-    assert "not finished" in call("show", "runs/my sites-fit").err
+    assert "unfinished fit" in call("show", "runs/my sites-fit").err
     assert "not finished" in call("predict", "runs/my sites-fit", "--site", "s0", "my sites/s0.csv").err
     assert "not finished" in call("onboard", "runs/my sites-fit", "--data", "my sites/s0.csv", "--name", "x").err
     assert call("report", "runs/my sites-fit").code == 0  # on what there is
