@@ -1,9 +1,10 @@
 """Every method on PFLlib's Fashion-MNIST columns, by three habits of reporting
 
-FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--runs runs/leaderboard] [--only NAME ...]
+FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--runs runs/leaderboard] [--only NAME ...] [--finished]
 
 The habits: the round that is best on test data, the last round, the round that is best on validation data. A run that
-was interrupted is resumed, a finished one is not run again; of its files only the figures are kept.
+was interrupted is resumed, a finished one is not run again; of its files only the figures are kept. With --finished,
+nothing is run: the tables are those of the finished runs.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "two classes per client": {"partition": "classes", "classes_per_client": 2},
 }
 COMMON: dict[str, Any] = {
-    "rounds": 8,
-    "model": {"name": "fmnist-cnn"},  # "cnn" is PFLlib's
-    "local": {"lr": 0.05, "batch_size": 10},
+    "rounds": 6,
+    "model": {"name": "cnn"},  # PFLlib's
+    "local": {"lr": 0.1, "batch_size": 10},
     "federation": {"engine": "loop"},
     "evaluation": {"test_curve": True},
     "checkpoint": {"seconds": 60},
 }
-DATA = {"source": "fashion-mnist", "clients": 20, "test": 0.25, "val": 0.1, "max_samples": 160, "max_train": 52}
-# where a default is more than one local epoch per phase, or more trips than eight rounds are worth
+DATA = {"source": "fashion-mnist", "clients": 20, "test": 0.25, "val": 0.1, "max_samples": 120, "max_train": 30}
+# where a default is more than one local epoch per phase, or more trips than six rounds are worth
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedrep": {"head_epochs": 1},
     "learn2pfed-net": {"epochs": 1},
@@ -86,13 +87,12 @@ def finished(config: RunConfig, folder: Path, data: FederatedData | None = None)
 
 @dataclass(frozen=True)
 class Row:
-    """A method's accuracy in percent over all test samples, by habit, and what it took."""
+    """A method's accuracy in percent over all test samples, by habit, and what it sent."""
 
     title: str
     figures: tuple[float, float, float]
     rounds: tuple[int, int, int]
     up: float  # MB
-    seconds: float
 
 
 def row(title: str, folder: RunFolder, counts: Sequence[int]) -> Row:
@@ -107,7 +107,7 @@ def row(title: str, folder: RunFolder, counts: Sequence[int]) -> Row:
     best = max(curve, key=lambda r: (curve[r], -r))
     rounds = (best, max(curve), results["selected"]["round"])
     figures = (curve[rounds[0]], curve[rounds[1]], curve[rounds[2]])
-    return Row(title, figures, rounds, results["traffic"]["up"] / 1e6, results["seconds"])
+    return Row(title, figures, rounds, results["traffic"]["up"] / 1e6)
 
 
 def ranks(rows: Sequence[Row], habit: int) -> dict[str, int]:
@@ -128,11 +128,11 @@ def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 def table(rows: Sequence[Row]) -> list[str]:
     """Figures and ranks side by side, in the order of the round that validation selects."""
     placed = [ranks(rows, habit) for habit in range(3)]
-    lines = ["| method | " + " | ".join((*HABITS, "rank", "rank", "rank", "best round", "up, MB", "seconds")) + " |"]
-    lines += ["|---" + "|---:" * 9 + "|"]
+    lines = ["| method | " + " | ".join((*HABITS, "rank", "rank", "rank", "best round", "up, MB")) + " |"]
+    lines += ["|---" + "|---:" * 8 + "|"]
     for r in sorted(rows, key=lambda r: (-r.figures[2], r.title)):
         cells = [r.title, *(f"{f:.2f}" for f in r.figures), *(str(p[r.title]) for p in placed)]
-        lines.append(f"| {' | '.join([*cells, str(r.rounds[0]), f'{r.up:.0f}', f'{r.seconds:.0f}'])} |")
+        lines.append(f"| {' | '.join([*cells, str(r.rounds[0]), f'{r.up:.0f}'])} |")
     return lines
 
 
@@ -165,13 +165,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/leaderboard"))
     parser.add_argument("--only", nargs="*", default=[], help="names of methods; all by default")
+    parser.add_argument("--finished", action="store_true", help="run nothing")
     asked = parser.parse_args()
     loaded = {column: load(configured(column, "fedavg")) for column in COLUMNS}
     found: dict[str, list[Row]] = {column: [] for column in COLUMNS}
-    for name in asked.only or methods():
-        for column, data in loaded.items():
-            folder = finished(configured(column, name), asked.runs / folder_name(f"{name} {column}", 0), data)
-            found[column].append(row(algorithms.find(name).title, folder, data.test.sizes.tolist()))
+    for column, data in loaded.items():
+        for name in asked.only or methods():
+            folder = asked.runs / folder_name(f"{name} {column}", 0)
+            if asked.finished and not (folder / RESULTS).exists():
+                continue
+            done = finished(configured(column, name), folder, data)
+            found[column].append(row(algorithms.find(name).title, done, data.test.sizes.tolist()))
             print(f"{column}: {found[column][-1]}", file=sys.stderr, flush=True)
     for column, rows in found.items():
         print(

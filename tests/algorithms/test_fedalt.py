@@ -1,4 +1,4 @@
-"""FedALT by hand, in plain torch; alone, with its mixers held, it is Local with adapters half as strong."""
+"""FedALT by hand, in plain torch; its first step is Local's with adapters half as strong."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from fedtailor.algorithms.fedalt import FedALT
+from fedtailor.algorithms.local import Local
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
@@ -80,6 +81,23 @@ def test_predictions_mix_own_and_others() -> None:
     x = data.test.of(0)[0]
     wanted = outputs(model, v["ada"], r, private["ada"]["state"]["mixer"], x)
     assert_equal(algorithm.predict(model, models(fed, server)["ada"], x), wanted)
+
+
+def test_the_first_step_is_locals_with_adapters_half_as_strong() -> None:
+    """While B is 0, as peft begins with it, and there are no others yet, nothing moves the mixers from one half."""
+    data = make_data()
+    found = []
+    for algorithm, strength in ((FedALT(), 1.5), (Local(), 0.75)):
+        model = make_model("adapted", data)
+        for layer in map(model.module.get_submodule, LAYERS):
+            layer.lora_B["default"].weight.data.zero_()  # type: ignore[index, union-attr]
+            layer.scaling["default"] = strength  # type: ignore[index, operator, assignment]
+        model = Model(model.module, head=["out"])
+        fed = federate(algorithm, data, model, solver=FULL_BATCH)
+        own = models(fed, run(fed, rounds=1))
+        found.append({name: {k: mine[k] for k in model.params} for name, mine in own.items()})
+    assert_equal(found[0], found[1], 1e-14)
+    assert float(found[0]["ada"]["second.lora_B.default.weight"].abs().max()) > 1e-4
 
 
 def test_alone_it_learns_from_nobody() -> None:

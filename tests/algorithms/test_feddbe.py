@@ -1,4 +1,4 @@
-"""FedDBE by hand; its first round is FedAvg's, and so are all without a part of its own and without pull."""
+"""FedDBE by hand; its first round is FedAvg's."""
 
 import pytest
 import torch

@@ -27,6 +27,8 @@ def test_implicit_gradients_converge_to_the_answer() -> None:
     conjugate = [error(run("cg", rounds, terms)[0]["gradient"], answer()) for terms in (2, 4, 8)]
     assert conjugate[0] > 0.01 > conjugate[1] > 1e-4 > 1e-6 > conjugate[2]  # as many steps as parameters: exact
     assert error(run("first-order", rounds)[0]["gradient"], answer()) > 0.5
+    own = [error(run("own", rounds, terms)[0]["gradient"], answer()) for terms in (80, 160)]
+    assert min(own) > 0.5  # it goes to the mean of the clients' inverses, not to the inverse of their mean
 
 
 def test_trips() -> None:
@@ -34,3 +36,4 @@ def test_trips() -> None:
     assert run("unrolled", 6)[1].traffic.trips == 2 * (6 + 1)
     assert run("cg", 6, 4)[1].traffic.trips == 6 + 1 + 4 + 1
     assert run("first-order", 6)[1].traffic.trips == 6 + 1 + 1
+    assert run("own", 6, 4)[1].traffic.trips == 6 + 1 + 1 + 1

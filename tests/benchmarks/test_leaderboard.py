@@ -13,7 +13,7 @@ from fedtailor.experiments.config import parse
 
 
 def made(title: str, best: float, last: float, selected: float) -> Row:
-    return Row(title, (best, last, selected), (2, 3, 1), 1.0, 1.0)
+    return Row(title, (best, last, selected), (2, 3, 1), 1.0)
 
 
 ROWS = [made("A", 90, 80, 85), made("B", 88, 88, 88), made("C", 88, 70, 60)]
@@ -24,7 +24,7 @@ def test_ranks_and_what_changes_them() -> None:
     assert ranks(ROWS, 2) == {"A": 2, "B": 1, "C": 3}
     assert turned(ROWS, 0, 2) == (1, 3)
     assert [line.split("|")[1].strip() for line in table(ROWS)[2:]] == ["B", "A", "C"]
-    assert table(ROWS)[2] == "| B | 88.00 | 88.00 | 88.00 | 2 | 1 | 1 | 2 | 1 | 1 |"
+    assert table(ROWS)[2] == "| B | 88.00 | 88.00 | 88.00 | 2 | 1 | 1 | 2 | 1 |"
     words = "\n".join(summary(ROWS, 600))
     assert "11.00 points above the selected one on average over 3 methods, and 9.33 above the last" in words
     assert "most for C, 28.00" in words

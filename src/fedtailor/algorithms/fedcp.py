@@ -64,8 +64,7 @@ class FedCP(Algorithm):
         return me.model.head
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Params:
-        head: Params = server["head"]
-        return head
+        return dict(server["head"])
 
     @on_client(sends=(SHARED, COUNT))
     def local(self, me: ClientContext, common: Tree) -> tuple[Tree, Tree]:

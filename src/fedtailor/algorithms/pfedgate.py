@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared.own_loss import some_samples, task_losses
+from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
-from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
@@ -43,18 +43,18 @@ class PFedGate(Algorithm):
     keeps: ClassVar[str] = "gates"
     private: ClassVar[str] = "a gating layer"
     needs_tensor: ClassVar[bool] = True
+    stale: ClassVar[bool] = True
     citation: ClassVar[str] = """@inproceedings{chen2023efficient,
   title={Efficient Personalized Federated Learning via Sparse Model-Adaptation},
   author={Chen, Daoyuan and Yao, Liuyi and Gao, Dawei and Ding, Bolin and Li, Yaliang},
   booktitle={ICML}, year={2023}
 }"""
 
+    server_init, round = FedAvg.server_init, FedAvg.round
+
     def check(self, model: Model, task: str) -> None:
         if not 0 < self.density <= 1 or self.blocks < 1 or self.samples < 1:
             raise ConfigError("algorithm: pFedGate needs density above 0 and up to 1, blocks and samples of at least 1")
-
-    def server_init(self, model: Model) -> Params:
-        return model.params
 
     def client_init(self, me: ClientContext) -> Tree:
         count, inputs = sum(n for n, _ in cut(me.model, self.blocks).values()), me.train.x.shape[1:].numel()
@@ -76,9 +76,6 @@ class PFedGate(Algorithm):
 
         beside = frozen | {SOME: some, COUNTED: counted}
         return me.sgd(theta | {A: me.state["A"], B: me.state["b"]}, epochs=epochs, frozen=beside, loss=loss)
-
-    def round(self, fed: Federation, theta: Params) -> Params:
-        return fed.mean(*fed.map(self.local, theta))
 
     def personal(self, me: ClientContext, theta: Params) -> Params:
         return theta | self.gated(me.model, theta, self.mean_gates(me, me.state["A"], me.state["b"]))
