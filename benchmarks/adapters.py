@@ -29,14 +29,13 @@ from fedtailor.experiments.store import RESULTS, RunFolder  # noqa: E402
 METHODS: dict[str, dict[str, Any]] = {
     "local": {},
     "fedavg": {},
-    "fedper": {"model": {"head": ["*lora_B*"]}},
     "fedsa-lora": {},
     "feddpa": {},
     "fedalt": {},
     "learn2pfed-net": {"algorithm": {"epochs": 1}},
-    "fedselect": {},
 }
-SMALL = {"max_samples": 48, "test": 0.3, "val": 0.1}
+SMALL = {"max_samples": 40, "test": 0.4, "val": 0.1}
+ADAPTER = {"rank": 4, "targets": ["*.layer.[45].*.query", "*.layer.[45].*.value"]}  # the last two of six layers
 
 
 def configured(name: str, seed: int) -> RunConfig:
@@ -47,7 +46,7 @@ def configured(name: str, seed: int) -> RunConfig:
     return parse(
         TASK
         | {"rounds": 3, "seed": seed, "evaluation": {"every": 3}}
-        | {"data": TASK["data"] | SMALL, "model": TASK["model"] | own.get("model", {})}
+        | {"data": TASK["data"] | SMALL, "model": TASK["model"] | {"adapter": ADAPTER}}
         | {"algorithm": {"name": name} | own.get("algorithm", {})}
     )
 

@@ -35,15 +35,15 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "two classes per client": {"partition": "classes", "classes_per_client": 2},
 }
 COMMON: dict[str, Any] = {
-    "rounds": 6,
-    "model": {"name": "cnn"},  # PFLlib's
+    "rounds": 15,
+    "model": {"name": "mlp", "hidden": [100]},  # PFLlib's DNN; its CNN is "cnn"
     "local": {"lr": 0.1, "batch_size": 10},
-    "federation": {"engine": "loop"},
+    "federation": {"engine": "vmap"},
     "evaluation": {"test_curve": True},
     "checkpoint": {"seconds": 60},
 }
-DATA = {"source": "fashion-mnist", "clients": 20, "test": 0.25, "val": 0.1, "max_samples": 120, "max_train": 30}
-# where a default is more than one local epoch per phase, or more trips than six rounds are worth
+DATA = {"source": "fashion-mnist", "clients": 20, "test": 0.25, "val": 0.1, "max_samples": 160, "max_train": 60}
+# where a default is more than one local epoch per phase, or more trips than fifteen rounds are worth
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedrep": {"head_epochs": 1},
     "learn2pfed-net": {"epochs": 1},

@@ -91,7 +91,7 @@ def test_the_first_step_is_locals_with_adapters_half_as_strong() -> None:
         model = make_model("adapted", data)
         for layer in map(model.module.get_submodule, LAYERS):
             layer.lora_B["default"].weight.data.zero_()  # type: ignore[index, union-attr]
-            layer.scaling["default"] = strength  # type: ignore[index, operator, assignment]
+            layer.scaling["default"] = strength  # type: ignore[index, operator]
         model = Model(model.module, head=["out"])
         fed = federate(algorithm, data, model, solver=FULL_BATCH)
         own = models(fed, run(fed, rounds=1))

@@ -52,7 +52,7 @@ def test_hypergradients(capsys: pytest.CaptureFixture[str]) -> None:
     assert "```sh\npython benchmarks/hypergradients.py\n```" in page
     hypergradients.main()
     shown, found = ROW.findall(page), ROW.findall(capsys.readouterr().out)
-    assert len(shown) == 12
+    assert len(shown) == 15
     assert [row[:3] + row[4:] for row in shown] == [row[:3] + row[4:] for row in found]
     assert [float(row[3]) for row in shown] == pytest.approx([float(row[3]) for row in found], rel=0.1)
 
