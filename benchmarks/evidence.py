@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fedtailor import algorithms
 from fedtailor.experiments.config import CompareConfig, parse, read_toml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +48,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
     "federation": ("benchmarks/federation.py --table", "benchmarks/secure_sum.py"),
     "fit": ("benchmarks/auto.py",),
     "cifar100": ("configs/cifar100/superclass.toml", "configs/cifar100/dirichlet.toml"),
-    "leaderboard": ("benchmarks/leaderboard.py",),
+    "leaderboard": ("benchmarks/leaderboard.py --json docs/results/leaderboard.json",),
     "adapters": ("benchmarks/adapters.py",),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
@@ -74,6 +75,8 @@ def main() -> None:
         print(f"wrote docs/results/{name}.md")
     if "baselines" in (sys.argv[1:] or PAGES):
         write_figures()
+    if "leaderboard" in (sys.argv[1:] or PAGES):
+        write_ranks()
 
 
 def shown(part: str) -> str:
@@ -119,6 +122,37 @@ def write_figures() -> None:
         block = "\n".join([*head, *lines] if lines else ["See the [results](../index.md#results)."])
         after = rest.partition(FIGURES[1])[2]
         page.write_text(f"{before}{begin}\n{block}\n{FIGURES[1]}{after}", encoding="utf-8")
+
+
+def write_ranks() -> None:
+    """The page of an algorithm that is not in the comparison of all algorithms gets its rows of the leaderboard."""
+    board = json.loads((RESULTS / "leaderboard.json").read_text(encoding="utf-8"))
+    titles = {kind.title.lower(): kind.title for kind in algorithms.algorithms().values()}
+    for page in sorted((ROOT / "docs" / "algorithms").glob("*.md")):
+        before, begin, rest = page.read_text(encoding="utf-8").partition(FIGURES[0])
+        old, end, after = rest.partition(FIGURES[1])
+        block = ranked(titles.get(page.stem, ""), board)
+        if block and "results/baselines.md" not in old:
+            page.write_text(f"{before}{begin}\n{block}\n{end}{after}", encoding="utf-8")
+
+
+def ranked(title: str, board: dict[str, list[dict[str, Any]]]) -> str:
+    """An algorithm's accuracy and rank by column of the leaderboard, both in the round that validation selects."""
+    lines = []
+    for column, rows in board.items():
+        at = {row["title"]: row["figures"][2] for row in rows}
+        if title in at:
+            rank = 1 + sum(value > at[title] for value in at.values())
+            three = " | ".join(f"{at[t]:.2f}" if t in at else "" for t in (title, "Local", "FedAvg"))
+            lines.append(f"| {column} | {three} | {rank} of {len(at)} |")
+    head = [
+        "Test accuracy in %, Fashion-MNIST, 20 clients, one seed, 15 rounds: see the",
+        "[leaderboard](../results/leaderboard.md).",
+        "",
+        "| clients | its own | Local | FedAvg | rank |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    return "\n".join([*head, *lines]) if lines else ""
 
 
 def _percent(row: dict[str, Any]) -> str:

@@ -1,19 +1,20 @@
 """Every method on PFLlib's Fashion-MNIST columns, by three habits of reporting
 
-FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--runs runs/leaderboard] [--only NAME ...] [--finished]
+FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--runs FOLDER] [--only NAME ...] [--finished] [--json FILE]
 
 The habits: the round that is best on test data, the last round, the round that is best on validation data. A run that
 was interrupted is resumed, a finished one is not run again; of its files only the figures are kept. With --finished,
-nothing is run: the tables are those of the finished runs.
+nothing is run: the tables are those of the finished runs. --json writes the rows of all tables to a file too.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from math import sqrt
 from pathlib import Path
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/leaderboard"))
     parser.add_argument("--only", nargs="*", default=[], help="names of methods; all by default")
     parser.add_argument("--finished", action="store_true", help="run nothing")
+    parser.add_argument("--json", type=Path, help="file for the rows")
     asked = parser.parse_args()
     loaded = {column: load(configured(column, "fedavg")) for column in COLUMNS}
     found: dict[str, list[Row]] = {column: [] for column in COLUMNS}
@@ -177,6 +179,9 @@ def main() -> None:
             done = finished(configured(column, name), folder, data)
             found[column].append(row(algorithms.find(name).title, done, data.test.sizes.tolist()))
             print(f"{column}: {found[column][-1]}", file=sys.stderr, flush=True)
+    if asked.json:
+        made = {column: [asdict(one) for one in rows] for column, rows in found.items()}
+        asked.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     for column, rows in found.items():
         print(
             "\n".join([f"### {column}", "", *table(rows), "", *summary(rows, int(loaded[column].test.sizes.sum())), ""])

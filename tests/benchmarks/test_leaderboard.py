@@ -1,11 +1,13 @@
 """Ranks by three habits; a run from its curve to a row, resumed and not run twice."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import leaderboard
+from benchmarks.evidence import ranked
 from benchmarks.leaderboard import Row, finished, ranks, row, summary, table, turned
 from fedtailor.algorithms import algorithms
 from fedtailor.experiments import runner
@@ -49,6 +51,14 @@ def test_a_run_becomes_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found.figures[:2] == pytest.approx((max(curve), curve[-1]))
     assert found.figures[2] == pytest.approx(curve[found.rounds[2] - 1])
     assert row("FedAvg", done, [1, 0, 0, 0]).figures[1] == 100 * done.metrics()[-1]["test"]["accuracy"][0]
+
+
+def test_rows_for_the_page_of_an_algorithm() -> None:
+    board = {"Dirichlet": [asdict(one) for one in [*ROWS, made("Local", 50, 50, 50)]], "two": [asdict(ROWS[0])]}
+    found = ranked("A", board).splitlines()[-2:]
+    assert found == ["| Dirichlet | 85.00 | 50.00 |  | 2 of 4 |", "| two | 85.00 |  |  | 1 of 1 |"]
+    assert ranked("B", board).splitlines()[-1].startswith("| Dirichlet | 88.00 |")
+    assert ranked("D", board) == ""
 
 
 def test_every_classifier_is_on_the_board() -> None:
