@@ -18,6 +18,7 @@ from tests.devices import sim
 from tests.devices.federations import CPU
 from tests.helpers import assert_equal
 from tests.small import DIGITS, config, stop_after
+from tests.world.test_dropout import TABLES as DROPOUT
 
 F64 = ("rounds=2", "model.dtype=float64", "evaluation.unseen=0.25")
 
@@ -43,6 +44,17 @@ def test_a_run_begun_on_one_device_ends_on_another(algorithm: str, first: str, s
     wanted = runner.start(config(*F64, f"algorithm.name={algorithm}"), tmp_path / "cpu")
     assert_equal(saved(done), saved(wanted))
     assert _traffic(done) == _traffic(wanted)
+
+
+def test_models_that_draw_repeat_on_a_device(tmp_path: Path) -> None:
+    def drawn(name: str, engine: str) -> dict[str, torch.Tensor]:
+        federation = {"device": "sim", "engine": engine}
+        return saved(runner.start(parse(DROPOUT | {"rounds": 2, "federation": federation}), tmp_path / name))
+
+    wanted = drawn("first", "loop")
+    for name, engine in (("again", "loop"), ("stacked", "vmap")):
+        found = drawn(name, engine)
+        assert all(torch.equal(found[path], v) for path, v in wanted.items()), name
 
 
 def _traffic(folder: RunFolder) -> list[list[int]]:
