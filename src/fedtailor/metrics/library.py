@@ -41,9 +41,10 @@ def find(task: Task, name: str) -> Metric:
         return Metric(name, True, lambda o, y: _in_top(o, y, k), worst=0.0)
     if name in known:
         return known[name]
-    hint = f'{nearest(name, known)} (own metrics: "package.module:function")'
+    options = [*known, "top_3"] if task.kind == "classification" else known
+    hint = f'{nearest(name, options)} (own metrics: "package.module:function")'
     needs = _elsewhere(name)
-    raise ConfigError(f'evaluation.metrics: {task.name} has no metric "{name}"{needs}; {hint}')
+    raise ConfigError(f'evaluation: {task.name} has no metric "{name}"{needs}; {hint}')
 
 
 def known_metrics(task: Task) -> dict[str, Metric]:
