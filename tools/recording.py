@@ -14,7 +14,7 @@ import time
 from html import escape
 from pathlib import Path
 
-WIDTH, LINE, CHARACTER, MARGIN = 80, 19, 8.4, 18
+WIDTH, ROWS, LINE, CHARACTER, MARGIN = 80, 25, 19, 8.4, 18  # a terminal of 80 x 25; it scrolls
 LONGEST_WAIT, TYPING, REST = 0.5, 0.05, 6.0  # seconds: between lines, per character, before it begins again
 STYLE = """
   text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d7dae0; white-space: pre; }
@@ -55,25 +55,32 @@ def svg(commands: list[str], lines: list[tuple[float, str]]) -> str:
         at += min(wait, LONGEST_WAIT)
         shown.append((at, _kind(text), text))
     whole = at + REST
-    height = 2 * MARGIN + LINE * len(shown)
+    height = 2 * MARGIN + LINE * min(len(shown), ROWS)
     width = 2 * MARGIN + CHARACTER * WIDTH
-    rules, texts = [], []
+    rules, texts, scrolled = [], [], ["0% { transform: translateY(0) }"]
     for number, (start, kind, text) in enumerate(shown):
         share = 100 * start / whole
         frames = f"0%, {share:.2f}% {{ opacity: 0 }} {share + 0.01:.2f}%, 100% {{ opacity: 1 }}"
         rules.append(f"  @keyframes a{number} {{ {frames} }}")
         rules.append(f"  #l{number} {{ animation: a{number} {whole:.1f}s infinite }}")
-        y = MARGIN + LINE * (number + 0.75)
+        if number >= ROWS:
+            scrolled.append(f"{share:.2f}% {{ transform: translateY(-{LINE * (number + 1 - ROWS)}px) }}")
+        y = LINE * (number + 0.75)
         texts.append(f'<text id="l{number}" class="{kind}" x="{MARGIN}" y="{y:.0f}">{escape(text)}</text>')
     box = f'viewBox="0 0 {width:.0f} {height}" width="{width:.0f}"'
-    still = "  @media (prefers-reduced-motion: reduce) { text { animation: none !important } }"
+    end = f"transform: translateY(-{LINE * max(0, len(shown) - ROWS)}px)"
+    rules.append(f"  @keyframes scroll {{ {' '.join(scrolled)} }}")
+    rules.append(f"  #all {{ {end}; animation: scroll {whole:.1f}s step-end infinite }}")
+    still = "  @media (prefers-reduced-motion: reduce) { text, #all { animation: none !important } }"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img">',
             f"<title>{escape(' and '.join(commands))}</title>",
             f"<style>{STYLE}{chr(10).join(rules)}\n{still}\n</style>",
             f'<rect width="{width:.0f}" height="{height}" rx="8" fill="#1b1e26"/>',
+            f'<svg y="{MARGIN}" width="{width:.0f}" height="{height - 2 * MARGIN}"><g id="all">',
             *texts,
+            "</g></svg>",
             "</svg>\n",
         ]
     )
