@@ -165,7 +165,10 @@ def shown(result: dict[str, Any]) -> str:
         "|---|" + "---:|" * (len(metrics) + 1),
     ]
     for method, values in methods.items():
-        cells = [f"{np.nanmean(values[m]):.4f} ± {np.nanstd(values[m]):.4f}" for m in metrics]
+        cells = [
+            f"{np.nanmean(values[m]):.4f}" + (f" ± {np.nanstd(values[m]):.4f}" if len(values[m]) > 1 else "")
+            for m in metrics
+        ]
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {np.mean(values['seconds']):.1f} |")
     if "worse" in result:
         first = metrics[0]

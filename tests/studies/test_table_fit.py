@@ -16,7 +16,7 @@ from fedtailor.experiments.store import FIT, read_json
 from fedtailor.serving.by_site import predicted_by_site
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import Trees, trees_of
-from fedtailor.studies import linear_candidates
+from fedtailor.studies import boosting, linear_candidates
 from fedtailor.studies.fit import fit
 from fedtailor.studies.stacking import Candidates, common_weights, stack
 
@@ -120,6 +120,23 @@ def test_without_time_the_sites_keep_their_own_models(tmp_path: Path) -> None:
     assert {row["served"] for row in record["sites"].values()} == {"alone"}
     assert {d["why"] for d in record["dropped"]} == {"the time limit"}
     assert "common" in {d["label"] for d in record["dropped"]}
+
+
+def test_folds_of_a_large_site_learn_from_some_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boosting, "MOST", 100)
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(450, 2)))
+    y, folds, seen = x[:, :1] + 0.1, np.arange(450) % 5, []
+    whole = boosting.boosted
+
+    def counting(x: torch.Tensor, *args: Any) -> Trees:
+        seen.append(len(x))
+        return whole(x, *args)
+
+    monkeypatch.setattr(boosting, "boosted", counting)
+    said = boosting.cross_fitted(x, y, None, folds, 1, False, 0)
+    assert seen == [90] * 5
+    assert float((said - y).square().mean()) < 0.2 * float(y.var())
 
 
 def test_weights_of_all_sites_find_the_better_candidate() -> None:
