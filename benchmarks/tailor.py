@@ -253,6 +253,18 @@ def ablations(folder: Path, seeds: int) -> list[str]:
     return lines + [f"| {title} | {' | '.join(c.text(title) for c in columns)} |" for title in titles]
 
 
+def record(columns: Sequence[Column]) -> str:
+    """What other pages are made of: by column and method each client's loss, seconds and bytes up of a run."""
+    found = {}
+    for c in columns:
+        found[c.name] = {
+            "clients": {t: [round(float(v), 5) for v in c.pooled(t)] for t in c.titles},
+            "seconds": {t: round(mean(c.runs[t, s].seconds for s in c.seeds), 2) for t in c.titles},
+            "up": {t: round(mean(c.runs[t, s].up for s in c.seeds)) for t in c.titles},
+        }
+    return json.dumps(found) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/tailor"))
@@ -275,6 +287,7 @@ def main() -> None:
     made = f"Made with fedtailor {__version__} by `python benchmarks/tailor.py`."
     parts = [intro, "", made, "", "## Figures", "", *table(columns), "", "## Tests", "", *verdicts(columns)]
     parts += ["", "## Ablations", "", *ablations(args.out, args.seeds)]
+    (args.page / "tailor.json").write_text(record(columns), encoding="utf-8")
     (args.page / "tailor.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
