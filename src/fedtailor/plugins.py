@@ -28,10 +28,18 @@ def imported(key: str, name: str) -> Any:
     before = _importing.set(module)
     try:
         return getattr(_program() if module == _program_name() else importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise _not_found(key, name, str(error.name)) from None
     except (ImportError, AttributeError) as error:
         raise ConfigError(f'{key}: cannot import "{name}": {error}') from None
     finally:
         _importing.reset(before)
+
+
+def _not_found(key: str, name: str, module: str) -> ConfigError:
+    own = name.partition(":")[0].startswith(module)
+    hint = "; start from the folder that holds it, or add that to PYTHONPATH" if own else f"; install {module}"
+    return ConfigError(f"{key}: cannot import \"{name}\": No module named '{module}'{hint}")
 
 
 def located(key: str, name: str) -> Path | None:
@@ -46,7 +54,7 @@ def located(key: str, name: str) -> Path | None:
     for end in range(1, len(parts) + 1):
         spec = _spec(".".join(parts[:end]), folders)
         if spec is None:
-            raise ConfigError(f"{key}: cannot import \"{name}\": No module named '{'.'.join(parts[:end])}'")
+            raise _not_found(key, name, ".".join(parts[:end]))
         folders = list(spec.submodule_search_locations or [])
     return Path(spec.origin).resolve() if spec and spec.origin and Path(spec.origin).is_file() else None
 
