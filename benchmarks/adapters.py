@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +26,7 @@ from fedtailor import algorithms  # noqa: E402
 from fedtailor.core.samples import FederatedData  # noqa: E402
 from fedtailor.experiments.building import load  # noqa: E402
 from fedtailor.experiments.config import RunConfig, parse  # noqa: E402
+from fedtailor.experiments.model_building import model_of  # noqa: E402
 from fedtailor.experiments.store import RESULTS, RunFolder  # noqa: E402
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -61,6 +64,17 @@ def row(name: str, folders: list[RunFolder]) -> str:
     return f"| {algorithms.find(name).title} | {mean(each):.1f} | {seeds} | {up:,.0f} | {down:,.0f} |"
 
 
+def untrained(seed: int) -> float:
+    """Mean over clients of the test accuracy in percent before any round."""
+    config = configured("local", seed)
+    data = load(config)
+    model = model_of(config, data.shape, data.outputs)
+    with torch.no_grad():
+        tests = [data.test.of(i) for i in range(len(data.clients))]
+        each = [float((model(model.params, x).argmax(1) == y).double().mean()) for x, y in tests]
+    return 100 * mean(each)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/adapters"))
@@ -82,6 +96,8 @@ def main() -> None:
             print(row(name, done[name]), file=sys.stderr, flush=True)
     print("| method | accuracy, % | by seed | bytes up per client and round | bytes down |")
     print("|---|---:|---:|---:|---:|")
+    before = [untrained(seed) for seed in asked.seeds]
+    print(f"| no training | {mean(before):.1f} | {' / '.join(f'{v:.1f}' for v in before)} | 0 | 0 |")
     for name, runs in done.items():
         if runs:
             print(row(name, runs))
