@@ -15,6 +15,7 @@ from fedtailor.core.samples import Rows
 from fedtailor.core.task import TASKS
 from fedtailor.data.splits import starts
 from fedtailor.errors import ConfigError
+from fedtailor.report.fit_page import fit_page
 from fedtailor.studies.sentences import difference, sentences
 from fedtailor.studies.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
 
@@ -42,7 +43,7 @@ def test_intervals_tell_a_gain_from_noise(sites: int) -> None:
     metric = chosen_metric(task, "")
     said = {"personal": z, "alone": 0 * z, "common": z + 0.01 * torch.sin(50 * z)}
     figures = site_metrics(task, metric, said, rows, 1.0)[metric.name]
-    found = certainty_of(metric, figures, resampled(metric, said, rows, 1.0, 0), 0)
+    found = certainty_of(metric, figures, resampled(metric, said, rows, 1.0, 0), [60] * sites, 0)
     assert found["differences"]["alone"]["ci"][0] > 0
     assert found["differences"]["common"]["ci"][0] < 0 < found["differences"]["common"]["ci"][1]
     low, high = found["sites"][0]["ci"]
@@ -79,3 +80,21 @@ def test_a_fit_shows_the_metric_that_was_asked_for(tmp_path: Path) -> None:
     assert [about for about, _ in sentences(record)] == ["gain", "gain", "gain", "sites", "fairness"]
     with pytest.raises(ConfigError, match='no metric "aurocc"; did you mean "auroc"'):
         ft.fit(rows, "y", client_column="site", metric="aurocc", out=tmp_path / "other", progress=False)
+
+
+def test_the_record_has_plots_and_a_data_card(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    site = np.repeat(["a", "b", "c"], 60)
+    x = rng.normal(size=180) + 4 * (site == "b")
+    rows = pl.DataFrame({"x": x, "z": rng.normal(size=180), "y": 3 * x + rng.normal(size=180), "site": site})
+    run = ft.fit(rows, "y", client_column="site", out=tmp_path / "out", progress=False)
+    card = run.record["card"]
+    assert [name for name, _ in card["b"]["drift"]] == ["x"]
+    assert card["b"]["rows"] == run.record["sites"]["b"]["train"]
+    assert run.record["plots"]["residuals"].keys() == {"a", "b", "c"}
+    low, *_, high = run.record["plots"]["residuals"]["a"]
+    assert low < 0 < high
+    by_id = {section.id: section for section in fit_page(run.path).sections}
+    assert [chart.id for chart in by_id["quality"].charts] == ["residuals"]
+    assert by_id["summary"].text[0].startswith("Personal models are")
+    assert {row[5].text for row in by_id["sites"].tables[0].rows} <= {"gains", "may be noise", "loses"}

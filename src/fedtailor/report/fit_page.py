@@ -9,11 +9,22 @@ from typing import Any
 
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.report.compare_page import citations, configuration, places, runs_in, task_sections, tasks_of
+from fedtailor.report.fit_charts import card, quality
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
+from fedtailor.studies.sentences import sentences
 from fedtailor.studies.tables import number
 
+ABOUT = ("gain", "sites", "fairness")
+MANY = 12  # sites, above which the chart comes before the table
 OWN = ("Local", "alone", "trees alone")
+
+
+WORDS = {
+    "mixed": "a mixed model, which is partly common and partly the site's own",
+    "common": "the common model",
+    "trees on the shared model": "trees on top of the shared model",
+}
 
 
 def fit_page(path: Path) -> Page:
@@ -22,29 +33,38 @@ def fit_page(path: Path) -> Page:
     found = [run for run in runs_in(path)[0] if run.results is not None]
     tasks = tasks_of(found, places(path, found))
     units = next((run.units for run in found), "")
-    sections = [summary(record), sites(record), sharing(record), halving(record, units)]
-    for number_, task in enumerate(tasks):
-        sections += task_sections(task, f"-{number_}" if number_ else "")
+    sections = [summary(record), sites(record)]
+    if "differences" in record:  # of tables: its runs are parts of models, and not compared one by one
+        sections += [quality(record), card(record), sharing(record), halving(record, units)]
+    else:
+        sections += [sharing(record), halving(record, units)]
+        for number_, task in enumerate(tasks):
+            sections += task_sections(task, f"-{number_}" if number_ else "")
     sections += [configuration(tasks), citations(found)]
     title = f"Personal models for {record['data']}"
-    return Page(title, "Fit", f"finished, {count(record['rounds'], 'round')}", True, tuple(sections), path.name)
+    state = "finished" if "differences" in record else f"finished, {count(record['rounds'], 'round')}"
+    return Page(title, "Fit", state, True, tuple(sections), path.name)
 
 
 def summary(record: dict[str, Any]) -> Section:
     """In plain words."""
     metric, means, rows = record["metric"], record["means"], record["sites"]
+    story = {about: [sentence(words) for name, words in sentences(record) if name == about] for about in ABOUT}
+    baseline = (
+        f" The baseline, nothing but each site's own mean or shares, has {value(metric, means['baseline'])}."
+        if "baseline" in means
+        else ""
+    )
     text = (
+        *story["gain"],
         f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}. "
         + served_sentence([row["served"] for row in rows.values()]),
         *gain_sentences(record),
+        *story["sites"],
         f"On test data, which no choice has seen, mean {metric} is {value(metric, means['alone'])} when each site "
         f"trains alone, {value(metric, means['common'])} with one common model and "
-        f"{value(metric, means['personal'])} with personal models."
-        + (
-            f" The baseline, nothing but each site's own mean or shares, has {value(metric, means['baseline'])}."
-            if "baseline" in means
-            else ""
-        ),
+        f"{value(metric, means['personal'])} with personal models.{baseline}",
+        *story["fairness"],
     )
     figures = (
         Figure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),
@@ -53,6 +73,11 @@ def summary(record: dict[str, Any]) -> Section:
         Figure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone"),
     )
     return Section("summary", "Summary", text, figures)
+
+
+def sentence(words: str) -> str:
+    """With a capital and a full stop."""
+    return words[:1].upper() + words[1:] + "."
 
 
 def served_sentence(served: list[str]) -> str:
@@ -65,8 +90,12 @@ def served_sentence(served: list[str]) -> str:
     for name in served:
         first = re.sub(r"^\d+ % ", "", name.split(" + ")[0])
         kinds["its own model" if first in OWN else first] = kinds.get("its own model" if first in OWN else first, 0) + 1
-    parts = [f"{n} mostly by {name}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])]
-    return f"Of {len(served)} sites, served are " + ", ".join(parts) + "."
+    parts = [f"{n} mostly by {WORDS.get(name, name)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])]
+    return (
+        f"Of {len(served)} sites, {parts[0].replace(' mostly', ' are served mostly', 1)}"
+        + "".join(f", {part}" for part in parts[1:])
+        + "."
+    )
 
 
 def gain_sentences(record: dict[str, Any]) -> list[str]:
@@ -90,20 +119,28 @@ def sites(record: dict[str, Any]) -> Section:
     rows, drawn = [], []
     for name, row in record["sites"].items():
         shown = [Cell(number(metric, row[k]), row[k]) for k in ("alone", "common", "personal")]
-        rows.append(
-            (Cell(name, name), Cell(f"{row['train']:,}", row["train"]), *shown, Cell(row["served"], row["served"]))
-        )
+        sure = (Cell(verdict(row), verdict(row)),) if "gain_ci" in row else ()
+        size = Cell(f"{row['train']:,}", row["train"])
+        rows.append((Cell(name, name), size, *shown, *sure, Cell(row["served"], row["served"])))
         gain = row["personal"] - row["alone"] if record["higher_is_better"] else row["alone"] - row["personal"]
         drawn.append((name, gain, row["served"]))
     unit = " %" if metric == "accuracy" else ""
-    columns = ("site", "training rows", f"alone{unit}", f"in common{unit}", f"personalized{unit}", "served by")
+    is_sure = any("gain_ci" in row for row in record["sites"].values())
+    columns = ("site", "training rows", f"alone{unit}", f"in common{unit}", f"personalized{unit}")
+    columns = (*columns, *(("gain over alone",) if is_sure else ()), "served by")
     of = f"Test {metric}" + (f", in the units of {record['target']}" if metric == "rmse" and record["target"] else "")
-    text = (
-        f"{of}. A site is served by another model than its own only where validation data says that this is "
-        "better, by more than its uncertainty."
-        if record["settings"]["algorithm"] == "auto"
-        else f"{of}.",
+    is_table = "differences" in record
+    how = (
+        "A site is served by a blend of models or, where rows held out of training say that its best model alone does "
+        "better, by that one."
+        if is_table
+        else "A site is served by another model than its own only where validation data says that this is better, by "
+        "more than its uncertainty."
     )
+    text = (f"{of}. {how}" if record["settings"]["algorithm"] == "auto" else f"{of}.",)
+    is_many = len(rows) > MANY
+    if is_many:
+        drawn.sort(key=lambda each: (math.isnan(each[1]), -each[1]))
     chart = Chart(
         "site-gains",
         "bars",
@@ -116,7 +153,15 @@ def sites(record: dict[str, Any]) -> Section:
         "0 where the site is served by its own model.",
     )
     table = Table("At each site", columns, rows, sortable=True)
-    return Section("sites", "Sites", text, charts=(chart,), tables=(table,), tables_first=True)
+    return Section("sites", "Sites", text, charts=(chart,), tables=(table,), tables_first=not is_many)
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Of a site's gain on its test rows."""
+    if row["gain_ci"] is None:
+        return "too few rows"
+    low, high = row["gain_ci"]
+    return "gains" if low > 0 else "loses" if high < 0 else "may be noise"
 
 
 def sharing(record: dict[str, Any]) -> Section:

@@ -28,20 +28,20 @@ def sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
 def difference(record: dict[str, Any], key: str) -> str:
     """Personal models against something else, with the 95 % interval."""
     metric, found = record["metric"], record["differences"][key]
-    gain, (low, high) = found["gain"], found["ci"]
-    if not all(map(math.isfinite, (gain, low, high))):
+    gain = found["gain"]
+    if found["ci"] is None or not math.isfinite(gain):
         return f"personal models against {OTHERS[key]}: too few test rows to tell"
+    low, high = found["ci"]
     size, bounds = number(metric, abs(gain)), f"95 % interval {number(metric, low)} to {number(metric, high)}"
     points = " points" if metric == "accuracy" else ""
     how = "better" if gain >= 0 else "worse"
-    if is_noise(found["ci"]):
-        return f"personal models against {OTHERS[key]}: {size}{points} {how}, which may be noise ({bounds})"
-    return f"personal models are {size}{points} {how} than {OTHERS[key]} ({bounds})"
+    said = f"personal models are {size}{points} {how} than {OTHERS[key]}"
+    return f"{said}; this difference may be noise ({bounds})" if is_noise(found["ci"]) else f"{said} ({bounds})"
 
 
 def site_gains(record: dict[str, Any]) -> str:
     """How many sites gain or lose on their test rows, beyond noise."""
-    rows = [row for row in record["sites"].values() if all(map(math.isfinite, row.get("gain_ci", [math.nan])))]
+    rows = [row for row in record["sites"].values() if row.get("gain_ci") is not None]
     if not rows:
         return ""
     better, worse = sum(row["gain_ci"][0] > 0 for row in rows), sum(row["gain_ci"][1] < 0 for row in rows)

@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 DRAWS = 200
 LARGE = 2000  # rows of a site, from which means are drawn as normal
 MANY = 100  # sites, above which metrics that are no means are computed only if asked for
+FEWEST_ROWS = 10  # of a site, below which rows drawn anew say nothing of it
 SOME = 8  # sites, from which on sites are drawn anew
 TAIL = 0.025
 OF_UNITS = {"rmse": 1, "mae": 1, "mse": 2}  # the power of the target's unit in a metric
@@ -64,14 +65,16 @@ def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float)
 def resampled(metric: Metric, said: Mapping[str, Tensor], rows: Rows, unit: float, seed: int) -> dict[str, Floats]:
     """For each key [sites, draws]: the metric on rows drawn with replacement, the same rows for all keys.
 
-    A metric that is no mean, but AUROC of two classes, is not drawn again: then only sites are.
+    A metric that is no mean, but AUROC of two classes, is not drawn again, nor are the few rows of a small site.
     """
     rng, keys, sites = stream(seed, "bootstrap"), list(said), len(rows.sizes)
     out = {key: np.full((sites, DRAWS), np.nan) for key in keys}
     is_auroc = metric.name == "auroc" and next(iter(said.values())).shape[1] == 2
     for i in range(sites):
         a, b = int(rows.starts[i]), int(rows.starts[i + 1])
-        if a == b:
+        if b - a < FEWEST_ROWS:
+            for key in keys:
+                out[key][i] = at_site(metric, said[key], rows, i, unit)
             continue
         y = rows.y[a:b]
         if metric.per_sample is None and not is_auroc:
@@ -112,19 +115,19 @@ def _auroc(scores: Floats, y: NDArray[np.int64]) -> float:
     return float((ranks - positive * (positive + 1) / 2) / (positive * (len(y) - positive)))
 
 
-def interval(drawn: Floats) -> list[float]:
-    """The middle 95 % of draws."""
+def interval(drawn: Floats) -> list[float] | None:
+    """The middle 95 % of draws; None where there are none."""
     known = drawn[np.isfinite(drawn)]
-    return [float(v) for v in np.quantile(known, [TAIL, 1 - TAIL])] if len(known) > 1 else [math.nan, math.nan]
+    return [float(v) for v in np.quantile(known, [TAIL, 1 - TAIL])] if len(known) > 1 else None
 
 
 def certainty_of(
-    metric: Metric, figures: Mapping[str, Sequence[float]], draws: Mapping[str, Floats], seed: int
+    metric: Metric, figures: Mapping[str, Sequence[float]], draws: Mapping[str, Floats], sizes: Sequence[int], seed: int
 ) -> dict[str, Any]:
     """Intervals of means and of differences, and by site.
 
     With a few sites or more these are drawn anew, with all of their rows: their figures differ by rows too, which need
-    not be drawn again. With fewer, rows are drawn at the sites there are.
+    not be drawn again. With fewer, rows are drawn at the sites there are. Of sites with very few rows nothing is told.
     """
     sign = 1.0 if metric.higher_is_better else -1.0
     sites = len(next(iter(draws.values())))
@@ -144,7 +147,9 @@ def certainty_of(
         differences[key] = {"gain": gained, "ci": interval(sign * (means["personal"] - means[key]))}
     of_sites = [
         {"ci": interval(draws["personal"][i]), "gain_ci": interval(sign * (draws["personal"][i] - draws["alone"][i]))}
-        for i in range(sites)
+        if size >= FEWEST_ROWS
+        else {"ci": None, "gain_ci": None}
+        for i, size in enumerate(sizes)
     ]
     return {"ci": {key: interval(each) for key, each in means.items()}, "differences": differences, "sites": of_sites}
 

@@ -19,8 +19,10 @@ from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies import table_fit
 from fedtailor.studies.calibration import applied, calibration
 from fedtailor.studies.cross_fitting import folds_of, site_of_rows
+from fedtailor.studies.data_card import data_card
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.intervals import LEVELS, half_widths
+from fedtailor.studies.plots import plots_of
 from fedtailor.studies.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
 from fedtailor.studies.table_fit import ALONE, COMMON, LEAST, ON_TOP, TREES, Found
 
@@ -39,7 +41,7 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
     unit = 1.0 if is_class else data.preparation.target.sd
     metrics = site_metrics(task, shown, said, data.test, unit)
     figures = metrics[metric]
-    bounds = certainty_of(shown, figures, resampled(shown, said, data.test, unit, seed), seed)
+    bounds = certainty_of(shown, figures, resampled(shown, said, data.test, unit, seed), data.test.sizes.tolist(), seed)
     sites: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(data.clients):
         weights = {
@@ -93,6 +95,8 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
         ),
         "ci": bounds["ci"],
         "differences": bounds["differences"],
+        "plots": plots_of(said["personal"], data, unit),
+        "card": data_card(data),
         "fairness": fairness(data.clients, figures["personal"], higher_is_better=higher),
         "metrics": {
             name: known_metrics(task)[name].higher_is_better for name in metrics if name in known_metrics(task)
