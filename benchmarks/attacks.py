@@ -28,7 +28,7 @@ from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.models import build
 from fedtailor.version import __version__
 
-METHODS = ("fedavg", "ditto", "fedrep", "learn2pfed-net")
+METHODS = ("fedavg", "ditto", "fedrep", "learn2pfed-net:average", "learn2pfed-net:admm")  # with its consensus
 ATTACKS = ("none", "sign-flip", "scaling", "noise", "label-flip", "backdoor")
 MEANS = ("weighted", "median", "trimmed", "krum", "clipped")
 PAGE = Path("docs/results/attacks.md")
@@ -46,9 +46,9 @@ def config(method: str, attack: str, means: str, seed: int, rounds: int, alpha: 
         "evaluation": {"every": rounds},
         "checkpoint": {"every": 1000},
     }
-    tables |= {"seed": seed, "algorithm": {"name": method}, "attack": {"name": attack}, "aggregation": {"mean": means}}
-    if method == "learn2pfed-net":  # by ADMM its degrees soon leave nothing in common here, whatever the mean
-        tables["algorithm"]["consensus"] = "average"
+    name, _, consensus = method.partition(":")
+    algorithm = {"name": name} | ({"consensus": consensus} if consensus else {})
+    tables |= {"seed": seed, "algorithm": algorithm, "attack": {"name": attack}, "aggregation": {"mean": means}}
     made: RunConfig = parse(tables)
     return made
 

@@ -8,15 +8,18 @@ them. So it needs no netem, which not every kernel has. Parts:
 - loss: one packet in 20 is lost;
 - down: in round 3 the link of the first site is down for 30 s;
 - half-open: in round 3 nothing of the first site arrives for 30 s, while it goes on to receive;
-- many: ten sites, 500 rounds; memory and files of all processes after round 100 and at the end.
+- down-all, half-open-all: the same where a round needs all three sites, so that the run waits for it to come back;
+- many: ten sites, 500 rounds; memory and files of all processes after round 100 and at the end;
+- many-direct: the same with both ends in one process, without FLARE: what of it is fedtailor's own.
 
-Each of the first four is a run over three sites; told is the largest difference from the loop engine in which the same
-sites miss the same rounds. What was shown is kept in --out and not run again.
+Each of the first six is a run over three sites; told is the largest difference from the loop engine in which the same
+sites miss the same rounds. What was shown is kept in --out and not run again; the page is docs/results/networks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import signal
 import subprocess
@@ -33,8 +36,13 @@ from benchmarks.router import HOST, Router, namespace
 from fedtailor.data.configs import SitesConfig
 from fedtailor.deploy.flare import local_trial
 from fedtailor.deploy.flare.processes import tree
+from fedtailor.deploy.flare.provisioning import RUNS, SITE
+from fedtailor.deploy.flare.server import coordinate
+from fedtailor.deploy.flare.site import SERVER, SiteService, read_site
 from fedtailor.experiments.config import RunConfig, parse, with_settings
+from fedtailor.experiments.runner import Progress
 from fedtailor.experiments.store import METRICS, RESULTS, write_atomically
+from fedtailor.version import __version__
 
 TASK: dict[str, Any] = {
     "rounds": 8,
@@ -108,7 +116,7 @@ def broken(folder: Path, part: str, config: RunConfig) -> dict[str, Any]:
         elif part == "loss":
             router.loss = 0.05
             took = submitted(folder, config, part)
-        elif part == "down":
+        elif part.startswith("down"):
             down = lambda: for_seconds(30, lambda: router.link(first, "down"), lambda: router.link(first, "up"))  # noqa: E731
             took = submitted(folder, config, part, 3, down)
         else:
@@ -156,9 +164,78 @@ def _late(folder: Path, rounds: int, found: dict[str, Any], measure: Callable[[]
     found["late"] = measure()
 
 
+class _Direct:
+    """A link without a network: sites of this process."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+        self.sites = names
+        self._services = {name: SiteService(read_site(folder / name / SITE), name) for name in names}
+        self._lock = threading.Lock()  # models draw their first values from torch's one generator
+
+    def send(self, site: str, request: bytes, seconds: float) -> bytes:
+        with self._lock:
+            return self._services[site].answer(SERVER, request)
+
+
+def many_direct(folder: Path, config: RunConfig, sites: int, rounds: int) -> dict[str, Any]:
+    """As `many`, of this process."""
+    import psutil
+
+    config = config.model_copy(update={"rounds": rounds})
+    names, found, begun = local_trial.prepare(folder, sites, config, None), dict[str, Any](), time.monotonic()
+
+    def watch(progress: Progress) -> None:
+        if progress.round in (rounds // 5, rounds):
+            gc.collect()
+            paths = [path for path in folder.rglob("*") if path.is_file()]
+            process = psutil.Process()
+            found["early" if progress.round < rounds else "late"] = {
+                "MB": process.memory_info().rss / 2**20,
+                "open files": process.num_fds(),
+                "files": len(paths),
+                "MB on disk": sum(path.stat().st_size for path in paths) / 2**20,
+            }
+
+    at_sites = config.model_copy(update={"data": SitesConfig()})
+    coordinate(_Direct(folder, names), at_sites, "many", folder / "server" / RUNS, watch)
+    return found | {"took": f"{time.monotonic() - begun:.0f} s"}
+
+
+WORDS = {
+    "latency": "every packet takes 50 ms",
+    "loss": "one packet in 20 is lost",
+    "down": "a site's link is down for 30 s",
+    "half-open": "nothing of a site arrives for 30 s, while it goes on to receive",
+    "down-all": "a site's link is down for 30 s, and every round needs all sites",
+    "half-open-all": "nothing of a site arrives for 30 s, and every round needs all sites",
+    "many": "server and sites as processes",
+    "many-direct": "both ends in one process, without FLARE",
+}
+
+
+def page(found: dict[str, Any]) -> str:
+    """Two tables, of what was run."""
+    lines = [f"Version {__version__}; `python -m benchmarks.networks`.", ""]
+    lines += ["| network | largest difference from loop | rounds that the site missed | took |", "|---|---|---|---|"]
+    for part in found:
+        if "difference" in found[part]:
+            of = found[part]
+            lines.append(f"| {WORDS[part]} | {of['difference']:g} | {of['rounds missed']} of 8 | {of['took']} |")
+    keys = ("MB", "open files", "files", "MB on disk")
+    lines += ["", f"| ten sites | rounds | {' | '.join(keys)} | took |", f"|---|---|{'---|' * len(keys)}---|"]
+    for part in found:
+        for when in ("early", "late"):
+            if when in found[part]:
+                of = [f"{found[part][when][key]:.0f}" for key in keys]
+                after = found[part]["rounds"] // (5 if when == "early" else 1)
+                lines.append(f"| {WORDS[part]} | {after} | {' | '.join(of)} | {found[part]['took']} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="*", default=["latency", "loss", "down", "half-open", "many"])
+    parser.add_argument("parts", nargs="*", default=list(WORDS))
+    parser.add_argument("--page", type=Path, default=Path("docs/results/networks.md"))
     parser.add_argument("--out", type=Path, default=Path("build/networks"))
     parser.add_argument("--rounds", type=int, default=500, help="of the part many")
     parser.add_argument("--sites", type=int, default=10, help="of the part many")
@@ -170,13 +247,19 @@ def main() -> None:
     for part in given.parts:
         if part not in found:
             folder = (given.out / part).resolve()
-            settings = [f"data.clients={given.sites}", "federation.silence=30"] if part == "many" else []
+            is_many = part.startswith("many")
+            settings = [f"data.clients={given.sites}", "federation.silence=30"] if is_many else []
+            settings += ["federation.min_replies=3"] if part.endswith("-all") else []
             made: RunConfig = parse(with_settings(config.plain(), settings))
-            found[part] = (
-                many(folder, made, given.sites, given.rounds) if part == "many" else broken(folder, part, made)
-            )
+            if is_many:
+                measure = many_direct if part == "many-direct" else many
+                found[part] = measure(folder, made, given.sites, given.rounds) | {"rounds": given.rounds}
+            else:
+                found[part] = broken(folder, part, made)
             write_atomically(kept, json.dumps(found, indent=1).encode())
         print(part, found[part], flush=True)
+    intro = given.page.with_suffix(".intro.md")
+    write_atomically(given.page, ((intro.read_text() + "\n" if intro.exists() else "") + page(found)).encode())
 
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ def test_the_record_is_told_with_what_follows_from_it(
     asked.ask({"op": "<script>alert(1)</script>"})
     audit(asked.file.parent)
     text = capsys.readouterr().out
-    assert "  local: 1 times, " in text
+    assert "  local: once, " in text
     assert "  could be inferred: the number of training rows" in text
-    assert "  could be inferred: 1 single replies" in text
-    assert '  refused 1 times: no operation "<script>' in text
+    assert "  could be inferred: 1 single reply:" in text
+    assert '  refused once: no operation "<script>' in text
     audit(asked.file.parent, page=tmp_path / "audit.html")
     page = (tmp_path / "audit.html").read_text()
     assert "What left ada" in page
@@ -100,7 +100,7 @@ def test_the_status_of_a_site(asked: Asked, capsys: pytest.CaptureFixture[str]) 
     assert text.startswith("site ada: does not run, active, version ")
     assert "GB free" in text
     assert "messages: 5, 1 refused, the last " in text
-    assert "kept of: run-1" in text
+    assert "keeps states of: run-1" in text
     metrics(asked.file.parent)
     text = capsys.readouterr().out
     assert 'fedtailor_up{participant="ada"} 0\n' in text

@@ -157,8 +157,9 @@ def make_trees(root: Path) -> tuple[Path, dict[str, Reader]]:
 
 
 def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
-    """A site that has kept a round, told metrics, helped to open a sum and been paused once."""
-    made = Asked(root)
+    """A site that has kept a round, told metrics, spent epsilon, helped to open a sum and been paused once."""
+    privacy = {"epsilon": 20.0, "noise": 2.0}
+    made = Asked(root, budget={"min_rows": 1, "decimals": 15, "privacy": privacy})
     made.start()
     made.begin(1, 0)
     made.call()

@@ -294,9 +294,9 @@ def test_the_record_is_told_in_words(tmp_path: Path) -> None:
     evaluated(made)
     text = "\n".join(told(made.folder / AUDIT))
     assert "run-1: " in text
-    assert "  local: 1 times, " in text
-    assert "  evaluate: 1 times, " in text
-    assert '  refused 1 times: no operation "get_states"' in text
+    assert "  local: once, " in text
+    assert "  evaluate: once, " in text
+    assert '  refused once: no operation "get_states"' in text
     with pytest.raises(RunError, match="no record yet"):
         told(tmp_path / "nothing")
 

@@ -164,9 +164,11 @@ def revoke(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A site.")],
 ) -> None:
     """Revoke a site's certificate: the server sends it no requests, and no partner sums with it."""
-    from fedtailor.deploy.flare.certificates import revoke as revoked
+    from fedtailor.deploy.flare.certificates import revoke as revoked_list
 
-    print(f"{name}: revoked; put {revoked(folder, name)} into the server's folder and every site's kit folder")
+    path = revoked_list(folder, name)
+    print(f"{name}: revoked, for all participants whose folders are in {folder}")
+    print(f"elsewhere: copy {path} to the server's folder and to each site's kit folder")
 
 
 def audit(

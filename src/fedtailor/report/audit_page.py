@@ -25,14 +25,14 @@ def _section(record: RunRecord) -> Section:
         Figure("Bytes that left", f"{record.left:,}"),
         Figure("Refused", f"{sum(times for _, times in record.refused):,}"),
     )
-    columns = ("asked for", "times", "bytes came", "bytes left", "at last")
+    columns = ("asked for", "times", "bytes came", "bytes left", "last")
     rows = [
         (
             *cells(kind.name),
             Cell(f"{kind.times:,}", kind.times),
             Cell(f"{kind.came:,}", kind.came),
             Cell(f"{kind.left:,}", kind.left),
-            *cells(", ".join(f"{key} {shape}" for key, shape in kind.keys.items()) or "nothing but its end"),
+            *cells(kind.shapes),
         )
         for kind in record.kinds
     ]

@@ -66,6 +66,11 @@ class Kind:
     left: int
     keys: dict[str, list[int]]  # shapes of what left last
 
+    @property
+    def shapes(self) -> str:
+        """Of what left last, in words."""
+        return ", ".join(f"{key} {shape}" for key, shape in self.keys.items()) or "no tensors"
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -136,16 +141,22 @@ def inferred(record: RunRecord) -> list[str]:
         said.append("the number of training rows, and the names of features and classes")
     if any(kind.keys for kind in calls if kind.name != "gradients"):
         times = sum(kind.times for kind in calls)
+        replies = f"{times} single {'reply' if times == 1 else 'replies'}"
         said.append(
-            f"{times} single replies: which classes there are, whether a known row was used, and with few rows to a "
-            "step some rows themselves"
+            f"{replies}: which classes there are, whether a known row was used, and with few rows per step some of the "
+            "rows themselves"
         )
     if is_sealed:
         said.append("sums with the partners of this site: of its own reply only what a sum over all of them tells")
     if "gradients" in names:
         said.append("derivatives by what was sent here, from which moments of the features follow")
     asked = sum(kind.times for kind in record.kinds if kind.name == "evaluate")
-    return [*said, *([f"{asked} sets of metrics: how well models fit validation and test rows"] if asked else [])]
+    metrics = f"{asked} set{'' if asked == 1 else 's'} of metrics: how well models fit validation and test rows"
+    return [*said, *([metrics] if asked else [])]
+
+
+def times_in_words(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
 
 
 def told(path: Path) -> list[str]:
@@ -156,9 +167,10 @@ def told(path: Path) -> list[str]:
         times = f"{record.first[:16]} to {record.last[:16]}"
         counts = f"{record.messages} messages, {record.rounds} rounds, {record.left:,} bytes left"
         text.append(f"{record.run}: {times}, {counts}")
-        for kind in record.kinds:
-            keys = ", ".join(f"{key} {shape}" for key, shape in kind.keys.items()) or "nothing but its end"
-            text.append(f"  {kind.name}: {kind.times} times, {kind.left:,} bytes left; at last {keys}")
+        text += [
+            f"  {kind.name}: {times_in_words(kind.times)}, {kind.left:,} bytes left; last: {kind.shapes}"
+            for kind in record.kinds
+        ]
         text += [f"  could be inferred: {what}" for what in inferred(record)]
-        text += [f"  refused {times} times: {why}" for why, times in record.refused]
+        text += [f"  refused {times_in_words(times)}: {why}" for why, times in record.refused]
     return text

@@ -35,7 +35,8 @@ def told(about: dict[str, Any], now: float) -> list[str]:
     """A condition in words, as far as it is known; `now` is the reader's clock when it was told."""
     words = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
     if isinstance(about.get("now"), int | float):
-        words.append(f"clock {about['now'] - now:+.0f} s")
+        skew = about["now"] - now
+        words += [f"clock {skew:+.0f} s"] if abs(skew) >= 0.5 else []
     if isinstance(about.get("free"), int | float):
         words.append(f"{about['free'] / 2**30:.1f} GB free")
     if isinstance(about.get("certificate_ends"), int | float):

@@ -88,7 +88,7 @@ def told(status: Status, now: float | None = None) -> list[str]:
     if status.role == "site":
         last = "none yet" if status.last_message is None else f"the last {_ago(now - status.last_message)} ago"
         lines.append(f"messages: {status.messages}, {status.refusals} refused, {last}")
-        lines.append(f"kept of: {', '.join(status.kept) or 'no run'}")
+        lines.append(f"keeps states of: {', '.join(status.kept) or 'no run'}")
     return [*lines, *(f"needs care: {problem}" for problem in problems(status, now))]
 
 
