@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from fedtailor.cli.operators import audit, health, metrics, pause, withdraw
 from fedtailor.cli.operators import status as status_command
 from fedtailor.deploy.flare import certificates, condition, processes, status
-from fedtailor.deploy.flare.provisioning import ABOUT, PROJECT
+from fedtailor.deploy.flare.provisioning import ABOUT, PROJECT, how_to_start
 from fedtailor.deploy.flare.server import Presence
 from fedtailor.deploy.flare.standing import RECEIPTS, set_state, standing
 from fedtailor.errors import ConfigError, RunError
@@ -239,3 +239,26 @@ def test_watching_looks_again(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> 
     monkeypatch.setattr("fedtailor.cli.operators.time", SimpleNamespace(sleep=sleep, time=time.time))
     with pytest.raises(KeyboardInterrupt):
         status_command(asked.file.parent, watch=True)
+
+
+def test_a_path_that_flare_cannot_run_in_is_said_at_the_start(tmp_path: Path) -> None:
+    startup = tmp_path / "my site" / "kit" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "sub_start.sh").write_text("")
+    with pytest.raises(ConfigError, match='my site": NVIDIA FLARE cannot run in a path with spaces'):
+        how_to_start("site", tmp_path / "my site")
+
+
+def test_a_server_that_does_not_answer_is_a_line_of_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("nvflare.collab")
+    from fedtailor.deploy.flare import flare_adapter
+
+    def gone(*args: object) -> object:
+        raise flare_adapter.Unreachable("the server cannot be reached: no")
+
+    monkeypatch.setattr(flare_adapter, "office", gone)
+    write_json(tmp_path / "federation.json", {"host": "here", "port": 1, "sites": []})
+    status_command(admin=tmp_path)
+    assert capsys.readouterr().out == "server here:1\nneeds care: the server cannot be reached: no\n"

@@ -60,14 +60,17 @@ def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
 
 def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.flare_adapter import office
+    from fedtailor.deploy.flare.flare_adapter import Unreachable, office
     from fedtailor.experiments.store import read_json
 
     about = read_json(admin / kits.ABOUT)
-    with office(admin / kits.KIT, kits.ADMIN) as session:
-        connected, running, jobs, seen = session.sites(), session.running(), session.jobs(), session.last_seen()
-    found: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}}
+    found: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
     lines = [f"server {found['server']}"]
+    try:
+        with office(admin / kits.KIT, kits.ADMIN) as session:
+            connected, running, jobs, seen = session.sites(), session.running(), session.jobs(), session.last_seen()
+    except Unreachable as error:
+        return found | {"problems": [str(error)]}, [*lines, f"needs care: {error}"]
     for site in sorted({*about["sites"], *connected}):
         found["sites"][site] = {"connected": site in connected, "last_seen": seen.get(site)}
         ago = f", seen {max(0.0, time.time() - seen[site]):.0f} s ago" if site in seen else ""

@@ -201,6 +201,8 @@ def how_to_start(role: str, folder: Path) -> Started:
     script = (folder / KIT / "startup" / "sub_start.sh").resolve()
     if not script.exists():
         raise ConfigError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
+    if any(c.isspace() for c in str(script)):  # FLARE cuts the commands of its jobs at spaces
+        raise ConfigError(f'"{folder.resolve()}": NVIDIA FLARE cannot run in a path with spaces; move the folder')
     if role == "site":
         read_site(folder / SITE)  # what is wrong in it is said now
         paths = {SITE_FILE: str((folder / SITE).resolve())}
