@@ -28,7 +28,7 @@ from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.models import build
 from fedtailor.version import __version__
 
-METHODS = ("fedavg", "ditto", "fedrep", "learn2pfed-net:average", "learn2pfed-net:admm")  # with its consensus
+METHODS = ("fedavg", "ditto", "fedrep", "learn2pfed-net:average")  # with a consensus other than its default, ADMM
 ATTACKS = ("none", "sign-flip", "scaling", "noise", "label-flip", "backdoor")
 MEANS = ("weighted", "median", "trimmed", "krum", "clipped")
 PAGE = Path("docs/results/attacks.md")
