@@ -69,7 +69,7 @@ class Clock:
     longest: float = 0.0
 
     def has_time(self) -> bool:
-        return not self.limit or time.monotonic() - self.begun + 1.5 * self.longest < self.limit
+        return not self.limit or time.monotonic() - self.begun + self.longest < self.limit
 
     def check(self) -> None:
         """Raise `OutOfTime` when the limit is over."""
