@@ -85,7 +85,10 @@ def read_idx(path: Path, dimensions: int) -> NDArray[Any]:
             f"{path}: its header promises {shape[0]} records ({expected} bytes) but {found} bytes follow; "
             "remove it and fetch it again"
         )
-    return np.frombuffer(content, dtype, offset=header).reshape(shape)
+    try:
+        return np.frombuffer(content, dtype, offset=header).reshape(shape)
+    except ValueError:  # nothing, of dimensions beyond any array
+        raise DataError(f"{path}: its header promises the shape {shape}; remove it and fetch it again") from None
 
 
 def read_cifar(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

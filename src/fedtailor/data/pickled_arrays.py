@@ -10,6 +10,7 @@ import io
 import re
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def read_dict(path: Path, name: str = "data") -> dict[str, Any]:
         if shape != () or kind != np.dtype(object):
             raise _Refused(f"an array of {kind} and shape {list(shape)} where a dictionary is expected")
         value = _Reader(member.read()).read()
-    except (OSError, zipfile.BadZipFile, KeyError) as error:
+    except (OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     except _Refused as refused:
         raise DataError(f"{path}: holds {refused}, which is not read; only arrays of numbers are") from None
