@@ -40,6 +40,7 @@ PAGES = {  # tables of other pages: title, page, heading
     "leaderboard, Dirichlet 0.1": ("leaderboard", "Dirichlet 0.1"),
     "leaderboard, two classes": ("leaderboard", "two classes per client"),
 }
+SELECTED = "selected on validation"  # a column's name
 DRAWS = 500  # of the bootstrap over clients
 
 
@@ -128,18 +129,23 @@ def advice(kinds: Sequence[Kind], columns: dict[str, dict[str, dict[str, float]]
 
 
 def read_table(page: Path, heading: str) -> dict[str, float]:
-    """The first figure of every row of the table under a heading; nothing if there is no such page."""
+    """A figure of every row of the table under a heading; nothing if there is no such page.
+
+    It is the first one, or that of the round which validation selects where there are several habits of reporting.
+    """
     if not page.exists():
         return {}
     lines = page.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if line.lstrip("# ") == heading and line.startswith("#")), None)
     rows: dict[str, float] = {}
+    at = 1
     for line in lines[len(lines) if start is None else start + 1 :]:
         if line.startswith("#"):
             break
         cells = [cell.strip(" *") for cell in line.split("|")[1:-1]]
-        if len(cells) > 1 and cells[1][:1].isdigit():
-            rows[cells[0]] = float(cells[1].split()[0])
+        at = cells.index(SELECTED) if SELECTED in cells else at
+        if len(cells) > at and cells[at][:1].isdigit():
+            rows[cells[0]] = float(cells[at].split()[0])
     return rows
 
 

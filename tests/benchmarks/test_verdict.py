@@ -45,4 +45,8 @@ def test_tables_of_other_pages_are_read_by_their_headings(tmp_path: Path) -> Non
     (tmp_path / "page.md").write_text(text)
     assert verdict.read_table(tmp_path / "page.md", "one") == {"X": 91.2, "Y": 90.0}
     assert verdict.read_table(tmp_path / "page.md", "three") == {}
+    (tmp_path / "habits.md").write_text(
+        "### a\n\n| m | best | selected on validation |\n|---|---|---|\n| X | 9 | 7.5 |\n"
+    )
+    assert verdict.read_table(tmp_path / "habits.md", "a") == {"X": 7.5}  # not the round that is best on test data
     assert verdict.read_table(tmp_path / "none.md", "one") == {}
