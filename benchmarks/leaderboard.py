@@ -1,6 +1,7 @@
 """Every method on PFLlib's Fashion-MNIST columns, by three habits of reporting
 
-FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--runs FOLDER] [--only NAME ...] [--finished] [--json FILE]
+FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--model dnn] [--runs FOLDER] [--only NAME ...] [--finished]
+                   [--json FILE]
 
 The habits: the round that is best on test data, the last round, the round that is best on validation data. A run that
 was interrupted is resumed, a finished one is not run again; of its files only the figures are kept. With --finished,
@@ -35,13 +36,20 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "Dirichlet 0.1": {"partition": "dirichlet", "alpha": 0.1},
     "two classes per client": {"partition": "classes", "classes_per_client": 2},
 }
-COMMON: dict[str, Any] = {
-    "rounds": 15,
-    "model": {"name": "mlp", "hidden": [100]},  # PFLlib's DNN; its CNN is "cnn"
-    "local": {"lr": 0.1, "batch_size": 10},
-    "federation": {"engine": "vmap"},
-    "evaluation": {"test_curve": True},
-    "checkpoint": {"seconds": 60},
+COMMON: dict[str, Any] = {"evaluation": {"test_curve": True}, "checkpoint": {"seconds": 60}}
+NETWORKS: dict[str, dict[str, Any]] = {  # PFLlib's
+    "dnn": {
+        "rounds": 15,
+        "model": {"name": "mlp", "hidden": [100]},
+        "local": {"lr": 0.1, "batch_size": 10},
+        "federation": {"engine": "vmap"},
+    },
+    "cnn": {
+        "rounds": 10,
+        "model": {"name": "cnn"},
+        "local": {"lr": 0.05, "batch_size": 10},
+        "federation": {"engine": "loop"},
+    },
 }
 DATA = {"source": "fashion-mnist", "clients": 20, "test": 0.25, "val": 0.1, "max_samples": 160, "max_train": 60}
 # where a default is more than one local epoch per phase, or more trips than fifteen rounds are worth
@@ -56,15 +64,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 HABITS = ("best on test", "last", "selected on validation")
 
 
-def configured(column: str, name: str) -> RunConfig:
+def configured(column: str, name: str, network: str = "dnn") -> RunConfig:
     """One method on one column."""
     algorithm = {"name": name} | OPTIONS.get(name, {})
-    return parse(COMMON | {"data": DATA | COLUMNS[column], "algorithm": algorithm})
+    return parse(COMMON | NETWORKS[network] | {"data": DATA | COLUMNS[column], "algorithm": algorithm})
 
 
-def methods() -> list[str]:
+def methods(network: str = "dnn") -> list[str]:
     """All that are there and can serve the model, by name."""
-    model, out = model_of(configured(next(iter(COLUMNS)), "fedavg"), (1, 28, 28), 10), []
+    model, out = model_of(configured(next(iter(COLUMNS)), "fedavg", network), (1, 28, 28), 10), []
     for name in algorithms.algorithms():
         try:
             algorithms.make(name, OPTIONS.get(name, {})).check(model, "classification")
@@ -164,19 +172,21 @@ def first(placed: dict[str, int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=Path("runs/leaderboard"))
+    parser.add_argument("--model", choices=list(NETWORKS), default="dnn", help="PFLlib's network")
+    parser.add_argument("--runs", type=Path, help="folder of the runs; runs/leaderboard-MODEL by default")
     parser.add_argument("--only", nargs="*", default=[], help="names of methods; all by default")
     parser.add_argument("--finished", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, help="file for the rows")
     asked = parser.parse_args()
+    runs = asked.runs or Path("runs") / f"leaderboard-{asked.model}"
     loaded = {column: load(configured(column, "fedavg")) for column in COLUMNS}
     found: dict[str, list[Row]] = {column: [] for column in COLUMNS}
     for column, data in loaded.items():
-        for name in asked.only or methods():
-            folder = asked.runs / folder_name(f"{name} {column}", 0)
+        for name in asked.only or methods(asked.model):
+            folder = runs / folder_name(f"{name} {column}", 0)
             if asked.finished and not (folder / RESULTS).exists():
                 continue
-            done = finished(configured(column, name), folder, data)
+            done = finished(configured(column, name, asked.model), folder, data)
             found[column].append(row(algorithms.find(name).title, done, data.test.sizes.tolist()))
             print(f"{column}: {found[column][-1]}", file=sys.stderr, flush=True)
     if asked.json:
