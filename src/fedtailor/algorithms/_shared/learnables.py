@@ -54,8 +54,10 @@ class Learnables:
     def step(self, learned: Tree, gradient: Tensor) -> Tree:
         """After one step along the gradient of the outer loss; see `reach`."""
         after = (adam if self.optimizer == "adam" else descend)(learned, gradient, self.outer_lr, self.learned)
+        if not self.reach or self.learned == ("lam",):
+            return after
         first = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
-        return after | {"raw": bounded(after["raw"], first, self.reach, self.positive)} if self.reach else after
+        return after | {"raw": bounded(after["raw"], first, self.reach, self.positive)}
 
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
