@@ -108,8 +108,8 @@ def gain_sentences(record: dict[str, Any]) -> list[str]:
     some = sum(g["mean"] > 0 for g in known) - sure
     rest = len(known) - sure - some
     return [
-        f"By rows held out of training, {count(sure, 'site')} gain over their best model alone by more than two "
-        f"standard errors, {some} by less, which may be noise, and {rest} do not gain."
+        f"On rows held out of training, the gain over the best model alone is above two standard errors at {sure} of "
+        f"{count(len(known), 'site')}, smaller (it may be noise) at {some}, and absent at {rest}."
     ]
 
 

@@ -47,5 +47,6 @@ def site_gains(record: dict[str, Any]) -> str:
     better, worse = sum(row["gain_ci"][0] > 0 for row in rows), sum(row["gain_ci"][1] < 0 for row in rows)
     rest = len(rows) - better - worse
     return (
-        f"on test rows {better} gain over their best model alone beyond noise, {worse} lose; of {rest} one cannot tell"
+        f"on test rows, sites that gain over their best model alone beyond noise: {better}; that lose: {worse}; "
+        f"too close to call: {rest}"
     )
