@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedtailor.data.tabular import Site, Target, assemble
 from fedtailor.errors import DataError
 
 FILE = "school/school.mat"
+MOST_PACKED = 1032  # of zlib: bytes that one byte can stand for
 SCORES = (1, 70)  # the lowest and the highest score: the target is between 0 and 1
 
 
@@ -41,10 +43,13 @@ def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> Federa
 
 def _read(path: Path) -> list[tuple[Any, Any]]:
     """Features and scores of each school."""
-    from scipy.io import loadmat  # type: ignore[import-untyped]  # comes with scikit-learn
+    from scipy.io import loadmat, whosmat  # type: ignore[import-untyped]  # comes with scikit-learn
 
     try:
-        content = loadmat(io.BytesIO(read_bytes(path)), variable_names=["X", "Y"])
+        packed = read_bytes(path)
+        if any(math.prod(shape) > MOST_PACKED * len(packed) for _, shape, _ in whosmat(io.BytesIO(packed))):
+            raise ValueError("it promises more than it holds")
+        content = loadmat(io.BytesIO(packed), variable_names=["X", "Y"])
         tables = [
             (np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)[:, 0])
             for x, y in zip(content["X"][0], content["Y"][0], strict=True)
