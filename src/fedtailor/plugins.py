@@ -36,9 +36,11 @@ def imported(key: str, name: str) -> Any:
         _importing.reset(before)
 
 
+SEARCHED = "; start from the folder that holds it, or add that to PYTHONPATH"
+
+
 def _not_found(key: str, name: str, module: str) -> ConfigError:
-    own = name.partition(":")[0].startswith(module)
-    hint = "; start from the folder that holds it, or add that to PYTHONPATH" if own else f"; install {module}"
+    hint = SEARCHED if name.partition(":")[0].startswith(module) else f"; install {module}"
     return ConfigError(f"{key}: cannot import \"{name}\": No module named '{module}'{hint}")
 
 

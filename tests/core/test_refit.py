@@ -74,5 +74,5 @@ def test_methods_with_a_loss_of_their_own_fit_by_it(name: str) -> None:
 
 
 def test_it_is_an_option_of_the_run() -> None:
-    assert parse({"local": {"refit": 3}}).local.made(1).refit == 3
-    assert parse({}).local.made(1).refit == 0
+    assert parse({"local": {"refit": 3}}).local.build(1).refit == 3
+    assert parse({}).local.build(1).refit == 0

@@ -144,7 +144,7 @@ def test_a_failed_write_leaves_nothing(digits: RunFolder, tmp_path: Path, monkey
 def test_the_run_must_be_finished(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         runner.start(config(*QUICK), tmp_path / "run", listener=stop_after(1))
-    with pytest.raises(RunError, match="run: not finished yet; fedtailor resume"):
+    with pytest.raises(RunError, match="run: not finished yet; continue it with: fedtailor resume"):
         onboard(tmp_path / "run", tmp_path / "more.toml", "client-05")
 
 

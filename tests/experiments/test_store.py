@@ -163,7 +163,7 @@ def test_folder_is_created_once_and_opened_only_if_it_is_a_run(tmp_path: Path) -
     with pytest.raises(RunError, match=r"config\.toml: changed since the run was started"):
         _ = folder.config
     (path / "config.toml").write_text(text)
-    with pytest.raises(RunError, match="holds a run already; fedtailor resume"):
+    with pytest.raises(RunError, match="holds a run already; continue it with: fedtailor resume"):
         RunFolder.create(path, made, {})
     assert RunFolder.open(path).config == made
     with pytest.raises(RunError, match="not a run folder"):

@@ -177,7 +177,7 @@ def test_other_mistakes(run: Path, tmp_path: Path) -> None:
         predicted(personal(run, "s0"), write(tmp_path, "x", "new.xls"))
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("rounds=3"), tmp_path / "half", None, stop_after(1))
-    with pytest.raises(RunError, match="not finished yet; fedtailor resume"):
+    with pytest.raises(RunError, match="not finished yet; continue it with: fedtailor resume"):
         personal(tmp_path / "half", "client-00")
 
 

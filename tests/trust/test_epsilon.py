@@ -13,6 +13,7 @@ from fedtailor.deploy.flare.audit import told
 from fedtailor.deploy.flare.epsilon import ACCOUNT, SitePrivacy
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.site import AUDIT
+from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
 from fedtailor.privacy.noise import spent
 from tests.deploy.test_flare import Federated, configured
@@ -108,3 +109,16 @@ def test_a_federation_goes_on_without_a_site_that_has_spent_all(tmp_path: Path) 
     assert missed == {1: set(), 2: {first}, 3: {first}}
     assert "the privacy budget is spent" in folder.metrics()[-1]["faults"][0]["reason"]
     assert folder.results is not None
+
+
+def test_an_account_that_is_gone_or_older_is_missed(tmp_path: Path) -> None:
+    """Or a site would spend its budget again."""
+    made = private(tmp_path, 3)
+    made.call()
+    account = made.folder / ACCOUNT
+    older = account.read_text()
+    made.call()
+    for left in (older, None):
+        account.unlink() if left is None else account.write_text(left)
+        with pytest.raises(RunError, match=r"epsilon\.json: gone, or older"):
+            told(made.folder / AUDIT)

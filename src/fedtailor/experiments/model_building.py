@@ -171,8 +171,10 @@ def _reads(model: Model, config: RunConfig, federated: FederatedData, outputs: i
         f"samples of {', '.join(x)}" if isinstance(x, dict) else f"of shape {list(x.shape[1:])}" if is_usual else "text"
     )
     try:
+        tensors, mode = model.params | model.private_buffers, model.module.training
         with torch_stream("reads"), torch.no_grad():
-            y = model(model.params | model.private_buffers, x)
+            y = model(tensors, x)
+        model.prepare(tensors, training=mode)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(

@@ -20,7 +20,7 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import trust
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder
-from fedtailor.plugins import file_of, import_folder, imported, located, module_of
+from fedtailor.plugins import SEARCHED, file_of, import_folder, imported, located, module_of
 from fedtailor.training import optimizers
 
 PLAIN = (bool, int, float, str, tuple, list)
@@ -74,7 +74,8 @@ def changed_code(folder: RunFolder) -> str:
     try:
         return changed_since(before, folder.config, str(folder.path))
     except ConfigError as error:
-        raise RunError(f"{folder.path}: {error}{_whereabouts(str(error), before or {})}") from None
+        where = _whereabouts(str(error), before or {})
+        raise RunError(f"{folder.path}: {str(error).removesuffix(SEARCHED) if where else error}{where}") from None
 
 
 def changed_since(before: Any, config: RunConfig, origin: str) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree
 from fedtailor.deploy.flare.refusal import Refused
+from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json, write_json
 from fedtailor.privacy import noise
 from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.privacy.local_noise import LocalNoise, exposed
 
 ACCOUNT = "epsilon.json"
+COUNT = "epsilon.count"  # beside the account: of how many replies it must tell, so that lost ones are missed
 
 
 class SitePrivacy(BaseModel):
@@ -76,16 +79,29 @@ class Account:
             )
         known = {"epsilon": then, "of": self.privacy.epsilon, "delta": self.privacy.delta}
         write_json(self.path, known | {"replies": [[noise, times] for noise, times in replies.items()]})
+        self.path.with_name(COUNT).write_text(str(sum(replies.values())))
 
     def _replies(self) -> dict[float, int]:
-        kept = read_json(self.path)["replies"] if self.path.exists() else []
-        return {float(noise): int(times) for noise, times in kept}
+        known = _kept(self.path)
+        return {} if known is None else {float(noise): int(times) for noise, times in known["replies"]}
+
+
+def _kept(path: Path) -> dict[str, Any] | None:
+    """The account; None if nothing was ever spent. A `RunError` if it is gone, or is an older one."""
+    beside = path.with_name(COUNT)
+    try:
+        count = int(beside.read_text()) if beside.exists() else 0
+    except ValueError:
+        raise RunError(f"{beside}: damaged; it says of how many replies {path.name} tells") from None
+    known = dict(read_json(path)) if path.exists() else None
+    if count > (0 if known is None else sum(times for _, times in known["replies"])):
+        raise RunError(f"{path}: gone, or older than what has left; it says what is spent of the privacy budget")
+    return known
 
 
 def spent_text(folder: Path) -> str:
     """What the account of a site says, for people; "" if there is none."""
-    if not (folder / ACCOUNT).exists():
+    if (known := _kept(folder / ACCOUNT)) is None:
         return ""
-    known = read_json(folder / ACCOUNT)
     count = sum(times for _, times in known["replies"])
     return f"epsilon {known['epsilon']:.2f} of {known['of']:g} at delta {known['delta']:g}: {count} replies with noise"
