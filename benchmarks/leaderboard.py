@@ -24,7 +24,7 @@ from typing import Any
 
 from fedtailor import algorithms
 from fedtailor.core.samples import FederatedData
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import RunConfig, parse
@@ -181,21 +181,29 @@ def main() -> None:
     runs = asked.runs or Path("runs") / f"leaderboard-{asked.model}"
     loaded = {column: load(configured(column, "fedavg")) for column in COLUMNS}
     found: dict[str, list[Row]] = {column: [] for column in COLUMNS}
+    failed: dict[str, list[str]] = {column: [] for column in COLUMNS}
     for column, data in loaded.items():
         for name in asked.only or methods(asked.model):
             folder = runs / folder_name(f"{name} {column}", 0)
             if asked.finished and not (folder / RESULTS).exists():
                 continue
-            done = finished(configured(column, name, asked.model), folder, data)
+            try:
+                done = finished(configured(column, name, asked.model), folder, data)
+            except RunError as error:  # a method that diverges is a result
+                failed[column].append(algorithms.find(name).title)
+                print(f"{column}: {name}: {error}", file=sys.stderr, flush=True)
+                continue
             found[column].append(row(algorithms.find(name).title, done, data.test.sizes.tolist()))
             print(f"{column}: {found[column][-1]}", file=sys.stderr, flush=True)
     if asked.json:
         made = {column: [asdict(one) for one in rows] for column, rows in found.items()}
         asked.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     for column, rows in found.items():
-        print(
-            "\n".join([f"### {column}", "", *table(rows), "", *summary(rows, int(loaded[column].test.sizes.sum())), ""])
+        ended = [f"- Did not finish, for its numbers left all bounds: {', '.join(failed[column])}."] * bool(
+            failed[column]
         )
+        lines = [*table(rows), "", *summary(rows, int(loaded[column].test.sizes.sum())), *ended]
+        print("\n".join([f"### {column}", "", *lines, ""]))
 
 
 if __name__ == "__main__":
