@@ -1,12 +1,13 @@
 """The pool when something goes wrong: a worker is killed, a client fails, the server is interrupted or killed."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,10 @@ def once(original: Callable[..., Any], marker: Path, number: int) -> Callable[..
     server = os.getpid()
 
     def wrapped(*args: Any) -> Any:
-        calls = len(list(marker.parent.glob("call*")))
-        (marker.parent / f"call{calls}-{os.getpid()}").touch()
+        for calls in itertools.count():  # two workers never get the same number
+            with suppress(FileExistsError):
+                (marker.parent / f"call{calls}").touch(exist_ok=False)
+                break
         if calls == number and os.getpid() != server:
             if isinstance(args[0], worker.StateRows):
                 half = args[0].memory.bytes[args[1] * args[0].layout.size :]
