@@ -29,7 +29,7 @@ TABLES = {
     "radon": ("county.name", "log.radon", ["basement", "uranium"], "basement"),
     "oxboys": ("Subject", "height", ["age"], "age"),
 }
-has_data = pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="FEDTAILOR_DATA names no folder of data")
+has_data = pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="needs the real data under FEDTAILOR_DATA")
 
 
 def federated(x: Floats, y: NDArray, site: NDArray, outputs: int = 1) -> tuple[FederatedData, Model]:

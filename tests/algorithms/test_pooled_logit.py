@@ -17,7 +17,7 @@ from tests.algorithms.test_mixed_models import federated, fitted
 
 Floats = NDArray[np.float64]
 TABLES = {"contraception": ("district", "use"), "headache": ("id", "headache")}
-has_data = pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="FEDTAILOR_DATA names no folder of data")
+has_data = pytest.mark.skipif("FEDTAILOR_DATA" not in os.environ, reason="needs the real data under FEDTAILOR_DATA")
 
 
 def modes(x: Floats, y: Floats, at: NDArray[np.intp], beta: Floats, sd: float) -> tuple[Floats, Floats]:
