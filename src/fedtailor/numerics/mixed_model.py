@@ -42,6 +42,16 @@ def posterior(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return half.mT @ half, 2 * torch.diagonal(root, dim1=-2, dim2=-1).log().sum(-1)
 
 
+def own_covariance(a: Tensor, factor: Tensor, covariance: Tensor, noise: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Of a site's own coefficients given all data, Var(v - v_hat); and dv/dbeta, how much of each is the common one.
+
+    `covariance` is that of beta. Henderson, Biometrics 31, 1975; that the factor is estimated too is left out.
+    """
+    cov, _ = posterior(a, factor)
+    kept = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device) - cov @ a
+    return noise * cov + kept @ covariance @ kept.mT, torch.diagonal(kept, dim1=-2, dim2=-1)
+
+
 def marginal(a: Tensor, b: Tensor, c: Tensor, count: Tensor, factor: Tensor) -> Marginal:
     """What a site adds to the deviance, from A = X'X, b = X'y and c = y'y."""
     cov, logdet = posterior(a, factor)

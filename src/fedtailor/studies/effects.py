@@ -1,0 +1,70 @@
+"""What a fit means: coefficients with intervals, importance of columns, and how predictions change with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.errors import UserError
+from fedtailor.experiments.building import task_of
+from fedtailor.metrics.library import find
+from fedtailor.studies import table_fit
+from fedtailor.studies.calibration import applied
+from fedtailor.studies.coefficients import coefficients_of
+from fedtailor.studies.cross_fitting import site_of_rows
+from fedtailor.studies.curves import curves, places_of
+from fedtailor.studies.importance import importance
+from fedtailor.studies.table_fit import ALONE, Found
+from fedtailor.studies.terms import within
+
+EFFECTS = "effects.json"
+MOST_CURVES = 4  # columns
+Floats = NDArray[np.float64]
+
+
+def table_effects(found: Found, data: FederatedData, out: Path, seed: int, record: dict[str, Any]) -> dict[str, Any]:
+    """As effects.json has it. What cannot be computed is left out: a fit does not fail for it."""
+    effects: dict[str, Any] = {}
+    try:
+        effects["coefficients"] = coefficients_of(found.cells, found.weights, data)
+    except (UserError, torch.linalg.LinAlgError, np.linalg.LinAlgError):
+        effects["coefficients"] = None
+    some = [i for i, cell in enumerate(found.cells) if cell.label == ALONE or found.weights[:, i].any()]
+    found = replace(found, cells=[found.cells[i] for i in some], weights=found.weights[:, some])
+    calibration = np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
+
+    def predict(rows: Rows) -> Tensor:
+        said = table_fit.said_of(found, data, rows, out)["personal"]
+        if data.task != "classification":
+            return said
+        return torch.from_numpy(applied(said.numpy(), calibration[site_of_rows(rows)]))
+
+    held = data.test if len(data.test.x) >= 2 else data.train
+    metric = find(task_of(found.cells[0].config, data), record["metric"])
+    unit = 1.0 if data.task == "classification" else float(data.preparation.target.sd)
+    places, varies = places_of(data), within(held)
+    inner = {name: at for name, at in places.items() if varies[at].any()}
+    effects["importance"] = importance(predict, held, data.clients, inner, metric, unit, seed) | {
+        "held_out": held is data.test,
+        "constant": [name for name in places if name not in inner],
+    }
+    top = [each["column"] for each in effects["importance"]["columns"] if each["mean"] > 0][:MOST_CURVES]
+    effects["curves"] = curves(predict, lambda o: readable(o, data), held, data, top, seed) if top else []
+    return effects
+
+
+def readable(outputs: Tensor, data: FederatedData) -> Floats:
+    """Numbers in units of the target, the probability of the second of two classes, or of each of several."""
+    if data.task == "classification":
+        p = outputs.softmax(1).double().numpy()
+        return p[:, 1:] if p.shape[1] == 2 else p
+    target = data.preparation.target
+    said: Floats = target.mean + target.sd * outputs.double().numpy()
+    return said
