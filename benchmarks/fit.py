@@ -6,10 +6,9 @@
 A quarter of each site's rows is for testing. Every figure is a personal mean: the metric of each site, then the mean
 over sites; of AUROC over sites that have both classes. The table shows mean and spread over seeds.
 
-`worse` is the share of sites where fit's loss (squared error, log loss) is larger than that of the site's best own
-model, linear or boosting, whichever has the smaller loss on these very rows, in a one-sided paired t-test at 2.5 %. A
-row that is a test row in several seeds counts once, with the mean of its losses. That comparison is hard on fit: the
-best own model is known only in hindsight.
+`sites worse` is the share of sites where fit's loss (squared error, log loss) is larger than that of the site's best
+own model beyond noise, by the two tests of benchmarks/fit_worse.py. A row that is a test row in several seeds counts
+once, with the mean of its losses.
 
 How fit chooses was settled on seeds 100 and 200 (`--first-seed 200`) of these tables, other cuts of the same rows, and
 on made tables that are not among them.
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when it is run a
 
 import fedtailor as ft
 from benchmarks.fit_baselines import ALONE, BASELINES, Rows
+from benchmarks.fit_intervals import LEVEL, calibrated, coverage, page
 from benchmarks.fit_tables import TABLES, Table, given
+from benchmarks.fit_worse import LEAST, OURS, drawn_test, t_test, worse
 
 Floats = NDArray[np.float64]
-OURS = "fedtailor fit"
+METHODS = (*BASELINES, OURS)
 
 
 def cut(table: Table, seed: int) -> tuple[pl.DataFrame, pl.DataFrame, list[int]]:
@@ -54,8 +56,8 @@ def cut(table: Table, seed: int) -> tuple[pl.DataFrame, pl.DataFrame, list[int]]
     return frame.filter(~test), frame.filter(test), np.flatnonzero(test).tolist()
 
 
-def ours(train: pl.DataFrame, test: pl.DataFrame, table: Table, rows: Rows, seed: int, **options: Any) -> Floats:
-    """The predictions of `fit`, every row by the model of its site."""
+def ours(train: pl.DataFrame, test: pl.DataFrame, table: Table, rows: Rows, seed: int) -> tuple[Floats, Any]:
+    """The predictions of `fit`, every row by the model of its site, and how sure it was."""
     _, site, target = table
     with tempfile.TemporaryDirectory() as folder:
         task = "classification" if rows.is_class else "regression"
@@ -67,9 +69,9 @@ def ours(train: pl.DataFrame, test: pl.DataFrame, table: Table, rows: Rows, seed
             settings={"data.test": 0.0, "data.task": task},
             out=Path(folder) / "fit",
             progress=False,
-            **options,
         )
         out = np.full((test.height, max(len(rows.classes), 1)), np.nan)
+        sure = np.full((test.height, 2), np.nan)  # ends of the interval; slope and offset of the calibration
         names = test[site].to_numpy()
         for name in np.unique(names):
             at, model = names == name, fitted.personal(str(name))
@@ -77,16 +79,22 @@ def ours(train: pl.DataFrame, test: pl.DataFrame, table: Table, rows: Rows, seed
             if rows.is_class:
                 order = [[str(label) for label in model.labels].index(str(c)) for c in rows.classes]
                 out[at] = model.predict_proba(part)[:, order]
+                sure[at] = fitted.record["sites"][str(name)].get("calibration", (1.0, 0.0))
+                if order == [1, 0]:
+                    sure[at, 1] *= -1
             else:
                 out[at] = model.predict(part)[:, None]
-    return out
+                sure[at] = np.column_stack(model.predict_interval(part, LEVEL))
+    if not rows.is_class:
+        return out, coverage(rows.y[1], *sure.T)
+    return out, calibrated(out[:, 1], rows.y[1], *sure.T) if len(rows.classes) == 2 else None
 
 
 def losses(rows: Rows, predicted: Floats) -> Floats:
     """Squared error or log loss of every test row."""
     y = rows.y[1]
     if rows.is_class:
-        return -np.log(np.clip(predicted[np.arange(len(y)), y], 1e-6, 1))
+        return -np.log(np.clip(predicted[np.arange(len(y)), y], LEAST, 1))
     return (predicted[:, 0] - y) ** 2
 
 
@@ -106,57 +114,68 @@ def figures(rows: Rows, predicted: Floats) -> dict[str, float]:
     return out
 
 
-def worse(runs: list[dict[str, Any]]) -> float:
-    """Share of sites whose best own model is better than fit's beyond noise; every row counts once."""
-    from scipy.stats import ttest_rel  # type: ignore[import-untyped]
-
-    held: dict[str, dict[int, list[list[float]]]] = {}
-    for run in runs:
-        for site, row, *each in zip(run["site"], run["row"], *(run["losses"][m] for m in (OURS, *ALONE)), strict=True):
-            held.setdefault(site, {}).setdefault(row, []).append(each)
-    count = 0
-    for rows in held.values():
-        ours_, *own = np.array([np.mean(each, axis=0) for each in rows.values()]).T
-        best = min(own, key=np.mean)
-        if len(best) > 1 and np.std(ours_ - best) > 0:
-            count += bool(ttest_rel(ours_, best, alternative="greater").pvalue < 0.025)
-    return count / len(held)
-
-
-def measured(table: Table, seed: int, only_ours: bool = False) -> dict[str, Any]:
-    """All methods on one seed of a table."""
+def measured(table: Table, seed: int, methods: Sequence[str], out: dict[str, Any]) -> None:
+    """Those methods on one seed of a table that have not been run."""
     train, test, at = cut(table, seed)
     rows = Rows(train, test, table[1], table[2])
-    methods: dict[str, Any] = {} if only_ours else dict(BASELINES)
-    methods[OURS] = lambda rows: ours(train, test, table, rows, seed)
-    out: dict[str, Any] = {"seed": seed, "site": [str(n) for n in rows.sites[1]], "row": at}
-    out |= {"figures": {}, "seconds": {}, "losses": {}}
-    for method, run in methods.items():
+    out |= {"seed": seed, "site": [str(n) for n in rows.sites[1]], "row": at, "y": rows.y[1].tolist()}
+    for key in ("figures", "seconds", "said"):
+        out.setdefault(key, {})
+    for method in methods:
+        if method in out["seconds"]:
+            continue
         begun, wall = time.process_time(), time.monotonic()
-        predicted = run(rows)
+        if method == OURS:
+            predicted, out["sure"] = ours(train, test, table, rows, seed)
+        else:
+            predicted = BASELINES[method](rows)
+        out["seconds"][method] = [time.process_time() - begun, time.monotonic() - wall]
         if predicted is None:
             continue
-        out["seconds"][method] = [time.process_time() - begun, time.monotonic() - wall]
         out["figures"][method] = figures(rows, predicted)
         if method in (OURS, *ALONE):
-            out["losses"][method] = [float(f"{loss:.6g}") for loss in losses(rows, predicted)]
-    return out
+            out["said"][method] = [[float(f"{v:.7g}") for v in said] for said in predicted]
 
 
 def summary(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures by method over seeds, and the share of sites that are worse off."""
-    metrics = list(runs[0]["figures"][OURS])
+    metrics = list(next(iter(runs[0]["figures"].values())))
     out: dict[str, Any] = {"table": name, "metrics": metrics, "methods": {}}
-    for method in runs[0]["figures"]:
+    for method in (m for m in METHODS if m in runs[0]["figures"]):
         values = {m: [run["figures"][method][m] for run in runs] for m in metrics}
         out["methods"][method] = values | {"seconds": [run["seconds"][method][0] for run in runs]}
-    if set(ALONE) <= runs[0]["losses"].keys():
-        out["worse"] = worse(runs)
+    if {OURS, *ALONE} <= runs[0]["said"].keys():
+        out["worse"] = worse(runs, drawn_test)
+        out["worse by t"] = worse(runs, t_test)
     return out
 
 
+def ratios(result: dict[str, Any]) -> tuple[float, float]:
+    """Fit's first metric by that of the best method that does not pool, and by the better pooled mixed model."""
+    first = result["metrics"][0]
+    mean = {method: float(np.mean(values[first])) for method, values in result["methods"].items()}
+    pooled = min((mean[m] for m in mean if m.startswith("mixed")), default=np.nan)
+    return mean[OURS] / min(mean[m] for m in ALONE), mean[OURS] / pooled
+
+
+def overview(results: Sequence[dict[str, Any]]) -> str:
+    """A line per table."""
+    lines = [
+        "| table | metric | fit | / best alone | / pooled mixed model | sites worse, % | by t-test, % | seconds |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        name = result["metrics"][0]
+        two = " | ".join("" if np.isnan(v) else f"{v:.3f}" for v in ratios(result))
+        shares = " | ".join(f"{100 * result[key]:.1f}" for key in ("worse", "worse by t"))
+        ours_ = result["methods"][OURS]
+        cells = (result["table"], name, _spread(ours_[name]), two, shares, f"{np.mean(ours_['seconds']):.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def shown(result: dict[str, Any]) -> str:
-    """A table in Markdown, and the two ratios that count."""
+    """All methods on one table in Markdown."""
     metrics, methods = result["metrics"], result["methods"]
     lines = [
         f"### {result['table']}",
@@ -165,21 +184,14 @@ def shown(result: dict[str, Any]) -> str:
         "|---|" + "---:|" * (len(metrics) + 1),
     ]
     for method, values in methods.items():
-        cells = [
-            f"{np.nanmean(values[m]):.4f}" + (f" ± {np.nanstd(values[m]):.4f}" if len(values[m]) > 1 else "")
-            for m in metrics
-        ]
+        cells = [_spread(values[m]) for m in metrics]
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {np.mean(values['seconds']):.1f} |")
-    if "worse" in result:
-        first = metrics[0]
-        mean = {method: float(np.mean(values[first])) for method, values in methods.items()}
-        alone = min(mean[m] for m in ALONE)
-        said = [f"{mean[OURS] / alone:.4f} x the best that does not pool"]
-        if pooled := [m for m in mean if m.startswith("mixed")]:
-            said.append(f"{mean[OURS] / min(mean[m] for m in pooled):.4f} x the better pooled mixed model")
-        said.append(f"{100 * result['worse']:.1f} % of sites worse than their best own model beyond noise")
-        lines += ["", f"{first}: {'; '.join(said)}."]
     return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean, and standard deviation over seeds."""
+    return f"{np.nanmean(values):.4f}" + (f" ± {np.nanstd(values):.4f}" if len(values) > 1 else "")
 
 
 def main() -> None:
@@ -191,7 +203,7 @@ def main() -> None:
     parser.add_argument("--target", default="y")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--only-ours", action="store_true")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--out", type=Path, help="a JSON file of finished seeds, to which others are added")
     args = parser.parse_args()
     tables = {name: TABLES[name] for name in args.tables}
@@ -201,13 +213,24 @@ def main() -> None:
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     for seed in seeds:  # all tables of a seed, then the next: what is interrupted shows all tables
         for name, load in tables.items():
-            if str(seed) not in done.setdefault(name, {}):
-                done[name][str(seed)] = measured(load(), seed, args.only_ours)
+            run = done.setdefault(name, {}).setdefault(str(seed), {})
+            if set(args.methods) - run.get("seconds", {}).keys():
+                measured(load(), seed, args.methods, run)
                 if args.out:
                     args.out.parent.mkdir(parents=True, exist_ok=True)
                     args.out.write_text(json.dumps(done))
-    for name in tables:
-        print(shown(summary(name, [done[name][str(seed)] for seed in seeds])), end="\n\n")
+    runs = {name: [done[name][str(seed)] for seed in seeds] for name in tables}
+    results = [summary(name, each) for name, each in runs.items()]
+    if set(METHODS) <= {*args.methods}:
+        print(overview(results), end="\n\n")
+    for result in results:
+        print(shown(result), end="\n\n")
+    if OURS in args.methods:
+        print(
+            "### Intervals and calibrated probabilities",
+            page({n: [r["sure"] for r in e if r["sure"]] for n, e in runs.items()}),
+            sep="\n\n",
+        )
 
 
 if __name__ == "__main__":
