@@ -5,7 +5,7 @@ The best own model is the one with the smaller loss on these very test rows: it 
 
 - A paired t-test. For classes it is wrong where an outcome is rare: a site whose test rows are all of one class has
   nearly equal losses, so its t is huge however little is lost, although one row of the other class would turn it round.
-- For classes therefore: what would be lost by chance. Outcomes of the test rows are drawn anew, 20 000 times, from the
+- For classes therefore: what would be lost by chance. Outcomes of the test rows are drawn anew, 5000 times, from the
   probabilities that lie between the two models where both are equally good; the p-value is the share of draws in which
   fit loses as much as it did. Where both classes are frequent this is the paired test over again.
 
@@ -26,7 +26,7 @@ from benchmarks.fit_baselines import ALONE
 Floats = NDArray[np.float64]
 Chance = Callable[[Floats, tuple[Any, Any]], float]  # what was lost by row and class, and which classes it was
 OURS = "fedtailor fit"
-SURE, DRAWS, LEAST = 0.025, 20_000, 1e-6
+SURE, DRAWS, LEAST = 0.025, 5_000, 1e-6
 
 
 def _losses(said: Floats, y: float) -> Floats:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedtailor.studies.model_selection import Gain, View, choose, errors_asked, gains
+from fedtailor.studies.model_selection import Gain, View, chance, choose, errors_asked, gains
 
 
 def samples(rate: float, n: int) -> np.ndarray:
@@ -132,3 +132,28 @@ def test_the_same_mean_says_less_at_a_noisy_site() -> None:
     quiet, noisy = (gains(scores, [np.zeros(10)] * 20, is_bounded=False)[i] for i in (3, 7))
     assert noisy.sd > 1.2 * quiet.sd
     assert noisy.mean > quiet.mean + 0.1
+
+
+def test_chance_is_the_variance_where_neither_model_is_better() -> None:
+    # 0.93 against 0.98: equally good if the class has a share p with p log(0.98 / 0.93) = (1 - p) log(0.07 / 0.02)
+    up, down = np.log(0.98 / 0.93), np.log(0.07 / 0.02)
+    p = down / (up + down)
+    assert chance(np.log([[0.07, 0.93]]), np.log([[0.02, 0.98]])) == pytest.approx([p * (1 - p) * (up + down) ** 2])
+    first, second = np.log([[0.2, 0.3, 0.5]]), np.log([[0.5, 0.2, 0.3]])
+    drawn = np.linspace(0, 1, 200_001)  # between the two, where the expected difference is 0
+    between = np.exp(first + drawn[:, None] * (second - first))
+    between /= between.sum(1, keepdims=True)
+    at = between[np.abs((between * (second - first)).sum(1)).argmin()]
+    wanted = float((at * (second - first)[0] ** 2).sum())
+    assert chance(first, second) == pytest.approx([wanted], rel=1e-4)
+
+
+def test_rows_of_one_class_are_no_proof() -> None:
+    """Twenty rows of one class, to which the site's own model gives 0.98 and the shared one 0.93."""
+    scores, own = [np.full(20, np.log(0.93))], [np.full(20, np.log(0.98)) + 1e-4 * (np.arange(20) % 2)]
+    (sure,) = gains(scores, own, is_bounded=False)
+    assert sure.mean + sure.sd < 0
+    least = [float(chance(np.log([[0.07, 0.93]]), np.log([[0.02, 0.98]]))[0])]
+    (unsure,) = gains(scores, own, is_bounded=False, least=least)
+    assert unsure.mean + unsure.sd > 0
+    assert unsure.sd == pytest.approx((least[0] / 20) ** 0.5)

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import fedtailor as ft
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.errors import DataError
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.serving.by_site import predicted_by_site
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import Trees, trees_of
 from fedtailor.studies import boosting, linear_candidates
+from fedtailor.studies.cross_fitting import folds_of
 from fedtailor.studies.fit import fit
 from fedtailor.studies.stacking import Candidates, common_weights, stack
 
@@ -211,3 +213,13 @@ def test_trees_say_what_scikit_learn_says(classes: int, tmp_path: Path) -> None:
         assert said.softmax(1).numpy() == pytest.approx(model.predict_proba(x), abs=1e-9)
     else:
         assert said[:, 0].numpy() == pytest.approx(model.predict(x), abs=1e-9)
+
+
+def test_folds_do_not_know_the_classes() -> None:
+    """With the site's shares of the classes in every fold, the site's share would seem to be known exactly."""
+    y = torch.tensor([0, 1] * 50)
+    rows = Rows(torch.zeros((100, 1)), y, torch.tensor([0, 100]))
+    data = FederatedData(name="one", clients=("a",), train=rows, val=rows, test=rows, task="classification", outputs=2)
+    shares = [[float((y[folds_of(data, seed) == f] == 1).double().mean()) for f in range(5)] for seed in range(200)]
+    # drawn without replacement: 0.5 +- sqrt(0.25 / 20 * 80 / 99)
+    assert np.std(shares) == pytest.approx((0.25 / 20 * 80 / 99) ** 0.5, rel=0.1)

@@ -41,13 +41,21 @@ class Gain:
         return self.mean - caution * self.sd
 
 
-def gains(candidate: Sequence[Floats], alone: Sequence[Floats], is_bounded: bool = True) -> list[Gain]:
-    """The gain at each site from scores of its validation samples (higher is better), the same samples for both."""
+def gains(
+    candidate: Sequence[Floats], alone: Sequence[Floats], is_bounded: bool = True, least: Sequence[float] | None = None
+) -> list[Gain]:
+    """The gain at each site from scores of its validation samples (higher is better), the same samples for both.
+
+    `least` is the least variance of a sample's difference at each site, where more is known than its samples show.
+    """
     apart = [_apart(np.asarray(c, float), np.asarray(a, float)) for c, a in zip(candidate, alone, strict=True)]
     there = [d for d in apart if len(d) and np.isfinite(d).all()]
     if not there:
         return [_without_limit(d) or Gain(0.0, math.inf) for d in apart]
     of_samples = _variances(there, is_bounded)
+    if least is not None:
+        known = [len(d) > 0 and bool(np.isfinite(d).all()) for d in apart]
+        of_samples = np.maximum(of_samples, np.asarray(least, float)[known])
     means = np.array([d.mean() for d in there])
     if not of_samples.any():
         between = float(means.mean())
@@ -69,6 +77,27 @@ def gains(candidate: Sequence[Floats], alone: Sequence[Floats], is_bounded: bool
             mean = center + trust * (float(d.mean()) - center)
             out.append(Gain(mean, math.sqrt(trust * own + (1 - trust) ** 2 * doubt)))
     return out
+
+
+def chance(first: Floats, second: Floats) -> Floats:
+    """For each row the variance of the difference of two log-likelihoods, from log-probabilities [rows, classes].
+
+    It is the variance under the probabilities between the two for which neither is better.
+
+    Samples alone do not show it: rows that are all of one class differ by nearly the same, however few they are.
+    """
+    apart, low, high = second - first, np.zeros((len(first), 1)), np.ones((len(first), 1))
+    for _ in range(40):
+        middle = (low + high) / 2
+        p = _normalised(first + middle * apart)
+        is_above = (p * apart).sum(1, keepdims=True) > 0
+        low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
+    return np.asarray((p * apart**2).sum(1) - (p * apart).sum(1) ** 2)
+
+
+def _normalised(logs: Floats) -> Floats:
+    p = np.exp(logs - logs.max(1, keepdims=True))
+    return np.asarray(p / p.sum(1, keepdims=True))
 
 
 def _apart(candidate: Floats, alone: Floats) -> Floats:

@@ -23,7 +23,7 @@ from fedtailor.studies import boosting
 from fedtailor.studies.cross_fitting import all_in_training, folds_of, outputs_of, site_of_rows
 from fedtailor.studies.grid import Cell, Told
 from fedtailor.studies.linear_candidates import ALONE, COMMON, Clock, OutOfTime, cross_fitted, delivered
-from fedtailor.studies.model_selection import gains
+from fedtailor.studies.model_selection import chance, gains
 from fedtailor.studies.stacking import Candidates, row_losses, stack
 
 MOST_COEFFICIENTS = 400
@@ -112,8 +112,16 @@ def _gains(
 ) -> list[tuple[float, float]]:
     """By how much each site's loss is lower than with its own model, out of fold, shrunk over sites."""
     better, worse = (-row_losses(v, y, is_class) for v in (served, own))
+    least = None
+    if is_class:
+        at = site.numpy()
+        by_chance = np.bincount(at, chance(served.numpy(), own.numpy()), sites)
+        least = (by_chance / np.maximum(np.bincount(at, minlength=sites), 1)).tolist()
     found = gains(
-        [better[site == i].numpy() for i in range(sites)], [worse[site == i].numpy() for i in range(sites)], False
+        [better[site == i].numpy() for i in range(sites)],
+        [worse[site == i].numpy() for i in range(sites)],
+        is_bounded=False,
+        least=least,
     )
     return [(gain.mean, gain.sd) for gain in found]
 
