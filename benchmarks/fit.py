@@ -125,6 +125,7 @@ def measured(table: Table, seed: int, methods: Sequence[str], out: dict[str, Any
         if method in out["seconds"]:
             continue
         begun, wall = time.process_time(), time.monotonic()
+        predicted: Floats | None
         if method == OURS:
             predicted, out["sure"] = ours(train, test, table, rows, seed)
         else:

@@ -12,8 +12,8 @@ from benchmarks.fit_worse import OURS, drawn_test, equal_odds, t_test, worse
 
 
 def run(rows: list[int], ours: list[float], own: list[float]) -> dict[str, object]:
-    said = {OURS: ours, ALONE[0]: own, ALONE[1]: [9.0] * len(own)}
-    said = {name: [[v**0.5] for v in losses] for name, losses in said.items()}
+    losses = {OURS: ours, ALONE[0]: own, ALONE[1]: [9.0] * len(own)}
+    said = {name: [[v**0.5] for v in of_method] for name, of_method in losses.items()}
     return {"site": ["a"] * len(rows), "row": rows, "y": [0.0] * len(rows), "said": said}
 
 
