@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom  # type: ignore[import-untyped]
 
 from benchmarks.fit_baselines import ALONE
 from benchmarks.fit_intervals import calibrated, calibration_error, coverage

@@ -167,7 +167,7 @@ def candidates(seed: int, sites: int, rows: int, bias: float) -> tuple[Candidate
 def test_sites_have_weights_of_their_own_only_if_that_is_surely_better() -> None:
     same = stack(*candidates(0, sites=30, rows=6, bias=0.0)).weights
     assert float((same - same[0]).abs().max()) == 0.0
-    own = stack(*candidates(0, sites=30, rows=60, bias=2.0)).weights
+    own = stack(*candidates(0, sites=30, rows=160, bias=2.0)).weights
     # alone a site would give 5 / 6 to the candidate that is not off, all sites together 1 / 2
     assert float(own[::2, 1].min()) > 0.6
     assert float(own[1::2, 0].min()) > 0.6
