@@ -77,6 +77,32 @@ def test_dogs_in_the_shape_of_a_table(tmp_path: Path) -> None:
         load(StanfordDogsConfig(), seed=1, root=tmp_path)
 
 
+def test_principal_axes_of_dogs_are_those_of_the_training_rows(tmp_path: Path) -> None:
+    (tmp_path / "stanford_dogs").mkdir()
+    y, random = np.tile(np.arange(120, dtype=np.uint8), 10), np.random.default_rng(0)
+    hidden = random.integers(0, 60, (1200, 2))  # four features of which two say all, one in ten test rows apart
+    features = np.stack([hidden[:, 0], hidden[:, 0] * 2, hidden[:, 1], hidden[:, 1]], 1).astype(np.uint8)
+    features[960:, 1] = 0
+    np.savez(
+        tmp_path / "stanford_dogs" / "dogs_mobilenetv2_u8_100perclass.npz",
+        feat_u8=features,
+        y=y,
+        scale=np.array([0.5], np.float32),
+        classes=np.array([f"breed {k}".encode() for k in range(120)]),
+    )
+    table = {"Size of samples for labels in clients": [[[k, 30] for k in range(120)]]}
+    (tmp_path / "stanford_dogs" / "duw_dogs_5clients_config.json").write_text(json.dumps(table))
+    whole = load(StanfordDogsConfig(), seed=1, root=tmp_path)
+    two = load(StanfordDogsConfig(components=2), seed=1, root=tmp_path)
+    x = whole.train.x.double().numpy()
+    values, vectors = np.linalg.eigh(x.T @ x)
+    for part, name in ((two.train, "train"), (two.test, "test")):
+        expected = getattr(whole, name).x.double().numpy() @ vectors[:, [3, 2]]
+        assert np.allclose(np.abs(part.x.numpy()), np.abs(expected), atol=1e-3)
+    assert np.allclose(two.train.x @ two.train.x.T, x @ x.T, rtol=1e-4)  # nothing is lost, as two say all
+    assert "features: 2 principal axes of the training rows" in two.notes
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(("environment", "sizes"), [("I", [1042, 1023, 862, 1184, 4459]), ("two", [1760, 5739])])
 def test_the_papers_own_lists(environment: str, sizes: list[int]) -> None:

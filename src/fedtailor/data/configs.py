@@ -193,6 +193,9 @@ class StanfordDogsConfig(SourceConfig):
 
     source: Literal["stanford-dogs"] = Field(default="stanford-dogs", description="Name of the source.")
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    components: int = Field(
+        default=0, ge=0, le=1280, description="Features projected onto so many principal axes; 0: all 1280 as they are."
+    )
 
 
 class FolderConfig(SplitConfig):
