@@ -122,7 +122,8 @@ def measured(column: str, method: str, seed: int) -> dict[str, list[float]]:
     """Accuracy of each client in percent, by way; from an earlier run if there is one."""
     kept = KEPT / f"{column}-{method}-{seed}.json"
     if kept.exists():
-        return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+        figures: dict[str, list[float]] = json.loads(kept.read_text(encoding="utf-8"))
+        return figures
     made, asked = experiment(column, method, seed)
     rounds = ROUNDS[column]
     server, states, sent = trained(made, asked, rounds)

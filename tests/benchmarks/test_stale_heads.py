@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 from benchmarks import stale_heads
 from fedtailor.experiments import runner
