@@ -83,7 +83,7 @@ def test_predict_export_and_onboard(call: Call, fitted: Path, tmp_path: Path) ->
         "probability ill",
         "probability well",
     ]
-    assert call("export", "out", "--site", "s1", "--to", "torch").out == "wrote s1.pt2\nwrote s1.json\n"
+    assert call("export", "out", "--site", "s1", "--to", "torch").out == "wrote s1.pt2\nwrote s1.preparation.json\n"
     late = make_sites(tmp_path / "late", sites=1, rows=40) / "s0.csv"
     shutil.rmtree(tmp_path / "sites")  # the files of the others are not needed
     code, out, err = call("onboard", "out", "--data", late, "--name", "fifth")
@@ -108,7 +108,7 @@ def test_a_run_of_a_configuration_predicts_too(call: Call, tmp_path: Path) -> No
 @pytest.mark.usefixtures("fitted")
 def test_mistakes_name_what_to_do(refused: Refused, tmp_path: Path) -> None:
     assert 'out: no site "s7"; known: s0, s1, s2' in refused("predict", "out", "--site", "s7", "sites/s0.csv")
-    assert '--to "tflite": known are onnx, torch, safetensors' in refused(
+    assert '--to "tflite": known are onnx, torch, safetensors, json' in refused(
         "export", "out", "--site", "s0", "--to", "tflite"
     )
     assert "holds another fit; choose another folder with --out" in refused(

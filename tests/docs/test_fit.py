@@ -17,11 +17,21 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     run_page(PAGE, monkeypatch)
     out = capsys.readouterr().out
     assert "report     runs/sites/report.html" in out
-    assert "wrote north.pt2\nwrote north.json" in out
+    assert "wrote north.pt2\nwrote north.preparation.json" in out
     assert "model      runs/sites/" in out
     assert {"prediction", "probability ill", "probability well"} <= set(pl.read_csv("predicted.csv").columns)
-    features = json.loads(Path("north.json").read_text(encoding="utf-8"))["features"]
+    features = json.loads(Path("north.preparation.json").read_text(encoding="utf-8"))["features"]
     assert f"# {', '.join(features)}; standardised" in PAGE.read_text(encoding="utf-8")
+
+
+def test_after_the_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = ROOT / "docs/how-to/after-fit.md"
+    run_page(page, monkeypatch)
+    assert "wrote north.json" in capsys.readouterr().out
+    record = json.loads(Path("north.json").read_text(encoding="utf-8"))
+    shown = page.read_text(encoding="utf-8")
+    for key in (*record, *(key for column in record["columns"] for key in column)):
+        assert f"`{key}`" in shown or key in ("how", "prediction", "name", "kind", "unit")
 
 
 def test_what_is_settled_is_as_the_page_says() -> None:

@@ -80,7 +80,7 @@ def test_what_prepares_rows_stands_beside_it(tmp_path: Path) -> None:
     data = {"source": "folder", "path": str(sites), "target": "outcome"}
     runner.start(parse({"rounds": 1, "data": data, "model": {"name": "linear"}}), tmp_path / "run")
     files = export(tmp_path / "run", "s1", "torch", tmp_path / "model.pt2")
-    assert files == [tmp_path / "model.pt2", tmp_path / "model.json"]
+    assert files == [tmp_path / "model.pt2", tmp_path / "model.preparation.json"]
     about = json.loads(files[1].read_text())
     assert about["features"] == ["a", "b", "ward=north", "ward=south"]
     assert about["target"]["classes"] == ["ill", "well"]
@@ -99,13 +99,17 @@ def test_one_that_differs_is_refused(runs: Path, tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_network_that_cannot_be_traced_is_refused_by_name(tmp_path: Path) -> None:
-    made = config("rounds=1", "algorithm.name=fedeq", task=DIGITS | {"model": {"name": "deq-mlp", "hidden": 8}})
-    runner.start(made, tmp_path / "run")
-    with pytest.raises(RunError, match=r"FeDEQ with this model cannot be written as torch .* or --to safetensors"):
-        export(tmp_path / "run", "client-00", "torch", tmp_path / "out/model.pt2")
-    assert list((tmp_path / "out").iterdir()) == []
-    assert export(tmp_path / "run", "client-00", "safetensors", tmp_path / "out/model.safetensors")
+@pytest.mark.parametrize("to", ["torch", "onnx"])
+def test_an_equilibrium_is_written_with_all_its_iterations(tmp_path: Path, to: Format) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    model = {"name": "deq-mlp", "hidden": 4, "width": 6, "max_iterations": 4, "tolerance": 1e-6}
+    runner.start(config("rounds=1", "algorithm.name=fedeq", task=DIGITS | {"model": model}), tmp_path / "run")
+    (file,) = export(tmp_path / "run", "client-00", to, tmp_path / f"model{ENDINGS[to]}")
+    own, x = personal(tmp_path / "run", "client-00"), rows(tmp_path / "run")[:7]
+    found = torch.export.load(file).module()(x) if to == "torch" else exporting._run_onnx(file, {"features": x.numpy()})
+    torch.testing.assert_close(found, own.readable(own.outputs(x)), rtol=0, atol=1e-5)
 
 
 def test_mistakes(runs: Path, tmp_path: Path) -> None:

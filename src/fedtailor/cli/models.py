@@ -143,15 +143,16 @@ def predict(
 def export(
     run: RunOrFit,
     site: Site,
-    to: Annotated[str, typer.Option("--to", help="onnx, torch or safetensors.")],
+    to: Annotated[str, typer.Option("--to", help="onnx, torch, safetensors or json.")],
     out: Annotated[Path | None, typer.Option("--out", help="File to write; default: SITE with the extension.")] = None,
     data_root: DataRoot = None,
     trust: Trust = False,
 ) -> None:
     """Export the personal model of a site for other programs.
 
-    The exported file is loaded again and compared with the run on real rows; if it differs, no file is
-    written. A JSON file next to it describes how rows are prepared.
+    onnx holds every model that a fit serves and takes columns as they are in a file; json holds linear models,
+    with coefficients in your units. The exported file is loaded again and compared with the run on sample rows;
+    if it differs, no file is written. SITE.preparation.json next to it describes how rows are prepared.
     """
     from fedtailor.serving.export import ENDINGS
     from fedtailor.serving.export import export as exported

@@ -47,9 +47,9 @@ class EquilibriumLayer(nn.Module):
             return torch.func.functional_call(self.cell, dict(zip(names, values, strict=True)), (z, x))
 
         start: Tensor = getattr(self, WARM_START, x[:0])
-        is_kept = len(start) == len(x) > 0  # else nobody keeps it from one step to the next
+        is_kept = start.shape[0] == x.shape[0] > 0  # else nobody keeps it from one step to the next
         if not is_kept:
-            start = x.new_zeros(len(x), *self.shape)
+            start = x.new_zeros(x.shape[0], *self.shape)
         # outside of training nobody would know whose error it is: there the values show that they are not finite
         z, _ = fixed_point(g, start, (x, *values), replace(self.how, strict=self.training))
         if is_kept:

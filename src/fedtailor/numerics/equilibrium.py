@@ -67,19 +67,25 @@ def fixed_point(g: Map, start: Tensor, tensors: tuple[Tensor, ...], how: Equilib
     Nothing of the iterations is kept for the backward pass: its memory is that of `how.terms` applications of g.
     Samples that do not converge have their last iterate; the report says so.
     """
+    if torch.compiler.is_exporting():  # one graph without gradients: every iteration is in it
+        z, report = solve(_at(g, *tensors), start, replace(how, strict=False))
+        for _ in range(0 if how.gradient == "implicit" else how.terms):
+            z = g(z, *tensors)
+        return z, report
     if how.gradient == "implicit":
-        z, *report = _FixedPoint.apply(g, how, start.detach(), *tensors)
-        return z, Report(*report)
-    z, *report = _FixedPoint.apply(g, how, start.detach(), *(v.detach() for v in tensors))
+        z, *parts = _FixedPoint.apply(g, how, start.detach(), *tensors)
+        return z, Report(*parts)
+    z, *parts = _FixedPoint.apply(g, how, start.detach(), *(v.detach() for v in tensors))
     for _ in range(how.terms):  # at a fixed point the derivative of k steps is the sum of the first k terms
         z = g(z, *tensors)
-    return z, Report(*report)
+    return z, Report(*parts)
 
 
 def solve(step: Callable[[Tensor], Tensor], start: Tensor, how: Equilibrium) -> tuple[Tensor, Report]:
     """Iterate z <- step(z), accelerated, until every sample has converged or the budget is spent."""
     z, samples = start, start.shape[: how.dims]
-    accelerate = _Anderson(how, start)
+    is_graph = torch.compiler.is_exporting()
+    accelerate = _AndersonInGraph(how, start) if is_graph else _Anderson(how, start)
     residual = start.new_full(samples, torch.inf)
     iterations = torch.zeros(samples, dtype=torch.long, device=start.device)
     active = torch.ones(samples, dtype=torch.bool, device=start.device)
@@ -95,16 +101,18 @@ def solve(step: Callable[[Tensor], Tensor], start: Tensor, how: Equilibrium) -> 
         stops = active & ((relative <= how.tolerance) | ~torch.isfinite(relative))
         goes_on = active & ~stops
         is_last = k + 1 == how.max_iterations
-        if how.strict or not is_last:  # the only numbers that are read off the device
+        if not is_graph and (how.strict or not is_last):  # the only numbers that are read off the device
             left, finite = torch.stack([goes_on.sum(), torch.isfinite(residual).sum()]).tolist()
-        if is_last or not left:
+        if is_last or (not is_graph and not left):
             z = torch.where(_wide(active, z), new, z)
             break
         z_next = accelerate(z, f)
-        if left < goes_on.numel():  # else the masks would change nothing
+        if is_graph or left < goes_on.numel():  # else the masks would change nothing
             z_next = torch.where(_wide(goes_on, z), z_next, torch.where(_wide(stops, z), new, z))
         z, active = z_next, goes_on
     report = Report(residual, iterations, residual <= how.tolerance)
+    if is_graph:
+        return z, report
     log_solve(report)
     if how.strict and finite < residual.numel():
         raise EquilibriumError(
@@ -151,6 +159,40 @@ class _Anderson:
         gamma = torch.linalg.solve_ex(self.gram + ridge, products[..., 1, :, None]).result
         self.last = rows, f
         return (plain - (gamma.mT @ self.move)[..., 0, :]).reshape(z.shape)
+
+
+class _AndersonInGraph:
+    """The same for a graph that is exported: few nodes, and no operator that other programs lack."""
+
+    def __init__(self, how: Equilibrium, start: Tensor) -> None:
+        self.how, self.m = how, min(how.history, start.flatten(how.dims).shape[-1])
+        self.df: list[Tensor] = []
+        self.move: list[Tensor] = []
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, z: Tensor, f: Tensor) -> Tensor:
+        rows = z.flatten(self.how.dims)
+        plain = rows + self.how.beta * f
+        if self.last is not None and self.m:
+            df = f - self.last[1]
+            self.df = [*self.df, df[..., None, :]][-self.m :]
+            self.move = [*self.move, (rows - self.last[0] + self.how.beta * df)[..., None, :]][-self.m :]
+            differences = torch.cat(self.df, dim=-2)
+            gram, eye = differences @ differences.mT, torch.eye(len(self.df), dtype=f.dtype, device=f.device)
+            scale = (gram * eye).sum((-2, -1), keepdim=True).clamp(min=torch.finfo(f.dtype).tiny)
+            gamma = _eliminated(gram + self.how.ridge * scale * eye, differences @ f[..., None], eye)
+            plain = plain - (gamma.mT @ torch.cat(self.move, dim=-2))[..., 0, :]
+        self.last = rows, f
+        return plain.reshape(z.shape)
+
+
+def _eliminated(matrix: Tensor, right: Tensor, eye: Tensor) -> Tensor:
+    """The solution of small positive definite systems in sums and products."""
+    both = torch.cat([matrix, right], dim=-1)
+    for i in range(len(eye)):
+        pivot = both[..., i : i + 1, :] / both[..., i : i + 1, i : i + 1]
+        both = both - (both[..., :, i : i + 1] - eye[:, i : i + 1]) * pivot
+    return both[..., -1:]
 
 
 class _FixedPoint(torch.autograd.Function):
@@ -255,7 +297,8 @@ class _Shift(torch.autograd.Function):
     def forward(sizes: Tensor, radius: float) -> Tensor:
         shift = sizes.new_zeros(*sizes.shape[:-1], 1)
         outside = sizes.sum(-1) > radius
-        if sizes.device.type != "cpu":  # to find those outside, the host would have to wait
+        # to find those outside, the host would have to wait
+        if sizes.device.type != "cpu" or torch.compiler.is_exporting():
             return torch.where(outside[..., None], _Shift._of(sizes, radius), shift)
         shift[outside] = _Shift._of(sizes[outside], radius)
         return shift

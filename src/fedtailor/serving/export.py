@@ -8,35 +8,46 @@ import logging
 import os
 import tempfile
 import warnings
-from dataclasses import asdict
+from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.data.preparation import Preparation
+from fedtailor.data.preparation import NumberColumn
 from fedtailor.errors import RunError
-from fedtailor.experiments import trust as trusting
-from fedtailor.experiments.config import parse
 from fedtailor.experiments.model_building import at_client
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.source_code import changed_since, code_of
 from fedtailor.experiments.store import RunFolder, write_atomically
-from fedtailor.serving.described import described, model_in
+from fedtailor.serving.linear_json import by_hand, has_linear_base, linear_record
+from fedtailor.serving.model_file import as_safetensors, read_safetensors, readable_again
+from fedtailor.serving.onnx_table import inputs_of_columns, needs, solved_graph, with_columns
 from fedtailor.serving.personal import Personal, personal, run_of
+from fedtailor.serving.trees import NAMES, ON_TOP, TREES, TreeParts, Trees
 
-Format = Literal["onnx", "torch", "safetensors"]
-ENDINGS: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors"}
+__all__ = ["ENDINGS", "Format", "export", "read_safetensors"]
+
+Format = Literal["onnx", "torch", "safetensors", "json"]
+ENDINGS: dict[str, str] = {"onnx": ".onnx", "torch": ".pt2", "safetensors": ".safetensors", "json": ".json"}
 TOLERANCE = 1e-5
 SAMPLES = 256
+
+
+class TreeModule(nn.Module):
+    """Boosted trees as a module: their arrays are its buffers."""
+
+    def __init__(self, trees: Trees) -> None:
+        super().__init__()
+        self.depth = trees.depth
+        for name, value in trees.tensors.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Trees(**{name: self.get_buffer(name) for name in NAMES}).summed(x, self.depth)
 
 
 class Served(nn.Module):
@@ -44,6 +55,13 @@ class Served(nn.Module):
 
     def __init__(self, own: Personal) -> None:
         super().__init__()
+        self.extras, parts = own.extras, own.extras.trees
+        self.trees = nn.ModuleList()
+        if parts is not None:
+            modules = {kind: (w, TreeModule(t)) for kind, (w, t) in parts.by_kind.items() if isinstance(t, Trees)}
+            self.trees.extend(module for _, module in modules.values())
+            as_modules = TreeParts(parts.linear, modules.get(TREES), modules.get(ON_TOP))
+            self.extras = replace(own.extras, trees=as_modules)
         self.is_class = own.task == "classification"
         target = None if own.preparation is None else own.preparation.target
         self.mean, self.sd = (0.0, 1.0) if target is None else (target.mean, target.sd)
@@ -62,6 +80,7 @@ class Served(nn.Module):
         else:
             params = {name: self.get_buffer(name.replace(".", "__")) for name in self.own.params}
             out = self.own.algorithm.predict(self.own.model, params, x)
+        out = self.extras.applied(x, out, self.is_class)
         return out.softmax(1) if self.is_class else out * self.sd + self.mean
 
 
@@ -73,8 +92,8 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
     target = out or Path(f"{site}{ENDINGS[to]}".replace("/", "_"))
     if target.suffix != ENDINGS[to]:
         raise RunError(f"--out {target}: a file for {to} ends in {ENDINGS[to]}")
-    if own.extras.trees is not None:
-        raise RunError(f'{run}: the model of "{site}" has boosted trees and cannot be exported; use fedtailor predict')
+    if to == "json":
+        return [_as_json(own, target)]
     x = _samples(own, folder, site, data_root)
     wanted = own.readable(own.outputs(x))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,14 +102,72 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
         if to == "safetensors":
             made.write_bytes(as_safetensors(own, at_client(folder.config, site).plain(), x))
             found = readable_again(made, x)
+        elif to == "onnx" and own.preparation is not None:
+            wanted, found = _onnx_of_columns(own, made, x)
         else:
             found = _traced(own, to, made, x)
         _same(found, wanted, f"{target.name}: the exported model of {site}")
+        files, note = [target], target.with_suffix(".preparation.json")
         if own.preparation is not None:
-            note = own.preparation.model_dump(mode="json") | {"features": list(own.preparation.features)}
-            write_atomically(target.with_suffix(".json"), json.dumps(note, indent=1).encode())
+            content = own.preparation.model_dump(mode="json") | {"features": list(own.preparation.features)}
+            write_atomically(note, json.dumps(content, indent=1).encode())
+            files.append(note)
         os.replace(made, target)
-    return [target] + ([target.with_suffix(".json")] if own.preparation is not None else [])
+    return files
+
+
+def _as_json(own: Personal, target: Path) -> Path:
+    """A linear model in units of the table; computed by hand from the file, it must say the same."""
+    content = json.dumps(linear_record(own), indent=1, allow_nan=False, ensure_ascii=False).encode()
+    read_again = json.loads(content)
+    numeric, categorical = sample_columns(own)
+    columns = numeric | categorical
+    rows = [{name: values[i] for name, values in columns.items()} for i in range(SAMPLES)]
+    found = torch.tensor([by_hand(read_again, row) for row in rows], dtype=torch.float64, device="cpu")
+    _same(found, _said_of_columns(own, numeric, categorical), f"{target.name}: the exported model of {own.site}")
+    write_atomically(target, content)
+    return target
+
+
+def sample_columns(own: Personal) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rows of a table such as the model may meet: missing and wild values, categories that nobody knows."""
+    assert own.preparation is not None
+    draw = np.random.default_rng(0)
+    numeric: dict[str, Any] = {}
+    categorical: dict[str, Any] = {}
+    for column in own.preparation.columns:
+        gaps = draw.random(SAMPLES) < 0.1
+        if isinstance(column, NumberColumn):
+            scale = column.sites[own.site]
+            values = scale.mean + scale.sd * draw.standard_t(2, SAMPLES)
+            values[draw.random(SAMPLES) < 0.05] = 0.0
+            numeric[column.name] = np.where(gaps, np.nan, values)
+        else:
+            texts = draw.choice([*column.categories, "a value that nobody knows"], SAMPLES).tolist()
+            categorical[column.name] = [None if gap else text for gap, text in zip(gaps, texts, strict=True)]
+    return numeric, categorical
+
+
+def _said_of_columns(own: Personal, numeric: dict[str, Any], categorical: dict[str, Any]) -> Tensor:
+    assert own.preparation is not None
+    x = own.preparation.encode(own.site, numeric, categorical, "samples", [])
+    return own.readable(own.outputs(torch.from_numpy(x).to(own.model.dtype)))
+
+
+def _onnx_of_columns(own: Personal, path: Path, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Write a graph that takes columns as they stand in a file; what the model says of samples, and what the graph."""
+    assert own.preparation is not None
+    needs("onnx", "onnxruntime")
+    numeric, categorical = sample_columns(own)
+    if has_linear_base(own):
+        path.write_bytes(solved_graph(own).SerializeToString())
+    elif own.extras.trees is not None:
+        raise RunError(f"{own.title} with trees on top cannot be written as onnx; use --to torch or --to safetensors")
+    else:
+        _traced(own, "onnx", path, x)
+        path.write_bytes(with_columns(import_module("onnx").load(path), own).SerializeToString())
+    found = _run_onnx(path, inputs_of_columns(own.preparation, numeric, categorical))
+    return _said_of_columns(own, numeric, categorical), found
 
 
 def _samples(own: Personal, folder: RunFolder, site: str, data_root: Path | None) -> Tensor:
@@ -134,10 +211,7 @@ def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
 
 
 def _onnx(module: nn.Module, path: Path, x: Tensor, shapes: dict[str, Any]) -> Tensor:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if find_spec(name) is None:
-            raise RunError(f"--to onnx needs the package {name}; install fedtailor[export]")
-    onnxruntime: Any = import_module("onnxruntime")
+    needs("onnx", "onnxscript", "onnxruntime")
     program = torch.onnx.export(
         module,
         (x,),
@@ -149,64 +223,13 @@ def _onnx(module: nn.Module, path: Path, x: Tensor, shapes: dict[str, Any]) -> T
     )
     assert program is not None
     program.save(path, external_data=False)
+    return _run_onnx(path, {"features": np.ascontiguousarray(x.numpy())})
+
+
+def _run_onnx(path: Path, inputs: dict[str, Any]) -> Tensor:
+    onnxruntime: Any = import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"features": np.ascontiguousarray(x.numpy())})
+    (found,) = session.run(None, inputs)
     return torch.from_numpy(found)
-
-
-def as_safetensors(own: Personal, config: dict[str, Any], x: Tensor) -> bytes:
-    """Tensors, and in the header all that is needed to predict with them."""
-    made_by: dict[str, Any] = {key: config[key] for key in ("seed", "model", "algorithm") if key in config}
-    code = {key: its | {"folder": None} for key, its in code_of(parse(made_by)).items()}  # others may read the file
-    about = {
-        "site": own.site,
-        "task": own.task,
-        "classes": list(own.classes),
-        "shape": list(x.shape[1:]),
-        "outputs": own.outputs(x[:1]).shape[1],
-        "config": made_by,
-        "code": code,
-        "options": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(own.algorithm).items()},
-        "preparation": None if own.preparation is None else own.preparation.model_dump(mode="json"),
-    }
-    tensors = {name: value.detach().contiguous() for name, value in (own.model.fixed | own.params).items()}
-    return safetensors.torch.save(tensors, {"fedtailor": json.dumps(about)})
-
-
-def read_safetensors(path: Path, trust: bool = False) -> Personal:
-    """The model of a file that `export` wrote; what it names is run only if the user ran it before, or trusts it."""
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {})["fedtailor"])
-            params = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
-        raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
-    says = described(about, str(path))
-    try:
-        config, options, prepared, site = (about[key] for key in ("config", "options", "preparation", "site"))
-        config = parse(config, origin=str(path))
-        preparation = None if prepared is None else Preparation.model_validate(prepared)
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
-    if trust:
-        trusting.accept(config, str(path), trusting.say)
-    if what := changed_since(about.get("code"), config, str(path)):
-        raise RunError(f"{path}: {what} since it was exported; put back what it was, or export it again")
-    return Personal(
-        site=site,
-        algorithm=algorithms.make(config.algorithm.name, options),
-        model=model_in(config, says, params, str(path)),
-        params=params,
-        task=says.task,
-        classes=tuple(says.classes),
-        preparation=preparation,
-        source=str(path),
-    )
-
-
-def readable_again(path: Path, x: Tensor) -> Tensor:
-    """What the model of a written file says."""
-    own = read_safetensors(path)
-    return own.readable(own.outputs(x))

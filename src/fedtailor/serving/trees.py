@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from fedtailor.serving.described import part_of
 
 NAMES = ("feature", "threshold", "left", "right", "value", "missing_left", "root", "output", "baseline")
 DEEPEST = 64
+Ensemble = Callable[[Tensor], Tensor]  # trees, or a module that does the same
 TREES, ON_TOP, TREES_FOLDER = "trees alone", "trees on the shared model", "trees"
 
 
@@ -36,23 +39,39 @@ class Trees:
     output: Tensor  # to which each tree adds
     baseline: Tensor  # [outputs]
 
+    @cached_property
+    def depth(self) -> int:
+        """Steps from a root to the deepest leaf."""
+        at = self.root.unique()
+        for steps in range(DEEPEST):
+            at = at[self.left[at] != at]
+            if not len(at):
+                return steps
+            at = torch.cat([self.left[at], self.right[at]]).unique()
+        return DEEPEST
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, outputs]: numbers, or logits."""
+        return self.summed(x, self.depth)
+
+    def summed(self, x: Tensor, depth: int) -> Tensor:
+        """The same with a depth that is known, as a graph needs it."""
         x = x.double()
-        at = self.root.expand(len(x), -1).clone()  # [rows, trees]
-        for _ in range(DEEPEST):
-            found = x.gather(1, self.feature[at])
-            goes_left = torch.where(found.isnan(), self.missing_left[at] > 0, found <= self.threshold[at])
-            further = torch.where(goes_left, self.left[at], self.right[at])
-            if torch.equal(further, at):
-                break
-            at = further
-        out = self.baseline.expand(len(x), -1).clone()
+        at = self.root.expand(x.shape[0], -1).clone()  # [rows, trees]
+        for _ in range(depth):
+            value = x.gather(1, self.feature[at])
+            goes_left = torch.where(value.isnan(), self.missing_left[at] > 0, value <= self.threshold[at])
+            at = torch.where(goes_left, self.left[at], self.right[at])
+        out = self.baseline.expand(x.shape[0], -1).clone()
         return out.index_add_(1, self.output, self.value[at])
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All arrays by name."""
+        return {name: getattr(self, name).contiguous() for name in NAMES}
+
     def save(self, path: Path) -> None:
-        tensors = {name: getattr(self, name).contiguous() for name in NAMES}
-        write_atomically(path, save(tensors, {"sha256": _digest(tensors)}))
+        write_atomically(path, save(self.tensors, {"sha256": _digest(self.tensors)}))
 
     @staticmethod
     def read(path: Path, features: int, outputs: int) -> Trees:
@@ -65,18 +84,25 @@ class Trees:
             raise RunError(f"{path}: not boosted trees that fedtailor wrote ({error})") from None
         if check != _digest(tensors):
             raise RunError(f"{path}: {CHANGED}", code="run.damaged")
-        made = Trees(**tensors)
-        nodes = len(made.feature)
-        inside = [(made.feature, features), (made.output, outputs)]
-        inside += [(v, nodes) for v in (made.left, made.right, made.root)]
-        whole = all(
-            v.dtype == torch.int64 and v.dim() == 1 and (not len(v) or 0 <= int(v.min()) <= int(v.max()) < n)
-            for v, n in inside
-        )
-        sizes = {len(getattr(made, name)) for name in NAMES[:6]}
-        if not whole or len(sizes) != 1 or made.baseline.shape != (outputs,) or len(made.root) != len(made.output):
-            raise RunError(f"{path}: not boosted trees of {features} features and {outputs} outputs")
-        return made
+        return checked(tensors, features, outputs, str(path))
+
+
+def checked(tensors: Mapping[str, Tensor], features: int, outputs: int, origin: str) -> Trees:
+    """Trees of arrays out of a file; nodes that lead nowhere are a `RunError`."""
+    if missing := [name for name in NAMES if name not in tensors]:
+        raise RunError(f"{origin}: boosted trees without {', '.join(missing)}")
+    trees = Trees(**{name: tensors[name] for name in NAMES})
+    nodes = len(trees.feature)
+    inside = [(trees.feature, features), (trees.output, outputs)]
+    inside += [(v, nodes) for v in (trees.left, trees.right, trees.root)]
+    whole = all(
+        v.dtype == torch.int64 and v.dim() == 1 and (not len(v) or 0 <= int(v.min()) <= int(v.max()) < n)
+        for v, n in inside
+    )
+    sizes = {len(getattr(trees, name)) for name in NAMES[:6]}
+    if not whole or len(sizes) != 1 or trees.baseline.shape != (outputs,) or len(trees.root) != len(trees.output):
+        raise RunError(f"{origin}: not boosted trees of {features} features and {outputs} outputs")
+    return trees
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
@@ -124,8 +150,14 @@ class TreeParts:
     """Trees beside a linear model, and the weight of each part."""
 
     linear: float
-    alone: tuple[float, Trees] | None = None
-    on_top: tuple[float, Trees] | None = None
+    alone: tuple[float, Ensemble] | None = None
+    on_top: tuple[float, Ensemble] | None = None
+
+    @property
+    def by_kind(self) -> dict[str, tuple[float, Ensemble]]:
+        """Weight and trees of the kinds that there are."""
+        parts = {TREES: self.alone, ON_TOP: self.on_top}
+        return {kind: part for kind, part in parts.items() if part is not None}
 
     def mixed(self, x: Tensor, base: Tensor, is_class: bool) -> Tensor:
         """Outputs of all parts together; `base` is what the linear model says."""
@@ -154,7 +186,7 @@ def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:
     return x.double() if base is None else torch.cat([x.double(), base.double()], dim=1)
 
 
-def said(trees: Trees, x: Tensor, base: Tensor | None, is_class: bool) -> Tensor:
+def said(trees: Ensemble, x: Tensor, base: Tensor | None, is_class: bool) -> Tensor:
     """Log-probabilities, or numbers, on top of `base` if there is one."""
     out = trees(inputs_of(x, base))
     if is_class:

@@ -1,0 +1,117 @@
+"""An exported model of fedtailor: tensors, and in the header all that is needed to predict with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from fedtailor import algorithms
+from fedtailor.data.preparation import Preparation
+from fedtailor.errors import RunError
+from fedtailor.experiments import trust as trusting
+from fedtailor.experiments.config import parse
+from fedtailor.experiments.source_code import changed_since, code_of
+from fedtailor.serving.described import Described, described, model_in
+from fedtailor.serving.personal import Personal
+from fedtailor.serving.trees import ON_TOP, TREES, TreeParts, Trees, checked
+from fedtailor.serving.uncertainty import Extras, extras_of
+
+LINEAR = "linear"
+
+
+def as_safetensors(own: Personal, config: dict[str, Any], x: Tensor) -> bytes:
+    """Tensors, and in the header all that is needed to predict with them."""
+    made_by: dict[str, Any] = {key: config[key] for key in ("seed", "model", "algorithm") if key in config}
+    code = {key: its | {"folder": None} for key, its in code_of(parse(made_by)).items()}  # others may read the file
+    about = {
+        "site": own.site,
+        "task": own.task,
+        "classes": list(own.classes),
+        "shape": list(x.shape[1:]),
+        "outputs": own.outputs(x[:1]).shape[1],
+        "config": made_by,
+        "code": code,
+        "options": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(own.algorithm).items()},
+        "preparation": None if own.preparation is None else own.preparation.model_dump(mode="json"),
+        "extras": _extras_record(own.extras),
+    }
+    tensors = {name: value.detach().contiguous() for name, value in (own.model.fixed | own.params).items()}
+    return safetensors.torch.save(tensors | _tree_tensors(own.extras), {"fedtailor": json.dumps(about)})
+
+
+def _extras_record(extras: Extras) -> dict[str, Any]:
+    """Weights of linear model and trees, calibration and intervals."""
+    parts = {} if extras.trees is None else {kind: weight for kind, (weight, _) in extras.trees.by_kind.items()}
+    return {
+        "parts": parts if extras.trees is None else parts | {LINEAR: extras.trees.linear},
+        "calibration": [extras.slope, extras.offset],
+        "levels": list(extras.half_widths),
+        "half_widths": list(extras.half_widths.values()),
+    }
+
+
+def _tree_tensors(extras: Extras) -> dict[str, Tensor]:
+    """The arrays of all trees, by the name of their kind and their own."""
+    if extras.trees is None:
+        return {}
+    kinds = {kind: trees for kind, (_, trees) in extras.trees.by_kind.items() if isinstance(trees, Trees)}
+    return {f"{kind}/{name}": value for kind, trees in kinds.items() for name, value in trees.tensors.items()}
+
+
+def _extras_in(record: Mapping[str, Any], tensors: Mapping[str, Tensor], says: Described, origin: str) -> Extras:
+    parts, trees = record["parts"], None
+    if parts and isinstance(says.shape, list):
+        held = {}
+        for kind, extra in ((TREES, 0), (ON_TOP, says.outputs)):
+            if kind in parts:
+                own = {name.removeprefix(f"{kind}/"): v for name, v in tensors.items() if name.startswith(f"{kind}/")}
+                held[kind] = (float(parts[kind]), checked(own, says.shape[0] + extra, says.outputs, origin))
+        trees = TreeParts(float(parts.get(LINEAR, 0.0)), held.get(TREES), held.get(ON_TOP))
+    return extras_of(record, record, trees)
+
+
+def read_safetensors(path: Path, trust: bool = False) -> Personal:
+    """The model of a file that `export` wrote; what it names is run only if the user ran it before, or trusts it."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {})["fedtailor"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
+        raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
+    says = described(about, str(path))
+    try:
+        config, options, prepared, site = (about[key] for key in ("config", "options", "preparation", "site"))
+        config = parse(config, origin=str(path))
+        preparation = None if prepared is None else Preparation.model_validate(prepared)
+        extras = _extras_in(about["extras"], tensors, says, str(path)) if "extras" in about else Extras()
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
+    if trust:
+        trusting.accept(config, str(path), trusting.say)
+    if what := changed_since(about.get("code"), config, str(path)):
+        raise RunError(f"{path}: {what} since it was exported; put back what it was, or export it again")
+    params = {name: value for name, value in tensors.items() if not name.startswith((f"{TREES}/", f"{ON_TOP}/"))}
+    return Personal(
+        site=site,
+        algorithm=algorithms.make(config.algorithm.name, options),
+        model=model_in(config, says, params, str(path)),
+        params=params,
+        task=says.task,
+        classes=tuple(says.classes),
+        preparation=preparation,
+        source=str(path),
+        extras=extras,
+    )
+
+
+def readable_again(path: Path, x: Tensor) -> Tensor:
+    """What the model of a written file says."""
+    own = read_safetensors(path)
+    return own.readable(own.outputs(x))
