@@ -32,6 +32,7 @@ from fedtailor.serving import onboard
 from fedtailor.serving import personal as serving
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import fit as fitting
+from fedtailor.studies.explain_fit import coefficient_rows, explain_fit
 from fedtailor.studies.fit_folder import source_of
 from fedtailor.studies.kept_frames import keep
 from fedtailor.studies.tables import number
@@ -64,6 +65,17 @@ class Fit:
     def personal(self, site: str) -> Personal:
         """The model of a site; `predict` takes a frame."""
         return serving.personal(self.path, site)
+
+    def explain(self, site: str = "") -> dict[str, Any]:
+        """What the models mean, as `fedtailor explain --json` has it; "words" says it in sentences."""
+        return explain_fit(self.path, site)
+
+    @property
+    def coefficients(self) -> pl.DataFrame:
+        """Per unit of each column with 95 % intervals: common, and of each site; none where no linear model is."""
+        import polars as pl
+
+        return pl.DataFrame(coefficient_rows(self.explain()), infer_schema_length=None)
 
     def onboard(self, name: str, rows: Any) -> Personal:
         """A model for a newcomer from its rows, a file or a frame; nobody else is touched."""

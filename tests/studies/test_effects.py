@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,29 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import fedtailor as ft
+from fedtailor.cli.main import app
 from fedtailor.core.metric import usual_metrics
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.task import TASKS
+from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
 from fedtailor.studies import fit as fitting
 from fedtailor.studies.coefficients import coefficients, mixed_of, of_one_site
 from fedtailor.studies.cross_fitting import all_in_training, site_of_rows
 from fedtailor.studies.curves import curves
+from fedtailor.studies.effect_words import sharing_words, term_words
 from fedtailor.studies.effects import EFFECTS
+from fedtailor.studies.explain_fit import explain_fit
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.importance import importance, sampled
 from fedtailor.studies.linear_candidates import cells_of
+from tests.made_sites import make_sites
 
-SITES = 10
+SITES = 8
 
 
 def table(is_class: bool = False) -> pl.DataFrame:
@@ -240,3 +248,64 @@ def test_a_fit_keeps_them(numbers: Fitted, classes: Fitted) -> None:
     assert found["curves"][0]["column"] == "dose"
     of_classes = read_json(classes[0] / EFFECTS)
     assert all(0 <= v <= 1 for curve in of_classes["curves"] for (v,) in curve["y"])
+
+
+def test_explained_in_words_and_rows(numbers: Fitted) -> None:
+    out, data, _ = numbers
+    found = explain_fit(out)
+    by_name = {term["name"]: term for term in found["coefficients"]["outputs"][0]["terms"]}
+    differ = next(line for line in found["words"] if line.startswith("Sites differ in: the level"))
+    assert "dose" in differ
+    assert f"The same at all {SITES} sites: age" in " ".join(found["words"])
+    assert by_name["dose"]["differs"] and not by_name["age"]["differs"]
+    dose = next(line for line in found["words"] if line.startswith("dose: "))
+    per_unit = by_name["dose"]["value"] / by_name["dose"]["sd"]
+    assert f"{per_unit:+.3g} per unit" in dose
+    assert "sites differ (sd " in dose
+    frame = ft.load(out).coefficients  # type: ignore[union-attr]
+    common = frame.filter(pl.col("site").is_null() & (pl.col("term") == "dose"))
+    assert common["value"].item() == pytest.approx(per_unit)
+    assert frame.height == 5 * (1 + SITES)
+    only = explain_fit(out, "s3")
+    assert list(only["served"]) == ["s3"]
+    own = only["coefficients"]["outputs"][0]["terms"][2]
+    assert own["sites"] == [by_name["dose"]["sites"][data.clients.index("s3")]]
+    with pytest.raises(RunError, match='no site "s33"'):
+        explain_fit(out, "s33")
+
+
+@pytest.mark.parametrize(
+    ("sites", "words"),
+    [(1, ""), (2, "common to both sites"), (4, "common to all 4 sites"), (200, "common to all 200 sites")],
+)
+def test_words_for_few_and_many_sites(sites: int, words: str) -> None:
+    term = {"name": "age", "column": "age", "reference": "", "sd": 10.0, "varies": True, "aliases": []}
+    term |= {"value": 2.0, "low": 1.0, "high": 3.0, "spread": 0.0, "differs": False, "share": 1.0}
+    assert sharing_words(term, sites) == words
+    line = term_words(term, "y", sites)
+    assert line == "age: +0.2 per unit (95 % interval +0.1 to +0.3)" + (f"; {words}" if words else "")
+    assert term_words(term | {"low": -1.0}, "log-odds", 1).endswith("(95 % interval 0.905 to 1.35); it may be none")
+    assert sharing_words(term | {"differs": True, "spread": 30.0}, 12) == "sites differ, even in sign (sd 3 around 0.2)"
+
+
+def test_a_network_is_explained_by_its_predictions(tmp_path: Path) -> None:
+    sites = make_sites(tmp_path / "sites", sites=2, rows=60, outlier=False)
+    source = {"path": str(sites), "target": "outcome"}
+    values = {"model.name": "mlp", "model.hidden": [8]}
+    fitting.fit(source, tmp_path / "out", algorithm="fedavg", rounds=8, values=values)
+    found = explain_fit(tmp_path / "out")
+    assert found["coefficients"] is None
+    assert found["importance"]["columns"][0]["column"] == "a"  # of weight 2, b has -1
+    assert (tmp_path / "out" / EFFECTS).exists()
+    assert explain_fit(tmp_path / "out") == found
+
+
+def test_the_command(numbers: Fitted) -> None:
+    out, _, _ = numbers
+    done = CliRunner().invoke(app, ["explain", str(out), "--site", "s3"])
+    assert done.exit_code == 0, done.output
+    assert "dose (per unit)" in done.output.replace("\n", " ")
+    assert "s3 is served by" in done.output
+    told = json.loads(CliRunner().invoke(app, ["explain", str(out), "--json"]).output)
+    assert told["importance"]["columns"][0]["column"] == "dose"
+    assert told["words"]

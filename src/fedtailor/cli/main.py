@@ -14,6 +14,7 @@ import typer
 
 from fedtailor.cli import federation, first_steps, models
 from fedtailor.cli.checking import check, in_words
+from fedtailor.cli.explaining import explain
 from fedtailor.cli.options import (
     AsJson,
     Config,
@@ -62,6 +63,7 @@ for elsewhere in (
     models.export,
     models.onboard,
     check,
+    explain,
 ):
     app.command()(elsewhere)
 
@@ -261,24 +263,6 @@ def show(
     Task, results, traffic, rejected replies.
     """
     _tell(run, clients, as_json)
-
-
-@app.command()
-def explain(run: Run, data_root: DataRoot = None, trust: Trust = False, as_json: AsJson = False) -> None:
-    """Show how much of each client's parameters is shared.
-
-    0 is fully private, 1 fully common; printed by feature or layer, saved for every parameter. For an
-    algorithm that learns aggregation weights: the weight of each client in each round.
-    """
-    from fedtailor.cli.listing import print_shares, print_weights
-    from fedtailor.cli.records import shares_record
-
-    trusted(run, trust)
-    if as_json:
-        print_json(shares_record(run, data_root))
-        return
-    if not print_weights(console, run):
-        print_shares(console, run, data_root)
 
 
 @app.command()

@@ -123,10 +123,8 @@ def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any
         shown.append(
             {"class": names[j + 1] if is_class else "", "against": names[0] if is_class else "", "terms": rows}
         )
-    if is_class:
-        scale = "log-odds"
-    else:
-        scale = target.name if "noise" in mixed.server else f"log of {target.name}"
+    of_numbers = target.name if "noise" in mixed.server else f"log of {target.name}"
+    scale = "log-odds" if is_class else of_numbers
     return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": shown}
 
 

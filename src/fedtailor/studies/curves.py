@@ -25,7 +25,9 @@ Places = dict[str, list[int]]  # column -> its features
 
 
 def places_of(data: FederatedData) -> Places:
-    """The features of every column."""
+    """The features of every column; of data that no table was read for, each is a column."""
+    if data.preparation is None:
+        return {name: [j] for j, name in enumerate(data.features or map(str, range(data.shape[0])))}
     out: Places = {}
     at = 0
     for column in data.preparation.columns:

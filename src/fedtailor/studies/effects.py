@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtailor.core.metric import Metric
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.errors import UserError
 from fedtailor.experiments.building import task_of
@@ -20,7 +21,7 @@ from fedtailor.studies.calibration import applied
 from fedtailor.studies.coefficients import coefficients_of
 from fedtailor.studies.cross_fitting import site_of_rows
 from fedtailor.studies.curves import curves, places_of
-from fedtailor.studies.importance import importance
+from fedtailor.studies.importance import Predict, importance
 from fedtailor.studies.table_fit import ALONE, Found
 from fedtailor.studies.terms import within
 
@@ -46,18 +47,24 @@ def table_effects(found: Found, data: FederatedData, out: Path, seed: int, recor
             return said
         return torch.from_numpy(applied(said.numpy(), calibration[site_of_rows(rows)]))
 
-    held = data.test if len(data.test.x) >= 2 else data.train
     metric = find(task_of(found.cells[0].config, data), record["metric"])
-    unit = 1.0 if data.task == "classification" else float(data.preparation.target.sd)
+    return effects | of_predictions(predict, data, metric, seed)
+
+
+def of_predictions(predict: Predict, data: FederatedData, metric: Metric, seed: int) -> dict[str, Any]:
+    """Importance and curves of whatever serves the sites, on rows that no model was trained on, if there are any."""
+    held = data.test if len(data.test.x) >= 2 else data.train
+    unit = 1.0 if data.task == "classification" or data.preparation is None else float(data.preparation.target.sd)
     places, varies = places_of(data), within(held)
     inner = {name: at for name, at in places.items() if varies[at].any()}
-    effects["importance"] = importance(predict, held, data.clients, inner, metric, unit, seed) | {
+    found = importance(predict, held, data.clients, inner, metric, unit, seed) | {
         "held_out": held is data.test,
         "constant": [name for name in places if name not in inner],
     }
-    top = [each["column"] for each in effects["importance"]["columns"] if each["mean"] > 0][:MOST_CURVES]
-    effects["curves"] = curves(predict, lambda o: readable(o, data), held, data, top, seed) if top else []
-    return effects
+    top = [each["column"] for each in found["columns"] if each["mean"] > 0][:MOST_CURVES]
+    drawn = curves(predict, lambda o: readable(o, data), held, data, top, seed) if top and data.preparation else []
+    names = [data.preparation.target.name] if data.preparation and data.task == "regression" else list(data.classes)
+    return {"importance": found, "curves": drawn, "outputs": names[1:] if len(names) == 2 else names}
 
 
 def readable(outputs: Tensor, data: FederatedData) -> Floats:

@@ -93,13 +93,11 @@ def importance(
 
     every = stacked(rows, versions)
     outputs = predict(every)
-    many = 1 + repeats * len(columns)
-    sizes = rows.sizes.tolist()
-    by_version = [torch.cat(each) for each in unstacked(outputs, every, sizes, many)]
+    many, sizes = 1 + repeats * len(columns), rows.sizes.tolist()
     sign = -1.0 if metric.higher_is_better else 1.0
     large = [i for i, size in enumerate(sizes) if size >= FEWEST_ROWS]
-    at_sites = np.array([[at_site(metric, said, rows, i, unit) for i in large] for said in by_version])
-    overall = np.array([overall_value(metric, said, rows, unit) for said in by_version])
+    overall, at_sites = measured(metric, outputs, rows, every, many, unit)
+    at_sites = at_sites[:, large]
     lost = sign * (overall[1:] - overall[0]).reshape(len(columns), repeats)
     lost_at = sign * (at_sites[1:] - at_sites[0]).reshape(len(columns), repeats, len(large))
     order = sorted(range(len(columns)), key=lambda j: -float(np.nan_to_num(lost[j].mean())))
@@ -120,15 +118,26 @@ def importance(
     }
 
 
-def overall_value(metric: Metric, outputs: Tensor, rows: Rows, unit: float) -> float:
-    """Of all rows together where the metric is a mean over rows, else the mean over sites, by rows."""
-    if not len(rows.x):
-        return float("nan")
-    if metric.per_sample is not None:
-        mean = metric.per_sample(outputs, rows.y).double().mean()
-        value = float(mean if metric.finish is None else metric.finish(mean))
-        return value * unit ** OF_UNITS.get(metric.name, 0)
-    sizes = rows.sizes.numpy().astype(np.float64)
-    values = np.array([at_site(metric, outputs, rows, i, unit) for i in range(len(sizes))])
-    known = np.isfinite(values)
-    return float(np.average(values[known], weights=sizes[known])) if known.any() else float("nan")
+def measured(
+    metric: Metric, outputs: Tensor, rows: Rows, every: Rows, versions: int, unit: float
+) -> tuple[Floats, Floats]:
+    """The metric of each version over all sites, and at each site [versions, sites].
+
+    Over all sites it is that of all rows where it is a mean over rows, else the mean over sites, by rows.
+    """
+    sizes = rows.sizes.numpy()
+    if metric.per_sample is None:
+        parts = [torch.cat(each) for each in unstacked(outputs, every, sizes.tolist(), versions)]
+        at_sites = np.array([[at_site(metric, said, rows, i, unit) for i in range(len(sizes))] for said in parts])
+        weights = sizes * np.isfinite(at_sites)
+        return np.nansum(at_sites * weights, axis=1) / np.maximum(weights.sum(1), 1), at_sites
+    losses = metric.per_sample(outputs, every.y).double().numpy()
+    by_site = unstacked(losses, every, sizes.tolist(), versions)
+    sums = np.array([[each.sum() for each in version] for version in by_site])
+
+    def finished(means: Floats) -> Floats:
+        values = torch.from_numpy(means) if metric.finish is None else metric.finish(torch.from_numpy(means))
+        shown: Floats = values.numpy() * unit ** OF_UNITS.get(metric.name, 0)
+        return shown
+
+    return finished(sums.sum(1) / max(int(sizes.sum()), 1)), finished(sums / np.maximum(sizes, 1))

@@ -1,0 +1,118 @@
+"""`fedtailor explain`: what a run shares, and what the models of a fit mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fedtailor.cli.options import AsJson, DataRoot, RunOrFit, Trust, console, print_json
+from fedtailor.cli.resume_hints import trusted
+from fedtailor.errors import ConfigError
+
+MOST = 40  # terms that a terminal shows
+
+
+def explain(
+    run: RunOrFit,
+    site: Annotated[str, typer.Option("--site", help="Of a fit: also the own coefficients of this site.")] = "",
+    data_root: DataRoot = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the models of a fit mean, or how much a run shares.
+
+    Of a fit: what each column does, with 95 % intervals, whether it does the same at all sites, and which
+    columns the predictions need. Of a run: how much of each client's parameters is shared (0 is fully
+    private, 1 fully common), by feature or layer; for learned aggregation weights, their weight by round.
+    """
+    from fedtailor.cli.listing import print_shares, print_weights
+    from fedtailor.cli.records import shares_record
+    from fedtailor.experiments.store import FIT
+    from fedtailor.studies.explain_fit import explain_fit
+
+    trusted(run, trust)
+    if (run / FIT).exists():
+        effects = explain_fit(run, site, data_root)
+        print_json(effects) if as_json else print_effects(console, effects, site, run)
+        return
+    if site:
+        raise ConfigError(f"--site {site}: is for fits; of a run all clients are shown")
+    if as_json:
+        print_json(shares_record(run, data_root))
+    elif not print_weights(console, run):
+        print_shares(console, run, data_root)
+
+
+def print_effects(console: Console, effects: Mapping[str, Any], site: str, path: Path) -> None:
+    """Coefficients, importance, and words."""
+    from fedtailor.cli.listing import print_table
+    from fedtailor.studies.effect_words import about_model, importance_words, shared_words
+    from fedtailor.studies.effects import EFFECTS
+    from fedtailor.studies.tables import number
+
+    found = effects["coefficients"]
+    if found:
+        for output in found["outputs"]:
+            columns, rows = coefficient_rows(output, found, site)
+            print_table(console, title_of(found, output, effects["target"]), columns, rows[:MOST])
+            if len(rows) > MOST:
+                print(f"{len(rows) - MOST} more: fedtailor explain --json has all")
+        for words in (about_model(found), *shared_words(found)):
+            print(f"{'sites' if words != about_model(found) else 'model':<10} {words}")
+    importance = effects["importance"]
+    if importance["columns"]:
+        metric = importance["metric"]
+        rows = [
+            [each["column"], number(metric, each["mean"]), number(metric, each["sd"])]
+            + ([number(metric, each["sites"].get(site, float("nan")))] if site else [])
+            for each in importance["columns"]
+        ]
+        where = "held-out" if importance["held_out"] else "training"
+        title = f"by how much {metric} gets worse if a column is shuffled, on {importance['rows']} {where} rows"
+        print_table(console, title, ("column", "worse by", "±", *((f"at {site}",) if site else ())), rows[:MOST])
+    for words in importance_words(importance):
+        print(f"{'matters':<10} {words}")
+    if site:
+        print(f"served     {site} is served by {effects['served'][site]}")
+    print(f"all of it  {path / EFFECTS}")
+
+
+def title_of(found: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
+    """What the coefficients are of."""
+    if found["scale"] == "log-odds":
+        return f"odds of {output['class']} against {output['against']}: by which factor they change"
+    return f"coefficients, in units of {found['scale'] or target}"
+
+
+def coefficient_rows(
+    output: Mapping[str, Any], found: Mapping[str, Any], site: str
+) -> tuple[tuple[str, ...], list[list[str]]]:
+    """A line per term: per unit of its column, with the interval; and what differs between sites."""
+    import math
+
+    from fedtailor.studies.effect_words import unit_of
+    from fedtailor.studies.terms import INTERCEPT
+
+    is_odds, one = found["scale"] == "log-odds", len(found["sites"]) == 1
+
+    def said(term: Mapping[str, Any], each: Mapping[str, Any]) -> list[str]:
+        if each["value"] is None:
+            return ["?", "?"]
+        values = [float(each[key]) / (term["sd"] or 1.0) for key in ("value", "low", "high")]
+        shown = [f"{math.exp(min(v, 50)) if is_odds else v:.3g}" for v in values]
+        return [shown[0], f"{shown[1]} to {shown[2]}"]
+
+    rows = []
+    for term in output["terms"]:
+        name = "level" if term["name"] == INTERCEPT else f"{term['name']} ({unit_of(term)})"
+        own = said(term, term["sites"][0]) if site else []
+        spread = "-" if term["value"] is None else f"{term['spread'] / (term['sd'] or 1.0):.3g}"
+        differ = [] if one else [spread if term["differs"] else "common", f"{term['share']:.2f}"]
+        rows.append([name, *said(term, term), *own, *differ])
+    of_site = (f"at {site}", "95 % interval ") if site else ()
+    of_sites = () if one else ("sd of sites", "common")
+    return ("", "effect", "95 % interval", *of_site, *of_sites), rows

@@ -1,0 +1,145 @@
+"""What a fit means, in words: what each column does, whether it does the same at all sites, and what matters most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedtailor.studies.tables import number
+from fedtailor.studies.terms import INTERCEPT
+
+MOST_NAMED = 6
+Coefficients = Mapping[str, Any]
+
+
+def short(value: float) -> str:
+    """Three digits, with its sign."""
+    return f"{value:+.3g}"
+
+
+def joined(names: Sequence[str], most: int = MOST_NAMED) -> str:
+    """a, b and c; the rest is counted."""
+    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def all_sites(sites: int) -> str:
+    """All of them, as one would say it."""
+    return {1: "the site", 2: "both sites"}.get(sites, f"all {sites} sites")
+
+
+def unit_of(term: Mapping[str, Any]) -> str:
+    if term["name"] == INTERCEPT:
+        return "level"
+    if term["reference"]:
+        return f"against {term['reference']}"
+    return "per sd" if term["sd"] is None else "per unit"
+
+
+def size_words(term: Mapping[str, Any], scale: str, each: Mapping[str, Any] | None = None) -> str:
+    """The coefficient with its interval, of all sites or (`each`) of one."""
+    shown = term if each is None else each
+    if shown["value"] is None:
+        return "unknown"
+    factor = 1.0 if term["sd"] is None else float(term["sd"])
+    value, low, high = (float(shown[key]) / factor for key in ("value", "low", "high"))
+    if scale == "log-odds" and term["name"] != INTERCEPT:
+        words = f"odds times {math.exp(min(value, 50)):.3g}"
+        return f"{words} {unit_of(term)} (95 % interval {math.exp(min(low, 50)):.3g} to {math.exp(min(high, 50)):.3g})"
+    return f"{short(value)} {unit_of(term)} (95 % interval {short(low)} to {short(high)})"
+
+
+def sharing_words(term: Mapping[str, Any], sites: int) -> str:
+    """Whether the coefficient is common to all sites."""
+    if term["aliases"]:
+        return f"cannot be told apart from {joined(term['aliases'], 3)}"
+    if sites == 1:
+        return ""
+    if not term["differs"]:
+        return f"common to {all_sites(sites)}" + ("" if term["varies"] else ", being constant within each")
+    factor = 1.0 if term["sd"] is None else float(term["sd"])
+    spread, value = term["spread"] / factor, term["value"] / factor
+    sign = ", even in sign" if term["name"] != INTERCEPT and abs(value) < spread else ""
+    return f"sites differ{sign} (sd {spread:.3g} around {value:.3g})"
+
+
+def term_words(term: Mapping[str, Any], scale: str, sites: int) -> str:
+    """A line on one term."""
+    shared = sharing_words(term, sites)
+    if term["aliases"]:
+        return f"{term['name']}: {shared}"
+    doubt = "; it may be none" if term["name"] != INTERCEPT and term["low"] <= 0 <= term["high"] else ""
+    return f"{term['name']}: {size_words(term, scale)}{doubt}" + (f"; {shared}" if shared else "")
+
+
+def about_model(found: Coefficients) -> str:
+    """Which model the coefficients are of."""
+    sites, label = len(found["sites"]), found["model"]
+    if sites == 1:
+        return "There is one site: its coefficients are those of an ordinary regression."
+    kind = {
+        "common": "one common model: nothing differs between sites",
+        "mixed, intercept": "a mixed model with a level of its own at every site and common coefficients",
+    }.get(label, "a mixed model: a common coefficient for each feature, and every site's own around it")
+    weight = found["weight"]
+    part = (
+        "no site is served by it, and it tells how sites differ"
+        if weight < 0.01
+        else f"it has {100 * weight:.0f} % of the weight in the linear models that serve the sites"
+    )
+    return f"Coefficients are of {kind}; {part}."
+
+
+def shared_words(found: Coefficients) -> list[str]:
+    """Which columns do the same everywhere, and in which sites differ."""
+    sites = len(found["sites"])
+    if sites == 1:
+        return []
+    by_column: dict[str, list[Mapping[str, Any]]] = {}
+    for output in found["outputs"]:
+        for term in output["terms"]:
+            by_column.setdefault(term["column"], []).append(term)
+    level = by_column.pop(INTERCEPT)
+    own = [name for name, terms in by_column.items() if any(term["differs"] for term in terms)]
+    fixed = [n for n, terms in by_column.items() if n not in own and not any(term["varies"] for term in terms)]
+    common = [name for name in by_column if name not in own and name not in fixed]
+    if any(term["differs"] for term in level):
+        own.insert(0, "the level")
+    return [
+        *([f"Sites differ in: {joined(own)}."] if own else []),
+        *([f"The same at {all_sites(sites)}: {joined(common)}."] if common else []),
+        *([f"Constant within each site, so that its effect can only be common: {joined(fixed)}."] if fixed else []),
+    ]
+
+
+def importance_words(found: Mapping[str, Any]) -> list[str]:
+    """What matters most to the predictions."""
+    metric, columns = found["metric"], found["columns"]
+    out = []
+    error = math.sqrt(max(found["repeats"], 1))
+    useful = [each for each in columns if each["mean"] > 2 * each["sd"] / error and each["mean"] > 0]
+    if useful:
+        points = " points" if metric == "accuracy" else ""
+        parts = [f"{each['column']} ({number(metric, each['mean'])}{points})" for each in useful]
+        out.append(f"Predictions need most: {joined(parts)}; in brackets by how much {metric} gets worse without it.")
+    elif columns:
+        out.append("Shuffling any single column hardly makes the predictions worse.")
+    useless = [each["column"] for each in columns if each not in useful]
+    if useful and useless:
+        out.append(f"They would be about as good without: {joined(useless)}.")
+    if found["constant"]:
+        out.append(f"Constant within each site, so of no use to tell its rows apart: {joined(found['constant'])}.")
+    return out
+
+
+def words_of(effects: Mapping[str, Any]) -> list[str]:
+    """All of it."""
+    found, out = effects.get("coefficients"), []
+    if found:
+        out += [about_model(found), *shared_words(found)]
+        for output in found["outputs"]:
+            if output["class"] and len(found["outputs"]) > 1:
+                out.append(f"Odds of {output['class']} against {output['against']}:")
+            out += [term_words(term, found["scale"], len(found["sites"])) for term in output["terms"]]
+    return out + importance_words(effects["importance"])
