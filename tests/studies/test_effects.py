@@ -24,7 +24,7 @@ from fedtailor.studies import fit as fitting
 from fedtailor.studies.coefficients import coefficients, mixed_of, of_one_site
 from fedtailor.studies.cross_fitting import all_in_training, site_of_rows
 from fedtailor.studies.curves import curves
-from fedtailor.studies.effect_words import sharing_words, term_words
+from fedtailor.studies.effect_words import joined, sharing_words, term_words
 from fedtailor.studies.effects import EFFECTS
 from fedtailor.studies.explain_fit import explain_fit
 from fedtailor.studies.grid import Cell
@@ -254,10 +254,11 @@ def test_explained_in_words_and_rows(numbers: Fitted) -> None:
     out, data, _ = numbers
     found = explain_fit(out)
     by_name = {term["name"]: term for term in found["coefficients"]["outputs"][0]["terms"]}
-    differ = next(line for line in found["words"] if line.startswith("Sites differ in: the level"))
-    assert "dose" in differ
-    assert f"The same at all {SITES} sites: age" in " ".join(found["words"])
-    assert by_name["dose"]["differs"] and not by_name["age"]["differs"]
+    own = [
+        name for name in ("age", "dose", "arm") if any(t["differs"] for t in by_name.values() if t["column"] == name)
+    ]
+    assert "dose" in own
+    assert f"Sites differ in: {joined(['the level', *own])}." in found["words"]
     dose = next(line for line in found["words"] if line.startswith("dose: "))
     per_unit = by_name["dose"]["value"] / by_name["dose"]["sd"]
     assert f"{per_unit:+.3g} per unit" in dose
