@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.files import read_bytes
-from fedtailor.data.written_forms import amounts, compact_days, doubtful_number, is_compact, named_days
+from fedtailor.data.written_forms import amounts, compact_days, doubtful_number, first_of, is_compact, named_days
 from fedtailor.errors import DataError, nearest
 
 if TYPE_CHECKING:
@@ -48,8 +48,10 @@ class Column:
     @property
     def doubtful_date(self) -> str | None:
         """A value, if all look like dates that may be day/month or month/day."""
-        there = self.text.drop_nulls()
-        return there[0] if len(there) and there.str.contains(_DOUBTFUL_DATE).all() else None
+        first = first_of(self.text)
+        if first is None or not re.search(_DOUBTFUL_DATE, first):
+            return None
+        return first if self.text.drop_nulls().str.contains(_DOUBTFUL_DATE).all() else None
 
     @property
     def doubtful_number(self) -> str | None:
@@ -272,9 +274,9 @@ def _column(path: Path, series: pl.Series) -> Column:
         text = text.set(text.is_in(MISSING_VALUES), None)
         if (days := _days(text)) is not None:
             return Column(text, days, is_date=True)
-        if (found := amounts(text)) is not None:
-            return Column(text, found[0], unit=found[1])
         number = text.cast(pl.Float64, strict=False)
+        if number.null_count() > text.null_count() and (found := amounts(text)) is not None:
+            return Column(text, found[0], unit=found[1])
     elif kind.is_numeric():
         series = series.fill_nan(None) if kind.is_float() else series
         text, number = series.cast(pl.String), series.cast(pl.Float64)
@@ -294,11 +296,11 @@ def _days(text: pl.Series) -> pl.Series | None:
     """Days since 1970-01-01 if all values are written as dates; null where there is no such day."""
     import polars as pl
 
-    there = text.drop_nulls()
-    if not len(there):
+    first = first_of(text)
+    if first is None:
         return None
     for pattern, (year, month, day) in _DATES.items():
-        if there.head(1).str.contains(pattern).all() and there.str.contains(pattern).all():
+        if re.search(pattern, first) and text.drop_nulls().str.contains(pattern).all():
             parts = [text.str.extract(pattern, i).str.zfill(2) for i in (year, month, day)]
             clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
             written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ _COMPACT = r"^(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])$"
 _NAMED_MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%b %d %Y", "%B %d %Y", "%d-%b-%Y", "%d-%b-%y")
 MOST = 0.8  # share of values that must be written so; others are texts among numbers
 FEWEST = 3  # numbers that must look like a date to be one
+
+
+def first_of(text: pl.Series) -> str | None:
+    """The first value. Where all must be of one form it tells most columns apart, at a thousandth of the cost."""
+    return next((value for value in text if value is not None), None)
 
 
 def amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
@@ -59,8 +65,8 @@ def named_days(text: pl.Series) -> pl.Series | None:
     """Days since 1970-01-01 of dates with the name of the month; None if some value is none."""
     import polars as pl
 
-    there = text.drop_nulls()
-    if not len(there) or not there.head(1).str.contains(r"[A-Za-z]{3}").all():
+    first = first_of(text)
+    if first is None or not re.search(r"[A-Za-z]{3}", first) or not re.search(r"\d", first):
         return None
     for form in _NAMED_MONTHS:
         days = text.str.to_date(form, strict=False)
@@ -73,8 +79,11 @@ def compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
     """Days since 1970-01-01 of numbers such as 20240109, if all of a few or more are days."""
     import polars as pl
 
+    first = first_of(text)
+    if first is None or not re.search(_COMPACT, first):
+        return None
     there = text.drop_nulls()
-    if len(there) < fewest or not there.head(1).str.contains(_COMPACT).all() or not there.str.contains(_COMPACT).all():
+    if len(there) < fewest or not there.str.contains(_COMPACT).all():
         return None
     days = text.str.to_date("%Y%m%d", strict=False)
     return days.cast(pl.Int32).cast(pl.Float64) if days.null_count() == text.null_count() else None
@@ -82,5 +91,5 @@ def compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
 
 def is_compact(text: pl.Series) -> bool:
     """Whether all values are numbers of eight digits, which may have been taken for dates."""
-    there = text.drop_nulls()
-    return bool(len(there) and there.str.contains(r"^\d{8}$").all())
+    first = first_of(text)
+    return first is not None and bool(re.search(r"^\d{8}$", first) and text.drop_nulls().str.contains(r"^\d{8}$").all())
