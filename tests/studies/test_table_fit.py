@@ -18,8 +18,9 @@ from fedtailor.serving.by_site import predicted_by_site
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import Trees, trees_of
 from fedtailor.studies import boosting, linear_candidates
-from fedtailor.studies.cross_fitting import folds_of
-from fedtailor.studies.fit import fit
+from fedtailor.studies.cross_fitting import all_in_training, folds_of, trained
+from fedtailor.studies.fit import fit, read
+from fedtailor.studies.grid import Cell
 from fedtailor.studies.stacking import Candidates, common_weights, stack
 
 
@@ -223,3 +224,41 @@ def test_folds_do_not_know_the_classes() -> None:
     shares = [[float((y[folds_of(data, seed) == f] == 1).double().mean()) for f in range(5)] for seed in range(200)]
     # drawn without replacement: 0.5 +- sqrt(0.25 / 20 * 80 / 99)
     assert np.std(shares) == pytest.approx((0.25 / 20 * 80 / 99) ** 0.5, rel=0.1)
+
+
+def test_a_time_limit_ends_a_candidate_in_the_middle_of_its_training(tmp_path: Path) -> None:
+    loaded, cells = candidates_of(table(5, [30, 25, 28, 20]), tmp_path)
+    data = all_in_training(loaded).to(torch.float64)
+    mixed = next(cell for cell in cells if cell.label == "mixed, slopes")
+    exchanges = 0
+
+    def check() -> None:
+        nonlocal exchanges
+        exchanges += 1
+        if exchanges == 5:
+            raise linear_candidates.OutOfTime
+
+    with pytest.raises(linear_candidates.OutOfTime):
+        trained(mixed.config, data, None, check)
+    assert exchanges == 5
+
+
+def test_with_a_time_limit_that_suffices_the_same_is_said_out_of_fold(tmp_path: Path) -> None:
+    said = []
+    for limit, folder in ((0.0, "without"), (1e6, "with")):
+        loaded, cells = candidates_of(table(5, [30, 25, 28, 20]), tmp_path / folder)
+        data = all_in_training(loaded).to(torch.float64)
+        clock = linear_candidates.Clock(limit)
+        spoken, dropped = linear_candidates.cross_fitted(cells, data, folds_of(data, 0), None, lambda *a: None, clock)
+        assert not dropped
+        said.append(spoken)
+    for label, outputs in said[0].items():
+        assert torch.allclose(outputs, said[1][label], atol=1e-3), label
+
+
+def candidates_of(frame: pl.DataFrame, folder: Path) -> tuple[FederatedData, list[Cell]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    frame.write_csv(folder / "all.csv")
+    source = {"source": "folder", "path": str(folder / "all.csv"), "target": "y", "client_column": "site"}
+    tables, loaded = read(source, algorithm="auto", data_root=None)
+    return loaded, linear_candidates.cells_of(tables, loaded, folder / "out")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fedtailor import engines
 from fedtailor.core.federation import Federation
+from fedtailor.core.per_client import PerClient
 from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
@@ -67,11 +69,24 @@ def site_of_rows(rows: Rows) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(rows.sizes)), rows.sizes.numpy())
 
 
-def trained(config: RunConfig, data: FederatedData, start: Tree = None) -> tuple[Tree, list[Params]]:
+class Watched(Federation):
+    """Calls a function before every exchange; it may end the training by an exception."""
+
+    check: Callable[[], None]
+
+    def map(self, fn: Callable[..., Any], *message: Tree | PerClient) -> PerClient:
+        self.check()
+        return super().map(fn, *message)
+
+
+def trained(
+    config: RunConfig, data: FederatedData, start: Tree = None, check: Callable[[], None] = lambda: None
+) -> tuple[Tree, list[Params]]:
     """The server's state and every site's model after the rounds of a configuration, in this process."""
     experiment = assemble(config, data)
     with engines.opened(config.federation.engine, experiment) as engine:
-        fed = Federation(engine, config.federation.limits)
+        fed = Watched(engine, config.federation.limits)
+        fed.check = check
         server = experiment.algorithm.server_init(experiment.model) if start is None else start
         everybody = range(len(data.clients))
         for round in range(1, config.rounds + 1):
@@ -102,13 +117,18 @@ def out_of_fold(
     folds: NDArray[np.int64],
     start: Tree = None,
     told: Callable[[int], None] = lambda fold: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """What is said of each training row by models that were trained without its fold; NaN where there is no fold."""
+    """What is said of each training row by models that were trained without its fold; NaN where there is no fold.
+
+    Every fold begins at `start`; without one, at what the first fold has come to.
+    """
     out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in range(int(folds.max()) + 1):
         held = folds == fold
         if held.any():
-            _, models = trained(config, only_rows(data, ~held), start)
+            server, models = trained(config, only_rows(data, ~held), start, check)
+            start = start or server
             out[torch.from_numpy(held)] = outputs_of(config, data, models, only_rows(data, held).train)
             told(fold + 1)
     return out

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from fedtailor.studies.cross_fitting import out_of_fold
 from fedtailor.studies.grid import Cell, Told
 
 MOST_SLOPES, MOST_TOGETHER = 150, 8
+MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
 FAILURES = (UserError, ClientError, torch.linalg.LinAlgError)  # of one candidate, not of the fit
 
@@ -62,25 +62,18 @@ class OutOfTime(Exception):
 
 @dataclass
 class Clock:
-    """Whether there is time for one more candidate, which takes no longer than the longest so far."""
+    """How much of a time limit is left; 0 is none."""
 
     limit: float
     begun: float = field(default_factory=time.monotonic)
-    longest: float = 0.0
 
-    def has_time(self) -> bool:
-        return not self.limit or time.monotonic() - self.begun + self.longest < self.limit
-
-    def check(self) -> None:
-        """Raise `OutOfTime` when the limit is over."""
-        if self.limit and time.monotonic() - self.begun > self.limit:
+    def check(self, needed: float = 0.0) -> None:
+        """Raise `OutOfTime` when the limit is over, or would be after so many seconds more."""
+        if self.limit and time.monotonic() - self.begun + needed > self.limit:
             raise OutOfTime
 
-    def timed(self, work: Callable[[], Any]) -> Any:
-        begun = time.monotonic()
-        done = work()
-        self.longest = max(self.longest, time.monotonic() - begun)
-        return done
+    def has_time(self) -> bool:
+        return not self.limit or time.monotonic() - self.begun < self.limit
 
 
 def cross_fitted(
@@ -92,45 +85,51 @@ def cross_fitted(
     dropped: list[dict[str, Any]] = []
     for cell in cells:
         why = "the time limit"
-        if not spoken or clock.has_time():
-            try:
-                check = clock.check if spoken else lambda: None
-                spoken[cell.label] = clock.timed(partial(_one, cell, data, folds, root, told, check))
-                continue
-            except OutOfTime:
-                pass
-            except FAILURES as error:
-                if cell.label == ALONE:
-                    raise
-                why = str(error).splitlines()[0]
+        try:
+            spoken[cell.label] = _one(cell, data, folds, root, told, clock if spoken else Clock(0.0))
+            continue
+        except OutOfTime:
+            pass
+        except FAILURES as error:
+            if cell.label == ALONE:
+                raise
+            why = str(error).splitlines()[0]
         dropped.append({"label": cell.label, "round": 0, "val": None, "why": why})
     return spoken, dropped
 
 
 def _one(
-    cell: Cell,
-    data: FederatedData,
-    folds: NDArray[np.int64],
-    root: Path | None,
-    told: Told,
-    check: Callable[[], None],
+    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, told: Told, clock: Clock
 ) -> Tensor:
-    def listen(p: runner.Progress) -> None:
-        told(cell.folder.name, p.round, p.rounds)
+    """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
+    any exchange, and show how long the training on all rows will take."""
 
     def fold_done(fold: int) -> None:
         told(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
-        check()
+        taken.append(time.monotonic() - clock.begun)
+
+    clock.check()
+    taken = [time.monotonic() - clock.begun]
+    if not clock.limit:
+        _train(cell, data, root, told)
+        saved = RunFolder(cell.folder).load_checkpoint()
+        assert saved is not None
+        return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
+    spoken = out_of_fold(cell.config, data, folds, None, fold_done, clock.check)
+    clock.check(MORE_ROWS * (taken[min(1, len(taken) - 1)] - taken[0]))
+    _train(cell, data, root, told)
+    return spoken
+
+
+def _train(cell: Cell, data: FederatedData, root: Path | None, told: Told) -> None:
+    def listen(p: runner.Progress) -> None:
+        told(cell.folder.name, p.round, p.rounds)
 
     if (cell.folder / CONFIG).exists():
         trust.remember(cell.config)
         runner.resume(cell.folder, root, listen, loaded=data)
     else:
         runner.start(cell.config, cell.folder, root, listen, loaded=data)
-    check()
-    saved = RunFolder(cell.folder).load_checkpoint()
-    assert saved is not None
-    return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
 
 
 def delivered(cell: Cell, sites: Sequence[str]) -> list[Params]:

@@ -3,8 +3,8 @@
 All from out-of-fold outputs. A site's weights minimise its loss plus that of `pull` typical rows of the federation, for
 which the common weights are best; the pull is chosen by predicting folds from the others. Of one candidate for all, one
 blend for all and blends by site, from strong to weak pulls, the first is taken that is not surely worse than the best:
-weights of folds that share training rows flatter the richer choice. For the same reason the weakest pull is not weak: at
-30 rows, folds promised gains on tables that were not for testing, and new rows showed losses.
+weights of folds that share training rows flatter the richer choice. For the same reason the weakest pull is not weak:
+with 30 rows, folds promised gains on other tables than those of the benchmark, and new rows showed losses.
 """
 
 from __future__ import annotations
