@@ -14,24 +14,31 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+KEYS = ("files", "bytes", "outside", "damages", "named", "same")
+
+
+def quiet(text: str) -> None:
+    pass
 
 
 def main() -> int:
     from tests.trust.folders import MAKERS, SMALL, sweep
 
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given.add_argument("names", nargs="*", default=list(MAKERS), choices=[*MAKERS, []])
+    given.add_argument("names", nargs="*", choices=[*MAKERS, []], default=[])
     given.add_argument("--most", type=int, default=SMALL)
+    given.add_argument("--verbose", action="store_true", help="name every file, and who reads it")
     options = given.parse_args()
     wrong = 0
-    for name in options.names:
-        begun = time.monotonic()
-        path, readers = MAKERS[name](Path(tempfile.mkdtemp()))
-        count, silent = sweep(path, readers, options.most)
-        print(name, dict(count), f"{len(silent)} silent or broken, {time.monotonic() - begun:.0f} s", flush=True)
-        for line in silent[:40]:
+    print(f"| folder | {' | '.join(KEYS)} | silent or broken | s |\n|{'---|' * (len(KEYS) + 3)}", flush=True)
+    for name in options.names or MAKERS:
+        begun = time.process_time()
+        swept = sweep(*MAKERS[name](Path(tempfile.mkdtemp())), options.most, print if options.verbose else quiet)
+        counts = " | ".join(f"{swept.count[key]:,}" for key in KEYS)
+        print(f"| {name} | {counts} | {len(swept.wrong)} | {time.process_time() - begun:.0f} |", flush=True)
+        for line in swept.wrong[:40]:
             print("  ", line, flush=True)
-        wrong += len(silent)
+        wrong += len(swept.wrong)
     return int(wrong > 0)
 
 

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from typer.testing import CliRunner
-
-from fedtailor.cli.listing import print_run
-from fedtailor.cli.main import app
 from fedtailor.cli.records import run_record
 from fedtailor.core.trees import items
-from fedtailor.deploy.flare import audit
 from fedtailor.deploy.flare.audit import SIZE
 from fedtailor.deploy.flare.budget import Budget, Spent
+from fedtailor.deploy.flare.epsilon import Account, SitePrivacy
 from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.site import AUDIT, RUN
+from fedtailor.deploy.flare.provisioning import RUNS
+from fedtailor.deploy.flare.server import SITES
+from fedtailor.deploy.flare.site import RUN
 from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.deploy.flare.standing import set_state, standing
 from fedtailor.deploy.flare.sums import party
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
-from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree
+from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
 from fedtailor.report.reading import recorded
 from fedtailor.serving.onboard import onboard
 from fedtailor.serving.personal import sites_of
@@ -37,18 +33,18 @@ from fedtailor.serving.trees import TREES_FOLDER, Trees
 from fedtailor.studies.compare import GRID
 from fedtailor.studies.explain import explain
 from fedtailor.studies.fit import fit
+from tests.deploy.sites import Authority
 from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites
 from tests.small import DIGITS
+from tests.trust.commands import Reader, command, resumed, said
 
-Reader = Callable[[Path], Any]
-OUTSIDE = {  # nothing of fedtailor reads them again; or they are input, and nobody but their owner knows what is right
+OUTSIDE = {  # nothing of fedtailor reads them again
     "report.html": "a page for people",
     ".lock": "says who works on the run; the lock is the system's",
     "weights.csv": "for other programs",
-    "site.toml": "the site's own input",
-    "rows.safetensors": "the site's own input",
 }
+INPUT = ("site.toml", "rows.safetensors")  # nobody but their owner knows what is right
 SMALL = 16_384  # bytes: of larger files places are drawn
 
 
@@ -104,30 +100,65 @@ def inside(readers: dict[str, Reader], folder: str) -> dict[str, Reader]:
     return {f"{folder}: {name}": below(use) for name, use in readers.items()}
 
 
-def _shown(path: Path) -> str:
-    with redirect_stdout(io.StringIO()) as out:
-        print_run(Console(file=out, width=80), path, True)
-    return out.getvalue()
+def of_a_model(site: str, rows: str) -> dict[str, Reader]:
+    """Commands that use the model of a site."""
+    return {
+        f"export {site}": command(
+            "export", "{path}", "--site", site, "--to", "safetensors", "--out", "{out}", writes="model.safetensors"
+        ),
+        f"predict {site}": command(
+            "predict", "{path}", f"{{beside}}/{rows}", "--site", site, "--out", "{out}", writes="predicted.csv"
+        ),
+    }
+
+
+SHOWN = {
+    "show": command("show", "{path}", "--clients"),
+    "show --json": command("show", "{path}", "--json"),
+    "report": command("report", "{path}", "--out", "{out}", writes="report.html"),
+}
+
+
+def task(root: Path, algorithm: str) -> dict[str, Any]:
+    """A run over two small tables."""
+    if not (root / "sites").exists():
+        make_sites(root / "sites", sites=2, rows=40)
+    data = {"source": "folder", "path": str(root / "sites"), "target": "outcome"}
+    return DIGITS | {"rounds": 2, "data": data, "model": {"hidden": [3]}, "algorithm": {"name": algorithm}}
 
 
 def make_run(root: Path) -> tuple[Path, dict[str, Reader]]:
     """Of a method that keeps states, with what was learned about sharing."""
-    tables = DIGITS | {"rounds": 2, "data": {"source": "digits", "clients": 2, "max_samples": 40}}
-    runner.start(parse(tables | {"algorithm": {"name": "fedselect"}}), root / "run")
+    runner.start(parse(task(root, "fedselect")), root / "run")
     explain(root / "run")
-    return root / "run", OF_A_RUN
+    commands = {"explain": command("explain", "{path}"), "resume": command("resume", "{path}", "--json")}
+    return root / "run", OF_A_RUN | SHOWN | commands | of_a_model("s0", "sites/s0.csv")
+
+
+def make_weights(root: Path) -> tuple[Path, dict[str, Reader]]:
+    """Of a method that learns weights, which are in every round's line."""
+    tables = task(root, "duw-fedavg")
+    tables["algorithm"] |= {"outer_iterations": 1, "horizon": 1}
+    runner.start(parse(tables), root / "run")
+    return root / "run", OF_A_RUN | SHOWN | {"explain": command("explain", "{path}")}
+
+
+def make_interrupted(root: Path) -> tuple[Path, dict[str, Reader]]:
+    """A run that is gone on with."""
+    runner.start(parse(task(root, "fedrep")), root / "run", until=1)
+    return root / "run", SHOWN | {"resume": resumed}
 
 
 def make_comparison(root: Path) -> tuple[Path, dict[str, Reader]]:
-    """Two methods, one seed."""
+    """One method, one seed."""
     import tomli_w
 
     about = {"algorithms": ["local"], "seeds": [0], "workers": 1}
-    (root / "grid.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": 1, "compare": about}))
-    done = CliRunner().invoke(app, ["compare", str(root / "grid.toml"), "--out", str(root / "grid")])
-    assert done.exit_code == 0, done.output
-    readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "show": _shown, "json": run_record}
-    return root / "grid", readers | inside(OF_A_RUN, "local-seed0")
+    tables = {k: v for k, v in task(root, "local").items() if k != "algorithm"}
+    (root / "grid.toml").write_text(tomli_w.dumps(tables | {"rounds": 1, "compare": about}))
+    said(["compare", str(root / "grid.toml"), "--out", str(root / "grid")])
+    readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "json": run_record}
+    return root / "grid", readers | SHOWN | inside(OF_A_RUN, "local-seed0")
 
 
 def make_fit(root: Path) -> tuple[Path, dict[str, Reader]]:
@@ -136,7 +167,8 @@ def make_fit(root: Path) -> tuple[Path, dict[str, Reader]]:
     made = root / "fit"
     fit({"source": "folder", "path": str(root / "sites"), "target": "outcome"}, made, algorithm="ditto", rounds=1)
     onboard(made, root / "sites/s1.csv", "late")
-    readers: dict[str, Reader] = {"fit": lambda path: read_json(path / FIT), "show": _shown}
+    readers: dict[str, Reader] = {"fit": lambda path: read_json(path / FIT)}
+    readers |= SHOWN | of_a_model("s0", "sites/s0.csv") | of_a_model("late", "sites/s1.csv")
     for folder in sorted(p.name for p in made.iterdir() if (p / "run.json").exists()):
         readers |= inside(OF_A_RUN, folder)
     return made, readers
@@ -167,27 +199,57 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
     server = made.experiment.algorithm.server_init(made.experiment.model)
     made.ask({"op": "evaluate", "round": 1, "splits": ["val"], "keep": "last"}, server)
     set_state(made.folder, "paused")
-    run, kit = made.folder / "run-1", made.file.parent / "kit"
+    site = made.file.parent
     policy = Policy(algorithms=(), sends=(), sums_of=2, partners=("ada", "bo"))
-    party(kit, policy, "ada", "run-1", 0, run).opened.claim(1, ("ada", "bo"))
-    states = lambda path: [plain(SiteState(path / "run-1/states").read(r)) for r in (0, 1)]  # noqa: E731
+    party(site / "kit", policy, "ada", "run-1", 0, made.folder / "run-1").opened.claim(1, ("ada", "bo"))
 
     def personal(path: Path) -> Any:
-        about = read_json(path / "run-1/personal/last.json")
-        return about, plain(read_tree(path / "run-1/personal", about))
+        about = read_json(path / "private/run-1/personal/last.json")
+        return about, plain(read_tree(path / "private/run-1/personal", about))
 
-    return made.folder, {
-        "standing": standing,
-        "run": lambda path: read_json(path / "run-1" / RUN),
-        "spent": lambda path: vars(Spent(Budget(), path / "run-1", 3)),
-        "sums": lambda path: sorted(party(kit, policy, "ada", "run-1", 0, path / "run-1").opened.cohort),
-        "states": states,
+    def identity(path: Path) -> Any:
+        read = party(path / "kit", policy, "ada", "run-1", 0, path / "private/run-1")
+        assert read.identity is not None
+        return read.identity.name, read.identity.certificate.hex(), sorted(read.opened.cohort), read.opened.round
+
+    def spent(path: Path) -> Any:
+        account = Account(SitePrivacy(**privacy), path / "private")
+        known = Spent(Budget(), path / "private/run-1", 3)
+        return account._replies(), known.evaluations, known.calls
+
+    return site, {
+        "standing": lambda path: standing(path / "private"),
+        "run": lambda path: read_json(path / "private/run-1" / RUN),
+        "spent": spent,
+        "identity and sums": identity,
+        "states": lambda path: [plain(SiteState(path / "private/run-1/states").read(r)) for r in (0, 1)],
         "personal": personal,
-        "record": lambda path: audit.told(path / AUDIT),
+        "audit": command("federation", "audit", "{path}"),
+        "audit --json": command("federation", "audit", "{path}", "--json"),
+        "audit --html": command("federation", "audit", "{path}", "--html", "{out}", writes="audit.html"),
+        "status": command("federation", "status", "{path}", "--json"),
+        "models": command("federation", "personal", "{path}"),
     }
 
 
-MAKERS = {"run": make_run, "comparison": make_comparison, "fit": make_fit, "trees": make_trees, "site": make_site}
+def make_server(root: Path) -> tuple[Path, dict[str, Reader]]:
+    """A server with a run, as its operator sees it."""
+    Authority().write_kit(root / "server/kit", "server")
+    path = runner.start(parse(task(root, "fedavg")), root / "server" / RUNS / "run").path
+    write_json(path / SITES, {"s0": {"seen": 1.0, "asked": 1.0}})
+    return root / "server", {"status": command("federation", "status", "{path}", "--json")}
+
+
+MAKERS = {
+    "run": make_run,
+    "weights": make_weights,
+    "interrupted": make_interrupted,
+    "comparison": make_comparison,
+    "fit": make_fit,
+    "trees": make_trees,
+    "site": make_site,
+    "server": make_server,
+}
 
 _seen: set[str] | None = None
 
@@ -219,10 +281,10 @@ def places(length: int, most: int) -> list[int]:
 
 
 def changed(content: bytes, most: int) -> Iterator[tuple[str, bytes | None]]:
-    """One bit of a byte, another one, and cut short, at these places; and no file."""
+    """One bit of a byte, another one, a zero for it, and cut short, at these places; and no file."""
     for i in places(len(content), most):
-        for bit in (1, 32):
-            yield f"byte {i} ^ {bit}", content[:i] + bytes([content[i] ^ bit]) + content[i + 1 :]
+        for value in {content[i] ^ 1, content[i] ^ 32, 0} - {content[i]}:
+            yield f"byte {i} is {value}", content[:i] + bytes([value]) + content[i + 1 :]
         yield f"cut at {i}", content[:i]
     yield "no file", None
 
@@ -235,36 +297,55 @@ def outcome(use: Reader, path: Path) -> str:
         return "named"
 
 
-def sweep(path: Path, readers: dict[str, Reader], most: int) -> tuple[Counter[str], list[str]]:
-    """Damage every file; how often it was named or made no difference, and what passed in silence or broke."""
+@dataclass
+class Swept:
+    """What became of the damages to one folder."""
+
+    count: Counter[str]  # files, bytes, outside, damages; of readers: named, same
+    wrong: list[str]  # what passed in silence or broke
+
+
+def sweep(path: Path, readers: dict[str, Reader], most: int, told: Callable[[str], None] = lambda text: None) -> Swept:
+    """Damage every file; each reader of it must name that, or give what it gave before."""
     wanted = {name: outcome(use, path) for name, use in readers.items()}
-    assert "named" not in wanted.values(), wanted
-    count, silent = Counter[str](), list[str]()
+    assert "named" not in wanted.values(), [name for name, text in wanted.items() if text == "named"]
     reads = {name: opened_by(lambda use=use: use(path)) for name, use in readers.items()}  # type: ignore[misc]
+    swept = Swept(Counter(), [])
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         content, where = file.read_bytes(), str(file.resolve())
         mine = [name for name in readers if where in reads[name]]
-        if not mine and file.suffix == ".safetensors":  # some are opened by the library, which Python does not see
-            mine = list(readers)
-        if not mine:
-            if file.name not in OUTSIDE and file.suffix not in (".tex", ".csv"):
-                silent.append(f"{file.relative_to(path)}: nothing reads it")
-            count["outside"] += 1
+        if not mine or file.name in INPUT:
+            if not mine and file.name not in OUTSIDE and file.suffix not in (".tex", ".csv"):
+                swept.wrong.append(f"{file.relative_to(path)}: nothing reads it")
+            swept.count["outside"] += 1
             continue
+        swept.count["files"] += 1
+        swept.count["bytes"] += len(content)
+        told(f"{file.relative_to(path)}, {len(content)} bytes: {', '.join(mine)}")
         for what, damaged in changed(content, most):
-            file.unlink() if damaged is None else file.write_bytes(damaged)
+            swept.count["damages"] += 1
             for name in mine:
-                try:
-                    text = outcome(readers[name], path)
-                except Exception as error:
-                    silent.append(f"{file.relative_to(path)}, {what}, {name}: {type(error).__name__}: {error}")
-                    continue
-                if text == wanted[name] or text == "named":
-                    count["no difference" if text == wanted[name] else "named"] += 1
-                elif damaged is not None or not _is_missing(file):
-                    silent.append(f"{file.relative_to(path)}, {what}, {name}: {text[:80]}")
+                file.unlink(missing_ok=True) if damaged is None else file.write_bytes(damaged)
+                verdict = _verdict(readers[name], path, wanted[name])
+                swept.count[verdict if verdict in ("named", "same") else "wrong"] += 1
+                if verdict not in ("named", "same") and not (damaged is None and _is_missing(file)):
+                    swept.wrong.append(f"{file.relative_to(path)}, {what}, {name}: {verdict}")
         file.write_bytes(content)
-    return count, silent
+    return swept
+
+
+def _verdict(use: Reader, path: Path, wanted: str) -> str:
+    """named, same, or what it was instead."""
+    try:
+        text = outcome(use, path)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return text if text == "named" else "same" if text == wanted else f"silent: {_difference(text, wanted)}"
+
+
+def _difference(text: str, wanted: str) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), min(len(text), len(wanted)))
+    return f"{text[at : at + 60]!r} for {wanted[at : at + 60]!r}"
 
 
 def _is_missing(file: Path) -> bool:

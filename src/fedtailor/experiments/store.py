@@ -24,6 +24,7 @@ from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
+from fedtailor.experiments.json_text import indented
 from fedtailor.experiments.locking import hold, owner
 from fedtailor.experiments.rounds_file import line_of, lines_in
 
@@ -64,9 +65,9 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) 
 
 def write_json(path: Path, value: Any) -> None:
     """JSON with its own checksum inside."""
-    text = json.dumps(value, indent=1)
+    text = indented(value)
     checked = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": json.loads(text)}
-    write_atomically(path, json.dumps(checked, indent=1).encode())
+    write_atomically(path, indented(checked).encode())
 
 
 def read_json(path: Path) -> Any:
@@ -74,11 +75,12 @@ def read_json(path: Path) -> Any:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         content, digest = stored["content"], stored["sha256"]
+        is_changed = hashlib.sha256(indented(content).encode()).hexdigest() != digest
     except FileNotFoundError:
         raise RunError(f"{path}: no such file", code="run.damaged") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise RunError(f"{path}: damaged; it is not the JSON that was written", code="run.damaged") from None
-    if hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest() != digest:
+    if is_changed:
         raise RunError(f"{path}: {CHANGED}", code="run.damaged")
     return _recorded(content, path)
 

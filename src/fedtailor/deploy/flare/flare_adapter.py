@@ -1,6 +1,7 @@
 """All that knows NVIDIA FLARE: the two classes that a job names, how it is submitted, and its names and files.
 
-FLARE 2.9's Collab API. Names that it does not publish are used here only: `_user_source_entries`, `_job`.
+FLARE 2.9's Collab API. Names that it does not publish are used here only: `_user_source_entries`, `_job`,
+`byte_receiver`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.collab import CollabCallError, CollabRecipe, collab
+from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
@@ -22,6 +24,7 @@ from fedtailor.deploy.flare.provisioning import SERVER_FOLDER, SITE_FILE
 from fedtailor.deploy.flare.server import coordinate
 from fedtailor.deploy.flare.site import SiteService, read_site
 from fedtailor.deploy.flare.site_rpc import in_thread
+from fedtailor.deploy.flare.timers import with_shared_timers
 from fedtailor.errors import RetryableError, UserError
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.runner import Progress
@@ -39,6 +42,9 @@ RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a jo
 FINISHED = "FINISHED:COMPLETED"
 STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in the job's log
 WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: a seventh of the time
+
+
+byte_receiver.threading = with_shared_timers()  # or every reply leaves a thread behind that sleeps for a minute
 
 
 class Participant:

@@ -20,6 +20,7 @@ ABOUT = "federation.json"
 KIT, SITE, RUNS, REVOKED = "kit", "site.toml", "runs", "revoked.json"
 SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # told to a participant's own processes
 
+MEMORY = {"MALLOC_ARENA_MAX": "2"}  # FLARE's many threads would each leave gaps in memory of their own
 NOTHING = "none"
 ALLOWED = {  # of what an administrator may ask of a site: to take part in a job and to end it
     "submit_job": "any",
@@ -210,7 +211,7 @@ def how_to_start(role: str, folder: Path) -> Started:
         _keep_jobs_in(folder / KIT, (folder / "store").resolve())
         paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return Started(["bash", str(script), "--once"], dict(os.environ) | paths | {"PATH": here})
+    return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": here})
 
 
 def needs_flare() -> None:
