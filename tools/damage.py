@@ -22,7 +22,8 @@ def quiet(text: str) -> None:
 
 
 def main() -> int:
-    from tests.trust.folders import MAKERS, SMALL, sweep
+    from tests.trust.folders import MAKERS
+    from tests.trust.sweep import SMALL, sweep
 
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("names", nargs="*", choices=[*MAKERS, []], default=[])

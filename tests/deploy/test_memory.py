@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -104,6 +106,39 @@ def test_received_streams_start_no_threads() -> None:
         task._remove_task()
         assert task.cleanup_timer is None
     assert not RxTask.rx_task_map
+
+
+def test_old_cycles_are_collected_in_every_round() -> None:
+    """In a process of its own: what is set aside stays so."""
+    program = """
+import gc, torch
+from fedtailor.deploy.flare.collector import Collector
+
+class Cycle:
+    alive = 0
+    def __init__(self):
+        self.me = self
+        Cycle.alive += 1
+    def __del__(self):
+        Cycle.alive -= 1
+
+def a_round(number):
+    kept = [Cycle() for _ in range(3000)]
+    gc.collect(1)
+    gc.collect(1)  # they are old now
+    del kept
+    gc.collect(1)
+    before = Cycle.alive
+    collector.note(number)
+    return before, Cycle.alive
+
+collector = Collector()
+first, second = a_round(1), a_round(2)
+third = a_round(3)
+print(*first, *second, *third, gc.get_freeze_count() > 50_000)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3000", "3000", "6000", "0", "3000", "0", "True"]
 
 
 def test_participants_are_started_with_few_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

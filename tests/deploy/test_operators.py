@@ -262,3 +262,31 @@ def test_a_server_that_does_not_answer_is_a_line_of_its_status(
     write_json(tmp_path / "federation.json", {"host": "here", "port": 1, "sites": []})
     status_command(admin=tmp_path)
     assert capsys.readouterr().out == "server here:1\nneeds care: the server cannot be reached: no\n"
+
+
+def test_the_status_of_a_server_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "server"
+    Authority().write_kit(folder / "kit", "server")
+    RunFolder.create(folder / "runs" / "one", config("rounds=5"), {"clients": []})
+    write_json(folder / "runs/one/sites.json", {"ada": {"seen": 1.0}})
+    status_command(folder, as_json=True)
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert run == {"name": "one", "rounds": 0, "of": 5, "is_finished": False, "sites": {"ada": {"seen": 1.0}}}
+    (folder / "runs/one/metrics.jsonl").write_text('{"round": 1}\nnothing\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl: line 2: damaged"):
+        status_command(folder)
+
+
+@pytest.mark.parametrize("file", ["client.crt", "client.key", "rootCA.pem"])
+def test_a_damaged_kit_is_named(file: str, tmp_path: Path) -> None:
+    startup = Authority().write_kit(tmp_path / "kit", "ada")
+    assert read_identity(startup, []) is not None
+    other = Authority().write_kit(tmp_path / "other", "ada") / file
+    content = (startup / file).read_bytes()
+    for damaged in (other.read_bytes(), content[:-60], b"", content.replace(content[80:81], b"?")):
+        (startup / file).write_bytes(damaged)
+        with pytest.raises(RunError, match="ask the coordinator for the kit"):
+            read_identity(startup, [])
+        if file != "client.key":
+            with pytest.raises(RunError, match="ask the coordinator for the kit"):
+                condition.certificate_end(tmp_path / "kit")

@@ -1,8 +1,9 @@
-"""Commands as readers of a folder, in this process: what each prints and writes, or the error for people it ends with."""
+"""Commands as readers of a folder, in this process: what each prints and writes, or the error that it ends with."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,10 @@ from fedtailor.errors import UserError
 
 Reader = Callable[[Path], Any]
 MAIN = get_command(app)  # once: that takes longer than most commands
+NAMED = re.compile(  # on a page
+    rb"cannot be read and (is|are) left out|could not be read and are not shown|: changed since (it was written|the run)"
+    rb"|: damaged; it is not the JSON|: no such file|: cannot be read"
+)
 PASSING = ("seconds", "free", "now", "last_message", "process", "started", "time")  # what differs from look to look
 
 
@@ -30,6 +35,8 @@ def command(*words: str, writes: str = "") -> Reader:
             return text
         content = out.read_bytes()
         out.unlink()
+        if NAMED.search(content):
+            raise UserError("said on the page")
         return [text, content.hex()]
 
     return run

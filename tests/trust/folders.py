@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedtailor.cli.records import run_record
 from fedtailor.core.trees import items
-from fedtailor.deploy.flare.audit import SIZE
 from fedtailor.deploy.flare.budget import Budget, Spent
 from fedtailor.deploy.flare.epsilon import Account, SitePrivacy
 from fedtailor.deploy.flare.policy import Policy
@@ -38,14 +32,6 @@ from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites
 from tests.small import DIGITS
 from tests.trust.commands import Reader, command, resumed, said
-
-OUTSIDE = {  # nothing of fedtailor reads them again
-    "report.html": "a page for people",
-    ".lock": "says who works on the run; the lock is the system's",
-    "weights.csv": "for other programs",
-}
-INPUT = ("site.toml", "rows.safetensors")  # nobody but their owner knows what is right
-SMALL = 16_384  # bytes: of larger files places are drawn
 
 
 def plain(tree: Any) -> list[Any]:
@@ -237,7 +223,10 @@ def make_server(root: Path) -> tuple[Path, dict[str, Reader]]:
     Authority().write_kit(root / "server/kit", "server")
     path = runner.start(parse(task(root, "fedavg")), root / "server" / RUNS / "run").path
     write_json(path / SITES, {"s0": {"seen": 1.0, "asked": 1.0}})
-    return root / "server", {"status": command("federation", "status", "{path}", "--json")}
+    (root / "server/kit/startup/client.key").unlink()  # FLARE's
+    return root / "server", {"status": command("federation", "status", "{path}", "--json")} | inside(
+        OF_A_RUN, "runs/run"
+    )
 
 
 MAKERS = {
@@ -250,107 +239,3 @@ MAKERS = {
     "site": make_site,
     "server": make_server,
 }
-
-_seen: set[str] | None = None
-
-
-def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if event == "open" and _seen is not None and isinstance(args[0], str | Path):
-        _seen.add(str(Path(args[0]).resolve()))
-
-
-def opened_by(use: Callable[[], Any]) -> set[str]:
-    """Files that are opened meanwhile."""
-    global _seen
-    if not hasattr(sys, "_fedtailor_hook"):
-        sys.addaudithook(_hook)
-        sys._fedtailor_hook = True  # type: ignore[attr-defined]
-    _seen = set()
-    try:
-        use()
-        return _seen
-    finally:
-        _seen = None
-
-
-def places(length: int, most: int) -> list[int]:
-    """All, or evenly spread ones with both ends."""
-    if length <= most:
-        return list(range(length))
-    return sorted({0, 1, length - 2, length - 1} | {i * length // most for i in range(most)})
-
-
-def changed(content: bytes, most: int) -> Iterator[tuple[str, bytes | None]]:
-    """One bit of a byte, another one, a zero for it, and cut short, at these places; and no file."""
-    for i in places(len(content), most):
-        for value in {content[i] ^ 1, content[i] ^ 32, 0} - {content[i]}:
-            yield f"byte {i} is {value}", content[:i] + bytes([value]) + content[i + 1 :]
-        yield f"cut at {i}", content[:i]
-    yield "no file", None
-
-
-def outcome(use: Reader, path: Path) -> str:
-    """What a reader gives, as text; an error for people is "named". Any other error is raised."""
-    try:
-        return json.dumps(use(path), default=str)
-    except UserError:
-        return "named"
-
-
-@dataclass
-class Swept:
-    """What became of the damages to one folder."""
-
-    count: Counter[str]  # files, bytes, outside, damages; of readers: named, same
-    wrong: list[str]  # what passed in silence or broke
-
-
-def sweep(path: Path, readers: dict[str, Reader], most: int, told: Callable[[str], None] = lambda text: None) -> Swept:
-    """Damage every file; each reader of it must name that, or give what it gave before."""
-    wanted = {name: outcome(use, path) for name, use in readers.items()}
-    assert "named" not in wanted.values(), [name for name, text in wanted.items() if text == "named"]
-    reads = {name: opened_by(lambda use=use: use(path)) for name, use in readers.items()}  # type: ignore[misc]
-    swept = Swept(Counter(), [])
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        content, where = file.read_bytes(), str(file.resolve())
-        mine = [name for name in readers if where in reads[name]]
-        if not mine or file.name in INPUT:
-            if not mine and file.name not in OUTSIDE and file.suffix not in (".tex", ".csv"):
-                swept.wrong.append(f"{file.relative_to(path)}: nothing reads it")
-            swept.count["outside"] += 1
-            continue
-        swept.count["files"] += 1
-        swept.count["bytes"] += len(content)
-        told(f"{file.relative_to(path)}, {len(content)} bytes: {', '.join(mine)}")
-        for what, damaged in changed(content, most):
-            swept.count["damages"] += 1
-            for name in mine:
-                file.unlink(missing_ok=True) if damaged is None else file.write_bytes(damaged)
-                verdict = _verdict(readers[name], path, wanted[name])
-                swept.count[verdict if verdict in ("named", "same") else "wrong"] += 1
-                if verdict not in ("named", "same") and not (damaged is None and _is_missing(file)):
-                    swept.wrong.append(f"{file.relative_to(path)}, {what}, {name}: {verdict}")
-        file.write_bytes(content)
-    return swept
-
-
-def _verdict(use: Reader, path: Path, wanted: str) -> str:
-    """named, same, or what it was instead."""
-    try:
-        text = outcome(use, path)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return text if text == "named" else "same" if text == wanted else f"silent: {_difference(text, wanted)}"
-
-
-def _difference(text: str, wanted: str) -> str:
-    at = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), min(len(text), len(wanted)))
-    return f"{text[at : at + 60]!r} for {wanted[at : at + 60]!r}"
-
-
-def _is_missing(file: Path) -> bool:
-    """Files without which a folder is one that has not come so far, and says so."""
-    return file.name in (
-        "results.json", "manifest.json", "metrics.jsonl", "shares.json", "preparation.json", "newcomer.json",
-        "index.json", "tables.json", "table.json", "standing.json", "spent.json", "sums.json", SIZE,
-    )  # fmt: skip

@@ -29,7 +29,8 @@ from fedtailor.studies.tables import files
 from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites
 from tests.small import DIGITS, config, one_after_the_other
-from tests.trust.folders import MAKERS, sweep
+from tests.trust.folders import MAKERS
+from tests.trust.sweep import sweep
 
 OUTSIDE = {"table.md", "table.tex", "table.csv", "table.json", "weights.csv", "report.html", ".lock"}  # see SECURITY.md
 Use = Callable[[Path], Any]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.x509.oid import NameOID
@@ -71,17 +71,41 @@ def read_identity(startup: Path, partners: Sequence[str]) -> Identity | None:
     """The identity in a kit's startup folder; None if there is no kit."""
     if not all((startup / file).is_file() for file in (CERTIFICATE, KEY, AUTHORITY)):
         return None
-    certificate = x509.load_pem_x509_certificate((startup / CERTIFICATE).read_bytes())
-    authority = x509.load_pem_x509_certificate(known := (startup / AUTHORITY).read_bytes())
+    certificate, authority = read_certificate(startup / CERTIFICATE)
+    known = authority.public_bytes(serialization.Encoding.PEM)
     (common,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Identity(
         name=str(common.value),
         certificate=certificate.public_bytes(serialization.Encoding.DER),
-        key=serialization.load_pem_private_key((startup / KEY).read_bytes(), None),
+        key=_read_key(startup / KEY, certificate),
         authority=authority,
         partners=dict(_named(partner) for partner in partners),
         revoked=frozenset(read_revoked(startup.parent / REVOKED, known)["certificates"]),
     )
+
+
+def read_certificate(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
+    """A participant's certificate and, beside it, that of the authority, which must have signed both."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        authority = x509.load_pem_x509_certificate((path.parent / AUTHORITY).read_bytes())
+        authority.verify_directly_issued_by(authority)
+        certificate.verify_directly_issued_by(authority)
+    except (OSError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        what = f"damaged, or not signed by the authority in {AUTHORITY}"
+        raise RunError(f"{path}: {what}; ask the coordinator for the kit") from None
+    return certificate, authority
+
+
+def _read_key(path: Path, certificate: x509.Certificate) -> Any:
+    """The private key of a certificate."""
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+        if key.public_key() != certificate.public_key():
+            raise ValueError
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        raise RunError(f"{path}: damaged, or not the key of the certificate; ask the coordinator for the kit") from None
+    return key
 
 
 def signed(key: Any, statement: bytes) -> bytes:

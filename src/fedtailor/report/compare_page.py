@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.errors import RunError, UserError
-from fedtailor.experiments.store import ABOUT
+from fedtailor.experiments.store import ABOUT, METRICS
 from fedtailor.report.formatting import count, duration, value
 from fedtailor.report.page_model import Figure, Page, Section, Table, cells
 from fedtailor.report.reading import Recorded, recorded, split_name
@@ -44,10 +44,19 @@ def runs_in(path: Path) -> tuple[list[Recorded], list[str]]:
     runs, failed = [], []
     for about in sorted(path.glob(f"*/{ABOUT}")):
         try:
-            runs.append(recorded(about.parent))
+            run = recorded(about.parent)
+            if run.unreadable:
+                raise RunError(f"{run.path / METRICS}: {count(run.unreadable, 'line')} cannot be read")
+            runs.append(run)
         except (UserError, OSError, KeyError) as error:
             failed.append(" ".join(str(error).splitlines()))
     return runs, failed
+
+
+def left_out(failed: Sequence[str]) -> list[str]:
+    """A sentence on runs that cannot be read, if there are any."""
+    what = f"{count(len(failed), 'run')} cannot be read and {'is' if len(failed) == 1 else 'are'} left out"
+    return [f"{what}; the first: {failed[0]}."] if failed else []
 
 
 @dataclass(frozen=True)
@@ -137,8 +146,7 @@ def summary(runs: Sequence[Recorded], tasks: Sequence[Task], failed: Sequence[st
         f"{len(done)} of {count(len(runs), 'run')} finished.",
         *(best(task) for task in tasks if task.rows),
     ]
-    if failed:
-        text.append(f"{count(len(failed), 'run')} cannot be read and are left out; the first: {failed[0]}.")
+    text += left_out(failed)
     seconds = sum(line["seconds"] for run in runs for line in run.lines)
     figures = (
         Figure("Runs", f"{len(done)} of {len(runs)}", "finished"),

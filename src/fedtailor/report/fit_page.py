@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedtailor.experiments.store import FIT, read_json
-from fedtailor.report.compare_page import citations, configuration, places, runs_in, task_sections, tasks_of
+from fedtailor.report.compare_page import (
+    citations,
+    configuration,
+    left_out,
+    places,
+    runs_in,
+    task_sections,
+    tasks_of,
+)
 from fedtailor.report.fit_charts import card, quality
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
@@ -30,10 +39,11 @@ WORDS = {
 def fit_page(path: Path) -> Page:
     """Everything that is known of a fit that is finished."""
     record = read_json(path / FIT)
-    found = [run for run in runs_in(path)[0] if run.results is not None]
+    runs, failed = runs_in(path)
+    found = [run for run in runs if run.results is not None]
     tasks = tasks_of(found, places(path, found))
     units = next((run.units for run in found), "")
-    sections = [summary(record), sites(record)]
+    sections = [summary(record, failed), sites(record)]
     if "differences" in record:  # of tables: its runs are parts of models, and not compared one by one
         sections += [quality(record), card(record), sharing(record), halving(record, units)]
     else:
@@ -46,7 +56,7 @@ def fit_page(path: Path) -> Page:
     return Page(title, "Fit", state, True, tuple(sections), path.name)
 
 
-def summary(record: dict[str, Any]) -> Section:
+def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> Section:
     """In plain words."""
     metric, means, rows = record["metric"], record["means"], record["sites"]
     story = {about: [sentence(words) for name, words in sentences(record) if name == about] for about in ABOUT}
@@ -65,6 +75,7 @@ def summary(record: dict[str, Any]) -> Section:
         f"trains alone, {value(metric, means['common'])} with one common model and "
         f"{value(metric, means['personal'])} with personal models.{baseline}",
         *story["fairness"],
+        *left_out(failed),
     )
     figures = (
         Figure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),

@@ -32,10 +32,9 @@ def renew(folder: Path, name: str) -> Path:
     subject = _subject(about, name)
     if name in revoked(folder)["names"]:
         raise RunError(f'{folder}: the certificate of "{name}" was revoked; take another name for it')
-    state = folder / "authority" / PROJECT / "state" / "cert.json"
-    known: dict[str, Any] = json.loads(state.read_text())
+    known = _state(folder)
     known.pop(subject, None)
-    write_atomically(state, json.dumps(known).encode())
+    write_atomically(_state_file(folder), json.dumps(known).encode())
     newest = write_kits(folder, about["host"], about["port"], about["sites"])
     kit = folder / name / KIT
     shutil.rmtree(kit / "startup", ignore_errors=True)
@@ -56,7 +55,7 @@ def revoke(folder: Path, name: str) -> Path:
     if name in ("server", "admin"):
         raise RunError(f"{folder}: {name} cannot be revoked; make a new federation")
     old = revoked(folder)
-    state = json.loads((folder / "authority" / PROJECT / "state" / "cert.json").read_text())
+    state = _state(folder)
     certificate = x509.load_pem_x509_certificate(state[subject]["cert"].encode())
     content = {
         "names": sorted({*old["names"], name}),
@@ -76,9 +75,23 @@ def revoke(folder: Path, name: str) -> Path:
 
 def revoked(folder: Path) -> dict[str, list[str]]:
     """Names and certificates that do not count any more."""
-    state = folder / "authority" / PROJECT / "state" / "cert.json"
-    authority = json.loads(state.read_text())["root_cert"].encode() if state.exists() else b""
+    authority = _state(folder)["root_cert"].encode() if _state_file(folder).exists() else b""
     return read_revoked(folder / "authority" / REVOKED, authority)
+
+
+def _state_file(folder: Path) -> Path:
+    """Where FLARE keeps the authority's key and all certificates."""
+    return folder / "authority" / PROJECT / "state" / "cert.json"
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    path = _state_file(folder)
+    try:
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        x509.load_pem_x509_certificate(known["root_cert"].encode())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise RunError(f"{path}: damaged; restore the authority's folder from a copy") from None
+    return known
 
 
 def _about(folder: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
+from fedtailor.deploy.flare.collector import Collector
 from fedtailor.deploy.flare.provisioning import SERVER_FOLDER, SITE_FILE
 from fedtailor.deploy.flare.server import coordinate
 from fedtailor.deploy.flare.site import SiteService, read_site
@@ -52,6 +53,7 @@ class Participant:
 
     def __init__(self) -> None:
         self._service: SiteService | None = None
+        self._collector = Collector()
 
     @collab.init
     def start(self) -> None:
@@ -62,7 +64,9 @@ class Participant:
     def call(self, request: bytes) -> bytes:
         """One request of the server."""
         assert self._service is not None
-        return self._service.answer(collab.caller, request)
+        reply = self._service.answer(collab.caller, request)
+        self._collector.note(self._service.round)
+        return reply
 
 
 class Coordinator:
@@ -75,9 +79,10 @@ class Coordinator:
     @collab.main
     def main(self) -> None:
         """Called when all sites of the job are ready."""
-        log = logging.getLogger("fedtailor")
+        log, collector = logging.getLogger("fedtailor"), Collector()
 
         def tell(progress: Progress) -> None:
+            collector.note(progress.round)
             for news in progress.news:
                 log.warning(news)
 

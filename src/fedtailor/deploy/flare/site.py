@@ -235,6 +235,11 @@ class SiteService:
         return Account(self.site.policy.budget.privacy, self.site.folder)
 
     @property
+    def round(self) -> int | None:
+        """The one that was begun."""
+        return None if self._job is None else self._job.round
+
+    @property
     def _started(self) -> Job:
         assert self._job is not None
         return self._job

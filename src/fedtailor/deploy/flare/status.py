@@ -15,7 +15,7 @@ from fedtailor.deploy.flare.server import SITES
 from fedtailor.deploy.flare.site import AUDIT, read_site
 from fedtailor.deploy.flare.standing import runs, standing
 from fedtailor.errors import RunError
-from fedtailor.experiments.store import CONFIG, METRICS, RESULTS, RunFolder, read_json
+from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, read_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def read(folder: Path) -> Status:
     process = processes.running(folder)
     if not (folder / SITE).exists():
         about = condition.condition(folder, folder / KIT)
-        found = [_run(path.parent) for path in sorted(folder.glob(f"{RUNS}/*/{CONFIG}"))]
+        paths = {file.parent for name in (CONFIG, ABOUT) for file in folder.glob(f"{RUNS}/*/{name}")}
+        found = [_run(path) for path in sorted(paths)]
         return Status(folder.name, "server", process, about, found)
     private = read_site(folder / SITE).folder
     about = condition.condition(private, folder / KIT)
@@ -65,10 +66,10 @@ def read(folder: Path) -> Status:
 
 
 def _run(path: Path) -> RunStatus:
-    done = (path / METRICS).read_bytes().count(b"\n") if (path / METRICS).exists() else 0
-    of = RunFolder.open(path).config.rounds
-    sites = dict(read_json(path / SITES)) if (path / SITES).exists() else {}
-    return RunStatus(path.name, done, of, (path / RESULTS).exists(), sites)
+    run = RunFolder.open(path)
+    sites = read_json(path / SITES) if (path / SITES).exists() else {}
+    known = {site: dict(about) for site, about in sites.items()}
+    return RunStatus(path.name, len(run.metrics()), run.config.rounds, (path / RESULTS).exists(), known)
 
 
 def told(status: Status, now: float | None = None) -> list[str]:
