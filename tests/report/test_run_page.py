@@ -130,6 +130,9 @@ def test_an_unfinished_run(tmp_path: Path, runs: Path) -> None:
     assert "Clients : the run is not finished; test data is read at its end." in left_out(page)
     assert "What is shared : drawn when the run is finished." in left_out(page)
     (runs / "half/metrics.jsonl").unlink()
+    with pytest.raises(RunError, match="shorter than at the checkpoint"):
+        report(runs / "half")
+    shutil.rmtree(runs / "half/checkpoint")  # as before the first round
     page = report(runs / "half")
     assert page.charts == {}
     assert "nothing has been measured yet" in page.text

@@ -18,7 +18,8 @@ from fedtailor.errors import UserError
 Reader = Callable[[Path], Any]
 MAIN = get_command(app)  # once: that takes longer than most commands
 NAMED = re.compile(  # on a page
-    rb"cannot be read and (is|are) left out|could not be read and are not shown|: changed since (it was written|the run)"
+    rb"cannot be read and (is|are) left out|could not be read and are not shown"
+    rb"|: changed since (it was written|the run)"
     rb"|: damaged; it is not the JSON|: no such file|: cannot be read"
 )
 PASSING = ("seconds", "free", "now", "last_message", "process", "started", "time")  # what differs from look to look

@@ -46,9 +46,7 @@ def opened_by(use: Callable[[], Any]) -> set[str]:
 
 def places(length: int, most: int) -> list[int]:
     """All, or evenly spread ones with both ends."""
-    if length <= most:
-        return list(range(length))
-    return sorted({0, 1, length - 2, length - 1} | {i * length // most for i in range(most)})
+    return list(range(length)) if length <= most else sorted({i * length // most for i in range(most)} | {length - 1})
 
 
 def changed(content: bytes, most: int) -> Iterator[tuple[str, bytes | None]]:
@@ -126,5 +124,5 @@ def _is_missing(file: Path) -> bool:
     return file.name in (
         "results.json", "manifest.json", "metrics.jsonl", "shares.json", "preparation.json", "newcomer.json",
         "index.json", "tables.json", "table.json", "standing.json", "spent.json", "sums.json", "sites.json",
-        "client.crt", SIZE,
+        "client.crt", "fit.json", SIZE,
     )  # fmt: skip

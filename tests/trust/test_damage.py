@@ -11,28 +11,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fedtailor.cli.listing import print_run, print_weights
+from fedtailor.cli.listing import print_run
 from fedtailor.cli.operators import pause
 from fedtailor.core.trees import items
 from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse
-from fedtailor.experiments.store import RunFolder
 from fedtailor.report.write import page_of
-from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal
 from fedtailor.studies.compare import rows, run_grid
 from fedtailor.studies.explain import explain
-from fedtailor.studies.fit import fit
 from fedtailor.studies.tables import files
 from tests.deploy.test_site import Asked
-from tests.made_sites import make_sites
 from tests.small import DIGITS, config, one_after_the_other
 from tests.trust.folders import MAKERS
 from tests.trust.sweep import sweep
 
-OUTSIDE = {"table.md", "table.tex", "table.csv", "table.json", "weights.csv", "report.html", ".lock"}  # see SECURITY.md
 Use = Callable[[Path], Any]
 
 
@@ -40,25 +34,8 @@ def tensors(tree: Any) -> list[tuple[str, list[Any]]]:
     return [(path, leaf.tolist()) for path, leaf in items(tree)]
 
 
-def checkpoint(path: Path) -> Any:
-    saved = RunFolder.open(path).load_checkpoint()
-    return saved and (saved[0], {name: tensors(tree) for name, tree in saved[1].items()})
-
-
 def shown(path: Path) -> Any:
     print_run(Console(width=80), path, True)
-
-
-OF_A_RUN: dict[str, Use] = {
-    "show": shown,
-    "explain": lambda path: print_weights(Console(width=80), path),
-    "metrics": lambda path: RunFolder.open(path).metrics(),
-    "resume": lambda path: runner.resume(path).results,
-    "checkpoint": checkpoint,
-    "personal": lambda path: tensors(personal(path, RunFolder.open(path).about["clients"][0]).params),
-    "last": lambda path: tensors(RunFolder.open(path).personal(RunFolder.open(path).about["clients"][0], "last")),
-    "report": lambda path: page_of(path) and None,
-}
 
 
 def damages(content: bytes) -> dict[str, bytes | None]:
@@ -76,40 +53,6 @@ def outcome(use: Use, path: Path) -> str:
         return json.dumps(use(path), default=str)
     except UserError:
         return "named"
-
-
-def try_all(path: Path, uses: dict[str, Use], capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
-    """Damage every file of a folder in every way; how often it was named, and how often nothing changed."""
-    wanted = {name: (outcome(use, path), capsys.readouterr().out) for name, use in uses.items()}
-    assert all(text != "named" for text, _ in wanted.values()), wanted
-    count = {"named": 0, "no effect": 0}
-    for file in sorted(p for p in path.rglob("*") if p.is_file() and p.name not in OUTSIDE):
-        content = file.read_bytes()
-        for what, changed in damages(content).items():
-            file.unlink() if changed is None else file.write_bytes(changed)
-            for name, use in uses.items():
-                text, out = outcome(use, path), capsys.readouterr().out
-                where = f"{name} with {file.relative_to(path)}: {what}"
-                count["named" if text == "named" else "no effect"] += 1
-                assert text == "named" or (text, out) == wanted[name] or _is_left_out(file, changed), where
-        file.write_bytes(content)
-    return count
-
-
-def _is_left_out(file: Path, changed: bytes | None) -> bool:
-    """Without its results a run is one that has not ended yet, and says so."""
-    return file.name in ("results.json", "manifest.json", "metrics.jsonl") and not changed
-
-
-@pytest.mark.parametrize("algorithm", ["fedrep", "duw-fedavg"])
-def test_t6_damage_to_a_run_is_named(
-    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = {"outer_iterations": 1, "horizon": 1} if algorithm.startswith("duw") else {}
-    tables = DIGITS | {"rounds": 2, "data": {"source": "digits", "clients": 2, "max_samples": 40}}
-    runner.start(parse(tables | {"algorithm": {"name": algorithm} | options}), Path("run"))
-    assert try_all(Path("run"), OF_A_RUN, capsys)["named"] > 100
 
 
 def test_t6_damage_to_a_comparison_is_named(
@@ -136,33 +79,6 @@ def test_t6_damage_to_a_comparison_is_named(
         ):
             text, out = outcome(use, Path(what)), capsys.readouterr().out
             assert text == "named" or (text, out.strip()) in (("null", ""), ("null", wanted.strip())), what
-
-
-def test_t6_damage_to_a_fit_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_sites(Path("sites"), sites=2, rows=40)
-    fit({"source": "folder", "path": "sites", "target": "outcome"}, Path("fit"), algorithm="ditto", rounds=1)
-    onboard(Path("fit"), Path("sites/s1.csv"), "late")
-    uses: dict[str, Use] = {
-        "show": shown,
-        "personal": lambda path: tensors(personal(path, "s0").params),
-        "late": lambda path: tensors(personal(path, "late").params),
-        "prepared": lambda path: str(personal(path, "s0").preparation),
-        "report": lambda path: page_of(path) and None,
-    }
-    wanted = {name: (outcome(use, Path("fit")), capsys.readouterr().out) for name, use in uses.items()}
-    assert all(text != "named" for text, _ in wanted.values())
-    mine = [Path("fit/fit.json"), *Path("fit").glob("*/preparation.json"), *Path("fit").glob("*/newcomers/*/*")]
-    for file in mine:
-        content = file.read_bytes()
-        for what, changed in damages(content).items():
-            file.unlink() if changed is None else file.write_bytes(changed)
-            for name, use in uses.items():
-                text, out = outcome(use, Path("fit")), capsys.readouterr().out
-                assert text == "named" or (text, out) == wanted[name] or changed is None, f"{name}, {file}: {what}"
-        file.write_bytes(content)
 
 
 def test_explain_names_what_was_learned_and_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +135,10 @@ def test_t6_damage_to_what_a_site_keeps_is_named(tmp_path: Path) -> None:
             assert named or (answers, told) == wanted or changed is None, f"{file.name}: {what}: {answers} {told[1:]}"
 
 
-@pytest.mark.parametrize("name", ["trees", "site"])
-def test_t6_damage_in_every_reader_of_a_folder(name: str, tmp_path: Path) -> None:
-    """A few bytes of each file; tools/damage.py takes all of them, of every kind of folder."""
-    swept = sweep(*MAKERS[name](tmp_path), most=6)
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_t6_damage_in_every_reader_of_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes of each file; tools/damage.py takes all of them."""
+    one_after_the_other(monkeypatch)
+    swept = sweep(*MAKERS[name](tmp_path), most=2)
     assert swept.wrong == []
-    assert swept.count["named"] > 15
+    assert swept.count["named"] > 10

@@ -27,6 +27,13 @@ def lines_in(path: Path, *, are_checked: bool) -> list[dict[str, Any]]:
     return [read_line(line, are_checked=are_checked, where=f"{path}: line {i}") for i, line in enumerate(whole, 1)]
 
 
+def check_length(path: Path, length: int) -> None:
+    """At the checkpoint the file had this length, and ended with a line."""
+    content = path.read_bytes()[:length] if path.exists() else b""
+    if len(content) < length or not content.endswith(b"\n" if length else b""):
+        raise RunError(f"{path}: shorter than at the checkpoint; it was changed since it was written")
+
+
 def read_line(line: bytes, *, are_checked: bool, where: str) -> dict[str, Any]:
     """A round, without its checksum; older runs have none."""
     try:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
@@ -26,22 +24,12 @@ from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.json_text import indented
 from fedtailor.experiments.locking import hold, owner
-from fedtailor.experiments.rounds_file import line_of, lines_in
+from fedtailor.experiments.rounds_file import check_length, line_of, lines_in
+from fedtailor.experiments.tensor_file import Touch, pieces
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
 CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
-DTYPES = {  # as safetensors names them
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 CHANGED = "changed since it was written (checksum differs)"
-SLICE = 2**24  # numbers that are written at once
-Touch = Callable[[int], None]  # told how many bytes were read
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) -> str:
@@ -105,24 +93,8 @@ def _recorded(content: Any, path: Path) -> Any:
 
 def write_tree(path: Path, tree: Tree, touch: Touch | None = None) -> dict[str, Any]:
     """Tensors of a tree in safetensors; returns what `read_tree` needs."""
-    digest = write_atomically(path, _pieces(dict(items(tree)), touch or (lambda size: None)))
+    digest = write_atomically(path, pieces(dict(items(tree)), touch or (lambda size: None)))
     return {"file": path.name, "sha256": digest, "tree": structure(tree)}
-
-
-def _pieces(tensors: dict[str, Tensor], touch: Touch) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file one slice after the other: the library makes all of them at once."""
-    header, end = {}, 0
-    for name, value in tensors.items():
-        start, end = end, end + value.nbytes
-        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # as the format has it, so that the numbers are aligned
-    yield len(text).to_bytes(8, "little") + text
-    for value in tensors.values():
-        flat = value.detach().reshape(-1)
-        for i in range(0, len(flat), SLICE):
-            yield flat[i : i + SLICE].contiguous().cpu().numpy().data
-            touch(flat[i : i + SLICE].nbytes)
 
 
 def read_tree(folder: Path, entry: dict[str, Any]) -> Tree:
@@ -250,14 +222,18 @@ class RunFolder:
     def cut_metrics(self, length: int) -> None:
         """Forget rounds after the checkpoint; they are run again."""
         path = self.path / METRICS
-        have = path.stat().st_size if path.exists() else 0
-        if have < length:
-            raise RunError(f"{path}: shorter than at the checkpoint; it was changed since it was written")
-        if have:
+        check_length(path, length)
+        if path.exists():
             os.truncate(path, length)
+
+    def check_rounds(self) -> None:
+        """Whether the rounds before the checkpoint of an unfinished run are still there."""
+        if not (self.path / RESULTS).exists() and (manifest := self._manifest()) is not None:
+            check_length(self.path / METRICS, manifest.get("metrics_length", 0))
 
     def metrics(self) -> list[dict[str, Any]]:
         """All recorded rounds; a last line cut short by a killed process is none."""
+        self.check_rounds()
         path, results = self.path / METRICS, self.results
         about = self.about if (self.path / ABOUT).exists() else {}
         lines = lines_in(path, are_checked=about.get("checked_lines") is True)

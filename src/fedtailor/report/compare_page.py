@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.errors import RunError, UserError
-from fedtailor.experiments.store import ABOUT, METRICS
+from fedtailor.experiments.store import ABOUT, CONFIG, METRICS
 from fedtailor.report.formatting import count, duration, value
 from fedtailor.report.page_model import Figure, Page, Section, Table, cells
 from fedtailor.report.reading import Recorded, recorded, split_name
@@ -42,9 +42,9 @@ def compare_page(path: Path) -> Page:
 def runs_in(path: Path) -> tuple[list[Recorded], list[str]]:
     """The runs of a folder, and why others cannot be read."""
     runs, failed = [], []
-    for about in sorted(path.glob(f"*/{ABOUT}")):
+    for folder in sorted({file.parent for name in (ABOUT, CONFIG) for file in path.glob(f"*/{name}")}):
         try:
-            run = recorded(about.parent)
+            run = recorded(folder)
             if run.unreadable:
                 raise RunError(f"{run.path / METRICS}: {count(run.unreadable, 'line')} cannot be read")
             runs.append(run)

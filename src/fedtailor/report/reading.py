@@ -81,6 +81,7 @@ def recorded(path: Path) -> Recorded:
         config = folder.config
     else:  # from before it was kept
         config = parse(read_toml(path / CONFIG), RunConfig, str(path / CONFIG))
+    folder.check_rounds()
     lines, unreadable = _lines(path / LINES, are_checked=about.get("checked_lines") is True)
     results = folder.results
     if results is not None:  # then it is known how many there were
