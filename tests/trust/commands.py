@@ -45,7 +45,7 @@ def command(*words: str, writes: str = "") -> Reader:
 
 def said(words: list[str]) -> Any:
     """What a command prints, JSON without what passes; what it ends with 2 for is raised, as any other error."""
-    done = CliRunner().invoke(MAIN, words)
+    done = CliRunner().invoke(MAIN, words)  # type: ignore[arg-type]
     error = done.exception
     if isinstance(error, OSError) and error.filename is not None:  # as `main` tells it
         raise UserError(f"{error.filename}: {error.strerror}")
