@@ -9,7 +9,7 @@ them. So it needs no netem, which not every kernel has. Parts:
 - down: in round 3 the link of the first site is down for 30 s;
 - half-open: in round 3 nothing of the first site arrives for 30 s, while it goes on to receive;
 - down-all, half-open-all: the same where a round needs all three sites, so that the run waits for it to come back;
-- many: ten sites, 500 rounds; memory and files of all processes after round 100 and at the end;
+- many: ten sites, 500 rounds; memory, threads and files of all processes after every fifth of the rounds;
 - many-direct: the same with both ends in one process, without FLARE: what of it is fedtailor's own.
 
 Each of the first six is a run over three sites; told is the largest difference from the loop engine in which the same
@@ -136,6 +136,7 @@ def many(folder: Path, config: RunConfig, sites: int, rounds: int) -> dict[str, 
     with federation(folder, config, sites) as (_, _, processes):
 
         def measure() -> dict[str, float]:
+            """Of all processes; resident memory counts shared pages several times."""
             alive = [psutil.Process(p) for root in processes for p in tree(root) if psutil.pid_exists(p)]
             sizes = []
             for path in folder.rglob("*"):
@@ -143,25 +144,26 @@ def many(folder: Path, config: RunConfig, sites: int, rounds: int) -> dict[str, 
                     sizes += [path.stat().st_size] if path.is_file() else []
             return {
                 "MB": sum(p.memory_info().rss for p in alive) / 2**20,
+                "threads": sum(p.num_threads() for p in alive),
                 "open files": sum(p.num_fds() for p in alive),
                 "files": len(sizes),
                 "MB on disk": sum(sizes) / 2**20,
             }
 
-        def keep() -> None:
-            found["early"] = measure()
-
-        watcher = threading.Thread(target=_late, args=(folder, rounds - 2, found, measure), daemon=True)
-        watcher.start()
-        found["took"] = submitted(folder, config, "many", rounds // 5, keep)
+        threading.Thread(target=_measured, args=(folder, rounds, found, measure), daemon=True).start()
+        found["took"] = submitted(folder, config, "many")
     return found
 
 
-def _late(folder: Path, rounds: int, found: dict[str, Any], measure: Callable[[], dict[str, float]]) -> None:
-    lines = folder / "server/runs/many" / METRICS
-    while not lines.exists() or lines.read_bytes().count(b"\n") < rounds:
-        time.sleep(0.5)
-    found["late"] = measure()
+def _measured(folder: Path, rounds: int, found: dict[str, Any], measure: Callable[[], dict[str, float]]) -> None:
+    """After every fifth of the rounds, the last time shortly before the end."""
+    lines, done = folder / "server/runs/many" / METRICS, 0
+    for part in range(1, 6):
+        while done < min(part * rounds // 5, rounds - 2):
+            time.sleep(0.5)
+            done = lines.read_bytes().count(b"\n") if lines.exists() else 0
+        found[f"after {done}"] = measure()
+        print(f"after {done} rounds: {found[f'after {done}']}", flush=True)
 
 
 class _Direct:
@@ -185,12 +187,13 @@ def many_direct(folder: Path, config: RunConfig, sites: int, rounds: int) -> dic
     names, found, begun = local_trial.prepare(folder, sites, config, None), dict[str, Any](), time.monotonic()
 
     def watch(progress: Progress) -> None:
-        if progress.round in (rounds // 5, rounds):
+        if progress.round % (rounds // 5) == 0:
             gc.collect()
             paths = [path for path in folder.rglob("*") if path.is_file()]
             process = psutil.Process()
-            found["early" if progress.round < rounds else "late"] = {
+            found[f"after {progress.round}"] = {
                 "MB": process.memory_info().rss / 2**20,
+                "threads": process.num_threads(),
                 "open files": process.num_fds(),
                 "files": len(paths),
                 "MB on disk": sum(path.stat().st_size for path in paths) / 2**20,
@@ -221,16 +224,14 @@ def page(found: dict[str, Any]) -> str:
         if "difference" in found[part]:
             of = found[part]
             lines.append(f"| {WORDS[part]} | {of['difference']:g} | {of['rounds missed']} of 8 | {of['took']} |")
-    keys = ("MB", "open files", "files", "MB on disk")
-    if not any("late" in of for of in found.values()):
+    keys = ("MB", "threads", "open files", "files", "MB on disk")
+    if not any(part.startswith("many") for part in found):
         return "\n".join(lines) + "\n"
     lines += ["", f"| ten sites | rounds | {' | '.join(keys)} | took |", f"|---|---|{'---|' * len(keys)}---|"]
     for part in found:
-        for when in ("early", "late"):
-            if when in found[part]:
-                of = [f"{found[part][when][key]:.0f}" for key in keys]
-                after = found[part]["rounds"] // (5 if when == "early" else 1)
-                lines.append(f"| {WORDS[part]} | {after} | {' | '.join(of)} | {found[part]['took']} |")
+        for when in (key for key in found[part] if key.startswith("after ")):
+            of = [f"{found[part][when][key]:.0f}" for key in keys]
+            lines.append(f"| {WORDS[part]} | {when.removeprefix('after ')} | {' | '.join(of)} | {found[part]['took']} |")
     return "\n".join(lines) + "\n"
 
 
