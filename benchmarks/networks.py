@@ -230,8 +230,8 @@ def page(found: dict[str, Any]) -> str:
     lines += ["", f"| ten sites | rounds | {' | '.join(keys)} | took |", f"|---|---|{'---|' * len(keys)}---|"]
     for part in found:
         for when in (key for key in found[part] if key.startswith("after ")):
-            of = [f"{found[part][when][key]:.0f}" for key in keys]
-            lines.append(f"| {WORDS[part]} | {when.removeprefix('after ')} | {' | '.join(of)} | {found[part]['took']} |")
+            of = " | ".join(f"{found[part][when][key]:.0f}" for key in keys)
+            lines.append(f"| {WORDS[part]} | {when.removeprefix('after ')} | {of} | {found[part]['took']} |")
     return "\n".join(lines) + "\n"
 
 

@@ -14,14 +14,16 @@ from typer.main import get_command
 
 from fedtailor.cli.main import app
 from fedtailor.errors import UserError
+from fedtailor.report.write import page_of
 
 Reader = Callable[[Path], Any]
 MAIN = get_command(app)  # once: that takes longer than most commands
 NAMED = re.compile(  # on a page
-    rb"cannot be read and (is|are) left out|could not be read and are not shown"
-    rb"|: changed since (it was written|the run)"
-    rb"|: damaged; it is not the JSON|: no such file|: cannot be read"
+    r"cannot be read and (is|are) left out|could not be read and are not shown"
+    r"|: changed since (it was written|the run)"
+    r"|: damaged; it is not the JSON|: no such file|: cannot be read"
 )
+COMMANDS: set[Reader] = set()  # all of them
 PASSING = ("seconds", "free", "now", "last_message", "process", "started", "time")  # what differs from look to look
 
 
@@ -36,10 +38,9 @@ def command(*words: str, writes: str = "") -> Reader:
             return text
         content = out.read_bytes()
         out.unlink()
-        if NAMED.search(content):
-            raise UserError("said on the page")
         return [text, content.hex()]
 
+    COMMANDS.add(run)
     return run
 
 
@@ -63,6 +64,14 @@ def lasting(value: Any) -> Any:
     return [lasting(held) for held in value] if isinstance(value, list) else value
 
 
+def reported(path: Path) -> Any:
+    """The page of a report, before it is drawn, which takes far longer."""
+    text = str(page_of(path))
+    if NAMED.search(text):
+        raise UserError("said on the page")
+    return text
+
+
 def resumed(path: Path) -> Any:
     """An interrupted run gone on with, in a copy: its results and rounds."""
     copy = path.parent / "copy"
@@ -72,3 +81,6 @@ def resumed(path: Path) -> Any:
     shown = said(["show", str(copy), "--json"])
     models = {f.name: f.read_bytes().hex() for f in sorted(copy.rglob("personal/*/*.safetensors"))}
     return [{k: v for k, v in shown.items() if k != "folder"}, models]
+
+
+COMMANDS |= {reported, resumed}

@@ -31,7 +31,7 @@ from tests.deploy.sites import Authority
 from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites
 from tests.small import DIGITS
-from tests.trust.commands import Reader, command, resumed, said
+from tests.trust.commands import Reader, command, reported, resumed, said
 
 
 def plain(tree: Any) -> list[Any]:
@@ -101,7 +101,7 @@ def of_a_model(site: str, rows: str) -> dict[str, Reader]:
 SHOWN = {
     "show": command("show", "{path}", "--clients"),
     "show --json": command("show", "{path}", "--json"),
-    "report": command("report", "{path}", "--out", "{out}", writes="report.html"),
+    "report": reported,
 }
 
 
@@ -212,7 +212,6 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
         "personal": personal,
         "audit": command("federation", "audit", "{path}"),
         "audit --json": command("federation", "audit", "{path}", "--json"),
-        "audit --html": command("federation", "audit", "{path}", "--html", "{out}", writes="audit.html"),
         "status": command("federation", "status", "{path}", "--json"),
         "models": command("federation", "personal", "{path}"),
     }

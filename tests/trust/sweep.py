@@ -12,7 +12,7 @@ from typing import Any
 
 from fedtailor.deploy.flare.audit import SIZE
 from fedtailor.errors import UserError
-from tests.trust.commands import Reader
+from tests.trust.commands import COMMANDS, Reader
 
 OUTSIDE = {  # nothing of fedtailor reads them again
     "report.html": "a page for people",
@@ -70,12 +70,21 @@ def outcome(use: Reader, path: Path) -> str:
 class Swept:
     """What became of the damages to one folder."""
 
-    count: Counter[str]  # files, bytes, outside, damages; of readers: named, same
+    count: Counter[str]  # files, bytes, outside; tries by readers: named, same
     wrong: list[str]  # what passed in silence or broke
 
 
-def sweep(path: Path, readers: dict[str, Reader], most: int, told: Callable[[str], None] = lambda text: None) -> Swept:
-    """Damage every file; each reader of it must name that, or give what it gave before."""
+def sweep(
+    path: Path,
+    readers: dict[str, Reader],
+    most: int,
+    commands: int | None = None,
+    told: Callable[[str], None] = lambda text: None,
+) -> Swept:
+    """Damage every file; each reader of it must name that, or give what it gave before.
+
+    At most so many places of a file are damaged; commands, which are slow, try so many where functions read it too.
+    """
     wanted = {name: outcome(use, path) for name, use in readers.items()}
     assert "named" not in wanted.values(), [name for name, text in wanted.items() if text == "named"]
     reads = {name: opened_by(lambda use=use: use(path)) for name, use in readers.items()}  # type: ignore[misc]
@@ -93,14 +102,19 @@ def sweep(path: Path, readers: dict[str, Reader], most: int, told: Callable[[str
         swept.count["files"] += 1
         swept.count["bytes"] += len(content)
         told(f"{file.relative_to(path)}, {len(content)} bytes: {', '.join(mine)}")
-        for what, damaged in changed(content, most):
-            swept.count["damages"] += 1
-            for name in mine:
-                file.unlink(missing_ok=True) if damaged is None else file.write_bytes(damaged)
-                verdict = _verdict(readers[name], path, wanted[name])
-                swept.count[verdict if verdict in ("named", "same") else "wrong"] += 1
-                if verdict not in ("named", "same") and not (damaged is None and _is_missing(file)):
-                    swept.wrong.append(f"{file.relative_to(path)}, {what}, {name}: {verdict}")
+        slow = [name for name in mine if readers[name] in COMMANDS]
+        quick = [name for name in mine if name not in slow]
+        few = most if commands is None or not quick else commands
+        for name, what, damaged in [
+            *((name, *one) for one in changed(content, most) for name in quick),
+            *((name, *one) for one in changed(content, few) for name in slow),
+        ]:
+            file.unlink(missing_ok=True) if damaged is None else file.write_bytes(damaged)
+            verdict = _verdict(readers[name], path, wanted[name])
+            swept.count["tries"] += 1
+            swept.count[verdict if verdict in ("named", "same") else "wrong"] += 1
+            if verdict not in ("named", "same") and not (damaged is None and _is_missing(file)):
+                swept.wrong.append(f"{file.relative_to(path)}, {what}, {name}: {verdict}")
         file.write_bytes(content)
     return swept
 
