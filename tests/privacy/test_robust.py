@@ -163,3 +163,12 @@ def test_a_backdoor_is_in_every_second_row_of_those_who_lie() -> None:
         assert torch.equal(x[1::2], was_x[1::2])
         entries = x[::2].flatten(1)[:, :TRIGGER]
         assert torch.equal(entries, torch.full_like(entries, float(data.train.x.max())))
+
+
+def test_a_robust_mean_with_little_to_keep_is_said(tmp_path: Path) -> None:
+    robust = ("aggregation.mean=median", "algorithm.name=learn2pfed-net", "rounds=1")
+    said = runner.start(config(*robust), tmp_path / "admm").about["notes"]
+    assert any('with algorithm.consensus = "average" a robust mean keeps more' in note for note in said)
+    for settings in ((*robust, "algorithm.consensus=average"), robust[1:]):
+        notes = runner.start(config(*settings), tmp_path / str(len(settings))).about["notes"]
+        assert not any("aggregation.mean" in note for note in notes)

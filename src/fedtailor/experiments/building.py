@@ -113,6 +113,17 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     return experiment
 
 
+def robust_notes(experiment: Experiment) -> list[str]:
+    """What a run says of a robust mean that has little to keep."""
+    is_robust = getattr(experiment.aggregation, "robust", None) is not None
+    if not is_robust or getattr(experiment.algorithm, "consensus", "") != "admm":
+        return []
+    return [
+        f'aggregation.mean: with algorithm.consensus = "admm" {experiment.algorithm.title} stays near training alone '
+        'whatever the mean; with algorithm.consensus = "average" a robust mean keeps more'
+    ]
+
+
 def attack_of(config: RunConfig) -> Attack:
     """Which clients lie, and how."""
     return Attack(config.attack.name, config.attack.share, config.attack.strength, config.seed)

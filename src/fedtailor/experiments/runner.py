@@ -30,7 +30,7 @@ from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import model_building, tracking, trust
-from fedtailor.experiments.building import attack_of, build_experiment
+from fedtailor.experiments.building import attack_of, build_experiment, robust_notes
 from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.run_state import Run
@@ -97,7 +97,12 @@ def about(
         "classes": list(experiment.data.classes),
         "checked_lines": True,
         "streams": STREAMS,
-        "notes": [*experiment.data.notes, *notes(code), *model_building.notes(experiment, engine)],
+        "notes": [
+            *experiment.data.notes,
+            *notes(code),
+            *model_building.notes(experiment, engine),
+            *robust_notes(experiment),
+        ],
     }
 
 
