@@ -186,6 +186,7 @@ def fit(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     metric: str = "",
+    time_limit: float = 0.0,
     out: str | Path | None = None,
     progress: bool = True,
 ) -> Fit:
@@ -196,38 +197,28 @@ def fit(
     Or the name of a data source, or of a function that makes the data, "module:load"; these have targets already.
     settings: keys of a configuration, such as {"local.lr": 0.1}.
     metric: what figures of a table show, such as "auroc".
+    time_limit: seconds, for tables; candidates for which there is no time are left out, and named. 0 is none.
     """
+    options: dict[str, Any] = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "values": settings}
+    options |= {"metric": metric, "time_limit": time_limit}
     if isinstance(sites, str | Path):
         name = Path(sites).resolve().stem.replace(":", ".")
         path = Path(out) if out is not None else new_path(Path("runs"), f"{name}-fit")
-        return _fit(sites, path, target, client_column, algorithm, rounds, seed, settings, metric, progress)
+        return _fit(source_of(sites, target, client_column), path, options, progress)
     path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
     is_new = not path.exists()
     try:
         kept = keep(sites, path / "data", client_column)
-        return _fit(kept, path, target, client_column, algorithm, rounds, seed, settings, metric, progress)
+        return _fit(source_of(kept, target, client_column), path, options, progress)
     except BaseException:
         if is_new and not (path / FIT).exists():  # refused before it began
             shutil.rmtree(path, ignore_errors=True)
         raise
 
 
-def _fit(
-    sites: str | Path,
-    path: Path,
-    target: str,
-    client_column: str | None,
-    algorithm: str,
-    rounds: int,
-    seed: int,
-    settings: Mapping[str, Any] | None,
-    metric: str,
-    progress: bool,
-) -> Fit:
-    source = source_of(sites, target, client_column)
+def _fit(source: dict[str, Any], path: Path, options: dict[str, Any], progress: bool) -> Fit:
     with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
-        options: dict[str, Any] = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "values": settings}
-        fitting.fit(source, path, told=told, metric=metric, **options)
+        fitting.fit(source, path, told=told, **options)
     return Fit(path)
 
 

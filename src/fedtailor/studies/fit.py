@@ -38,6 +38,7 @@ ROUNDS = 32
 TABLES = ("folder", "heart-disease")  # sources of tables
 ALONE, COMMON = "local", "fedavg"
 KIND = "last"  # round; choosing the best one on validation data would flatter those that vary most
+FOR_CANDIDATES = 0.75  # of a time limit, with reading; the rest is for choosing and for the record
 MOST_ROWS = 100_000  # of a site that are used, unless data.max_samples says otherwise
 NETWORK: tuple[dict[str, Any], ...] = (
     {"name": "fedavg+ft"},
@@ -189,7 +190,7 @@ def fit(
     begun = time.monotonic()
     tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
     if table_fit.is_for(loaded, tables, algorithm):
-        left = max(time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
+        left = max(FOR_CANDIDATES * time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
         return fit_table(tables, loaded, out, data_root, told, left, metric)
     if metric:
         raise ConfigError(

@@ -28,7 +28,6 @@ from fedtailor.studies.stacking import Candidates, row_losses, stack
 
 MOST_COEFFICIENTS = 400
 LEAST = 0.01  # weights below this are left out
-FOR_CANDIDATES = 0.8  # of the time limit; the rest is for choosing and for the record
 KNOWN = 1.0  # standard errors by which a site's own model must be better, so that it is known to be
 
 
@@ -247,7 +246,7 @@ def fit_tables(
     cells: list[Cell], loaded: FederatedData, out: Path, seed: int, root: Path | None, told: Told, limit: float
 ) -> tuple[Found, FederatedData]:
     """Train, cross-fit and choose."""
-    data, clock = all_in_training(loaded).to(torch.float64), Clock(FOR_CANDIDATES * limit)
+    data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
     folds = folds_of(data, seed)
     spoken, dropped = cross_fitted(cells, data, folds, root, told, clock)
     found = select(cells, data, folds, spoken, seed, clock, out)

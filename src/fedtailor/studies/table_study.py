@@ -16,8 +16,6 @@ from fedtailor.studies.grid import Told
 from fedtailor.studies.site_metrics import chosen_metric
 from fedtailor.studies.table_record import table_record
 
-FOR_CHOICE = 0.85  # of the time limit; with more of it gone, effects are left to those who ask for them
-
 
 def fit_table(
     tables: dict[str, Any],
@@ -29,7 +27,7 @@ def fit_table(
     metric: str = "",
 ) -> dict[str, Any]:
     """Run what is missing, choose for every site, and record it; returns the record."""
-    clock = linear_candidates.Clock(FOR_CHOICE * limit)
+    clock = linear_candidates.Clock(limit)
     cells = linear_candidates.cells_of(tables, loaded, out)
     shown = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
     claim = claimed(out, "auto", cells)
@@ -41,6 +39,6 @@ def fit_table(
     found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
     record = {"settings": claim} | table_record(found, data, out, cells[0].seed, metric) | {"dropped": found.dropped}
     write_json(out / FIT, record)
-    if clock.has_time():  # `explain` computes them otherwise
+    if clock.has_time():  # else `explain` computes them when somebody asks
         write_json(out / EFFECTS, table_effects(found, data, out, cells[0].seed, record))
     return record
