@@ -20,6 +20,8 @@ def is_tried(name: str, case: str) -> bool:
     kind: Algorithm = VARIANTS[name]
     if case == "adapters" and name not in ON_ADAPTERS:
         return False
+    if case == "counts" and usual(kind) != CASES[case] and name not in ("fedavg", "linearalone", "learn2pfed-net"):
+        return False
     if case.startswith("linear-one") and usual(kind).get("model") != "linear":  # they have one-client and one-sample
         return False
     return suits(kind, CASES[case])

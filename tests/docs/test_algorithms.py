@@ -58,6 +58,7 @@ PAGES = [
     "lp-proj",
     "mixedlogit",
     "mixedmodel",
+    "mixedpoisson",
     "mocha",
     "mr-mtl",
     "pefll",

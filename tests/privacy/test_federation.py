@@ -53,6 +53,7 @@ RATIOS = (
     "empiricalbayes",
     "mixedmodel",
     "mixedlogit",
+    "mixedpoisson",
 )  # divide a sum by a sum where both go to 0: half of the 46 bits are left
 PLAIN = ("fedavg", "fedprox", "fedper", "fedrep", "fedbabu", "ditto", "lg-fedavg")
 

@@ -1,7 +1,8 @@
-"""LinearAlone: every client solves its own ridge or logistic regression; the penalty is selected by leave-one-out.
+"""LinearAlone: every client solves its own ridge, logistic or Poisson regression, with a penalty by leave-one-out.
 
 Hoerl, Kennard, Technometrics 12, 1970; leave-one-out errors in closed form: Golub, Heath, Wahba, Technometrics 21,
-1979, and for classes by one Newton step: Rad, Maleki, J. R. Stat. Soc. B 82, 2020. The line that sharing has to beat.
+1979, and for classes and counts by one Newton step: Rad, Maleki, J. R. Stat. Soc. B 82, 2020. The line that sharing
+has to beat.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.numerics import logits, ridge
+from fedtailor.numerics import ridge
+from fedtailor.numerics.counts import POISSON
+from fedtailor.numerics.logits import LOGIT
+from fedtailor.numerics.newton import Family, flat, penalised
 
-WEAKEST = 0.1  # penalty for classes: without any, a few rows of one class make it certain
+WEAKEST = 0.1  # penalty for classes and counts: without any, a few rows of one class make it certain
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,10 @@ class LinearAlone(Algorithm):
     """Ridge penalties to choose from."""
 
     intercept: float = 0.3
-    """Penalty on the intercepts of classes, so that a class that a client has not seen is not impossible."""
+    """Penalty on the intercepts of classes and counts, so that what a client has not seen is not impossible."""
 
     newton: int = 8
-    """Newton steps per penalty, for classification."""
+    """Newton steps per penalty, for classes and counts."""
 
     title: ClassVar[str] = "LinearAlone"
     learns: ClassVar[str] = "models"
@@ -67,7 +71,15 @@ class LinearAlone(Algorithm):
         x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
         has_bias = ridge.names(me.model)[1] is not None
         start = torch.zeros_like(ridge.as_vector(me.model, me.model.params))
-        solved = self.numbers(x, y, mask, has_bias) if y.is_floating_point() else self.classes(x, y, mask, start)
+        if y.is_floating_point():
+            solved = self.numbers(x, y, mask, has_bias)
+        elif y.dim() == 1:
+            chosen = self.generalised(LOGIT, x, y, mask, torch.zeros_like(start[:, 1:]))
+            solved = torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
+        else:
+            level = ((y * mask[:, None]).sum(0) + 0.5).log() - mask.sum().clamp(min=1).log()  # also of none at all
+            center = torch.cat([start[:-1], level[None]]) if has_bias else start
+            solved = self.generalised(POISSON, x, y, mask, center)
         return ridge.as_params(me.model, solved)
 
     def numbers(self, x: Tensor, y: Tensor, mask: Tensor, has_bias: bool) -> Tensor:
@@ -88,19 +100,18 @@ class LinearAlone(Algorithm):
         v = _chosen(tried, -torch.stack(errors))
         return torch.cat([v[:-1], (level - center[:-1] @ v[:-1])[None]]) if has_bias else v
 
-    def classes(self, x: Tensor, y: Tensor, mask: Tensor, start: Tensor) -> Tensor:
-        """[features (+ 1), classes], from strong penalties to weak ones."""
-        v, tried, scores = start[:, 1:], [], []
+    def generalised(self, family: Family, x: Tensor, y: Tensor, mask: Tensor, center: Tensor) -> Tensor:
+        """[features (+ 1), outputs] near a center, from strong penalties to weak ones."""
+        v, tried, scores = center, [], []
         for penalty in sorted((p for p in self.penalties if p >= WEAKEST), reverse=True):
             by_feature = torch.full_like(v, penalty)
             # a column of ones is the intercept
             constant = ((x - mask[:, None]).abs().sum(0) == 0)[:, None]
-            by_coefficient = logits.flat(torch.where(constant, self.intercept, by_feature))
-            v = logits.penalised(x, y, mask, by_coefficient, v, self.newton)
+            by_coefficient = flat(torch.where(constant, self.intercept, by_feature))
+            v = penalised(family, x, y, mask, by_coefficient, v, self.newton, center)
             tried.append(v)
-            scores.append(logits.left_out(x, y, mask, by_coefficient, v))
-        chosen = _chosen(tried, _nearly_best(torch.stack(scores), mask))
-        return torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
+            scores.append(family.left_out(x, y, mask, by_coefficient, v))
+        return _chosen(tried, _nearly_best(torch.stack(scores), mask))
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         return me.state

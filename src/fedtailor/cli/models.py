@@ -36,6 +36,14 @@ def fit(
     client_column: Annotated[
         str | None, typer.Option("--client-column", help="Column that names the site, if SITES is one file.")
     ] = None,
+    task: Annotated[
+        str,
+        typer.Option("--task", metavar="TASK", help="classification, regression or count; default: by the column."),
+    ] = "",
+    target_scale: Annotated[
+        str,
+        typer.Option("--target-scale", metavar="SCALE", help="log: for a positive, heavy-tailed number."),
+    ] = "",
     algorithm: Annotated[
         str, typer.Option("--algorithm", help="auto: each site gets the model that serves it best.")
     ] = "auto",
@@ -68,10 +76,10 @@ def fit(
     from fedtailor.studies.fit import fit as fitted
     from fedtailor.studies.fit_folder import source_of
 
-    source = source_of(sites, target, client_column)
+    source = source_of(sites, target, client_column, task=task, target_scale=target_scale)
     path = out or new_path(Path("runs"), f"{sites.resolve().stem.replace(':', '.')}-fit")
     named = {"target": target, "client_column": client_column}
-    of_source = named | {"data_root": data_root}
+    of_source = named | {"task": task, "target_scale": target_scale, "data_root": data_root}
     of_training = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "set": settings, "time_limit": time_limit}
     of_training |= {"metric": metric}
     again = command("fit", sites, **of_source, **of_training, out=path)

@@ -49,12 +49,13 @@ def usual_metrics(task: Task) -> tuple[Metric, ...]:
         "accuracy": Metric("accuracy", True, hits, worst=0.0),
         "mse": Metric("mse", False, squares),
         "rmse": Metric("rmse", False, squares, torch.sqrt),
+        "deviance": Metric("deviance", False, lambda o, y: 2 * loss(o, y)),
     }
     return tuple(known[name] for name in task.metrics if name in known)
 
 
-METRICS = {"classification": ("accuracy", "loss"), "regression": ("rmse", "mse")}
-HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "rmse": False, "mse": False}
+METRICS = {"classification": ("accuracy", "loss"), "regression": ("rmse", "mse"), "count": ("deviance", "loss")}
+HIGHER_IS_BETTER = {"accuracy": True, "loss": False, "rmse": False, "mse": False, "deviance": False}
 
 
 def recorded_metrics(about: Mapping[str, Any]) -> dict[str, bool]:

@@ -17,7 +17,7 @@ from fedtailor.errors import DataError, nearest
 
 __all__ = ["SPLITS", "FederatedData", "Rows", "Shape"]
 
-KINDS = ("classification", "multilabel", "regression", "survival", "tokens", "own")
+KINDS = ("classification", "multilabel", "regression", "count", "survival", "tokens", "own")
 Shape = Any  # of one sample: tuple[int, ...], or by name where it has several parts
 SPLITS = ("train", "val", "test")
 
@@ -133,6 +133,7 @@ class FederatedData:
         return {
             "classification": ("int64 [rows]", y.dtype == torch.int64 and y.dim() == 1),
             "tokens": ("int64 [rows, tokens]", y.dtype == torch.int64 and y.dim() == 2),
+            "count": (f"int64 [rows, {columns}]", y.dtype == torch.int64 and y.shape[1:] == (columns,)),
             "own": ("a tensor", True),
         }.get(self.task, (f"floating point [rows, {columns}]", y.is_floating_point() and y.shape[1:] == (columns,)))
 
@@ -160,6 +161,8 @@ class FederatedData:
                 )
         elif self.task == "multilabel" and (wrong := (y != 0) & (y != 1)).any():
             raise DataError(f"{self._where(split, rows, wrong)}: a label is neither 0 nor 1")
+        elif self.task == "count" and (wrong := y < 0).any():
+            raise DataError(f"{self._where(split, rows, wrong)}: a count is below 0")
         elif self.task == "survival" and (wrong := (y[:, 0] < 0) | ((y[:, 1] != 0) & (y[:, 1] != 1))).any():
             raise DataError(f"{self._where(split, rows, wrong)}: y must be a time not below 0 and an event, 0 or 1")
 

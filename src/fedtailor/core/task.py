@@ -18,7 +18,7 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported
 
 Loss = Callable[[Tree, Tensor], Tensor]  # (outputs, targets) -> one number per sample
-TargetKind = Literal["classification", "multilabel", "regression", "survival", "tokens", "own"]
+TargetKind = Literal["classification", "multilabel", "regression", "count", "survival", "tokens", "own"]
 IGNORED = -100  # a token without a loss: padding
 
 
@@ -146,6 +146,25 @@ class Regression:
 
 
 @dataclass(frozen=True)
+class Count:
+    """How often something happens: outputs are logarithms of rates, and counts around them are Poisson's."""
+
+    kind: ClassVar[TargetKind] = "count"
+    name: ClassVar[str] = "count"
+    metrics: ClassVar[tuple[str, ...]] = ("deviance", "loss")
+    mixes: ClassVar[bool] = False
+
+    def outputs(self, columns: int) -> int:
+        return columns
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Half the deviance, mean over the target columns: 0 where the rate is the count."""
+        _refuse_other_shape(output, target)
+        y = target.to(output.dtype)
+        return (output.exp() - y + torch.xlogy(y, y) - y * output).mean(dim=-1)
+
+
+@dataclass(frozen=True)
 class Quantile:
     """Several quantiles of one number: an interval, and what lies in its middle."""
 
@@ -216,6 +235,7 @@ TASKS: dict[str, type[Any]] = {
     "classification": Classification,
     "multilabel": Multilabel,
     "regression": Regression,
+    "count": Count,
     "quantile": Quantile,
     "survival": Survival,
     "tokens": Tokens,

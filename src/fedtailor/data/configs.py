@@ -207,8 +207,13 @@ class FolderConfig(SplitConfig):
     client_column: str | None = Field(
         default=None, description="Column that names the client, if path is one file that holds all of them."
     )
-    task: Literal["auto", "classification", "regression"] = Field(
-        default="auto", description="What is predicted: a class, a number, or whichever the target column looks like."
+    task: Literal["auto", "classification", "regression", "count"] = Field(
+        default="auto",
+        description="What is predicted: a class, a number, a count (Poisson), or what the target column looks like.",
+    )
+    target_scale: Literal["plain", "log"] = Field(
+        default="plain",
+        description="log: fit the logarithm of a positive number; predictions are medians, in its units.",
     )
     ignore: tuple[str, ...] = Field(default=(), description="Columns to leave out.")
     categorical: tuple[str, ...] = Field(

@@ -110,6 +110,8 @@ def _numbered(y: Targets, classes: Sequence[str], task: str) -> Tensor:
     if task in ("regression", "quantile", "multilabel", "survival"):
         y = y if y.is_floating_point() else y.double()
         y = y[:, None] if y.dim() == 1 and task in ("regression", "quantile") else y
+    if task == "count":
+        return (y[:, None] if y.dim() == 1 else y).to(torch.int64)
     return y.float() if y.is_floating_point() and y.dtype != torch.float64 else y
 
 

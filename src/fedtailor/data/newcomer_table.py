@@ -24,7 +24,7 @@ def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, na
     kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
     dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
     fit_in({name: table}, told.name, kinds, dates)
-    target = Target(told.task, told.classes, name=told.name)
+    target = Target(told.task, told.classes, name=told.name, is_log=told.is_log)
     y = target_of(table, told.name, target)
     is_class = told.task == "classification"
     cut = split(len(y), y if is_class else None, config, seed=seed, client=name)
@@ -39,7 +39,7 @@ def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, na
     notes: list[str] = []
     x = mine.encode(name, numeric, categorical, str(table.path), notes)
     if not is_class:
-        y = ((y - told.mean) / told.sd)[:, None]
+        y = told.standardised(y)
     return FederatedData(
         name=Path(config.path).stem or "folder",
         task=told.task,

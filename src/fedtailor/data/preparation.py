@@ -6,13 +6,16 @@ Plain numbers and names: saved with a run as JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedtailor.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MISSING = "missing"  # the category of values that are not there
 OTHER = "other values"  # the category of rare texts, where there are very many
@@ -66,13 +69,31 @@ class CategoryColumn(_Plain):
 
 
 class TargetColumn(_Plain):
-    """What is predicted: a class, or a number that a model knows as (y - mean) / sd."""
+    """What is predicted: a class, a count, or a number that a model knows as (y - mean) / sd, perhaps of log y."""
 
     name: str
-    task: Literal["classification", "regression"]
+    task: Literal["classification", "regression", "count"]
     classes: tuple[str, ...] = ()
     mean: float = 0.0
     sd: float = 1.0
+    is_log: bool = False
+
+    def standardised(self, y: Floats) -> NDArray[Any]:
+        """Numbers or counts as a model learns them [rows, 1]."""
+        if self.task == "count":
+            return y.astype(np.int64)[:, None]
+        return (((np.log(y) if self.is_log else y) - self.mean) / self.sd)[:, None]
+
+    def readable(self, outputs: Tensor) -> Tensor:
+        """Numbers in units of the target, or rates of counts; of a logarithm this is the median."""
+        if self.task == "count":
+            return outputs.exp()
+        numbers = outputs * self.sd + self.mean
+        return numbers.exp() if self.is_log else numbers
+
+    def true(self, y: Tensor) -> Tensor:
+        """Targets of rows in units of the target."""
+        return y.double() if self.task == "count" else self.readable(y)
 
 
 class Preparation(_Plain):

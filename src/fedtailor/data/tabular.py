@@ -44,12 +44,13 @@ class Site:
 
 @dataclass(frozen=True)
 class Target:
-    """What is predicted; `classes` is empty for regression."""
+    """What is predicted; `classes` is empty but for classification."""
 
-    task: Literal["classification", "regression"]
+    task: Literal["classification", "regression", "count"]
     classes: tuple[str, ...] = ()
     standardise: bool = False
     name: str = "target"
+    is_log: bool = False
 
 
 def assemble(
@@ -100,17 +101,16 @@ def assemble(
     made.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")
     if dates:
         made.append(f"dates are days since 1970-01-01: {', '.join(dates)}")
-    targets, mean, sd = [site.y for site in sites], 0.0, 1.0
+    targets = [site.y for site in sites]
+    told = TargetColumn(name=target.name, task=target.task, classes=target.classes, is_log=target.is_log)
     if not labelled:
-        if target.standardise:
-            mean, sd = moments_of([t[cut.train] for t, cut in zip(targets, cuts, strict=True)][:settled])
-            targets = [(t - mean) / sd for t in targets]
-            made.append(f"target standardised: (y - {mean:.6g}) / {sd:.6g}")
-        targets = [t[:, None] for t in targets]
-    preparation = Preparation(
-        columns=tuple(learnt),
-        target=TargetColumn(name=target.name, task=target.task, classes=target.classes, mean=mean, sd=sd),
-    )
+        if target.standardise and target.task == "regression":
+            known = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
+            mean, sd = moments_of(known[:settled])
+            told = told.model_copy(update={"mean": mean, "sd": sd})
+            made.append(f"target standardised: ({'log y' if told.is_log else 'y'} - {mean:.6g}) / {sd:.6g}")
+        targets = [told.standardised(t) for t in targets]
+    preparation = Preparation(columns=tuple(learnt), target=told)
     matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
     return FederatedData(
         name=name,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 LARGEST = 1e100  # of a number to predict
+MOST_COUNTED = 2**53  # above it whole numbers are not exact
+COUNTED = 100.0  # mean of counts, above which they are as good as numbers
+FEWEST_COUNTS = 5  # distinct whole numbers from 0 on that may be counts rather than classes
+SKEWED = 2.0  # skewness of a long tail
 
 
 def with_target(tables: dict[str, Table], config: FolderConfig) -> tuple[dict[str, Table], tuple[str, ...]]:
@@ -64,25 +68,66 @@ def read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target,
             )
     task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
     note = f'target "{config.target}": {task} ({reason})'
-    if task == "regression":
+    if config.target_scale == "log" and task != "regression":
+        raise DataError(f"{config.path}: data.target_scale = 'log' is for numbers, and the target is read as {task}")
+    if task in ("regression", "count"):
         if any(c.is_text.any() for c in columns):
             report_text(tables, config.target, "set data.task = 'classification'")
         targets = [numbers(c) for c in columns]
         for table, y in zip(tables.values(), targets, strict=True):
-            if (np.abs(y) > LARGEST).any():
-                row = int(np.argmax(np.abs(y) > LARGEST))
-                raise DataError(
-                    f'{table.path}: target column "{config.target}" has {y[row]:g} in data row {row + 1}, whose square '
-                    "is too large for a number; correct it, or give the target in other units"
-                )
+            _check_numbers(table, config.target, y, task, config.target_scale == "log")
         if all((y == targets[0][0]).all() for y in targets):
             _refuse_constant(columns[0].text[0], config)
-        return Target("regression", standardise=config.standardise_target, name=config.target), targets, note
+        hint = suggested(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
+        is_log, standardise = config.target_scale == "log", config.standardise_target and task == "regression"
+        told = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
+        return told, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
     classes = sort_values(distinct_labels(c.names() for c in columns))
     if len(classes) == 1:
         _refuse_constant(classes[0], config)
     made = Target("classification", tuple(classes), name=config.target)
-    return made, [codes(c.names(), classes) for c in columns], note
+    hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
+    return made, [codes(c.names(), classes) for c in columns], note + hint
+
+
+def _check_numbers(table: Table, target: str, y: Floats, task: str, is_log: bool) -> None:
+    """Fail at the first row whose number cannot be what it is to be."""
+    checks = [(np.abs(y) > LARGEST, "whose square is too large for a number", "give the target in other units")]
+    if task == "count":
+        no_count = (y < 0) | (y % 1 != 0) | (y > MOST_COUNTED)
+        checks = [(no_count, "which is no count: 0, 1, 2, ...", "set data.task = 'regression'")]
+    if is_log:
+        checks.append((y <= 0, "which has no logarithm", "leave out data.target_scale"))
+    for wrong, what, remedy in checks:
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise DataError(
+                f'{table.path}: target column "{target}" has {y[row]:g} in data row {row + 1}, {what}; correct it, or '
+                f"{remedy}"
+            )
+
+
+def suggested(y: Floats) -> str:
+    """What numbers to predict look like, and what then fits them better; nothing for ordinary ones."""
+    if (y >= 0).all() and (y % 1 == 0).all() and y.min() < FEWEST_COUNTS and y.mean() < COUNTED and skewness(y) > 0.5:
+        return "; if these are counts, --task count fits rates (Poisson)"
+    if (y > 0).all() and skewness(y) > SKEWED > abs(skewness(np.log(y))):
+        return "; positive with a long tail: --target-scale log may fit it better"
+    return ""
+
+
+def skewness(y: Floats) -> float:
+    """The third standardised moment; 0 of what does not vary."""
+    sd = y.std()
+    return float((((y - y.mean()) / sd) ** 3).mean()) if sd > 0 else 0.0
+
+
+def _counts_as_classes(columns: Sequence[Column]) -> str:
+    y = np.concatenate([numbers(c) for c in columns])
+    values = np.unique(y)
+    if len(values) > FEWEST_COUNTS and values[0] == 0 and values[1] == 1 and np.bincount(y.astype(int)).argmax() < 3:
+        return "; if these are counts, --task count fits rates (Poisson)"
+    return ""
 
 
 def _refuse_constant(value: object, config: FolderConfig) -> None:
@@ -153,9 +198,11 @@ def numbers(column: Column) -> Floats:
 
 def target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
-    if target.task == "regression":
+    if target.task != "classification":
         report_text({"": table}, column, "remove the row")
-        return numbers(table.columns[column])
+        y = numbers(table.columns[column])
+        _check_numbers(table, column, y, target.task, target.is_log)
+        return y
     position = {label: i for i, label in enumerate(target.classes)}
     forms = {label.casefold(): label for label in reversed(target.classes)}
     labels = table.columns[column].names()

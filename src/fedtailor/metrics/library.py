@@ -58,6 +58,8 @@ def known_metrics(task: Task) -> dict[str, Metric]:
         return usual | _of_quantiles(task)
     if task.kind == "regression":
         return usual | _of_numbers()
+    if task.kind == "count":
+        return usual | _of_counts()
     if task.kind == "survival":
         return usual | {"c_index": Metric("c_index", True, of_all=c_index, worst=0.0, missing="no pair can be ordered")}
     if task.kind == "tokens":
@@ -152,6 +154,17 @@ def _of_numbers() -> dict[str, Metric]:
         "mse": Metric("mse", False, squares),
         "mae": Metric("mae", False, bounded(lambda o, y: (o - y).abs().mean(-1))),
         "r2": Metric("r2", True, of_all=r2, worst=-math.inf, missing="all its targets are the same"),
+    }
+
+
+def _of_counts() -> dict[str, Metric]:
+    def rates(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return bounded(lambda o, y: of(o.double().exp(), y.double()))
+
+    return {
+        "rmse": Metric("rmse", False, rates(regression_loss), torch.sqrt),
+        "mse": Metric("mse", False, rates(regression_loss)),
+        "mae": Metric("mae", False, rates(lambda o, y: (o - y).abs().mean(-1))),
     }
 
 

@@ -8,16 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-STEPS = (1.0, 0.5, 0.1, 0.0)  # parts of a Newton step that are tried; the best is taken
-
-
-def flat(v: Tensor) -> Tensor:
-    """Coefficients one class after the other."""
-    return v.mT.reshape(-1)
-
-
-def unflat(v: Tensor, outputs: int) -> Tensor:
-    return v.reshape(outputs, -1).mT
+from fedtailor.numerics.newton import Family, flat
 
 
 def log_probabilities(x: Tensor, v: Tensor) -> Tensor:
@@ -47,42 +38,6 @@ def derivatives(x: Tensor, y: Tensor, mask: Tensor, v: Tensor) -> tuple[Tensor, 
     return gradient, torch.cat(rows, dim=0)
 
 
-def mode(x: Tensor, y: Tensor, mask: Tensor, beta: Tensor, factor: Tensor, z: Tensor, steps: int) -> Tensor:
-    """The z that maximises log-likelihood(beta + L z) - |z|^2 / 2, from a start."""
-    outputs = beta.shape[1]
-    eye = torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
-
-    def value(z: Tensor) -> Tensor:
-        return log_likelihood(x, y, mask, beta + unflat(factor @ z, outputs)) - z.square().sum() / 2
-
-    for _ in range(steps):
-        gradient, curvature = derivatives(x, y, mask, beta + unflat(factor @ z, outputs))
-        step = torch.linalg.solve(factor.mT @ curvature @ factor + eye, factor.mT @ gradient - z)
-        z = _furthest_up(value, z, step)
-    return z
-
-
-def penalised(x: Tensor, y: Tensor, mask: Tensor, penalty: Tensor, v: Tensor, steps: int) -> Tensor:
-    """argmax log-likelihood(v) - sum(penalty v^2) / 2, from a start; `penalty` is per coefficient, flat."""
-    outputs = v.shape[1]
-
-    def value(u: Tensor) -> Tensor:
-        return log_likelihood(x, y, mask, unflat(u, outputs)) - (penalty * u.square()).sum() / 2
-
-    u = flat(v)
-    for _ in range(steps):
-        gradient, curvature = derivatives(x, y, mask, unflat(u, outputs))
-        u = _furthest_up(value, u, torch.linalg.solve(curvature + torch.diag(penalty), gradient - penalty * u))
-    return unflat(u, outputs)
-
-
-def _furthest_up(value: object, start: Tensor, step: Tensor) -> Tensor:
-    points = torch.stack([start + part * step for part in STEPS])
-    values = torch.stack([value(point) for point in points])  # type: ignore[operator]
-    best = values.nan_to_num(nan=-torch.inf).argmax()
-    return (torch.nn.functional.one_hot(best, len(STEPS)).to(step.dtype)[:, None] * points.nan_to_num()).sum(0)
-
-
 def left_out(x: Tensor, y: Tensor, mask: Tensor, penalty: Tensor, v: Tensor) -> Tensor:
     """Log-likelihood of every row under the coefficients of the others, by one Newton step; 0 for padding.
 
@@ -101,3 +56,12 @@ def left_out(x: Tensor, y: Tensor, mask: Tensor, penalty: Tensor, v: Tensor) -> 
     scores = x @ v + shift
     scores = torch.cat([torch.zeros_like(scores[:, :1]), scores], dim=1).log_softmax(1)
     return scores.gather(1, y[:, None])[:, 0] * mask
+
+
+def start(x: Tensor, y: Tensor, mask: Tensor, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The working response of equal classes: curvature, curvature times it, and its own square."""
+    gradient, curvature = derivatives(x, y, mask, x.new_zeros((x.shape[1], outputs)))
+    return curvature, gradient[:, None], gradient.sum() * 0
+
+
+LOGIT = Family(log_likelihood, derivatives, left_out, start)

@@ -90,6 +90,7 @@ class Problem:
     penalty: Tensor  # [k], of beta
     reml: bool = True
     noise: float | None = None  # known, where y is a working response
+    widest: float | None = None  # entry of L; where a class is rare, quasi-likelihood has no maximum without a bound
 
     def solved(self, total: Marginal) -> tuple[float, Tensor, Tensor, Tensor, float]:
         """Deviance, beta, noise, the inverse of X'V^-1 X, and by how much beta lowers the degrees of freedom."""
@@ -97,7 +98,9 @@ class Problem:
         seen = s > s[-1].clamp(min=torch.finfo(s.dtype).tiny) * max(RANK, 8 * len(s) * torch.finfo(s.dtype).eps)
         inverse = (q[:, seen] / s[seen]) @ q[:, seen].mT
         beta = inverse @ total.b
-        rest = (total.c - (total.b * beta).sum()).clamp(min=torch.finfo(s.dtype).tiny)
+        rest = total.c - (total.b * beta).sum()
+        if self.noise is None:  # of a working response c lacks a constant
+            rest = rest.clamp(min=torch.finfo(s.dtype).tiny)
         outputs = total.b.shape[-1]
         lost = float(seen.sum()) * outputs if self.reml else 0.0
         freedom = max(float(total.numbers) - lost, 1.0)
@@ -128,6 +131,12 @@ def positions(structure: str, varies: NDArray[np.bool_], is_intercept: NDArray[n
     return chosen[rows], chosen[columns]
 
 
+def limits(at: Entries, widest: float | None) -> list[tuple[float | None, float | None]]:
+    """Between which each free entry of L lies; one of the diagonal is not negative."""
+    lowest = None if widest is None else -widest
+    return [(0.0 if row == column else lowest, widest) for row, column in zip(*at, strict=True)]
+
+
 def fit(problem: Problem, at: Entries, start: Tensor, steps: int = STEPS, restarts: int = RESTARTS) -> Fitted:
     """Minimise the deviance over the free entries of L, from `start`, by L-BFGS; a diagonal entry is not negative.
 
@@ -156,7 +165,7 @@ def fit(problem: Problem, at: Entries, start: Tensor, steps: int = STEPS, restar
     if len(theta):
         is_diagonal = at[0] == at[1]
         theta = np.where(is_diagonal & (theta <= 0), first_step, theta)
-        bounds = [(0.0, None) if d else (None, None) for d in is_diagonal]
+        bounds = limits(at, problem.widest)
         close = 1.0 if steps >= STEPS else 1e3
         options = {"maxiter": steps, "ftol": 1e-13 * close**2, "gtol": 1e-8 * close}
         for _ in range(restarts):

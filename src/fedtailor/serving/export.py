@@ -63,8 +63,7 @@ class Served(nn.Module):
             as_modules = TreeParts(parts.linear, modules.get(TREES), modules.get(ON_TOP))
             self.extras = replace(own.extras, trees=as_modules)
         self.is_class = own.task == "classification"
-        target = None if own.preparation is None else own.preparation.target
-        self.mean, self.sd = (0.0, 1.0) if target is None else (target.mean, target.sd)
+        self.readable = own.readable
         self.network = copy.deepcopy(own.model.module).eval()
         self.plain = type(own.algorithm).predict is Algorithm.predict
         if self.plain:
@@ -80,8 +79,7 @@ class Served(nn.Module):
         else:
             params = {name: self.get_buffer(name.replace(".", "__")) for name in self.own.params}
             out = self.own.algorithm.predict(self.own.model, params, x)
-        out = self.extras.applied(x, out, self.is_class)
-        return out.softmax(1) if self.is_class else out * self.sd + self.mean
+        return self.readable(self.extras.applied(x, out, self.is_class))
 
 
 def export(run: Path, site: str, to: Format, out: Path | None = None, data_root: Path | None = None) -> list[Path]:

@@ -22,6 +22,7 @@ HOW = (
 )
 LINKS = {
     "identity": "the score is the prediction, in units of the target",
+    "exp": "prediction = exp(score)",
     "softmax": "probability of class k = exp(score k) / sum of exp(scores)",
 }
 
@@ -33,7 +34,7 @@ def has_linear_base(own: Personal) -> bool:
     except ConfigError:
         return False
     is_plain = type(own.algorithm).predict is Algorithm.predict and own.params.keys() == own.model.trainable.keys()
-    return is_plain and own.task in ("classification", "regression")
+    return is_plain and own.task in ("classification", "regression", "count")
 
 
 def weights_of(own: Personal) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -76,7 +77,7 @@ def linear_record(own: Personal) -> dict[str, Any]:
                 {"name": column.name, "kind": "category", "coefficients": by_value}
                 | {"missing": by_value.get(MISSING, unknown), "unknown": unknown}
             )
-    link = "softmax" if is_class else "identity"
+    link = "softmax" if is_class else "identity" if own.error_scale == "plain" else "exp"
     return {
         "format": FORMAT,
         "version": 1,
@@ -89,6 +90,7 @@ def linear_record(own: Personal) -> dict[str, Any]:
         "classes": list(own.classes),
         "intercept": intercept.tolist(),
         "columns": columns,
+        "half_widths_of": {"plain": "the number", "log": "its logarithm", "root": "its square root"}[own.error_scale],
         "half_widths": {f"{level:g}": width for level, width in sorted(own.extras.half_widths.items())},
     }
 
@@ -110,5 +112,7 @@ def by_hand(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
         scores = [score + c * value for score, c in zip(scores, column["coefficients"], strict=True)]
     if record["link"] == "identity":
         return scores
+    if record["link"] == "exp":
+        return [math.exp(score) for score in scores]
     odds = [math.exp(score - max(scores)) for score in scores]
     return [odd / sum(odds) for odd in odds]

@@ -184,8 +184,11 @@ def solved_graph(own: Personal) -> Any:
     name = prediction_name(own.preparation)
     if own.task == "classification":
         graph.add("Softmax", out, out=name, axis=1)
-    else:
+    elif own.error_scale == "plain":
         graph.add("Add", graph.add("Mul", out, graph.constant(target.sd)), graph.constant(target.mean), out=name)
+    else:
+        number = graph.add("Add", graph.add("Mul", out, graph.constant(target.sd)), graph.constant(target.mean))
+        graph.add("Exp", number, out=name)
     return graph.model(name, graph.onnx.TensorProto.DOUBLE, len(weights_of(own)[1]), VERSION, IR)
 
 

@@ -33,13 +33,13 @@ from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
 from fedtailor.serving.described import described, model_in, part_of
 from fedtailor.serving.trees import tree_parts
-from fedtailor.serving.uncertainty import Extras, extras_of, folded
+from fedtailor.serving.uncertainty import ErrorScale, Extras, around, extras_of, folded
 
 if TYPE_CHECKING:
     import polars as pl
 
 ROWS = 4096  # at a time
-ENDS = {"low": -1.0, "high": 1.0}
+ENDS = ("low", "high")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,15 @@ class Personal:
             return outputs.softmax(1)
         if self.task == "multilabel":
             return outputs.sigmoid()
-        target = None if self.preparation is None else self.preparation.target
-        return outputs if target is None else outputs * target.sd + target.mean
+        if self.preparation is None:
+            return outputs.exp() if self.task == "count" else outputs
+        return self.preparation.target.readable(outputs)
+
+    @property
+    def error_scale(self) -> ErrorScale:
+        """On which intervals reach equally far to both sides."""
+        is_log = self.preparation is not None and self.preparation.target.is_log
+        return "root" if self.task == "count" else "log" if is_log else "plain"
 
     def predict(self, rows: Any) -> NDArray[Any]:
         """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array.
@@ -110,10 +117,10 @@ class Personal:
 
     def predict_interval(self, rows: Any, level: float = 0.9) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Below and above which the number of a row is expected, in so large a share of new rows of this site."""
-        if self.task != "regression":
+        if self.task not in ("regression", "count"):
             raise DataError(f'"{self.site}" predicts classes; intervals are for numbers, predict_proba for classes')
-        half, middle = self.extras.half_width(level, self.source), self._readable(rows).squeeze(1)
-        return middle - half, middle + half
+        half = self.extras.half_width(level, self.source)
+        return around(self._readable(rows).squeeze(1), half, self.error_scale)
 
     def _readable(self, rows: Any) -> NDArray[np.float64]:
         if isinstance(rows, dict) and self.preparation is None:
@@ -294,10 +301,11 @@ def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tenso
         ends = [""] if found.shape[1] == 1 else [f" {i + 1}" for i in range(found.shape[1])]
         columns = {f"prediction{end}": found[:, i].tolist() for i, end in enumerate(ends)}
     if interval:
-        if model.task != "regression":
+        if model.task not in ("regression", "count"):
             raise DataError("--interval: is for numbers; of classes there are probabilities")
         half = model.extras.half_width(interval, model.source)
-        columns |= {f"{end} {100 * interval:g} %": (found[:, 0] + sign * half).tolist() for end, sign in ENDS.items()}
+        ends = around(found[:, 0].double().numpy(), half, model.error_scale)
+        columns |= {f"{end} {100 * interval:g} %": v.tolist() for end, v in zip(ENDS, ends, strict=True)}
     for name in columns:
         if name in frame.columns:
             raise DataError(f'{file}: has a column "{name}" already; rename or remove it')

@@ -5,14 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.trees import Params
 from fedtailor.errors import DataError, RunError
 from fedtailor.serving.trees import TreeParts
+
+Floats = NDArray[np.float64]
+
+
+ErrorScale = Literal["plain", "log", "root"]  # on which an interval reaches equally far to both sides
+
+
+def around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Floats, Floats]:
+    """The ends of intervals around numbers, logarithms or, of counts, square roots, whose spread is always the same."""
+    if scale == "log":
+        return middle * math.exp(-half), middle * math.exp(half)
+    if scale == "root":
+        root = np.sqrt(middle)
+        return np.maximum(root - half, 0.0) ** 2, (root + half) ** 2
+    return middle - half, middle + half
+
+
+def errors(middle: Floats, y: Floats, scale: ErrorScale) -> Floats:
+    """How far numbers are from the middle of their intervals, on their scale."""
+    if scale == "plain":
+        return np.abs(y - middle)
+    return np.abs(np.log(y) - np.log(middle)) if scale == "log" else np.abs(np.sqrt(y) - np.sqrt(middle))
 
 
 @dataclass(frozen=True)
@@ -22,7 +46,7 @@ class Extras:
     trees: TreeParts | None = None
     slope: float = 1.0
     offset: float = 0.0  # of the second of two classes
-    half_widths: Mapping[float, float] = field(default_factory=dict)  # by level, in units of the target
+    half_widths: Mapping[float, float] = field(default_factory=dict)  # by level, on the scale of errors
 
     def applied(self, x: Any, outputs: Tensor, is_class: bool) -> Tensor:
         """Outputs of all parts together, calibrated."""

@@ -1,6 +1,7 @@
 """Boosted trees at sites with enough rows: alone, and on top of what the shared model says.
 
-On top, trees see the shared model's outputs beside the features. For numbers they learn what is left of the target.
+On top, trees see the shared model's outputs beside the features. For numbers they learn what is left of the target, for
+counts the factor by which the shared model's rate is to be multiplied.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from fedtailor.serving.trees import Trees, inputs_of, said, trees_of
 
 ENOUGH = 120  # rows of a site
-FEWEST = 10  # of the second most frequent class
+FEWEST = 10  # rows of the second most frequent class, or with a count above 0
 MOST = 20_000  # rows that a fold's trees learn from; what is delivered learns from all
 
 
@@ -25,6 +26,8 @@ def worth_it(y: Tensor, is_class: bool) -> bool:
     """Whether a site has enough rows for trees."""
     if len(y) < ENOUGH:
         return False
+    if y.dim() == 2 and not y.is_floating_point():
+        return int((y > 0).sum()) >= FEWEST
     return not is_class or (len(np.bincount(y.numpy())) > 1 and int(np.sort(np.bincount(y.numpy()))[-2]) >= FEWEST)
 
 
@@ -48,6 +51,10 @@ def boosted(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: b
         seen = np.unique(y.numpy())
         model = kind(**options).fit(inputs, np.searchsorted(seen, y.numpy()))
         return spread_out(trees_of(model, len(seen)), seen, outputs)
+    if not y.is_floating_point():  # counts
+        rates = np.ones(rows) if base is None else base[:, 0].exp().numpy()
+        model = kind(loss="poisson", **options).fit(inputs, y[:, 0].numpy() / rates, sample_weight=rates)
+        return trees_of(model, 1)
     wanted = y[:, 0] if base is None else y[:, 0] - base[:, 0]
     return trees_of(kind(**options).fit(inputs, wanted.numpy()), 1)
 

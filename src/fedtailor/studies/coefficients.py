@@ -21,7 +21,7 @@ from fedtailor.experiments.store import RunFolder
 from fedtailor.numerics.mixed_model import own_covariance
 from fedtailor.studies.cross_fitting import trained
 from fedtailor.studies.grid import Cell
-from fedtailor.studies.linear_candidates import ALONE, COMMON, delivered
+from fedtailor.studies.linear_candidates import ALONE, COMMON, delivered, kind_of
 from fedtailor.studies.terms import INTERCEPT, Term, aliases, terms_of, unseen
 
 Floats = NDArray[np.float64]
@@ -70,7 +70,7 @@ def mixed_of(cell: Cell, data: FederatedData) -> Mixed:
 
 def of_one_site(config: RunConfig, data: FederatedData) -> Mixed:
     """Of a single site, which has nobody to share with: an ordinary model without a penalty on its features."""
-    name = "mixedlogit" if data.task == "classification" else "mixedmodel"
+    name = kind_of(data.task)
     own = parse(config.plain() | {"algorithm": {"name": name, "effects": "none"}}, origin="fit")
     server, models = trained(own, data)
     k = len(server["beta"])
@@ -123,7 +123,7 @@ def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any
         shown.append(
             {"class": names[j + 1] if is_class else "", "against": names[0] if is_class else "", "terms": rows}
         )
-    of_numbers = target.name if "noise" in mixed.server else f"log of {target.name}"
+    of_numbers = f"log of {target.name}" if target.is_log or data.task == "count" else target.name
     scale = "log-odds" if is_class else of_numbers
     return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": shown}
 

@@ -39,4 +39,7 @@ def _target(y: np.ndarray, data: FederatedData) -> str:
         best = int(counts.argmax())
         return f"{100 * counts[best] / counts.sum():.0f} % {data.classes[best] if data.classes else best}"
     told = None if data.preparation is None else data.preparation.target
-    return f"{y.mean() if told is None else told.mean + told.sd * y.mean():.4g} on average"
+    if told is not None and told.task == "regression":
+        mean = told.mean + told.sd * y.mean()
+        return f"{np.exp(mean):.4g} on geometric average" if told.is_log else f"{mean:.4g} on average"
+    return f"{y.mean():.4g} on average"

@@ -22,6 +22,7 @@ from fedtailor.studies.coefficients import coefficients_of
 from fedtailor.studies.cross_fitting import site_of_rows
 from fedtailor.studies.curves import curves, places_of
 from fedtailor.studies.importance import Predict, importance
+from fedtailor.studies.site_metrics import in_units
 from fedtailor.studies.table_fit import ALONE, Found
 from fedtailor.studies.terms import within
 
@@ -55,6 +56,8 @@ def of_predictions(predict: Predict, data: FederatedData, metric: Metric, seed: 
     """Importance and curves of whatever serves the sites, on rows that no model was trained on, if there are any."""
     held = data.test if len(data.test.x) >= 2 else data.train
     unit = 1.0 if data.task == "classification" or data.preparation is None else float(data.preparation.target.sd)
+    if data.preparation is not None and data.preparation.target.is_log:
+        metric, unit = in_units(metric, data.preparation.target), 1.0
     places, varies = places_of(data), within(held)
     inner = {name: at for name, at in places.items() if varies[at].any()}
     found = importance(predict, held, data.clients, inner, metric, unit, seed) | {
@@ -63,7 +66,7 @@ def of_predictions(predict: Predict, data: FederatedData, metric: Metric, seed: 
     }
     top = [each["column"] for each in found["columns"] if each["mean"] > 0][:MOST_CURVES]
     drawn = curves(predict, lambda o: readable(o, data), held, data, top, seed) if top and data.preparation else []
-    names = [data.preparation.target.name] if data.preparation and data.task == "regression" else list(data.classes)
+    names = [data.preparation.target.name] if data.preparation and data.task != "classification" else list(data.classes)
     return {"importance": found, "curves": drawn, "outputs": names[1:] if len(names) == 2 else names}
 
 
@@ -72,6 +75,5 @@ def readable(outputs: Tensor, data: FederatedData) -> Floats:
     if data.task == "classification":
         p = outputs.softmax(1).double().numpy()
         return p[:, 1:] if p.shape[1] == 2 else p
-    target = data.preparation.target
-    said: Floats = target.mean + target.sd * outputs.double().numpy()
+    said: Floats = data.preparation.target.readable(outputs.double()).numpy()
     return said

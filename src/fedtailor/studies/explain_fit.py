@@ -56,7 +56,7 @@ def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dic
     folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
     experiment = reload_experiment(folder, data_root)
     data = experiment.data
-    if not data.is_plain or len(data.shape) != 1 or data.task not in ("classification", "regression"):
+    if not data.is_plain or len(data.shape) != 1 or data.task not in ("classification", "regression", "count"):
         raise RunError(f"{path}: not a fit of tables; explain one of its runs, such as {folder.path}")
 
     @cache

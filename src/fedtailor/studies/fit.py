@@ -159,7 +159,7 @@ def candidates_for(model: str, loaded: FederatedData) -> list[dict[str, Any]]:
     """What is tried with "auto"."""
     if model != "linear":
         return [dict(table) for table in NETWORK]
-    return [dict(table) for table in (LINEAR_CLASSES if loaded.task == "classification" else LINEAR_NUMBERS)]
+    return [dict(table) for table in (LINEAR_NUMBERS if loaded.task == "regression" else LINEAR_CLASSES)]
 
 
 def _cell(tables: dict[str, Any], algorithm: dict[str, Any], out: Path) -> Cell:
@@ -267,7 +267,8 @@ def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Float
             out["metric"].append((outputs.argmax(1) == y).double().numpy())
             wanted = torch.nn.functional.one_hot(y, loaded.outputs)
             outputs, y = outputs.softmax(1), wanted
-        out["error"].append(-(outputs - y).double().square().sum(1).numpy())
+        error = setting.loss(outputs, y) if loaded.task == "count" else (outputs - y).double().square().sum(1)
+        out["error"].append(-error.double().numpy())
     return out
 
 

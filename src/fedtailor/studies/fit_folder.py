@@ -18,16 +18,24 @@ from fedtailor.studies.model_selection import CAUTION
 LOADER = re.compile(r"[\w.]+:\w+")
 
 
-def source_of(sites: str | Path, target: str = "", client_column: str | None = None) -> dict[str, Any]:
-    """The table [data] for what a user names: own files, a source, or a function of hers as "module:load"."""
+def source_of(
+    sites: str | Path, target: str = "", client_column: str | None = None, **of_target: str
+) -> dict[str, Any]:
+    """The table [data] for what a user names: own files, a source, or a function of hers as "module:load".
+
+    of_target: task and target_scale, where they are said.
+    """
     name = str(sites)
     if not Path(sites).exists() and (name in SOURCES or LOADER.fullmatch(name)):
-        if target or client_column:
-            raise ConfigError(f"fit {name}: the source knows what to predict; leave out --target and --client-column")
+        if target or client_column or any(of_target.values()):
+            raise ConfigError(
+                f"fit {name}: the source knows what to predict; leave out --target, --client-column, --task and "
+                "--target-scale"
+            )
         return {"source": name}
     if not target:
         raise ConfigError(f"{name}: which column is to be predicted? Name it with --target")
-    files = {"source": "folder", "path": name, "target": target}
+    files = {"source": "folder", "path": name, "target": target} | {k: v for k, v in of_target.items() if v}
     return files if client_column is None else files | {"client_column": client_column}
 
 

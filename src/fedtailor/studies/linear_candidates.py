@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
-from fedtailor.errors import ClientError, UserError
+from fedtailor.errors import ClientError, RoundAbandoned, UserError
 from fedtailor.experiments import runner, trust
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
@@ -25,18 +25,22 @@ from fedtailor.studies.grid import Cell, Told
 MOST_SLOPES, MOST_TOGETHER = 150, 8
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
-FAILURES = (UserError, ClientError, torch.linalg.LinAlgError)  # of one candidate, not of the fit
+FAILURES = (UserError, ClientError, RoundAbandoned, torch.linalg.LinAlgError)  # of one candidate, not of the fit
+
+
+def kind_of(task: str) -> str:
+    """The mixed model of a task."""
+    return {"classification": "mixedlogit", "count": "mixedpoisson"}.get(task, "mixedmodel")
 
 
 def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cell]:
     """The linear candidates, from simple to rich, each a run of one round."""
-    is_class = data.task == "classification"
-    kind = "mixedlogit" if is_class else "mixedmodel"
+    kind = kind_of(data.task)
     size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
     effects = {COMMON: "none", "mixed, intercept": "intercept"}
     if size <= MOST_SLOPES:
         effects["mixed, slopes"] = "diagonal"
-    if size <= MOST_TOGETHER and not is_class:
+    if size <= MOST_TOGETHER and data.task == "regression":
         effects["mixed, slopes together"] = "full"
     wanted = {ALONE: {"name": "linearalone"}}
     if len(data.clients) > 1:

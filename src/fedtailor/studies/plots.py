@@ -20,8 +20,8 @@ def plots_of(said: Tensor, data: FederatedData, unit: float) -> dict[str, Any]:
     """Points of the served models' plots; nothing where test rows do not suffice."""
     starts = data.test.starts.tolist()
     parts = {name: (a, b) for name, (a, b) in zip(data.clients, pairwise(starts), strict=True) if b > a}
-    if data.task == "regression":
-        left = unit * (data.test.y - said)[:, 0].numpy()
+    if data.task in ("regression", "count"):
+        left = unit * (data.test.y - (said.exp() if data.task == "count" else said))[:, 0].numpy()
         some = {name: left[a:b] for name, (a, b) in list(parts.items())[:MOST_SITES] if b - a >= len(QUANTILES)}
         return {"residuals": {name: np.quantile(each, QUANTILES).tolist() for name, each in some.items()}}
     if data.outputs != 2 or len(said) < 5 * BINS:

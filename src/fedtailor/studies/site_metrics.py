@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedtailor.core.metric import Metric
 from fedtailor.core.random import stream
 from fedtailor.core.samples import Rows
 from fedtailor.core.task import Task
+from fedtailor.data.preparation import TargetColumn
 from fedtailor.metrics.library import find, known_metrics
 from fedtailor.metrics.summary import summarise
 
@@ -60,6 +62,16 @@ def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float)
         assert metric.of_all is not None
         value = float(metric.of_all(o, y))
     return value * unit ** OF_UNITS.get(metric.name, 0)
+
+
+def in_units(metric: Metric, target: TargetColumn) -> Metric:
+    """The same metric of what a model says, in units of the target, where these are not those of the model."""
+    of_row, of_all = metric.per_sample, metric.of_all
+    return replace(
+        metric,
+        per_sample=of_row and (lambda o, y: of_row(target.readable(o), target.readable(y))),
+        of_all=of_all and (lambda o, y: of_all(target.readable(o), target.readable(y))),
+    )
 
 
 def resampled(metric: Metric, said: Mapping[str, Tensor], rows: Rows, unit: float, seed: int) -> dict[str, Floats]:

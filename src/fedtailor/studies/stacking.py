@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fedtailor.core.task import Count
+
 ALL = float("inf")  # the pull of one blend for all sites
 PULLS = (ALL, 1000.0, 300.0, 100.0)  # rows of the federation that the common weights are worth
 SURELY = 1.645  # standard errors: one-sided, 5 %
@@ -34,6 +36,11 @@ class Candidates:
     sites: int
     is_class: bool
 
+    @property
+    def is_count(self) -> bool:
+        """Targets that are whole numbers and no classes: outputs are logarithms of rates."""
+        return not (self.is_class or self.y.is_floating_point())
+
     def only(self, rows: Tensor) -> Candidates:
         return Candidates(self.outputs[:, rows], self.y[rows], self.site[rows], self.sites, self.is_class)
 
@@ -43,7 +50,7 @@ class Candidates:
         return mixed.log_softmax(1) if self.is_class else mixed
 
     def losses(self, blended: Tensor) -> Tensor:
-        """Log loss or squared error of every row."""
+        """Log loss, squared error or half the deviance of every row."""
         return row_losses(blended, self.y, self.is_class)
 
     def quadratic(self, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,6 +61,9 @@ class Candidates:
             rest = p - torch.nn.functional.one_hot(self.y, blended.shape[1])
             centered = said - (p[:, None] * said).sum(2, keepdim=True)
             curved = (p[:, None] * centered) @ centered.mT
+        elif self.is_count:
+            rates = blended.exp()
+            rest, curved = rates - self.y, (rates[:, None] * said) @ said.mT
         else:
             rest, curved = 2 * (blended - self.y), 2 * said @ said.mT
         by_row = (said * rest[:, None]).sum(2)
@@ -66,6 +76,8 @@ class Candidates:
 def row_losses(outputs: Tensor, y: Tensor, is_class: bool) -> Tensor:
     if is_class:
         return -outputs.gather(1, y[:, None])[:, 0]
+    if not y.is_floating_point():
+        return Count().loss(outputs, y)
     return (outputs - y).square().mean(1)
 
 
@@ -91,7 +103,7 @@ def best_single(c: Candidates) -> Tensor:
 def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
     """Weights with the least loss and distance from `prior`, measured in the mean curvature of a row times `pull`."""
     weights = prior
-    for _ in range(NEWTON if c.is_class else 1):
+    for _ in range(NEWTON if c.is_class or c.is_count else 1):
         gradient, hessian = c.quadratic(weights)
         metric = pull * hessian.sum(0) / max(len(c.y), 1)
         inner, linear = hessian + metric, (hessian @ weights[:, :, None])[:, :, 0] - gradient + prior @ metric
@@ -122,7 +134,7 @@ class Stacked:
 
 def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     """Settle the pull by folds, then the weights from all rows; sites with more noise count less."""
-    if not c.is_class:
+    if not (c.is_class or c.is_count):
         noise = _noise(c)[c.site][:, None]
         found = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
         return replace(found, held_out=found.held_out * noise)

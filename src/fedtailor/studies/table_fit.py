@@ -35,7 +35,7 @@ def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bo
     """Whether these are rows of a table, for which nothing was prescribed."""
     if algorithm != "auto" or "model" in tables or "task" in tables or data.preparation is None:
         return False
-    is_known = data.is_plain and data.task in ("classification", "regression") and len(data.shape) == 1
+    is_known = data.is_plain and data.task in ("classification", "regression", "count") and len(data.shape) == 1
     return is_known and (data.shape[0] + 1) * max(data.outputs - 1, 1) <= MOST_COEFFICIENTS
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import known_metrics
 from fedtailor.metrics.summary import share_hurt, summarise
+from fedtailor.serving.uncertainty import errors
 from fedtailor.studies import table_fit
 from fedtailor.studies.calibration import applied, calibration
 from fedtailor.studies.cross_fitting import folds_of, site_of_rows
@@ -38,10 +39,15 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
         of_rows = sure.calibration[site_of_rows(data.test)]
         said["personal"] = torch.from_numpy(applied(said["personal"].numpy(), of_rows))
     said["baseline"] = _baseline(data)
-    unit = 1.0 if is_class else data.preparation.target.sd
-    metrics = site_metrics(task, shown, said, data.test, unit)
+    unit = data.preparation.target.sd if data.task == "regression" else 1.0
+    rows, per_unit = data.test, unit
+    if data.preparation.target.is_log:  # figures are of the numbers themselves
+        told = data.preparation.target
+        said, per_unit = {key: told.readable(outputs) for key, outputs in said.items()}, 1.0
+        rows = Rows(rows.x, told.readable(rows.y), rows.starts)
+    metrics = site_metrics(task, shown, said, rows, per_unit)
     figures = metrics[metric]
-    bounds = certainty_of(shown, figures, resampled(shown, said, data.test, unit, seed), data.test.sizes.tolist(), seed)
+    bounds = certainty_of(shown, figures, resampled(shown, said, rows, per_unit, seed), data.test.sizes.tolist(), seed)
     sites: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(data.clients):
         weights = {
@@ -95,7 +101,7 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
         ),
         "ci": bounds["ci"],
         "differences": bounds["differences"],
-        "plots": plots_of(said["personal"], data, unit),
+        "plots": plots_of(said["personal"], replace(data, test=rows), per_unit),
         "card": data_card(data),
         "fairness": fairness(data.clients, figures["personal"], higher_is_better=higher),
         "metrics": {
@@ -133,7 +139,8 @@ def certainty(found: Found, data: FederatedData, seed: int) -> Certainty:
         return Certainty(np.tile([1.0, 0.0], (sites, 1)), None)
     if data.task == "classification":
         return Certainty(calibration(said, y, site, folds[held], sites), None)
-    return Certainty(np.tile([1.0, 0.0], (sites, 1)), half_widths(np.abs(y - said)[:, 0], site, folds[held], sites))
+    distance = errors(np.exp(said), y, "root") if data.task == "count" else np.abs(y - said)
+    return Certainty(np.tile([1.0, 0.0], (sites, 1)), half_widths(distance[:, 0], site, folds[held], sites))
 
 
 def served_words(found: Found, site: int) -> str:
@@ -151,7 +158,9 @@ def served_words(found: Found, site: int) -> str:
 
 
 def _baseline(data: FederatedData) -> torch.Tensor:
-    """The mean of each site's training rows, or the shares of its classes with one row of each added."""
+    """The mean of each site's training rows, or the shares of its classes with one row of each added.
+
+    Of counts it is the logarithm of the mean with half an event added."""
     out = torch.zeros((len(data.test.x), data.outputs), dtype=torch.float64, device="cpu")
     for i in range(len(data.clients)):
         a, b = int(data.test.starts[i]), int(data.test.starts[i + 1])
@@ -160,7 +169,7 @@ def _baseline(data: FederatedData) -> torch.Tensor:
             count = torch.bincount(y, minlength=data.outputs).double() + 1
             out[a:b] = (count / count.sum()).log()
         elif len(y):
-            out[a:b] = y.mean(0)
+            out[a:b] = ((y.sum(0) + 0.5) / len(y)).log() if data.task == "count" else y.mean(0)
     return out
 
 

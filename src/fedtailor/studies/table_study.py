@@ -29,6 +29,8 @@ def fit_table(
     """Run what is missing, choose for every site, and record it; returns the record."""
     clock = linear_candidates.Clock(limit)
     cells = linear_candidates.cells_of(tables, loaded, out)
+    if not metric and loaded.preparation.target.is_log:
+        metric = "mae"  # medians are what it measures
     shown = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
     claim = claimed(out, "auto", cells)
     held = read_json(out / FIT)

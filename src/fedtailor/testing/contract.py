@@ -43,6 +43,7 @@ CASES: dict[str, Case] = {
     "classification": {},
     "regression": {"task": "regression"},
     "linear": {"model": "linear", "task": "regression"},
+    "counts": {"model": "linear", "task": "count"},
     "momentum-decay-clip": {"solver": replace(SOLVER, momentum=0.9, weight_decay=0.01, clip=0.5)},
     "adam": {"solver": Solver(optimizer="adam", lr=0.01, batch_size=4)},
     "full-batch": {"solver": FULL_BATCH},

@@ -61,6 +61,8 @@ def make_data(
             xs.append(torch.from_numpy(rng.normal(size=(n, *shape))))
             if task == "classification":
                 ys.append(torch.from_numpy(rng.integers(outputs, size=n)))
+            elif task == "count":
+                ys.append(torch.from_numpy(rng.poisson(2.0, size=(n, outputs))))
             else:
                 ys.append(torch.from_numpy(rng.normal(size=(n, outputs))))
         starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
@@ -140,7 +142,9 @@ def _untrained(model: str, task: TargetKind, shape: tuple[int, ...]) -> Model:
 def usual(algorithm: Algorithm) -> dict[str, Any]:
     """The first case that an algorithm can serve."""
     linear, normed = {"model": "linear", "task": "regression"}, {"model": "normed", "sizes": EVEN_SIZES}
-    return dict(next(c for c in ({}, linear, {"model": "linear"}, normed, {"model": "adapted"}) if suits(algorithm, c)))
+    counts = {"model": "linear", "task": "count"}
+    cases: tuple[dict[str, Any], ...] = ({}, linear, {"model": "linear"}, counts, normed, {"model": "adapted"})
+    return dict(next(case for case in cases if suits(algorithm, case)))
 
 
 def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:
