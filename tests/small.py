@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from fedtailor.core.samples import FederatedData
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import RunConfig, parse, with_settings
 from fedtailor.experiments.store import RunFolder
 from fedtailor.studies import grid
+from fedtailor.testing.federations import make_data
 
 DIGITS: dict[str, Any] = {
     "rounds": 5,
@@ -24,7 +26,14 @@ DIGITS: dict[str, Any] = {
 }
 POLYNOMIAL = DIGITS | {"data": {"source": "polynomial", "clients": 4, "samples": 80}}
 ADAPTED = DIGITS | {"model": {"name": "fedtailor.testing.federations:Adapted", "head": ["out"]}}
+COUNTS = DIGITS | {"data": {"source": "tests.small:counts"}, "model": {"name": "linear", "dtype": "float64"}}
 NORMED = DIGITS | {"model": {"name": "resnet8", "width": 8}}
+
+
+def counts(seed: int) -> FederatedData:
+    """Counts of four sites."""
+    sizes = dict.fromkeys(("ada", "bo", "cy", "dan"), (12, 4, 4))
+    return make_data("count", sizes=sizes, outputs=1)
 
 
 def config(*settings: str, task: dict[str, Any] = DIGITS) -> RunConfig:

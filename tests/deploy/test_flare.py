@@ -23,7 +23,7 @@ from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json
 from tests.deploy.sites import Sites, on_loop, tensors, write_sites
 from tests.helpers import assert_equal
-from tests.small import DIGITS, NORMED, POLYNOMIAL, config
+from tests.small import COUNTS, DIGITS, NORMED, POLYNOMIAL, config
 
 DUW = ("algorithm.outer_iterations=2", "algorithm.horizon=2")
 QUICK = ("federation.silence=0.2", "federation.deadline=5")
@@ -42,6 +42,8 @@ def configured(algorithm: str, *settings: str) -> RunConfig:
     if algorithm == "mixedlogit":
         task = task | {"model": {}}
         settings = (*LINEAR, "algorithm.effects=none", "algorithm.steps=2", *settings)
+    if algorithm == "mixedpoisson":
+        task = COUNTS
     if algorithm in ("fedalt", "feddpa", "fedsa-lora"):
         task = DIGITS | {"model": DIGITS["model"] | {"adapter": {"rank": 2}}}
     if algorithm == "fedeq":

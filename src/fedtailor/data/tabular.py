@@ -105,8 +105,8 @@ def assemble(
     told = TargetColumn(name=target.name, task=target.task, classes=target.classes, is_log=target.is_log)
     if not labelled:
         if target.standardise and target.task == "regression":
-            known = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
-            mean, sd = moments_of(known[:settled])
+            inner = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
+            mean, sd = moments_of(inner[:settled])
             told = told.model_copy(update={"mean": mean, "sd": sd})
             made.append(f"target standardised: ({'log y' if told.is_log else 'y'} - {mean:.6g}) / {sd:.6g}")
         targets = [told.standardised(t) for t in targets]

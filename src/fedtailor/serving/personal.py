@@ -304,8 +304,8 @@ def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tenso
         if model.task not in ("regression", "count"):
             raise DataError("--interval: is for numbers; of classes there are probabilities")
         half = model.extras.half_width(interval, model.source)
-        ends = around(found[:, 0].double().numpy(), half, model.error_scale)
-        columns |= {f"{end} {100 * interval:g} %": v.tolist() for end, v in zip(ENDS, ends, strict=True)}
+        sides = around(found[:, 0].double().numpy(), half, model.error_scale)
+        columns |= {f"{end} {100 * interval:g} %": v.tolist() for end, v in zip(ENDS, sides, strict=True)}
     for name in columns:
         if name in frame.columns:
             raise DataError(f'{file}: has a column "{name}" already; rename or remove it')
