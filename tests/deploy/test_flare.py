@@ -43,7 +43,7 @@ def configured(algorithm: str, *settings: str) -> RunConfig:
         task = task | {"model": {}}
         settings = (*LINEAR, "algorithm.effects=none", "algorithm.steps=2", *settings)
     if algorithm == "mixedpoisson":
-        task = COUNTS
+        task, settings = COUNTS, ("algorithm.effects=intercept", "algorithm.steps=2", *settings)
     if algorithm in ("fedalt", "feddpa", "fedsa-lora"):
         task = DIGITS | {"model": DIGITS["model"] | {"adapter": {"rank": 2}}}
     if algorithm == "fedeq":
