@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedtailor.report.formatting import count
 from fedtailor.report.page_model import Cell, Chart, Section, Table, Value, cells
 
+MANY = 12  # sites, above which the table is folded
 QUANTILES = ("5 %", "25 %", "median", "75 %", "95 %")
 
 
@@ -70,24 +72,26 @@ def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
     found = plots.get("residuals")
     if not found:
         return []
-    rows = [(name, q, value) for name, each in found.items() for q, value in zip(QUANTILES, each, strict=True)]
+    rows = [(name, each[2], each[0], each[1], each[3], each[4]) for name, each in found.items()]
     wide = max(found, key=lambda name: found[name][-1] - found[name][0])
     return [
         Chart(
             "residuals",
-            "dots",
+            "intervals",
             "Residuals of each site",
             f"Five quantiles of the residuals of each site; the widest are those of {wide}.",
-            ("site", "quantile", "residual"),
+            ("site", "median", *(QUANTILES[k] for k in (0, 1, 3, 4))),
             rows,
             {
-                "x": "residual",
-                "series": "site",
-                "name": "quantile",
+                "x": "median",
+                "low": QUANTILES[0],
+                "high": QUANTILES[4],
+                "inner": [QUANTILES[1], QUANTILES[3]],
+                "name": "site",
                 "diverging": True,
                 "xlabel": f"{target}, true less predicted",
             },
-            "Quantiles 5, 25, 50, 75 and 95 %. Right of zero the model says too little.",
+            "Dot: median; thick: half of the rows; thin: 90 % of them. Right of zero the model says too little.",
         )
     ]
 
@@ -103,11 +107,14 @@ def card(record: dict[str, Any]) -> Section:
         words = ", ".join(f"{feature} {apart:+.1f} sd" for feature, apart in each["drift"]) or "-"
         rows.append((Cell(name, name), Cell(f"{each['rows']:,}", each["rows"]), *cells(each["target"], words)))
     text = (
-        f"{drifting} of {len(rows)} sites have features that are far from those of all sites together: by half a "
-        "standard deviation or more, and beyond chance.",
+        f"{drifting} of {count(len(rows), 'site')} {'has' if drifting == 1 else 'have'} features that are far from "
+        "those of all sites together: by half a standard deviation or more, and beyond chance.",
         *(note for note in record["notes"] if "missing at" in note or "NOT ALL ROWS" in note or "far from all" in note),
     )
     columns = ("site", "training rows", record["target"] or "target", "features that differ most")
     return Section(
-        section.id, section.title, text, tables=(Table("Before training", columns, rows, sortable=True, words=True),)
+        section.id,
+        section.title,
+        text,
+        tables=(Table("Before training", columns, rows, sortable=True, words=True, folded=len(rows) > MANY),),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedtailor.experiments.store import FIT, read_json
+from fedtailor.metrics.summary import summarise
 from fedtailor.report.compare_page import (
     citations,
     configuration,
@@ -18,15 +20,16 @@ from fedtailor.report.compare_page import (
     task_sections,
     tasks_of,
 )
+from fedtailor.report.effect_charts import matters, sharing
 from fedtailor.report.fit_charts import card, quality
+from fedtailor.report.fit_story import OWN, story
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
-from fedtailor.studies.sentences import sentences
+from fedtailor.studies.effects import EFFECTS
 from fedtailor.studies.tables import number
 
-ABOUT = ("gain", "sites", "fairness")
+OWN_MODEL = "its own model"
 MANY = 12  # sites, above which the chart comes before the table
-OWN = ("Local", "alone", "trees alone")
 
 
 WORDS = {
@@ -43,14 +46,23 @@ def fit_page(path: Path) -> Page:
     found = [run for run in runs if run.results is not None]
     tasks = tasks_of(found, places(path, found))
     units = next((run.units for run in found), "")
-    sections = [summary(record, failed), sites(record)]
+    effects = dict(read_json(path / EFFECTS)) if (path / EFFECTS).exists() else {}
     if "differences" in record:  # of tables: its runs are parts of models, and not compared one by one
-        sections += [quality(record), card(record), sharing(record), halving(record, units)]
+        names = [row["served"] for row in record["sites"].values()]
+        served = "" if set(names) <= set(OWN) else served_sentence(names)  # the headline says it
+        first = story(record, effects, (served, *left_out(failed)))
+        sections = [first, sites(record), matters(record, effects), sharing(record, effects)]
+        sections += [quality(record), card(record), halving(record, units)]
     else:
-        sections += [sharing(record), halving(record, units)]
+        sections = [summary(record, failed), sites(record)]
+        sections += [matters(record, effects)] if effects else []
+        sections += [sharing(record, effects), halving(record, units)]
         for number_, task in enumerate(tasks):
             sections += task_sections(task, f"-{number_}" if number_ else "")
-    sections += [configuration(tasks), citations(found)]
+    settings = configuration(tasks)
+    if "differences" in record:
+        settings = replace(settings, tables=tuple(replace(table, folded=True) for table in settings.tables))
+    sections += [settings, citations(found)]
     title = f"Personal models for {record['data']}"
     state = "finished" if "differences" in record else f"finished, {count(record['rounds'], 'round')}"
     return Page(title, "Fit", state, True, tuple(sections), path.name)
@@ -59,22 +71,12 @@ def fit_page(path: Path) -> Page:
 def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> Section:
     """In plain words."""
     metric, means, rows = record["metric"], record["means"], record["sites"]
-    story = {about: [sentence(words) for name, words in sentences(record) if name == about] for about in ABOUT}
-    baseline = (
-        f" The baseline, nothing but each site's own mean or shares, has {value(metric, means['baseline'])}."
-        if "baseline" in means
-        else ""
-    )
     text = (
-        *story["gain"],
         f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}. "
         + served_sentence([row["served"] for row in rows.values()]),
-        *gain_sentences(record),
-        *story["sites"],
         f"On test data, which no choice has seen, mean {metric} is {value(metric, means['alone'])} when each site "
         f"trains alone, {value(metric, means['common'])} with one common model and "
-        f"{value(metric, means['personal'])} with personal models.{baseline}",
-        *story["fairness"],
+        f"{value(metric, means['personal'])} with personal models.",
         *left_out(failed),
     )
     figures = (
@@ -86,42 +88,31 @@ def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> Section:
     return Section("summary", "Summary", text, figures)
 
 
-def sentence(words: str) -> str:
-    """With a capital and a full stop."""
-    return words[:1].upper() + words[1:] + "."
-
-
 def served_sentence(served: list[str]) -> str:
     """Who is served by what, as one would say it."""
     own = [name for name in served if name in OWN]
     if len(own) == len(served):
-        every = "The site keeps" if len(served) == 1 else f"All {len(served)} sites keep"
+        if len(served) == 1:
+            return ""
+        every = "Both sites keep" if len(served) == 2 else f"All {len(served)} sites keep"
         return f"{every} their own model: sharing did not help any of them by more than its uncertainty."
     kinds: dict[str, int] = {}
     for name in served:
         first = re.sub(r"^\d+ % ", "", name.split(" + ")[0])
-        kinds["its own model" if first in OWN else first] = kinds.get("its own model" if first in OWN else first, 0) + 1
+        kind = OWN_MODEL if first in OWN else first
+        kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) == 1:
+        (kind,) = kinds
+        every = {1: "The site is", 2: "Both sites are"}.get(len(served), f"All {len(served)} sites are")
+        what = "their own model" if kind == OWN_MODEL and len(served) > 1 else WORDS.get(kind, kind)
+        return f"{every} served {'by a blend, mostly of ' if any(' + ' in name for name in served) else 'by '}{what}."
     parts = [f"{n} mostly by {WORDS.get(name, name)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])]
+    verb = "is" if max(kinds.values()) == 1 else "are"
     return (
-        f"Of {len(served)} sites, {parts[0].replace(' mostly', ' are served mostly', 1)}"
+        f"Of {len(served)} sites, {parts[0].replace(' mostly', f' {verb} served mostly', 1)}"
         + "".join(f", {part}" for part in parts[1:])
         + "."
     )
-
-
-def gain_sentences(record: dict[str, Any]) -> list[str]:
-    """How many sites gain beyond their uncertainty, by the rows that had no part in training."""
-    found = [row["gains"].get("error", {}).get("served") for row in record["sites"].values()]
-    known = [g for g in found if g and math.isfinite(g["sd"])]
-    if len(known) < len(found) or not known:
-        return []
-    sure = sum(g["mean"] > 2 * g["sd"] > 0 for g in known)
-    some = sum(g["mean"] > 0 for g in known) - sure
-    rest = len(known) - sure - some
-    return [
-        f"On rows held out of training, the gain over the best model alone is above two standard errors at {sure} of "
-        f"{count(len(known), 'site')}, smaller (it may be noise) at {some}, and absent at {rest}."
-    ]
 
 
 def sites(record: dict[str, Any]) -> Section:
@@ -160,11 +151,27 @@ def sites(record: dict[str, Any]) -> Section:
         ("site", "gain", "served by"),
         drawn,
         {"x": "gain", "name": "site", "xlabel": f"gain in {label(metric)}"}
-        | {"percent": ["gain"] if metric == "accuracy" else []},
+        | {"percent": ["gain"] if metric == "accuracy" else [], "rank": "sites, by gain", "diverging": True},
         "0 where the site is served by its own model.",
     )
-    table = Table("At each site", columns, rows, sortable=True)
-    return Section("sites", "Sites", text, charts=(chart,), tables=(table,), tables_first=not is_many)
+    table = Table("At each site", columns, rows, sortable=True, folded=is_many and is_table, wraps=True)
+    charts = (chart,) if any(math.isfinite(gain) and gain for _, gain, _ in drawn) else ()
+    return Section("sites", "Sites", text, fairness(record), charts, (table,), tables_first=not is_many)
+
+
+def fairness(record: dict[str, Any]) -> tuple[Figure, ...]:
+    """How the worst fare, and how far sites are apart: personal models, and beside them each site alone."""
+    found, metric, rows = record.get("fairness"), record["metric"], record["sites"].values()
+    if not found or len(rows) == 1:
+        return ()
+    higher = record["higher_is_better"]
+    alone = summarise([row["alone"] for row in rows], higher_is_better=higher)
+    of_alone = f"alone {value(metric, alone.worst_tenth)}"
+    figures = [Figure("Worst site", value(metric, found["worst_value"]), f"{found['worst']}, with its personal model")]
+    if len(rows) >= 10:
+        figures.append(Figure("Worst tenth of the sites", value(metric, found["worst_tenth"]), of_alone))
+    spread = Figure("Spread over sites (sd)", value(metric, found["spread"]), f"alone {value(metric, alone.std)}")
+    return (*figures, spread)
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -173,13 +180,6 @@ def verdict(row: dict[str, Any]) -> str:
         return "too few rows"
     low, high = row["gain_ci"]
     return "gains" if low > 0 else "loses" if high < 0 else "may be noise"
-
-
-def sharing(record: dict[str, Any]) -> Section:
-    """In words, what leaves a site."""
-    rows = [cells(name, words["sent"], words["private"]) for name, words in record["shared"].items()]
-    table = Table("Per algorithm", ("", "sent", "stays private"), rows, words=True)
-    return Section("shared", "What is shared", tables=(table,))
 
 
 def halving(record: dict[str, Any], units: str) -> Section:

@@ -15,7 +15,7 @@ class Chart:
     """Rows under named columns, and how to draw them; the rows are what can be downloaded."""
 
     id: str
-    kind: str  # lines, dots, bars, heat, scatter: a function of charts.js
+    kind: str  # lines, dots, bars, heat, scatter, intervals: a function of charts.js
     title: str
     summary: str  # in words, for those who do not see it
     columns: tuple[str, ...]
@@ -46,6 +46,8 @@ class Table:
     rows: Sequence[tuple[Cell, ...]]
     sortable: bool = False
     words: bool = False
+    folded: bool = False  # shown when asked for
+    wraps: bool = False  # the last column, which is long
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,11 @@ class Mixed:
 
 
 def described(cells: list[Cell], weights: Floats) -> Cell | None:
-    """The candidate that says most of what serves the sites: mixed unless one common model has more weight."""
+    """The mixed model with most weight, which tells how sites differ; the common one where that mostly serves them."""
     total = dict(zip((cell.label for cell in cells), weights.sum(0).tolist(), strict=True))
     mixed = [cell for cell in cells if cell.label not in (ALONE, COMMON)]
     common = next((cell for cell in cells if cell.label == COMMON), None)
-    if common is not None and (not mixed or total[COMMON] > sum(total[cell.label] for cell in mixed)):
+    if common is not None and (not mixed or total[COMMON] > len(weights) / 2):
         return common
     return max(reversed(mixed), key=lambda cell: total[cell.label], default=None)
 

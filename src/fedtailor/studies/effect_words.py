@@ -30,8 +30,9 @@ def all_sites(sites: int) -> str:
 
 
 def unit_of(term: Mapping[str, Any]) -> str:
+    """What a coefficient is per, or against."""
     if term["name"] == INTERCEPT:
-        return "level"
+        return "at usual values"
     if term["reference"]:
         return f"against {term['reference']}"
     return "per sd" if term["sd"] is None else "per unit"
@@ -96,6 +97,8 @@ def shared_words(found: Coefficients) -> list[str]:
     sites = len(found["sites"])
     if sites == 1:
         return []
+    if found["model"] == "common":
+        return [f"All columns do the same at {all_sites(sites)}: letting sites differ did not predict better."]
     by_column: dict[str, list[Mapping[str, Any]]] = {}
     for output in found["outputs"]:
         for term in output["terms"]:
@@ -122,7 +125,9 @@ def importance_words(found: Mapping[str, Any]) -> list[str]:
     if useful:
         points = " points" if metric == "accuracy" else ""
         parts = [f"{each['column']} ({number(metric, each['mean'])}{points})" for each in useful]
-        out.append(f"Predictions need most: {joined(parts)}; in brackets by how much {metric} gets worse without it.")
+        out.append(
+            f"Predictions need most: {joined(parts, 4)}; in brackets by how much {metric} gets worse without it."
+        )
     elif columns:
         out.append("Shuffling any single column hardly makes the predictions worse.")
     useless = [each["column"] for each in columns if each not in useful]

@@ -166,9 +166,13 @@ def certainty_of(
     return {"ci": {key: interval(each) for key, each in means.items()}, "differences": differences, "sites": of_sites}
 
 
-def fairness(names: Sequence[str], values: Sequence[float], *, higher_is_better: bool) -> dict[str, Any]:
-    """The worst site, and how far sites are apart."""
+def fairness(
+    names: Sequence[str], values: Sequence[float], sizes: Sequence[int] | None = None, *, higher_is_better: bool
+) -> dict[str, Any]:
+    """The worst site, of those with enough rows to tell if there are any, and how far sites are apart."""
     known = [(v, name) for v, name in zip(values, names, strict=True) if math.isfinite(v)]
+    enough = {name for name, size in zip(names, sizes or (), strict=False) if size >= FEWEST_ROWS}
+    known = [(v, name) for v, name in known if name in enough] or known
     if not known:
         return {}
     found = summarise(values, higher_is_better=higher_is_better)

@@ -103,7 +103,7 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
         "differences": bounds["differences"],
         "plots": plots_of(said["personal"], replace(data, test=rows), per_unit),
         "card": data_card(data),
-        "fairness": fairness(data.clients, figures["personal"], higher_is_better=higher),
+        "fairness": fairness(data.clients, figures["personal"], data.test.sizes.tolist(), higher_is_better=higher),
         "metrics": {
             name: known_metrics(task)[name].higher_is_better for name in metrics if name in known_metrics(task)
         },

@@ -104,7 +104,7 @@ function lines(chart, width) {
     const own = chart.series ? data.filter((d) => d[chart.series] === name) : data;
     const at = { x: chart.x, y: chart.y };
     if (chart.low) marks.push(Plot.areaY(own, { x: chart.x, y1: chart.low, y2: chart.high, fill: colour(i), fillOpacity: 0.13 }));
-    marks.push(Plot.lineY(own, { ...at, stroke: colour(i), strokeWidth: 1.8, strokeDasharray: dashes(i) || undefined }));
+    marks.push(Plot.lineY(own, { ...at, stroke: colour(i), strokeWidth: chart.first === name ? 3.2 : 1.8, strokeDasharray: dashes(i) || undefined }));
     if (own.length <= (chart.small ? 30 : 60)) marks.push(Plot.dot(own, { ...at, r: own.length === 1 ? 4 : 2.2, fill: colour(i) }));
   });
   if (chart.mark) {
@@ -119,7 +119,9 @@ function lines(chart, width) {
   const rounds = new Set(data.map((d) => d[chart.x])).size;
   const x = { label: chart.xlabel || chart.x, labelArrow: "none", ticks: Math.min(Math.max(2, Math.floor(width / 90)), Math.max(2, rounds - 1)) };
   if (chart.bytes) x.tickFormat = size;
-  else x.tickFormat = (v) => (Number.isInteger(v) ? d3.format(",")(v) : "");
+  else if (chart.dates) x.tickFormat = (v) => d3.utcFormat("%b %Y")(new Date(864e5 * v));
+  else if (data.every((d) => Number.isInteger(d[chart.x]))) x.tickFormat = (v) => (Number.isInteger(v) ? d3.format(",")(v) : "");
+  else x.tickFormat = axisFormat(...extent(data, [chart.x]), x.ticks);
   const y = { ...upwards.scale, label: chart.ylabel || null };
   if (chart.log) {
     const [low, high] = d3.extent(present(data, chart.y), (d) => d[chart.y]);
@@ -173,7 +175,7 @@ function bars(chart, width) {
     const ranked = data.map((d, i) => ({ ...d, rank: i + 1 }));
     return frame(width, {
       height: 260, marginLeft: upwards.wide + 16, marginBottom: 44, marginTop: 26,
-      x: { label: "clients, by gain", labelArrow: "none", ticks: Math.max(2, Math.floor(width / 110)), tickFormat: ",d" },
+      x: { label: chart.rank || "clients, by gain", labelArrow: "none", ticks: Math.max(2, Math.floor(width / 110)), tickFormat: ",d" },
       y: { ...upwards.scale, label: chart.xlabel || chart.x },
       marks: [
         Plot.gridY(upwards.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }), Plot.ruleY([0], { stroke: "var(--soft)" }),
@@ -183,7 +185,7 @@ function bars(chart, width) {
     });
   }
   const left = widest(order, most) + 16;
-  const across = axis(zero, [chart.x], Math.max(2, Math.floor((width - left) / 75)));
+  const across = axis(zero, [chart.x, chart.low, chart.high].filter(Boolean), Math.max(2, Math.floor((width - left) / 75)));
   return frame(width, {
     height: order.length * 24 + 60, marginLeft: left, marginBottom: 44, marginTop: 8,
     x: { ...across.scale, label: chart.xlabel || chart.x },
@@ -191,8 +193,59 @@ function bars(chart, width) {
     marks: [
       Plot.gridX(across.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }), Plot.ruleX([0], { stroke: "var(--soft)" }),
       Plot.barX(data, { x: chart.x, y: chart.name, fill: sign, rx: 2 }),
+      chart.low ? Plot.ruleY(data, { x1: chart.low, x2: chart.high, y: chart.name, stroke: "var(--ink)", strokeWidth: 1.5 }) : null,
       Plot.tip(data, Plot.pointerY({ x: chart.x, y: chart.name, title, ...tip() })),
     ],
+  });
+}
+
+// Estimates with their intervals, a line each. Several series: each beside the other if they are few, else the first
+// has its interval and the others are dots around it. Very many lines stand side by side, by rank.
+const FEW = 6;
+function intervals(chart, width) {
+  const off = hidden.get(chart.id) || new Set();
+  const series = chart.series ? [...new Set(chart.data.map((d) => d[chart.series]))] : [null];
+  const data = present(chart.data, chart.x).filter((d) => !chart.series || !off.has(d[chart.series]));
+  const order = [...new Set(chart.data.map((d) => d[chart.name]))];
+  const bounds = [chart.x, chart.low, chart.high];
+  const title = (d) => [d[chart.name], chart.series && d[chart.series], `${chart.xlabel || chart.x} ${short(d[chart.x])}`, typeof d[chart.low] === "number" ? `${short(d[chart.low])} to ${short(d[chart.high])}` : null].filter(Boolean).join("\n");
+  const all = chart.diverging ? [...data, { [chart.x]: 0 }] : data;
+  if (order.length > 40) {
+    const upwards = axis(all, bounds, 6);
+    const ranked = data.map((d, i) => ({ ...d, rank: i + 1 }));
+    return frame(width, {
+      height: 280, marginLeft: upwards.wide + 16, marginBottom: 44, marginTop: 26,
+      x: { label: chart.rank || "sites, in order", labelArrow: "none", ticks: Math.max(2, Math.floor(width / 110)), tickFormat: ",d" },
+      y: { ...upwards.scale, label: chart.xlabel || chart.x },
+      marks: [
+        Plot.gridY(upwards.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }),
+        chart.diverging ? Plot.ruleY([0], { stroke: "var(--soft)" }) : null,
+        Plot.ruleX(ranked, { x: "rank", y1: chart.low, y2: chart.high, stroke: "var(--c0)", strokeOpacity: 0.45, strokeWidth: order.length > 100 ? 1.5 : 3 }),
+        Plot.dot(ranked, { x: "rank", y: chart.x, r: order.length > 100 ? 1.6 : 2.6, fill: "var(--c0)" }),
+        Plot.tip(ranked, Plot.pointerX({ x: "rank", y: chart.x, title, ...tip() })),
+      ],
+    });
+  }
+  const most = Math.floor((width * 0.42) / 7);
+  const left = widest(order, most) + 16;
+  const across = axis(all, [...bounds, ...(chart.inner || [])], Math.max(2, Math.floor((width - left) / 75)));
+  const few = series.length <= FEW;
+  const row = few && chart.low ? Math.max(24, 9 * series.length + 12) : 28;
+  const marks = [Plot.gridX(across.ticks, { stroke: "var(--grid)", strokeOpacity: 1 }), chart.diverging ? Plot.ruleX([0], { stroke: "var(--soft)" }) : null];
+  if (!few) marks.push(Plot.dot(data.filter((d) => d[chart.series] !== series[0]), { x: chart.x, y: chart.name, r: 2.4, fill: "var(--c1)", fillOpacity: 0.4 }));
+  series.forEach((name, i) => {
+    if (!few && i > 0) return;
+    const own = data.filter((d) => !chart.series || d[chart.series] === name);
+    const at = { y: chart.name, dy: few && chart.low ? 9 * (i - (series.length - 1) / 2) : 0 };
+    marks.push(Plot.ruleY(own.filter((d) => typeof d[chart.low] === "number"), { ...at, x1: chart.low, x2: chart.high, stroke: colour(i), strokeWidth: 2 }));
+    if (chart.inner) marks.push(Plot.ruleY(own, { ...at, x1: chart.inner[0], x2: chart.inner[1], stroke: colour(i), strokeWidth: 6, strokeOpacity: 0.45 }));
+    marks.push(Plot.dot(own, { ...at, x: chart.x, r: series.length > 1 && few ? 3.4 : 4.2, fill: colour(i) }));
+  });
+  marks.push(Plot.tip(data, Plot.pointer({ x: chart.x, y: chart.name, title, ...tip() })));
+  return frame(width, {
+    height: order.length * row + 56, marginLeft: left, marginBottom: 44, marginTop: 8,
+    x: { ...across.scale, label: chart.xlabel || chart.x, inset: 6 },
+    y: { type: "point", domain: order, label: null, padding: 0.6, tickSize: 0, tickFormat: (t) => cut(t, most) }, marks,
   });
 }
 
@@ -295,7 +348,7 @@ function labels(chart, data, options, width) {
   return marks;
 }
 
-const KINDS = { lines, dots, bars, heat, scatter };
+const KINDS = { lines, dots, bars, heat, scatter, intervals };
 
 // ---- page
 
@@ -310,8 +363,9 @@ function legend(chart, node) {
     node.append(`${short(low)} ${chart.low}`, bar, `${short(high)} ${chart.high}`);
     return;
   }
-  const names = chart.kind === "lines" && chart.series ? [...new Set(chart.data.map((d) => d[chart.series]))] : [];
-  if (names.length < 2) return;
+  const named = chart.kind === "lines" || chart.kind === "intervals";
+  const names = named && chart.series ? [...new Set(chart.data.map((d) => d[chart.series]))] : [];
+  if (names.length < 2 || (chart.kind === "intervals" && names.length > FEW)) return;
   names.forEach((name, i) => {
     const off = hidden.get(chart.id) || new Set();
     const sample = d3.create("svg").attr("width", 18).attr("height", 8).attr("aria-hidden", "true");
