@@ -9,6 +9,7 @@ import torch
 from fedtailor.algorithms import make
 from fedtailor.algorithms._shared import mixture
 from fedtailor.algorithms._shared.layers import layers_of
+from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.tailor import Tailor
 from fedtailor.core.algorithm import Algorithm
 from tests.helpers import F64, FULL_BATCH, assert_equal, federate, make_data, make_me, make_model, models, run
@@ -121,10 +122,11 @@ def test_a_mixture_leaves_the_fitted_model_where_another_is_right() -> None:
     right[bias] = right[bias] + 20 * torch.bincount(labels, minlength=3).to(F64)
     wrong[bias] = wrong[bias] - 20 * torch.bincount(labels, minlength=3).to(F64)
     m = torch.tensor([0.8, 0.1, 0.1], dtype=F64)
-    (pi,) = mixture.weights(me, [wrong, right, model.params], m).values()
+    (pi,) = mixture.weights(me, [wrong, right, model.params], m, m.new_tensor(10.0)).values()
     assert float(pi.sum()) == pytest.approx(1)
     assert pi[1] > m[1]
-    (alone,) = mixture.weights(make_me(data, model, client=1), [wrong, right, right], m).values()  # no samples to ask
+    nobody = make_me(data, model, client=1)  # no samples to ask
+    (alone,) = mixture.weights(nobody, [wrong, right, right], m, m.new_tensor(10.0)).values()
     torch.testing.assert_close(alone, m)
 
 
@@ -145,6 +147,52 @@ def test_the_mixture_of_all_clients_has_the_least_summed_error() -> None:
     server = run(fed, rounds=2)
     assert float(server["m"].sum()) == pytest.approx(1)
     assert (server["m"] - 1 / 3).abs().max() > 1e-3
+
+
+def test_the_worth_of_the_common_mixture_is_that_of_the_least_held_out_error() -> None:
+    """Each fold of validation samples predicted with the mixture that the others ask for, by hand."""
+    data = make_data()
+    model = make_model("mlp", data)
+    me = make_me(data, model, client=3, algorithm=Tailor())
+    generator = torch.Generator().manual_seed(1)
+    others = [
+        {k: v + torch.randn(v.shape, generator=generator, dtype=F64) for k, v in model.params.items()} for _ in "ab"
+    ]
+    x, y = data.val.of(3)
+    truth = torch.nn.functional.one_hot(y, 3)
+    wrong = torch.stack([model(p, x).softmax(-1) - truth for p in (model.params, *others)])
+    m = torch.tensor([0.2, 0.3, 0.5], dtype=F64)
+    wanted = []
+    for strength in mixture.STRENGTHS:
+        total = 0.0
+        for fold in range(mixture.FOLDS):
+            out = torch.arange(len(y)) % mixture.FOLDS == fold
+            rest = wrong[:, ~out].flatten(1)
+            a = mixture.least(rest @ rest.T, m, strength / max(int((~out).sum()), 1))
+            total += float(torch.tensordot(a, wrong[:, out], dims=1).square().sum())
+        wanted.append(total)
+    q = mixture.products_of_errors(me, [model.params, *others])
+    torch.testing.assert_close(mixture.held_out(me, q, m), torch.tensor(wanted, dtype=F64))
+    assert len({round(v, 6) for v in wanted}) > 2
+
+
+def test_linear_models_of_numbers_have_the_degrees_of_empirical_bayes_and_end_with_all_samples() -> None:
+    data = make_data("regression")
+    model = make_model("linear", data)
+    algorithm = Tailor(every=2)
+    fed = federate(algorithm, data, model)
+    server = run(fed, rounds=3)
+    other = run(federate(EmpiricalBayes(cells=2), data, model), rounds=3)
+    torch.testing.assert_close(server["spread"], other, rtol=0, atol=1e-12)
+    served = models(fed, server)["di"]
+    x, y = (torch.cat(parts) for parts in zip(data.train.of(3), data.val.of(3), strict=True))
+    x = torch.cat([x.flatten(1), torch.ones(len(x), 1, dtype=F64)], dim=1)
+    for output in range(y.shape[1]):
+        degree = other["noise"] / other["t"][:, output]
+        own = torch.linalg.solve(x.T @ x + degree.diag(), x.T @ y[:, output] + degree * other["w"][:, output])
+        weight, bias = (served[f"alone.{k}"][output] for k in model.params)
+        kept = torch.cat([weight, bias[None]])
+        torch.testing.assert_close(kept, own, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedtailor.algorithms._shared.random_coefficients import NORMAL
 from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -19,13 +20,6 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.numerics import ridge
 
-
-def _square(algorithm: Algorithm, model: Model) -> Tensor:
-    w = ridge.as_vector(model, model.params)
-    return w.new_zeros((len(w), len(w)))
-
-
-NORMAL = ReplySpec("normal equations", _square)
 VECTOR = ReplySpec("vector of the model's size", lambda algorithm, model: ridge.as_vector(model, model.params))
 
 

@@ -12,8 +12,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedtailor.algorithms._shared.random_coefficients import NORMAL
 from fedtailor.algorithms._shared.random_effects import WITHIN, free_entries, varying, within
-from fedtailor.algorithms.joint_ls import NORMAL, VECTOR
+from fedtailor.algorithms.joint_ls import VECTOR
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation

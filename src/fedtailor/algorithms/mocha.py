@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms.empirical_bayes import VECTOR
+from fedtailor.algorithms._shared.random_coefficients import VECTOR
 from fedtailor.core.algorithm import Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation

@@ -1,11 +1,12 @@
 """Tailor: what is shared, to what degree and how it is fitted, all learned by held-out loss through the federation.
 
 A method of this project; its parts are others': starts between own and common model (FedALA, Learn2pFed), learned
-steps of fine-tuning (FedL2P), the label prior (balanced softmax), a mixture of predictions (MAPPER).
+steps of fine-tuning (FedL2P), the label prior (balanced softmax), a mixture of predictions (MAPPER), and for linear
+models of numbers degrees in closed form (EmpiricalBayes).
 
 Symbols: w common model; v own model; s share of w in a layer's start; eta factor of a layer's fine-tuning steps; tau
 strength of the label prior; theta = (logit s, log eta, tau), common, and u what a client adds to it; m what each kind
-of model counts in a mixture of predictions over all clients.
+of model counts in a mixture of predictions over all clients, and strength how many samples it is worth to a client.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ from torch import Tensor
 from fedtailor.algorithms._shared import mixture
 from fedtailor.algorithms._shared.layers import layers_of
 from fedtailor.algorithms._shared.own_loss import beside
+from fedtailor.algorithms._shared.random_coefficients import RandomCoefficients
 from fedtailor.algorithms._shared.unfolding import adam, learnable
-from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, detach
 from fedtailor.errors import ConfigError
+from fedtailor.numerics import ridge
 
 PARTS = ("share", "step", "prior")
 BESIDE = ("alone", "common")  # models that predict beside the fitted one
+EM_STEPS = 2  # per round
 ERRORS = ReplySpec("products of three models' validation errors", lambda algorithm, model: model.like.new_zeros(3, 3))
+HELD_OUT = ReplySpec(
+    "validation errors of mixtures", lambda algorithm, model: model.like.new_zeros(len(mixture.STRENGTHS))
+)
 
 
 @dataclass(frozen=True)
-class Tailor(Algorithm):
+class Tailor(RandomCoefficients):
     """Every round starts between the common and the client's own model; how far between is learned, as is the rest."""
 
     epochs: int = 1
@@ -53,7 +60,7 @@ class Tailor(Algorithm):
     outer_lr: float = 0.2
     """Step size of learning (Adam)."""
     every: int = 6
-    """Learn in one of so many rounds; such a round costs about as much as five others."""
+    """Learn in one of so many rounds; in the others the model that never meets another is trained."""
     evidence: float = 50.0
     """Samples with which a client's own deviation from the common theta is halved in each step; 1e9 allows none."""
     mixes: bool = True
@@ -90,18 +97,33 @@ class Tailor(Algorithm):
         s = model.like.new_tensor([self.head_share if i in heads else self.share for i in range(count)])
         eta = s.new_tensor([1.0 if i in heads else self.tune_step for i in range(count)])
         theta = torch.cat([s.logit(), eta.log(), s.new_tensor([self.prior])])
-        server = {"w": model.params, "theta": learnable(theta), "m": s.new_full((3,), 1 / 3)}
-        return server | ({"common": model.params} if self.mixes else {})
+        server = {"w": model.params, "theta": learnable(theta)}
+        if self.mixes:
+            server |= {"common": model.params, "m": s.new_full((3,), 1 / 3), "strength": s.new_tensor(mixture.FIRST)}
+            server |= {"errors": s.new_zeros(3, 3), "held_out": s.new_zeros(len(mixture.STRENGTHS))}
+        return server | ({"spread": self.first_spread(model)} if self.may_solve(model) else {})
+
+    def may_solve(self, model: Model) -> bool:
+        """Whether the model, if it predicts numbers, has a closed form."""
+        return self.mixes and ridge.is_linear(model) and not model.fixed
 
     def client_init(self, me: ClientContext) -> Tree:
         layers = len(set(layers_of(me.model).values()))
         state = {"v": me.model.params, "u": learnable(me.model.like.new_zeros(2 * layers + 1))}
-        return state | ({"alone": me.buffers | me.model.params} if self.mixes else {})
+        if not self.mixes:
+            return state
+        state |= {"q": me.model.like.new_zeros(mixture.FOLDS, 3, 3)}
+        if self.solves(me):
+            return state | {"d": ridge.statistics(me.model, me.train), "held": ridge.statistics(me.model, me.val)}
+        return state | {"alone": me.buffers | me.model.params}
+
+    def solves(self, me: ClientContext) -> bool:
+        return self.may_solve(me.model) and me.experiment.task.kind == "regression"
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         state = self.client_init(me)
         own = {"v": state["v"] | server["w"]}
-        return state | own | ({"alone": state["alone"] | server["common"]} if self.mixes else {})
+        return state | own | ({"alone": state["alone"] | server["common"]} if "alone" in state else {})
 
     def numbers(self, me: ClientContext, theta: Tensor) -> tuple[Params, Params, Params]:
         """s and eta of every parameter, and what the label prior adds to the head's bias."""
@@ -124,14 +146,24 @@ class Tailor(Algorithm):
         return me.state | {"v": own}, (own, me.n)
 
     @on_client(sends=(MODEL, COUNT))
-    def aside(self, me: ClientContext, common: Params, theta: Tensor) -> tuple[Tree, Tree]:
-        """What predicts beside the fitted model: a model that never meets another, and FedAvg's with the prior."""
-        statistics, shift = me.buffers, self.numbers(me, theta)[2]
-        alone = me.sgd(me.state["alone"], epochs=self.epochs)
-        me.buffers = statistics
+    def together(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
+        """FedAvg's model with the label prior, which predicts beside the fitted one."""
+        statistics, shift = me.buffers, self.shift(me)
         common = me.sgd(common | {k: common[k] + x for k, x in shift.items()}, epochs=self.epochs)
         me.buffers = statistics
-        return me.state | {"alone": alone}, (common | {k: common[k] - x for k, x in shift.items()}, me.n)
+        return me.state, (common | {k: common[k] - x for k, x in shift.items()}, me.n)
+
+    @on_client()
+    def apart(self, me: ClientContext) -> tuple[Tree, Tree]:
+        """A model that never meets another predicts beside it as well."""
+        statistics = me.buffers
+        alone = me.sgd(me.state["alone"], epochs=self.epochs)
+        me.buffers = statistics
+        return me.state | {"alone": alone}, None
+
+    def shift(self, me: ClientContext) -> Params:
+        """What the label prior adds to the bias of FedAvg's model."""
+        return {k: self.prior * x for k, x in mixture.label_shift(me).items()}
 
     def fitted(self, me: ClientContext, w: Params, theta: Tensor) -> Params:
         s, eta, shift = self.numbers(me, theta)
@@ -140,21 +172,35 @@ class Tailor(Algorithm):
         return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
 
     @on_client(sends=(NUMBER, NUMBER, ERRORS))
-    def judge(self, me: ClientContext, w: Params, common: Params, theta: Tensor) -> tuple[Tree, Tree]:
-        statistics, count = me.buffers, me.val.mask.sum()
+    def judge(self, me: ClientContext, w: Params, theta: Tensor, beside: Tree) -> tuple[Tree, Tree]:
+        statistics, count, state = me.buffers, me.val.mask.sum(), me.state
         fitted = self.fitted(me, w, theta)
         loss = me.loss(fitted, "val")
-        q = loss.new_zeros(3, 3)
+        q = loss.new_zeros(1, 3, 3)
         if self.mixes:
             with torch.no_grad():
-                q = mixture.products_of_errors(me, self.models(me, *detach((fitted, common, theta))))
+                q = mixture.products_of_errors(me, [detach(fitted), *self.others(me, detach(beside))])
+            state = state | {"q": q}
         me.buffers = statistics  # those of training, not of this trial
-        return me.state, (loss * count, count, q)
+        return state, (loss * count, count, q.sum(0))
 
-    def models(self, me: ClientContext, fitted: Params, common: Params, theta: Tensor) -> list[Params]:
-        """All that predict: the fitted model, the one trained alone, the common one with the label prior."""
-        shift = self.numbers(me, theta)[2]
-        return [fitted, me.state["alone"], common | {k: common[k] + x for k, x in shift.items()}]
+    @on_client(sends=HELD_OUT)
+    def weigh(self, me: ClientContext, m: Tensor) -> tuple[Tree, Tree]:
+        return me.state, mixture.held_out(me, me.state["q"], m)
+
+    def others(self, me: ClientContext, beside: Tree, *, uses_all: bool = False) -> list[Params]:
+        """What predicts beside the fitted model: one of the client's own, and FedAvg's with the label prior.
+
+        The own one never met another; or, in closed form, it is drawn to the common one by the evidence of all. With
+        `uses_all` that is fitted to validation samples too, as it can be once they have said what it counts.
+        """
+        common = beside["common"]
+        if self.solves(me):
+            d = {k: me.state["d"][k] + (me.state["held"][k] if uses_all else 0) for k in ("A", "b")}
+            own = ridge.as_params(me.model, ridge.shrunk(d, self.roots(beside["spread"]), beside["spread"]["w"]))
+        else:
+            own = me.state["alone"]
+        return [own, common | {k: common[k] + x for k, x in self.shift(me).items()}]
 
     @on_client()
     def deviate(self, me: ClientContext) -> tuple[Tree, Tree]:
@@ -168,30 +214,53 @@ class Tailor(Algorithm):
         return slope * slope.new_tensor([*is_learned[:1] * layers, *is_learned[1:2] * layers, is_learned[2]])
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        w, theta, m, common = server["w"], server["theta"], server["m"], {}
+        w, theta = server["w"], server["theta"]
         is_time = fed.round % self.every == 0
-        if self.mixes:
-            common = fed.mean(*fed.map(self.aside, server["common"], theta["x"]))
+        new = self.beside(fed, server, is_time=is_time) if self.mixes else {}
         x = fed.tape(theta["x"]) if is_time and self.learned else theta["x"]
         w = fed.mean(*fed.map(self.local, w, x))
         if is_time and (self.learned or self.mixes):
-            losses, counts, errors = fed.map(self.judge, w, common, x)
+            losses, counts, errors = fed.map(self.judge, w, x, new)
             loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
+            errors = fed.sum(errors).detach()
             if self.learned:
                 theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
                 fed.map(self.deviate)
-            m = mixture.least(fed.sum(errors).detach(), m, 0.0)
-            fed.report(outer_loss=loss.detach(), theta=list(theta["x"]), mixture=list(m))
-        return {"w": w, "theta": theta, "m": m} | ({"common": common} if self.mixes else {})
+            fed.report(outer_loss=loss.detach(), theta=list(theta["x"]))
+            new |= self.mixed(fed, server, errors) if self.mixes else {}
+        return server | {"w": w, "theta": theta} | new
+
+    def beside(self, fed: Federation, server: Tree, *, is_time: bool) -> Tree:
+        """A round of what predicts beside the fitted model."""
+        common = fed.mean(*fed.map(self.together, server["common"]))
+        if fed.task == "regression" and "spread" in server:
+            spread = server["spread"]
+            for _ in range(EM_STEPS):
+                spread = self.em_step(fed, spread)
+            return {"common": common, "spread": spread}
+        if not is_time or self.every == 1:
+            fed.map(self.apart)
+        return {"common": common}
+
+    def mixed(self, fed: Federation, server: Tree, errors: Tensor) -> Tree:
+        """The mixture of all clients, and how much it is worth to one of them."""
+        kept = (1 - len(fed.cohort) / fed.clients) / 2  # errors of before stand for clients who are not asked now
+        errors = kept * server["errors"] + errors
+        m = mixture.least(errors, server["m"], 0.0)
+        held_out = kept * server["held_out"] + fed.sum(fed.map(self.weigh, m))
+        strength = m.new_tensor(mixture.STRENGTHS)[held_out.argmin()] if held_out.sum() > 0 else server["strength"]
+        fed.report(mixture=list(m), strength=strength)
+        return {"errors": errors, "m": m, "held_out": held_out, "strength": strength}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        theta = server["theta"]["x"]
-        fitted = self.fitted(me, server["w"], theta)
+        fitted = self.fitted(me, server["w"], server["theta"]["x"])
         if not self.mixes:
             return fitted
-        models = self.models(me, fitted, server["common"], theta)
-        others = [beside(name, m) for name, m in zip(BESIDE, models[1:], strict=True)]
-        return fitted | others[0] | others[1] | mixture.weights(me, models, server["m"])
+        weights = mixture.weights(me, [fitted, *self.others(me, server)], server["m"], server["strength"])
+        alone, common = (
+            beside(name, m) for name, m in zip(BESIDE, self.others(me, server, uses_all=True), strict=True)
+        )
+        return fitted | alone | common | weights
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
         return mixture.predict(model, personal, x, BESIDE) if self.mixes else model(personal, x)

@@ -208,6 +208,11 @@ class Federation:
         return self.engine.experiment.model
 
     @property
+    def task(self) -> str:
+        """The kind of what is predicted."""
+        return self.engine.experiment.task.kind
+
+    @property
     def seed(self) -> int:
         """From which all randomness of the run follows."""
         return self.engine.experiment.seed

@@ -22,11 +22,16 @@ def check(model: Model, task: str) -> None:
         raise ConfigError(f"algorithm.name: this algorithm is for regression, not {task}")
 
 
+def is_linear(model: Model) -> bool:
+    """Whether it is one layer of weights, with or without a bias."""
+    return sorted(v.dim() for v in model.trainable.values()) in ([2], [1, 2])
+
+
 def names(model: Model) -> tuple[str, str | None]:
     """The weight and the bias of a linear model; other models are refused."""
     weight = [k for k, v in model.trainable.items() if v.dim() == 2]
     bias = [k for k, v in model.trainable.items() if v.dim() == 1]
-    if len(weight) != 1 or len(bias) > 1 or len(weight) + len(bias) != len(model.trainable):
+    if not is_linear(model):
         raise ConfigError('model.name: this algorithm solves linear models in closed form; set model.name = "linear"')
     return weight[0], bias[0] if bias else None
 

@@ -13,8 +13,10 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 
 CLASSES, NUMBERS = "mixture.of_classes", "mixture.of_numbers"  # under which name the weights stand tells what is mixed
-GRID = 40  # steps of a weight from 0 to 1
-STRENGTH = 10.0  # samples that the opinion of all clients is worth beside a client's own
+GRID = 20  # steps of a weight from 0 to 1
+FOLDS = 5  # of a client's validation samples
+STRENGTHS = (1.0, 5.0, 20.0, 80.0, 320.0, 1e6)  # samples that the opinion of all clients may be worth beside a client's
+FIRST = 20.0  # of them, before anything is known
 
 
 def label_shift(me: ClientContext) -> Params:
@@ -30,24 +32,39 @@ def label_shift(me: ClientContext) -> Params:
 
 
 def products_of_errors(me: ClientContext, models: Sequence[Params]) -> Tensor:
-    """[models, models]: a'qa is the squared error of a mixture a on the client's validation samples.
+    """[folds, models, models]: a'qa is the squared error of a mixture a on a fold of the client's validation samples.
 
     The error of a class is that of its probabilities (Brier's score), which is bounded: no sample rules a model out.
     """
     x, y, mask = me.val
     if not len(y):
-        return me.n.new_zeros(len(models), len(models))
+        return me.n.new_zeros(FOLDS, len(models), len(models))
     outputs = torch.stack([me.model(me.buffers | model, x) for model in models])
     if me.experiment.task.kind == "classification":
         outputs = outputs.softmax(-1)
         y = y[:, None] == torch.arange(outputs.shape[-1], device=y.device)
-    wrong = ((outputs - y.to(outputs.dtype)) * mask[:, None]).flatten(1)
-    return wrong @ wrong.T
+    wrong = (outputs - y.to(outputs.dtype)) * mask[:, None]
+    return torch.einsum("fn,anc,bnc->fab", folds(mask), wrong, wrong)
 
 
-def weights(me: ClientContext, models: Sequence[Params], m: Tensor) -> Params:
-    """What each model counts for a client: its validation samples decide, with `STRENGTH` more that say m."""
-    a = least(products_of_errors(me, models), m, STRENGTH / me.val.mask.sum().clamp(min=1))
+def folds(mask: Tensor) -> Tensor:
+    """[folds, samples]: 1 where a sample belongs to the fold."""
+    numbers = torch.arange(FOLDS, device=mask.device)
+    return (torch.arange(len(mask), device=mask.device) % FOLDS == numbers[:, None]) * mask
+
+
+def held_out(me: ClientContext, q: Tensor, m: Tensor) -> Tensor:
+    """For each of `STRENGTHS` the squared error of each fold with the mixture that the client's other folds ask for."""
+    each = folds(me.val.mask).sum(1)
+    others = (each.sum() - each).clamp(min=1)
+    strength = q.new_tensor(STRENGTHS)[:, None] / others
+    a = least(q.sum(0) - q, m, strength)
+    return torch.einsum("sfa,fab,sfb->s", a, q, a)
+
+
+def weights(me: ClientContext, models: Sequence[Params], m: Tensor, strength: Tensor) -> Params:
+    """What each model counts for a client: its validation samples decide, with `strength` more that say m."""
+    a = least(products_of_errors(me, models).sum(0), m, strength / me.val.mask.sum().clamp(min=1))
     return {NUMBERS if me.experiment.task.kind == "regression" else CLASSES: a}
 
 
@@ -57,8 +74,10 @@ def least(q: Tensor, m: Tensor, strength: Tensor | float) -> Tensor:
     Samples more by that factor, such as these are on average, would add the second part if m foretold them.
     """
     grid = m.new_tensor([(i, j, GRID - i - j) for i in range(GRID + 1) for j in range(GRID + 1 - i)]) / GRID
-    cost = ((grid @ q) * grid).sum(1) + strength * (((grid - m) @ q) * (grid - m)).sum(1)
-    return torch.where(q.diagonal().sum() > 0, grid[cost.argmin(0, keepdim=True)][0], m)
+    strength = torch.as_tensor(strength, dtype=m.dtype, device=m.device)
+    own, apart = (((g @ q) * g).sum(-1) for g in (grid, grid - m))
+    best = grid[(own + strength[..., None] * apart).argmin(-1, keepdim=True)].squeeze(-2)
+    return torch.where((q.diagonal(dim1=-2, dim2=-1).sum(-1) > 0)[..., None], best, m)
 
 
 def predict(model: Model, personal: Params, x: Tensor, others: Sequence[str]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables, unrolled
-from fedtailor.algorithms.empirical_bayes import VECTOR
+from fedtailor.algorithms._shared.random_coefficients import VECTOR
 from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext, View
 from fedtailor.core.federation import Federation
