@@ -73,18 +73,27 @@ METHODS: dict[str, dict[str, Any]] = {
     "kNN-Per": {"name": "knn-per", "epochs": EPOCHS},
     "EmpiricalBayes": {"name": "empiricalbayes"},
 }
+WRONG = {"share": 0.5, "head_share": 0.9, "tune_step": 1.0}  # half a body, a common head, all of it fine-tuned
 ABLATIONS: dict[str, dict[str, Any]] = {
     "nothing learned": {"learned": []},
-    "share not learned": {"learned": ["step", "prior"]},
-    "steps not learned": {"learned": ["share", "prior"]},
     "no label prior": {"prior": 0.0, "learned": ["share", "step"]},
     "no own deviation": {"evidence": 1e9},
     "no fine-tuning": {"tune_epochs": 0},
-    "whole model fine-tuned": {"tune_step": 1.0},
+    "begins wrong": WRONG,
+    "begins wrong, nothing learned": WRONG | {"learned": []},
     "no mixture": {"mixes": False},
+    "no mixture, nothing learned": {"mixes": False, "learned": []},
+    "no mixture, begins wrong": WRONG | {"mixes": False},
+    "no mixture, begins wrong, nothing learned": WRONG | {"mixes": False, "learned": []},
+}
+PAIRS = {  # what learning is worth: with it, and with the same beginning kept
+    "as it is": ("Tailor", "nothing learned"),
+    "begins wrong": ("begins wrong", "begins wrong, nothing learned"),
+    "no mixture": ("no mixture", "no mixture, nothing learned"),
+    "no mixture, begins wrong": ("no mixture, begins wrong", "no mixture, begins wrong, nothing learned"),
 }
 SAME = ("ECL",)  # columns whose clients and samples are the same for every seed: they count once
-ABLATED = ("FMNIST 0.5", "half permuted", "School")  # columns
+ABLATED = ("FMNIST 0.5", "half permuted", "100 clients")  # columns
 
 
 @dataclass(frozen=True)
@@ -245,12 +254,28 @@ def verdicts(columns: Sequence[Column]) -> list[str]:
     return lines
 
 
-def ablations(folder: Path, seeds: int) -> list[str]:
+def ablated(folder: Path, seeds: int) -> list[Column]:
+    """Columns with Tailor's rows alone."""
+    columns = [Column(folder, name, ("Tailor", *ABLATIONS), seeds) for name in ABLATED]
+    return [c for c in columns if c.seeds and len(c.titles) > 1]
+
+
+def ablations(columns: Sequence[Column]) -> list[str]:
     """Tailor without one part, or what else is different."""
-    titles = ("Tailor", *ABLATIONS)
-    columns = [c for name in ABLATED if (c := Column(folder, name, titles, seeds)).seeds and len(c.titles) > 1]
     lines = ["| | " + " | ".join(c.name for c in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-    return lines + [f"| {title} | {' | '.join(c.text(title) for c in columns)} |" for title in titles]
+    return lines + [f"| {t} | {' | '.join(c.text(t) for c in columns)} |" for t in ("Tailor", *ABLATIONS)]
+
+
+def learning(columns: Sequence[Column]) -> list[str]:
+    """What learning gains over the beginning that is kept, in points, with Holm's p over all of these tests."""
+    cells = [(name, c, pair) for name, pair in PAIRS.items() for c in columns if set(pair) <= set(c.titles)]
+    apart = [c.pooled(kept) - c.pooled(learned) for _, c, (learned, kept) in cells]
+    ps = iter(holm([signed_ranks(d) for d in apart]))
+    texts = {
+        (name, c.name): f"{100 * d.mean():+.1f} ({next(ps):.3f})" for (name, c, _), d in zip(cells, apart, strict=True)
+    }
+    lines = ["| | " + " | ".join(c.name for c in columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+    return lines + [f"| {name} | {' | '.join(texts.get((name, c.name), '') for c in columns)} |" for name in PAIRS]
 
 
 def record(columns: Sequence[Column]) -> str:
@@ -286,7 +311,9 @@ def main() -> None:
     intro = (args.page / "tailor.intro.md").read_text(encoding="utf-8").rstrip()
     made = f"Made with fedtailor {__version__} by `python benchmarks/tailor.py`."
     parts = [intro, "", made, "", "## Figures", "", *table(columns), "", "## Tests", "", *verdicts(columns)]
-    parts += ["", "## Ablations", "", *ablations(args.out, args.seeds)]
+    without = ablated(args.out, args.seeds)
+    parts += ["", "## Ablations", "", *ablations(without)]
+    parts += ["", "Points that learning gains over the same beginning, kept (Holm's p):", "", *learning(without)]
     (args.page / "tailor.json").write_text(record(columns), encoding="utf-8")
     (args.page / "tailor.md").write_text("\n".join(parts) + "\n", encoding="utf-8")
 

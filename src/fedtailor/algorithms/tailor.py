@@ -32,7 +32,6 @@ from fedtailor.numerics import ridge
 
 PARTS = ("share", "step", "prior")
 BESIDE = ("alone", "common")  # models that predict beside the fitted one
-EM_STEPS = 2  # per round
 ERRORS = ReplySpec("products of three models' validation errors", lambda algorithm, model: model.like.new_zeros(3, 3))
 HELD_OUT = ReplySpec(
     "validation errors of mixtures", lambda algorithm, model: model.like.new_zeros(len(mixture.STRENGTHS))
@@ -234,10 +233,7 @@ class Tailor(RandomCoefficients):
         """A round of what predicts beside the fitted model."""
         common = fed.mean(*fed.map(self.together, server["common"]))
         if fed.task == "regression" and "spread" in server:
-            spread = server["spread"]
-            for _ in range(EM_STEPS):
-                spread = self.em_step(fed, spread)
-            return {"common": common, "spread": spread}
+            return {"common": common, "spread": self.em_step(fed, server["spread"])}
         if not is_time or self.every == 1:
             fed.map(self.apart)
         return {"common": common}
