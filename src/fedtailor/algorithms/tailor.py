@@ -56,9 +56,9 @@ class Tailor(RandomCoefficients):
     """First strength of the client's label prior, which is added to the head's bias and never sent."""
     learned: tuple[str, ...] = PARTS
     """What is learned: any of share, step (of fine-tuning) and prior."""
-    outer_lr: float = 0.2
+    outer_lr: float = 0.4
     """Step size of learning (Adam)."""
-    every: int = 6
+    every: int = 4
     """Learn in one of so many rounds; in the others the model that never meets another is trained."""
     evidence: float = 50.0
     """Samples with which a client's own deviation from the common theta is halved in each step; 1e9 allows none."""
