@@ -32,6 +32,22 @@ def test_a_column_compares_the_seeds_that_all_methods_have(tmp_path: Path) -> No
     assert line.endswith(f"| 1 of {clients} | 2.0 |")
 
 
+def test_what_learning_gains_is_told_for_each_beginning(tmp_path: Path) -> None:
+    right, half = [0.0] * 20, [0.0, 1.0] * 10
+    for title in ("Tailor", "nothing learned", "begins wrong"):
+        write(tmp_path, title, 0, [right] * 8)
+    write(tmp_path, "begins wrong, nothing learned", 0, [half] * 8)
+    columns = tailor.ablated(tmp_path, 1)
+    lines = tailor.learning(columns)
+    assert lines[0] == "| | FMNIST 0.5 |"
+    assert lines[2] == "| as it is | +0.0 (1.000) |"
+    assert (
+        lines[3] == "| begins wrong | +50.0 (0.009) |"
+    )  # eight ties of one sign: z = 18 / sqrt(51 - 10.5), p twice by Holm
+    assert lines[4] == "| no mixture |  |"
+    assert "| begins wrong, nothing learned | 50.0 |" in tailor.ablations(columns)
+
+
 def test_every_column_and_row_can_be_configured() -> None:
     for column in tailor.COLUMNS:
         for title in (*tailor.METHODS, *tailor.ABLATIONS):
