@@ -23,6 +23,7 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
+from fedtailor.experiments.latest import latest
 from fedtailor.experiments.progress import grid_shown, shown
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json
 from fedtailor.experiments.trust import accept_folder
@@ -32,6 +33,7 @@ from fedtailor.serving import onboard
 from fedtailor.serving import personal as serving
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import fit as fitting
+from fedtailor.studies import update as updating
 from fedtailor.studies.explain_fit import coefficient_rows, explain_fit
 from fedtailor.studies.fit_folder import source_of
 from fedtailor.studies.kept_frames import keep
@@ -87,6 +89,15 @@ class Fit:
             as_frame(rows, "rows").write_parquet(file)
             onboard.onboard(self.path, file, name)
         return self.personal(name)
+
+    def update(self, rows: Mapping[str, Any] | None = None, *, data: Any = None, progress: bool = True) -> Fit:
+        """The fit of the rows that there are now; this one serves until that is complete.
+
+        rows: new rows, frames by site. data: the folder or file with all rows now. Neither: where the fit read them.
+        """
+        with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
+            result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, told=told)
+        return Fit(result.folder)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write the page, and say where."""
@@ -312,7 +323,7 @@ def load(path: str | Path, trust: bool = False) -> Fit | Run:
 
     trust: run code outside fedtailor that the folder names ("module:Class"), although you never ran it yourself.
     """
-    path = Path(path)
+    path = latest(Path(path))
     if trust:
         accept_folder(path)
     if (path / FIT).exists():

@@ -146,6 +146,27 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
     assert "models     runs/my sites-fit" in out
 
 
+def test_update_says_what_changed_and_every_command_uses_it(call: Call, refused: Refused, tmp_path: Path) -> None:
+    make_sites(tmp_path / "sites", sites=2, rows=40, numbers=True)
+    assert call("fit", "sites", "--target", "outcome", "--out", "out").code == 0
+    assert "nothing to update: all rows are those that out was fitted to" in call("update", "out").out
+    new = make_sites(tmp_path / "new", sites=1, rows=20, numbers=True) / "s0.csv"
+    assert "whose rows? Name the site with --site" in refused("update", "out", "--rows", new)
+    code, out, err = call("update", "out", "--rows", new, "--site", "s1")
+    assert (code, err) == (0, "")
+    told = read_json(tmp_path / "out/update-1" / FIT)["update"]
+    assert (told["changed"], told["sites"]["s1"]["rows_after"]) == (["s1"], 60)
+    line = next(line for line in out.split("changed sites")[1].splitlines() if "│ s1 " in line)
+    for key in ("before", "after"):
+        assert f"{told['sites']['s1'][key]:.4g}" in line
+    assert "unchanged  1 sites have the rows they had" in out
+    assert "models     out/update-1\nreport     out/report.html" in out
+    assert "│ s1   │   60 " in call("show", "out").out
+    assert call("update", "out/update-1", "--json").out.startswith("{")
+    assert "no space" not in call("predict", "out", "--site", "s1", new).out
+    assert "data, or new ones with --rows" in refused("update", "out", "--rows", new, "--site", "s1", "--data", "sites")
+
+
 ROW = "1.0,2.0,north,ill\n-1.0,0.5,south,well\n"
 MESSY: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "empty": ("", ("s1.csv: empty file", "put the client's rows there or remove it")),

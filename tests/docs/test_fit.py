@@ -27,7 +27,10 @@ def test_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def test_after_the_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "docs/how-to/after-fit.md"
     run_page(page, monkeypatch)
-    assert "wrote north.json" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "wrote north.json" in out
+    assert "models     runs/clinics/update-1" in out
+    assert "wrote more-predicted.csv: 40 rows" in out
     record = json.loads(Path("north.json").read_text(encoding="utf-8"))
     shown = page.read_text(encoding="utf-8")
     for key in (*record, *(key for column in record["columns"] for key in column)):

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fedtailor.cli import federation, first_steps, models
+from fedtailor.cli import federation, first_steps, models, updating
 from fedtailor.cli.checking import check, in_words
 from fedtailor.cli.explaining import explain
 from fedtailor.cli.options import (
@@ -62,6 +62,7 @@ for elsewhere in (
     models.predict,
     models.export,
     models.onboard,
+    updating.update,
     check,
     explain,
 ):

@@ -16,9 +16,18 @@ from rich.console import Console
 console = Console()
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML configuration; fedtailor init writes one.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
-RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or a comparison.")]
-RunOrFit = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or a fit.")]
+
+
+def _latest(path: Path) -> Path:
+    """Of a fit that was updated the models that serve now."""
+    from fedtailor.experiments.latest import latest
+
+    return latest(path)
+
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", callback=_latest)]
+RunOrRuns = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or a comparison.", callback=_latest)]
+RunOrFit = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run or a fit.", callback=_latest)]
 Site = Annotated[str, typer.Option("--site", help="Site whose model to use.")]
 Settings = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as local.lr=0.1; repeatable.")

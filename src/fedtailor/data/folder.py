@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import FolderConfig
+from fedtailor.data.earlier_rows import EarlierRows
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table, split_by
 from fedtailor.data.tabular import Site, assemble
 from fedtailor.data.target import (
@@ -40,9 +41,16 @@ def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> 
 
 
 def prepared(
-    tables: dict[str, Table], config: FolderConfig, seed: int, newcomers: dict[str, Table] | None = None
+    tables: dict[str, Table],
+    config: FolderConfig,
+    seed: int,
+    newcomers: dict[str, Table] | None = None,
+    earlier: EarlierRows | None = None,
 ) -> FederatedData:
-    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that."""
+    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that.
+
+    `earlier` are rows that a fit knows already, and how it prepared them.
+    """
     tidy = tidied(tables, config)
     tables, config = tidy.tables, tidy.config
     columns = common_columns(tables, config)
@@ -83,6 +91,7 @@ def prepared(
         newcomers=len(newcomers),
         dates=dates,
         absent=tidy.absent,
+        earlier=earlier,
     )
 
 

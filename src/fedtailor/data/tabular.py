@@ -30,6 +30,8 @@ from fedtailor.errors import DataError
 if TYPE_CHECKING:
     import polars as pl
 
+    from fedtailor.data.earlier_rows import EarlierRows
+
 
 @dataclass(frozen=True)
 class Site:
@@ -68,15 +70,21 @@ def assemble(
     zero_is_missing: Collection[str] = (),
     categories: Mapping[str, Sequence[str]] | None = None,
     absent: Mapping[str, tuple[str, ...]] | None = None,
+    earlier: EarlierRows | None = None,
 ) -> FederatedData:
     """Split every site, then build the same feature columns for all, in the order of `columns`.
 
     The last `newcomers` of the sites are encoded as the others are: scales and categories do not depend on them.
     `categories` are those agreed on, by column; else those that the sites have. `absent` are sites without a column.
+    With `earlier`, rows that it knows stay on their side of the split.
     """
     labelled = target.task == "classification"
     settled = len(sites) - newcomers
-    cuts = [split(len(site.y), site.y if labelled else None, config, seed=seed, client=site.name) for site in sites]
+    if earlier is not None:
+        earlier.check(sites, columns, target.task)
+        cuts = [earlier.cut(site, target.classes, config, seed) for site in sites]
+    else:
+        cuts = [split(len(site.y), site.y if labelled else None, config, seed=seed, client=site.name) for site in sites]
     made: list[str] = []
     learnt: list[NumberColumn | CategoryColumn] = []
     for column in columns:
@@ -103,14 +111,20 @@ def assemble(
         made.append(f"dates are days since 1970-01-01: {', '.join(dates)}")
     targets = [site.y for site in sites]
     told = TargetColumn(name=target.name, task=target.task, classes=target.classes, is_log=target.is_log)
-    if not labelled:
-        if target.standardise and target.task == "regression":
-            inner = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
-            mean, sd = moments_of(inner[:settled])
-            told = told.model_copy(update={"mean": mean, "sd": sd})
-            made.append(f"target standardised: ({'log y' if told.is_log else 'y'} - {mean:.6g}) / {sd:.6g}")
-        targets = [told.standardised(t) for t in targets]
+    is_scaled = not labelled and target.standardise and target.task == "regression"
+    if is_scaled:
+        inner = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
+        mean, sd = moments_of(inner[:settled])
+        told = told.model_copy(update={"mean": mean, "sd": sd})
     preparation = Preparation(columns=tuple(learnt), target=told)
+    if earlier is not None:
+        preparation = earlier.revised(preparation)
+        made.extend(earlier.notes)
+        told = preparation.target
+    if is_scaled:
+        made.append(f"target standardised: ({'log y' if told.is_log else 'y'} - {told.mean:.6g}) / {told.sd:.6g}")
+    if not labelled:
+        targets = [told.standardised(t) for t in targets]
     matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
     return FederatedData(
         name=name,

@@ -24,6 +24,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.random import STREAMS
 from fedtailor.core.samples import FederatedData, Shape
+from fedtailor.core.trees import Tree
 from fedtailor.data.fingerprint import digest
 from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import CHANGES, Attacked
@@ -68,6 +69,7 @@ class Options(TypedDict, total=False):
     until: int | None  # the last round for now; `resume` goes on from there
     callbacks: Sequence[Any]  # objects with methods of `Callback`; the first rank calls them
     device: str | None  # in place of the one that the configuration names
+    server: Tree  # state of the server to begin with, in place of the algorithm's
 
 
 def about(
@@ -139,6 +141,7 @@ def start(
             name, why = choice.name, choice.why
         run = _begun(name, experiment, config, path, ranks, cores)
         held.callback(run.engine.close)
+        run.server = run.server if options.get("server") is None else options["server"]
         where |= {"engine_why": why, **_stack(run, where["device"])}
         return run, about(experiment, config, name, data_root, ranks.count) | where
 

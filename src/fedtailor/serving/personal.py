@@ -27,6 +27,7 @@ from fedtailor.data.spreadsheets import as_text
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
 from fedtailor.data.tidying import renamed_columns
 from fedtailor.errors import DataError, RunError, nearest
+from fedtailor.experiments.latest import latest
 from fedtailor.experiments.model_building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
@@ -218,6 +219,7 @@ def sites_of(folder: RunFolder) -> list[str]:
 
 def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     """The model of a site in the folder of a fit, or of a run: there of the round selected on validation data."""
+    path = latest(path)
     folder, kind = run_of(path, site)
     if site not in sites_of(folder):
         raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')

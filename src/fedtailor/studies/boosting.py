@@ -6,8 +6,11 @@ counts the factor by which the shared model's rate is to be multiplied.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.serving.trees import Trees, inputs_of, said, trees_of
+from fedtailor.experiments.store import read_json, read_tree, write_json, write_tree
+from fedtailor.serving.trees import Trees, checked, inputs_of, said, trees_of
 
+KEPT = "kept-"
 ENOUGH = 120  # rows of a site
 FEWEST = 10  # rows of the second most frequent class, or with a count above 0
 MOST = 20_000  # rows that a fold's trees learn from; what is delivered learns from all
@@ -65,6 +70,32 @@ def spread_out(trees: Trees, seen: NDArray[np.int64], outputs: int) -> Trees:
     baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64, device="cpu")
     baseline[at] = trees.baseline
     return replace(trees, output=at[trees.output], baseline=baseline)
+
+
+def kept_or_grown(
+    folder: Path,
+    x: Tensor,
+    y: Tensor,
+    base: Tensor | None,
+    folds: NDArray[np.int64],
+    outputs: int,
+    is_class: bool,
+    seed: int,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Trees]:
+    """Out-of-fold outputs and trees of one site; the same rows are not trained on twice, they are kept in `folder`."""
+    inputs = x.shape[1] + (0 if base is None else base.shape[1])
+    digest = hashlib.blake2b(f"{version('scikit-learn')} {outputs} {is_class} {seed}".encode(), digest_size=12)
+    for part in (x, y, *([] if base is None else [base]), torch.from_numpy(folds)):
+        digest.update(f"|{part.dtype}|{list(part.shape)}|".encode() + part.contiguous().numpy().tobytes())
+    entry = folder / f"{KEPT}{digest.hexdigest()}.json"
+    if entry.exists():
+        tensors = read_tree(folder, read_json(entry))
+        return tensors.pop("out of fold"), checked(tensors, inputs, outputs, str(entry))
+    said = cross_fitted(x, y, base, folds, outputs, is_class, seed, check)
+    trees = boosted(x, y, base, outputs, is_class, seed)
+    write_json(entry, write_tree(entry.with_suffix(".safetensors"), {"out of fold": said} | trees.tensors))
+    return said, trees
 
 
 def cross_fitted(

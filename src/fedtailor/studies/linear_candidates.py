@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.samples import FederatedData
-from fedtailor.core.trees import Params
+from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
 from fedtailor.experiments import runner, trust
 from fedtailor.experiments.config import RunConfig, parse
@@ -25,6 +25,7 @@ from fedtailor.studies.grid import Cell, Told
 MOST_SLOPES, MOST_TOGETHER = 150, 8
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
+START = "start"  # folder of states that an update begins with
 FAILURES = (UserError, ClientError, RoundAbandoned, torch.linalg.LinAlgError)  # of one candidate, not of the fit
 
 
@@ -119,7 +120,7 @@ def _one(
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
         return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
-    spoken = out_of_fold(cell.config, data, folds, None, fold_done, clock.check)
+    spoken = out_of_fold(cell.config, data, folds, begun_from(cell), fold_done, clock.check)
     clock.check(MORE_ROWS * (taken[min(1, len(taken) - 1)] - taken[0]))
     _train(cell, data, root, told)
     return spoken
@@ -133,7 +134,13 @@ def _train(cell: Cell, data: FederatedData, root: Path | None, told: Told) -> No
         trust.remember(cell.config)
         runner.resume(cell.folder, root, listen, loaded=data)
     else:
-        runner.start(cell.config, cell.folder, root, listen, loaded=data)
+        runner.start(cell.config, cell.folder, root, listen, loaded=data, server=begun_from(cell))
+
+
+def begun_from(cell: Cell) -> Tree:
+    """The state from which an update begins, if an earlier fit left one."""
+    entry = cell.folder.parent / START / f"{cell.folder.name}.json"
+    return read_tree(entry.parent, read_json(entry)) if entry.exists() else None
 
 
 def delivered(cell: Cell, sites: Sequence[str]) -> list[Params]:

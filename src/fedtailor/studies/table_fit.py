@@ -156,9 +156,9 @@ def _trees(
             continue
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
-                said = boosting.cross_fitted(x, y, start, folds[a:b], data.outputs, is_class, seed, clock.check)
-                spoken[kind][a:b] = said
-                boosting.boosted(x, y, start, data.outputs, is_class, seed).save(trees_path(out, i, kind))
+                of_site = (x, y, start, folds[a:b], data.outputs, is_class, seed, clock.check)
+                spoken[kind][a:b], trees = boosting.kept_or_grown(out / TREES_FOLDER, *of_site)
+                trees.save(trees_path(out, i, kind))
         except OutOfTime:
             for said in spoken.values():
                 said[a:b] = torch.nan

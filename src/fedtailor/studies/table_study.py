@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.core.samples import FederatedData
+from fedtailor.data.earlier_rows import row_keys
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.store import FIT, read_json, write_json
@@ -15,6 +16,8 @@ from fedtailor.studies.fit_folder import claimed
 from fedtailor.studies.grid import Told
 from fedtailor.studies.site_metrics import chosen_metric
 from fedtailor.studies.table_record import table_record
+
+ROWS = "rows.json"  # which rows are for training and which for testing, by their hashes
 
 
 def fit_table(
@@ -38,6 +41,7 @@ def fit_table(
         if metric and held["metric"] != shown:
             raise RunError(f"{out}: shows {held['metric']}; choose another folder with --out for --metric {shown}")
         return dict(held)
+    write_json(out / ROWS, row_keys(loaded))
     found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
     record = {"settings": claim} | table_record(found, data, out, cells[0].seed, metric) | {"dropped": found.dropped}
     write_json(out / FIT, record)
