@@ -161,7 +161,7 @@ def test_update_says_what_changed_and_every_command_uses_it(call: Call, refused:
         assert f"{told['sites']['s1'][key]:.4g}" in line
     assert "unchanged  1 sites have the rows they had" in out
     assert "models     out/update-1\nreport     out/report.html" in out
-    assert "│ s1   │   60 " in call("show", "out").out
+    assert call("show", "out").out in out
     assert call("update", "out/update-1", "--json").out.startswith("{")
     assert "no space" not in call("predict", "out", "--site", "s1", new).out
     assert "data, or new ones with --rows" in refused("update", "out", "--rows", new, "--site", "s1", "--data", "sites")

@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 
 import fedtailor as ft
+from fedtailor.data.earlier_rows import row_keys
 from fedtailor.errors import DataError, RunError
 from fedtailor.experiments.latest import CURRENT, latest
 from fedtailor.experiments.store import FIT, RunFolder, read_json
@@ -126,6 +127,13 @@ def test_figures_before_and_after_are_those_of_the_models_on_the_same_rows(here:
     new = personal(here / "fit", "s1").predict(x.filter(pl.Series(at)))
     rmse = float(np.sqrt(np.mean((new - rows["y"].to_numpy()[at]) ** 2)))
     assert told["after"] == pytest.approx(rmse, rel=1e-9)
+
+
+def test_an_update_is_explained_on_the_rows_it_was_fitted_to(here: Path) -> None:
+    pl.concat([pl.read_csv(here / "sites/s1.csv"), more(1, 30)]).write_csv(here / "sites/s1.csv")
+    result = updated(here)
+    run = RunFolder(result.folder / result.record["common"])
+    assert row_keys(updating.rows_of_update(result.folder, run)) == read_json(result.folder / ROWS)
 
 
 def _first(here: Path, site: str) -> Any:

@@ -142,7 +142,7 @@ class EarlierRows:
         if fresh.target.classes != old.target.classes:
             self.notes.append("the target has other classes now; all models are trained from scratch")
             return fresh
-        columns = []
+        columns: list[NumberColumn | CategoryColumn] = []
         for was in old.columns:
             now = next(c for c in fresh.columns if c.name == was.name)
             if isinstance(now, NumberColumn) and isinstance(was, NumberColumn):

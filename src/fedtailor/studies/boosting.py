@@ -74,16 +74,16 @@ def spread_out(trees: Trees, seen: NDArray[np.int64], outputs: int) -> Trees:
 
 def kept_or_grown(
     folder: Path,
-    x: Tensor,
-    y: Tensor,
-    base: Tensor | None,
+    rows: tuple[Tensor, Tensor],
     folds: NDArray[np.int64],
+    base: Tensor | None,
     outputs: int,
     is_class: bool,
     seed: int,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Trees]:
     """Out-of-fold outputs and trees of one site; the same rows are not trained on twice, they are kept in `folder`."""
+    x, y = rows
     inputs = x.shape[1] + (0 if base is None else base.shape[1])
     digest = hashlib.blake2b(f"{version('scikit-learn')} {outputs} {is_class} {seed}".encode(), digest_size=12)
     for part in (x, y, *([] if base is None else [base]), torch.from_numpy(folds)):

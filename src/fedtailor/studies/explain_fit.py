@@ -19,6 +19,7 @@ from fedtailor.serving.described import part_of
 from fedtailor.serving.personal import Personal, personal
 from fedtailor.studies.effect_words import words_of
 from fedtailor.studies.effects import EFFECTS, of_predictions
+from fedtailor.studies.update import rows_of_update
 
 
 def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
 def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
     """What serves the sites, asked about their rows: importance and curves, no coefficients."""
     folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
-    experiment = reload_experiment(folder, data_root)
+    experiment = reload_experiment(folder, data_root, rows_of_update(path, folder) if "update" in record else None)
     data = experiment.data
     if not data.is_plain or len(data.shape) != 1 or data.task not in ("classification", "regression", "count"):
         raise RunError(f"{path}: not a fit of tables; explain one of its runs, such as {folder.path}")

@@ -156,7 +156,7 @@ def _trees(
             continue
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
-                of_site = (x, y, start, folds[a:b], data.outputs, is_class, seed, clock.check)
+                of_site = ((x, y), folds[a:b], start, data.outputs, is_class, seed, clock.check)
                 spoken[kind][a:b], trees = boosting.kept_or_grown(out / TREES_FOLDER, *of_site)
                 trees.save(trees_path(out, i, kind))
         except OutOfTime:

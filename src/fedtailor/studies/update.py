@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,9 @@ def update(
     if rows is not None:
         source = all_rows(source, rows, out)
     _drop_other(out, source)
-    known, preparation = before / ROWS, RunFolder(part_of(before, record["common"])).preparation
-    if not known.exists() or preparation is None:
-        raise RunError(f"{before}: does not know which rows it was tested on; an earlier fedtailor wrote it, fit anew")
-    earlier = EarlierRows(preparation, read_json(known), number)
+    earlier = _known_rows(before, RunFolder(part_of(before, record["common"])), number)
     loaded = prepared(read_sites(source), source, data_seed(config), earlier=earlier)
+    loaded = replace(loaded, name=record["data"])
     gone = [site for site in record["sites"] if site not in loaded.clients]
     if not gone and not any(change.is_any for change in earlier.changes.values()):
         shutil.rmtree(out, ignore_errors=True)
@@ -95,6 +93,21 @@ def update(
     _carry_newcomers(before, out, record, new, loaded)
     make_current(root, out)
     return Updated(out, new, True)
+
+
+def _known_rows(fit: Path, run: RunFolder, number: int) -> EarlierRows:
+    """The rows of a fit, and how one of its runs prepared them."""
+    if not (fit / ROWS).exists() or run.preparation is None:
+        raise RunError(f"{fit}: does not know which rows it was tested on; an earlier fedtailor wrote it, fit anew")
+    return EarlierRows(run.preparation, read_json(fit / ROWS), number)
+
+
+def rows_of_update(fit: Path, run: RunFolder) -> FederatedData:
+    """The data that an update was fitted to, split as it was then."""
+    config = config_of(run)
+    assert isinstance(config.data, FolderConfig)
+    earlier = _known_rows(fit, run, 0)
+    return prepared(read_sites(config.data), config.data, data_seed(config), earlier=earlier)
 
 
 def _earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
