@@ -91,7 +91,9 @@ def test_what_the_server_sees_is_what_the_page_says(name: str, tmp_path: Path) -
     if name == "mixedlogit":
         model, options = {"name": "linear"}, {"effects": "none", "steps": 2}
     if name == "mixedpoisson":
-        folder = runner.start(parse(COUNTS | {"rounds": 1, "algorithm": {"name": name, "effects": "intercept"}}), tmp_path / "run")
+        folder = runner.start(
+            parse(COUNTS | {"rounds": 1, "algorithm": {"name": name, "effects": "intercept"}}), tmp_path / "run"
+        )
         assert folder.results is not None
         assert not folder.results["gathered"]
         return

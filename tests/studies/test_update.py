@@ -122,7 +122,7 @@ def test_figures_before_and_after_are_those_of_the_models_on_the_same_rows(here:
     target = first.preparation.target
     numeric = {name: x[name].to_numpy() for name in x.columns}
     features = first.preparation.encode("s1", numeric, {}, "rows")
-    keys = _hashes(features, _written((rows["y"].to_numpy() - target.mean) / target.sd, ()))
+    keys = _hashes(features, _written(target.standardised(rows["y"].to_numpy()), ()))
     at = np.array([key in old["test"] for key in keys])
     new = personal(here / "fit", "s1").predict(x.filter(pl.Series(at)))
     rmse = float(np.sqrt(np.mean((new - rows["y"].to_numpy()[at]) ** 2)))

@@ -36,7 +36,11 @@ def row_keys(data: FederatedData) -> Keys:
 
 def _written(y: NDArray[Any], classes: Sequence[str]) -> list[bytes]:
     """Classes by name: their numbers may change."""
-    return [classes[i].encode() for i in y.tolist()] if classes else [v.tobytes() for v in y.astype(np.float64)]
+    return (
+        [classes[i].encode() for i in y.tolist()]
+        if classes
+        else [v.tobytes() for v in y.astype(np.float64).reshape(len(y), -1)]
+    )
 
 
 def _hashes(x: Floats, y: Sequence[bytes]) -> list[str]:
@@ -121,7 +125,7 @@ class EarlierRows:
         if not before["train"] and not before["test"]:
             return [""] * len(site.y)
         x = self.preparation.encode(site.name, site.numeric, site.categorical, site.file, [])
-        y = site.y if classes else (site.y - target.mean) / target.sd
+        y = site.y if classes else target.standardised(site.y)
         left = {name: Counter(keys) for name, keys in before.items()}
         sides = []
         for key in _hashes(x, _written(y, classes)):

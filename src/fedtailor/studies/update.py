@@ -201,9 +201,11 @@ def _figure(folder: Path, name: str, site: Any, change: Change, metric: Metric, 
         place = np.array([own.classes.index(label) for label in classes])
         y = torch.from_numpy(place[site.y[at]])
     else:
-        y = torch.from_numpy((site.y[at] - target.mean) / target.sd)[:, None]
-    rows = Rows(x, y, torch.tensor([0, len(at)], device="cpu"))
-    return at_site(metric, own.outputs(x).double(), rows, 0, 1.0 if classes else target.sd)
+        y = torch.from_numpy(target.standardised(site.y[at]))
+    outputs, unit = own.outputs(x).double(), target.sd if target.task == "regression" else 1.0
+    if target.is_log:  # figures are of the numbers themselves
+        outputs, y, unit = target.readable(outputs), target.readable(y), 1.0
+    return at_site(metric, outputs, Rows(x, y, torch.tensor([0, len(at)], device="cpu")), 0, unit)
 
 
 def _carry_newcomers(before: Path, out: Path, old: dict[str, Any], new: dict[str, Any], loaded: FederatedData) -> None:
