@@ -36,11 +36,7 @@ def row_keys(data: FederatedData) -> Keys:
 
 def _written(y: NDArray[Any], classes: Sequence[str]) -> list[bytes]:
     """Classes by name: their numbers may change."""
-    return (
-        [classes[i].encode() for i in y.tolist()]
-        if classes
-        else [v.tobytes() for v in y.astype(np.float64).reshape(len(y), -1)]
-    )
+    return [classes[i].encode() for i in y.tolist()] if classes else [v.tobytes() for v in y.astype(np.float64)]
 
 
 def _hashes(x: Floats, y: Sequence[bytes]) -> list[str]:

@@ -219,8 +219,7 @@ def sites_of(folder: RunFolder) -> list[str]:
 
 def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     """The model of a site in the folder of a fit, or of a run: there of the round selected on validation data."""
-    path = latest(path)
-    folder, kind = run_of(path, site)
+    folder, kind = run_of(path := latest(path), site)
     if site not in sites_of(folder):
         raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
     refuse_other_code(folder)
