@@ -2,14 +2,17 @@
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from fedtailor.cli.federation_fit import policy
 from fedtailor.deploy.flare import processes
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.provisioning import TEMPLATE
-from tests.docs.pages import ROOT, run_page
+from fedtailor.deploy.flare.site import SiteFile
+from tests.docs.pages import ROOT, blocks, run_page
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
@@ -32,3 +35,10 @@ def test_the_template_of_a_site_has_every_key_of_the_policy() -> None:
         r"^\[policy\.(\w+)\]", TEMPLATE, re.MULTILINE
     )
     assert set(Policy.model_fields) <= set(named)
+
+
+def test_what_a_fit_needs_of_a_policy_is_listed() -> None:
+    (shown,) = (tomllib.loads(b.text) for b in blocks(ROOT / "docs/how-to/federation.md") if b.file == "fit.toml")
+    needed = tomllib.loads(policy())["policy"]
+    assert {k: sorted(v) for k, v in shown["policy"].items()} == {k: sorted(v) for k, v in needed.items()}
+    SiteFile.model_validate(shown)

@@ -13,6 +13,8 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported
 
 _registered: dict[str, type[Algorithm]] = {}
+PROGRAMS = {"tablefit": ("fedtailor.algorithms._shared.table_fit", "TableFit")}
+"""Made of several algorithms, not one to list or to compare: known by name, with the module and the class."""
 
 
 def register(kind: type[Algorithm]) -> type[Algorithm]:
@@ -69,6 +71,10 @@ def find(name: str) -> type[Algorithm]:
         if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
             raise ConfigError(f'algorithm.name: "{name}" is not an Algorithm')
         return kind
+    if name.lower() in PROGRAMS:
+        module, attribute = PROGRAMS[name.lower()]
+        program: type[Algorithm] = getattr(importlib.import_module(module), attribute)
+        return program
     known = algorithms()
     if name.lower() not in known:
         raise ConfigError(f'algorithm.name: no algorithm "{name}"; {nearest(name.lower(), known)}', code="config.name")

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli.operators import COMMANDS, Folder, private_folder
+from fedtailor.cli import federation_fit, operators
+from fedtailor.cli.operators import Folder, private_folder
 from fedtailor.cli.options import AsJson, Config, Settings, print_json
 from fedtailor.errors import ConfigError, RunError
 
@@ -221,5 +222,5 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-for _command in COMMANDS:
+for _command in (*federation_fit.COMMANDS, *operators.COMMANDS):
     app.command()(_command)

@@ -7,6 +7,7 @@ site's file, scales are the site's own.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
 from fedtailor.data.folder import complete_target, numbers, report_text
+from fedtailor.data.preparation import Preparation
 from fedtailor.data.splits import starts
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table
 from fedtailor.data.tabular import Floats, Site, Target, assemble
@@ -80,9 +82,14 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
         categorical={c: table.columns[c].labels() for c in config.categories},
         y=_target(table, config),
     )
-    target = Target("classification" if config.classes else "regression", config.classes)
+    target = Target("classification" if config.classes else "regression", config.classes, name=config.target)
     columns = (*config.numeric, *config.categories)
-    return assemble(name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories)
+    data = assemble(name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories)
+    if config.target_scale is None or config.classes or data.preparation is None:
+        return data
+    mean, sd = config.target_scale  # by which predictions are read
+    scaled = data.preparation.target.model_copy(update={"mean": mean, "sd": sd})
+    return replace(data, preparation=data.preparation.model_copy(update={"target": scaled}))
 
 
 def _filled(table: Table, column: str, fill: dict[str, float]) -> Floats:
@@ -114,13 +121,15 @@ def write_prepared(path: Path, data: FederatedData, client: int) -> None:
         x, y = getattr(data, split).of(client)
         named = {f"{split}.x.{k}": v for k, v in x.items()} if isinstance(x, dict) else {f"{split}.x": x}
         tensors |= {k: v.contiguous() for k, v in named.items()} | {f"{split}.y": y.contiguous()}
-    about = {
+    about: dict[str, Any] = {
         "name": data.name,
         "task": data.task,
         "outputs": data.outputs,
         "classes": data.classes,
         "features": data.features,
     }
+    if data.preparation is not None:
+        about["preparation"] = data.preparation.of(data.clients[client]).model_dump(mode="json")
     path.write_bytes(save(tensors, metadata={"about": json.dumps(about)}))
 
 
@@ -139,6 +148,7 @@ def _read_prepared(path: Path, name: str) -> FederatedData:
                 split: Rows(_inputs(file, split), y := file.get_tensor(f"{split}.y"), starts([len(y)]))
                 for split in ("train", "val", "test")
             }
+            prepared = about.get("preparation") and Preparation.model_validate(about["preparation"])
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -153,4 +163,5 @@ def _read_prepared(path: Path, name: str) -> FederatedData:
         train=rows["train"],
         val=rows["val"],
         test=rows["test"],
+        preparation=prepared,
     )

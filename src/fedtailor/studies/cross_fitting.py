@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor import engines
+from fedtailor.algorithms._shared.parts import folds_of_rows
 from fedtailor.core.federation import Federation
 from fedtailor.core.per_client import PerClient
-from fedtailor.core.random import stream
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
 
 FOLDS = 5
-NEVER = -1  # the fold of rows that are always trained on
 
 
 def all_in_training(data: FederatedData) -> FederatedData:
@@ -45,15 +44,9 @@ def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.i
     Not by class: with the shares of the classes the same in every fold, models that know the site's share would be
     flattered, since in the rows that they have not seen it is what it is in those that they have.
     """
-    out = np.full(len(data.train.x), NEVER)
-    for i, site in enumerate(data.clients):
-        first, last = int(data.train.starts[i]), int(data.train.starts[i + 1])
-        if last - first < 2:
-            continue
-        rng = stream(seed, site, "folds")
-        order = rng.permutation(last - first)
-        out[first + order] = (np.arange(last - first) + rng.integers(folds)) % folds
-    return out
+    sizes = data.train.sizes.tolist()
+    each = [folds_of_rows(rows, seed, site, folds) for rows, site in zip(sizes, data.clients, strict=True)]
+    return np.concatenate(each)
 
 
 def only_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:

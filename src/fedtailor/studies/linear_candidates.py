@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtailor.algorithms._shared.table_fit import usable
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
@@ -22,10 +23,16 @@ from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
 from fedtailor.studies.cross_fitting import out_of_fold
 from fedtailor.studies.grid import Cell, Told
 
-MOST_SLOPES, MOST_TOGETHER = 150, 8
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
 START = "start"  # folder of states that an update begins with
+LABELS = {  # by what differs between sites
+    "": ALONE,
+    "none": COMMON,
+    "intercept": "mixed, intercept",
+    "diagonal": "mixed, slopes",
+    "full": "mixed, slopes together",
+}
 FAILURES = (UserError, ClientError, RoundAbandoned, torch.linalg.LinAlgError)  # of one candidate, not of the fit
 
 
@@ -38,11 +45,8 @@ def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cel
     """The linear candidates, from simple to rich, each a run of one round."""
     kind = kind_of(data.task)
     size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
-    effects = {COMMON: "none", "mixed, intercept": "intercept"}
-    if size <= MOST_SLOPES:
-        effects["mixed, slopes"] = "diagonal"
-    if size <= MOST_TOGETHER and data.task == "regression":
-        effects["mixed, slopes together"] = "full"
+    is_gaussian = data.task == "regression"
+    effects = {LABELS[e]: e for e in ("none", "intercept", "diagonal", "full") if usable(e, size, is_gaussian)}
     wanted = {ALONE: {"name": "linearalone"}}
     if len(data.clients) > 1:
         wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}

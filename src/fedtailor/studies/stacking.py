@@ -14,16 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import nnls  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fedtailor.core.task import Count
+from fedtailor.numerics.blending import HELP, NEWTON, OWN_PULLS, ROUNDING, SURELY, on_simplex, row_losses
 
 ALL = float("inf")  # the pull of one blend for all sites
-PULLS = (ALL, 1000.0, 300.0, 100.0)  # rows of the federation that the common weights are worth
-SURELY = 1.645  # standard errors: one-sided, 5 %
-HELP = 5  # rows of all sites beside a site's own, where its noise is estimated
-NEWTON = 4  # quadratic steps; one is exact for squared errors
+PULLS = (ALL, *OWN_PULLS)
 
 
 @dataclass(frozen=True)
@@ -73,14 +69,6 @@ class Candidates:
         )
 
 
-def row_losses(outputs: Tensor, y: Tensor, is_class: bool) -> Tensor:
-    if is_class:
-        return -outputs.gather(1, y[:, None])[:, 0]
-    if not y.is_floating_point():
-        return Count().loss(outputs, y)
-    return (outputs - y).square().mean(1)
-
-
 def common_weights(c: Candidates) -> Tensor:
     """One set of weights for all sites [1, candidates]."""
     everybody = Candidates(c.outputs, c.y, torch.zeros_like(c.site), 1, c.is_class)
@@ -107,19 +95,8 @@ def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
         gradient, hessian = c.quadratic(weights)
         metric = pull * hessian.sum(0) / max(len(c.y), 1)
         inner, linear = hessian + metric, (hessian @ weights[:, :, None])[:, :, 0] - gradient + prior @ metric
-        weights = torch.stack([_on_simplex(q, b) for q, b in zip(inner, linear, strict=True)])
+        weights = on_simplex(inner, linear)
     return weights
-
-
-def _on_simplex(q: Tensor, b: Tensor) -> Tensor:
-    """argmin u'Qu / 2 - b'u over u >= 0 that sum to 1, as non-negative least squares."""
-    size = max(float(q.diagonal().mean()), 1e-300)
-    eye, ones = torch.eye(len(b), dtype=q.dtype, device="cpu"), torch.ones_like(b)
-    firm = 1e3  # of the constraint on the sum, which the last division makes exact
-    root = torch.linalg.cholesky(q / size + firm * torch.outer(ones, ones) + 1e-9 * eye)
-    target = torch.linalg.solve_triangular(root, (b / size + firm * ones)[:, None], upper=False)[:, 0]
-    u = nnls(root.mT.numpy(), target.numpy())[0]
-    return torch.from_numpy(u / u.sum()) if u.sum() > 0 else ones / len(b)
 
 
 @dataclass(frozen=True)
@@ -162,7 +139,8 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
             said[pull][held] = own.blend(weights)
     losses = {pull: c.losses(blended) for pull, blended in said.items()}
     best = min(losses.values(), key=lambda loss: float(loss.sum()))
-    taken = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites))
+    least = ROUNDING * abs(float(best.sum()))
+    taken = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites, least))
     if taken is None:
         common = best_single(c)
         return Stacked(common.expand(c.sites, -1).clone(), common[0], ALL, said[taken])
@@ -170,8 +148,8 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     return Stacked(site_weights(c, common, taken), common[0], taken, said[taken])
 
 
-def _surely_above(lost: Tensor, site: Tensor, sites: int) -> bool:
-    """Whether a sum is above 0 by more than chance, be it that of rows or that of sites."""
+def _surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:
+    """Whether a sum is above `least` by more than chance, be it that of rows or that of sites."""
     by_site = torch.zeros(sites, dtype=lost.dtype, device="cpu").index_add_(0, site, lost)
     spread = max(float((v - v.mean()).square().sum().sqrt()) for v in (lost, by_site))
-    return float(lost.sum()) > SURELY * spread
+    return float(lost.sum()) > SURELY * spread + least

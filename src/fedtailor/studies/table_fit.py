@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.numerics.blending import KNOWN
 from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, said
 from fedtailor.studies import boosting
 from fedtailor.studies.cross_fitting import all_in_training, folds_of, outputs_of, site_of_rows
@@ -28,7 +29,6 @@ from fedtailor.studies.stacking import Candidates, row_losses, stack
 
 MOST_COEFFICIENTS = 400
 LEAST = 0.01  # weights below this are left out
-KNOWN = 1.0  # standard errors by which a site's own model must be better, so that it is known to be
 
 
 def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
@@ -81,20 +81,33 @@ def select(
             dropped,
         )
     first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
-    own, trees_said = linear[0], {}
-    if clock.has_time():
-        trees_said = _trees(data, folds, held, first.held_out, seed, out, clock, dropped)
-    own_label = [ALONE] * len(data.clients)
-    served, kinds = first.held_out, [{"linear": 1.0} for _ in data.clients]
+    return finished(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
+
+
+def finished(
+    used: list[Cell],
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    own: Tensor,
+    linear: Tensor,
+    weights: NDArray[np.float64],
+    seed: int,
+    clock: Clock,
+    out: Path,
+) -> Found:
+    """Trees beside the linear blend, and the promise; `own` and `linear` are outputs out of fold."""
+    is_class, held, sites = data.task == "classification", torch.from_numpy(folds >= 0), len(data.clients)
+    y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
+    dropped: list[dict[str, Any]] = []
+    trees_said = _trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
+    own_label = [ALONE] * sites
+    served, kinds = linear, [{"linear": 1.0} for _ in data.clients]
     if trees_said:
-        best = _better(trees_said[TREES], own, y, site, is_class, len(data.clients))
+        best = _better(trees_said[TREES], own, y, site, is_class, sites)
         own = torch.where(best[site][:, None], trees_said[TREES].nan_to_num(), own)
         own_label = [TREES if b else ALONE for b in best.tolist()]
-        served, kinds = _with_trees(
-            trees_said, first.held_out, y, site, folds[held.numpy()], is_class, len(data.clients)
-        )
-    weights = first.weights.numpy()
-    gained = _gains(served, own, y, site, is_class, len(data.clients))
+        served, kinds = _with_trees(trees_said, linear, y, site, folds[held.numpy()], is_class, sites)
+    gained = _gains(served, own, y, site, is_class, sites)
     only_own = np.eye(len(used))[0]
     for i, (mean, sd) in enumerate(gained):
         if mean + KNOWN * sd < 0:  # the promise

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedtailor.algorithms import PROGRAMS
 from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.samples import FederatedData
@@ -42,6 +43,7 @@ from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import read_json, write_json, write_tree
 from fedtailor.serving.described import check_options
+from fedtailor.studies.cross_fitting import all_in_training
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:
@@ -80,6 +82,12 @@ def read_site(path: Path) -> SiteFile:
     data = site.data.model_copy(update={"path": base / site.data.path.expanduser()})
     places = {"folder": base / site.folder.expanduser(), "kit": base / site.kit.expanduser()}
     return site.model_copy(update=places | {"data": data})
+
+
+def rows_for(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
+    """This site's rows; where folds take the place of validation rows, these are trained on too."""
+    rows = load_site(data, name, seed=seed)
+    return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
 
 
 @dataclass
@@ -180,7 +188,7 @@ class SiteService:
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
         check_standing(self.site.folder, header["run"])
         self._run = header["run"]
-        self._data = load_site(self.site.data, self.name, seed=header["seed"])
+        self._data = rows_for(self.site.data, self.name, header["seed"], header["algorithm"])
         samples = int(self._data.train.sizes[0])
         code = header.get("code", [])
         self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples, code)
@@ -287,6 +295,7 @@ class SiteService:
         folder = self.site.folder / self._run / "personal"
         entry = write_tree(folder / f"{kind}.safetensors", model)
         about = {"round": round, "classes": list(self._data.classes), "features": list(self._data.features)}
+        about |= {"site": self.name}
         write_json(folder / f"{kind}.json", entry | about)
 
     def _train(self, header: Header, message: bytes, tree: Tree) -> bytes:
