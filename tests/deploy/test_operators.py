@@ -241,12 +241,18 @@ def test_watching_looks_again(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> 
         status_command(asked.file.parent, watch=True)
 
 
-def test_a_path_that_flare_cannot_run_in_is_said_at_the_start(tmp_path: Path) -> None:
-    startup = tmp_path / "my site" / "kit" / "startup"
-    startup.mkdir(parents=True)
-    (startup / "sub_start.sh").write_text("")
-    with pytest.raises(ConfigError, match='my site": NVIDIA FLARE cannot run in a path with spaces'):
-        how_to_start("site", tmp_path / "my site")
+def test_a_path_with_spaces_gets_a_link_or_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = asked.file.parent.rename(asked.file.parent.parent / "my site")
+    (folder / "kit/startup/sub_start.sh").write_text("")
+    script = Path(how_to_start("site", folder).command[1])
+    assert not any(c.isspace() for c in str(script))
+    assert script.samefile(folder / "kit/startup/sub_start.sh")
+    assert script.parents[2].parent.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match='my site": a server cannot run in a path with spaces'):
+        how_to_start("server", folder)
+    monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(folder))
+    with pytest.raises(ConfigError, match="a temporary folder without spaces"):
+        how_to_start("site", folder)
 
 
 def test_a_server_that_does_not_answer_is_a_line_of_its_status(
@@ -277,13 +283,24 @@ def test_the_status_of_a_server_as_json(tmp_path: Path, capsys: pytest.CaptureFi
         status_command(folder)
 
 
+def other_version(pem: bytes) -> bytes:
+    """One bit of the number of the certificate's form."""
+    return pem[:43] + bytes([pem[43] ^ 1]) + pem[44:]
+
+
 @pytest.mark.parametrize("file", ["client.crt", "client.key", "rootCA.pem"])
 def test_a_damaged_kit_is_named(file: str, tmp_path: Path) -> None:
     startup = Authority().write_kit(tmp_path / "kit", "ada")
     assert read_identity(startup, []) is not None
     other = Authority().write_kit(tmp_path / "other", "ada") / file
     content = (startup / file).read_bytes()
-    for damaged in (other.read_bytes(), content[:-60], b"", content.replace(content[80:81], b"?")):
+    for damaged in (
+        other.read_bytes(),
+        content[:-60],
+        b"",
+        content.replace(content[80:81], b"?"),
+        other_version(content),
+    ):
         (startup / file).write_bytes(damaged)
         with pytest.raises(RunError, match="ask the coordinator for the kit"):
             read_identity(startup, [])

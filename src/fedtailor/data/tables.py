@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.files import read_bytes
+from fedtailor.data.parquet_check import check as check_parquet
 from fedtailor.data.written_forms import amounts, compact_days, doubtful_number, first_of, is_compact, named_days
 from fedtailor.errors import DataError, nearest
 
@@ -181,8 +182,9 @@ def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
     import polars as pl
 
     try:
+        check_parquet(content)
         return pl.read_parquet(io.BytesIO(content))
-    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as e:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as e:
         raise DataError(f"{path}: truncated or corrupt Parquet file ({_first_line(e)}); write it again") from e
 
 

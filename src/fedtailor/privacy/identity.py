@@ -44,7 +44,7 @@ class Identity:
             (common,) = read.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
             name = str(common.value)
             read.verify_directly_issued_by(self.authority)
-        except (ValueError, TypeError, InvalidSignature):
+        except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion):
             raise ValueError("a partner without a certificate of this federation") from None
         if not read.not_valid_before_utc <= datetime.now(UTC) <= read.not_valid_after_utc:
             raise ValueError(f'the certificate of "{name}" is not valid today')
@@ -91,7 +91,7 @@ def read_certificate(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
         authority = x509.load_pem_x509_certificate((path.parent / AUTHORITY).read_bytes())
         authority.verify_directly_issued_by(authority)
         certificate.verify_directly_issued_by(authority)
-    except (OSError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+    except (OSError, ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion):
         what = f"damaged, or not signed by the authority in {AUTHORITY}"
         raise RunError(f"{path}: {what}; ask the coordinator for the kit") from None
     return certificate, authority

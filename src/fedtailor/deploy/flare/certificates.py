@@ -89,7 +89,7 @@ def _state(folder: Path) -> dict[str, Any]:
     try:
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         x509.load_pem_x509_certificate(known["root_cert"].encode())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, x509.InvalidVersion):
         raise RunError(f"{path}: damaged; restore the authority's folder from a copy") from None
     return known
 

@@ -43,7 +43,7 @@ def running(folder: Path) -> int | None:
     try:
         known = json.loads((folder / PID).read_text())
         return int(known["pid"]) if _started(known["pid"]) == known["started"] else None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,9 @@ def how_to_start(role: str, folder: Path) -> Started:
     if not script.exists():
         raise ConfigError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
     if any(c.isspace() for c in str(script)):  # FLARE cuts the commands of its jobs at spaces
-        raise ConfigError(f'"{folder.resolve()}": NVIDIA FLARE cannot run in a path with spaces; move the folder')
+        if role == "server":  # which undoes links
+            raise ConfigError(f'"{folder.resolve()}": a server cannot run in a path with spaces; move the folder')
+        script = _without_spaces(folder) / KIT / "startup" / script.name
     if role == "site":
         read_site(folder / SITE)  # what is wrong in it is said now
         paths = {SITE_FILE: str((folder / SITE).resolve())}
@@ -212,6 +215,15 @@ def how_to_start(role: str, folder: Path) -> Started:
         paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": here})
+
+
+def _without_spaces(folder: Path) -> Path:
+    """A link to a folder."""
+    link = Path(tempfile.mkdtemp(prefix="fedtailor-")) / "participant"
+    if any(c.isspace() for c in str(link)):
+        raise ConfigError(f'"{link.parent}": FLARE needs a temporary folder without spaces; set TMPDIR to one')
+    link.symlink_to(folder.resolve(), target_is_directory=True)
+    return link
 
 
 def needs_flare() -> None:
