@@ -90,6 +90,13 @@ class Fit:
             onboard.onboard(self.path, file, name)
         return self.personal(name)
 
+    def learning_curve(self, name: str) -> dict[str, Any]:
+        """How good a newcomer's model is by number of rows, what is expected with more, and a sentence."""
+        curve: dict[str, Any] | None = onboard.newcomer_record(self.path, name).get("curve")
+        if curve is None:
+            raise RunError(f'"{name}": has no learning curve; a newcomer to a fit of tables with ten rows or more has')
+        return curve
+
     def update(self, rows: Mapping[str, Any] | None = None, *, data: Any = None, progress: bool = True) -> Fit:
         """The fit of the rows that there are now; this one serves until that is complete.
 

@@ -84,7 +84,7 @@ def digits(tmp_path: Path) -> RunFolder:
 
 def test_a_newcomer_by_configuration(digits: RunFolder, tmp_path: Path) -> None:
     before = records(digits)
-    path, samples, metrics = onboard(digits.path, tmp_path / "more.toml", "client-05", epochs=1)
+    path, samples, metrics, _ = onboard(digits.path, tmp_path / "more.toml", "client-05", epochs=1)
     assert path == digits.path / "newcomers" / "client-05"
     assert files(path) == ["client-05.safetensors", "index.json", "newcomer.json"]
     assert sum(samples.values()) == 40
@@ -97,7 +97,7 @@ def test_a_newcomer_by_configuration(digits: RunFolder, tmp_path: Path) -> None:
 
 def test_one_client_may_have_any_name(digits: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(tomli_w.dumps({"data": DIGITS["data"] | {"clients": 1}}))
-    path, _, _ = onboard(digits.path, tmp_path / "one.toml", "Anna_B.2")
+    path, _, _, _ = onboard(digits.path, tmp_path / "one.toml", "Anna_B.2")
     assert path.name == "Anna_B.2"
 
 
@@ -181,7 +181,7 @@ def test_a_file_is_prepared_as_those_of_the_run(sites: dict[str, Any], tmp_path:
 def test_a_newcomer_by_file(sites: dict[str, Any], tmp_path: Path) -> None:
     folder = runner.start(parse({"rounds": 2, "data": sites, "model": {"hidden": [4]}}), tmp_path / "run")
     write_site(tmp_path / "west.csv", 7, shift=5.0)
-    _, samples, metrics = onboard(folder.path, tmp_path / "west.csv", "west")
+    _, samples, metrics, _ = onboard(folder.path, tmp_path / "west.csv", "west")
     assert samples == {"train": 39, "val": 6, "test": 15}
     assert 0 <= metrics["test"]["accuracy"] <= 1
 

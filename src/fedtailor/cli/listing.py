@@ -249,8 +249,26 @@ def print_newcomer(name: str, newcomer: Newcomer) -> None:
     samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
     print(f"newcomer   {name}: {samples} samples")
     for split, metrics in newcomer.metrics.items():
+        if not newcomer.samples[split]:
+            continue
         print(f"{split:<10} " + ", ".join(f"{k} {number(k, v)}{unit(k)}" for k, v in metrics.items()))
+    if newcomer.curve is not None:
+        _print_curve(newcomer.curve)
     print(f"model      {newcomer.path}")
+
+
+def _print_curve(curve: dict[str, Any]) -> None:
+    """Figures by number of rows, and what is expected beyond."""
+    rows = [
+        [str(point["rows"]), *(f"{point[k]['mean']:.3g} ± {point[k]['error']:.2g}" for k in point if k != "rows"), ""]
+        for point in curve["points"]
+    ]
+    names = [key for key in curve["points"][0] if key != "rows"]
+    beyond = curve.get("expected", [])
+    rows += [[str(point["rows"]), *("" for _ in names), f"{point['personal']:.3g}"] for point in beyond]
+    columns = ("rows", *names, "expected, personal")
+    print_table(Console(), f"{curve['metric']} by number of its rows, on rows that were held out", columns, rows)
+    print(f"expected   {curve['sentence']}")
 
 
 def unit(metric: str) -> str:

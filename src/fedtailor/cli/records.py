@@ -59,4 +59,10 @@ def shares_record(path: Path, data_root: Path | None) -> dict[str, Any]:
 
 def newcomer_record(name: str, newcomer: Any) -> dict[str, Any]:
     """Its samples, its metrics, and where its model is."""
-    return {"name": name, "samples": newcomer.samples, "metrics": newcomer.metrics, "model": newcomer.path}
+    return {
+        "name": name,
+        "samples": newcomer.samples,
+        "metrics": newcomer.metrics,
+        "model": newcomer.path,
+        "curve": newcomer.curve,
+    }

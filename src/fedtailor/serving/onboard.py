@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.samples import FederatedData
+from fedtailor.core.trees import Params
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.folder import load_newcomer
 from fedtailor.data.newcomer_table import newcomer_by
@@ -22,22 +23,24 @@ from fedtailor.experiments.runner import config_of, reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
 from fedtailor.experiments.store import FIT, RunFolder, read_json
 from fedtailor.serving.described import part_of
+from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part
 OF_ROUNDS = ("federation", "privacy", "aggregation", "attack", "environment", "early_stopping")
 
 
 class Newcomer(NamedTuple):
-    """Where its model is, its number of samples by split, and its metrics by split."""
+    """Where its model is, its number of samples by split, its metrics by split, and what more rows would bring."""
 
     path: Path
     samples: dict[str, int]
     metrics: dict[str, dict[str, float]]
+    curve: dict[str, Any] | None = None
 
 
 def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: Path | None = None) -> Newcomer:
     """Adapt the run's last common state to the newcomer's data, save its model in the run's folder and measure it."""
-    folder = RunFolder.open(source_run(run))
+    fit, folder = run, RunFolder.open(source_run(run))
     run = folder.path
     saved = folder.load_checkpoint()
     if folder.results is None or saved is None:
@@ -52,8 +55,19 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
     if own.preparation is not None and name in own.preparation.sites:
         about["preparation"] = own.preparation.of(name).model_dump(mode="json")
+    curve = learning_curve(experiment, own, saved[1]["state"]["server"], _common(fit), folder.config.seed)
+    about |= {} if curve is None else {"curve": curve}
     saved_to = folder.save_newcomer(name, model, about | {"samples": samples} | metrics)
-    return Newcomer(saved_to, samples, {split: _in_units(values, own) for split, values in metrics.items()})
+    return Newcomer(saved_to, samples, {split: _in_units(values, own) for split, values in metrics.items()}, curve)
+
+
+def _common(fit: Path) -> Params | None:
+    """The model that all sites of a fit have in common, if it has one."""
+    if not (fit / FIT).exists() or "common" not in (record := read_json(fit / FIT)):
+        return None
+    folder = RunFolder.open(part_of(fit, record["common"]))
+    params: Params = folder.personal(folder.about["clients"][0], record["kind"])
+    return params
 
 
 def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) -> tuple[Experiment, FederatedData]:
@@ -82,6 +96,14 @@ def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float
     """Errors of a number in units of the target, as people know it."""
     sd = 1.0 if data.preparation is None else data.preparation.target.sd
     return {name: value * {"rmse": sd, "mse": sd**2}.get(name, 1.0) for name, value in metrics.items()}
+
+
+def newcomer_record(fit: Path, name: str) -> dict[str, Any]:
+    """What is known of a newcomer."""
+    file = part_of(source_run(fit) / "newcomers", name) / "newcomer.json"
+    if not file.exists():
+        raise RunError(f'{fit}: no newcomer "{name}"; onboard it first')
+    return dict(read_json(file))
 
 
 def source_run(path: Path) -> Path:
