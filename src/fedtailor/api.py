@@ -34,6 +34,7 @@ from fedtailor.serving import personal as serving
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import fit as fitting
 from fedtailor.studies import update as updating
+from fedtailor.studies.drift import drift_of, drift_of_rows
 from fedtailor.studies.explain_fit import coefficient_rows, explain_fit
 from fedtailor.studies.fit_folder import source_of
 from fedtailor.studies.kept_frames import keep
@@ -78,6 +79,13 @@ class Fit:
         import polars as pl
 
         return pl.DataFrame(coefficient_rows(self.explain()), infer_schema_length=None)
+
+    def drift(self, rows: Any, site: str = "", client_column: str | None = None) -> dict[str, Any]:
+        """Whether rows, a file or a frame, are like those of training, as `fedtailor drift --json` has it."""
+        if isinstance(rows, str | Path):
+            return drift_of(self.path, Path(rows), site, client_column)
+        frame = as_frame(rows, "rows")
+        return drift_of_rows(self.path, Path("rows"), frame, frame, site=site, column=client_column)
 
     def onboard(self, name: str, rows: Any) -> Personal:
         """A model for a newcomer from its rows, a file or a frame; nobody else is touched."""

@@ -51,11 +51,25 @@ COMMANDS = (
     "list",
     "show",
     "explain",
+    "drift",
     "report",
     "watch",
     "federation",
 )
-TABLES = ("demo", "fit", "onboard", "check", "run", "resume", "compare", "reproduce", "list", "show", "explain")
+TABLES = (
+    "demo",
+    "fit",
+    "onboard",
+    "check",
+    "run",
+    "resume",
+    "compare",
+    "reproduce",
+    "list",
+    "show",
+    "explain",
+    "drift",
+)
 
 
 def test_version(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""`fedtailor explain`: what a run shares, and what the models of a fit mean."""
+"""`fedtailor explain` and `drift`: what the models of a fit mean, what a run shares, whether new rows are alike."""
 
 from __future__ import annotations
 
@@ -47,6 +47,50 @@ def explain(
         print_shares(console, run, data_root)
 
 
+def drift(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a fit of tables.")],
+    data: Annotated[Path, typer.Argument(metavar="FILE", help="New rows: CSV or Parquet.")],
+    site: Annotated[str, typer.Option("--site", help="Site whose rows they are; default: by column.")] = "",
+    client_column: Annotated[
+        str | None, typer.Option("--client-column", help="Column that names each row's site, if there is no --site.")
+    ] = None,
+    data_root: DataRoot = None,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether new rows are like those that a fit was trained on.
+
+    By site and column: how far values have moved, new categories, missing values; and whether predictions
+    have moved. Compared with counts that the fit keeps; the training rows are not needed.
+    """
+    from fedtailor.studies.drift import drift_of
+
+    trusted(run, trust)
+    found = drift_of(run, data, site, client_column, data_root)
+    print_json(found) if as_json else print_drift(console, found)
+
+
+def print_drift(console: Console, found: Mapping[str, Any]) -> None:
+    """The columns that have drifted, by site; and words."""
+    from fedtailor.cli.listing import print_table
+
+    rows = [
+        [name, each["column"], f"{each['psi']:.2f}", f"{each['ks']:.2f}", each["words"]]
+        for name, site in found["sites"].items()
+        for each in site["columns"]
+        if each["drifted"]
+    ]
+    if rows:
+        print_table(console, "what has drifted", ("site", "column", "PSI", "KS", "how"), rows[:MOST])
+        if len(rows) > MOST:
+            print(f"{len(rows) - MOST} more: fedtailor drift --json has all")
+    for name, site in found["sites"].items():
+        for note in site["notes"]:
+            print(f"{name}: {note}")
+    for words in found["words"]:
+        print(f"{'drift':<10} {words}")
+
+
 def print_effects(console: Console, effects: Mapping[str, Any], site: str, path: Path) -> None:
     """Coefficients, importance, and words."""
     from fedtailor.cli.listing import print_table
@@ -83,8 +127,12 @@ def print_effects(console: Console, effects: Mapping[str, Any], site: str, path:
 
 def title_of(found: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
     """What the coefficients are of."""
+    from fedtailor.studies.effect_words import is_factor
+
     if found["scale"] == "log-odds":
         return f"odds of {output['class']} against {output['against']}: by which factor they change"
+    if is_factor(found["scale"]):
+        return f"by which factor {target} changes"
     return f"coefficients, in units of {found['scale'] or target}"
 
 
@@ -94,10 +142,10 @@ def coefficient_rows(
     """A line per term: per unit of its column, with the interval; and what differs between sites."""
     import math
 
-    from fedtailor.studies.effect_words import unit_of
+    from fedtailor.studies.effect_words import is_factor, unit_of
     from fedtailor.studies.terms import INTERCEPT
 
-    is_odds, one = found["scale"] == "log-odds", len(found["sites"]) == 1
+    is_odds, one = is_factor(found["scale"]), len(found["sites"]) == 1
 
     def said(term: Mapping[str, Any], each: Mapping[str, Any]) -> list[str]:
         if each["value"] is None:

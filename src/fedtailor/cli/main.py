@@ -14,7 +14,7 @@ import typer
 
 from fedtailor.cli import federation, first_steps, models, updating
 from fedtailor.cli.checking import check, in_words
-from fedtailor.cli.explaining import explain
+from fedtailor.cli.explaining import drift, explain
 from fedtailor.cli.options import (
     AsJson,
     Config,
@@ -64,7 +64,6 @@ for elsewhere in (
     models.onboard,
     updating.update,
     check,
-    explain,
 ):
     app.command()(elsewhere)
 
@@ -264,6 +263,10 @@ def show(
     Task, results, traffic, rejected replies.
     """
     _tell(run, clients, as_json)
+
+
+for meaning in (explain, drift):
+    app.command()(meaning)
 
 
 @app.command()

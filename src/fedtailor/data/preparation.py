@@ -34,6 +34,7 @@ class Scale(_Plain):
     sd: float = 1.0
     low: float | None = None  # values outside low..high count as these: wild ones would outweigh all others
     high: float | None = None
+    missing: float = 0.0  # share of the site's training rows without a value
 
     def kept(self, values: Floats) -> Floats:
         """Values within the limits, NaN as it is."""

@@ -165,8 +165,10 @@ def _scales(
     common = float(np.median(pooled))
     medians = [float(np.median(k)) if len(k) else common for k in known]
     names = [site.name for site in sites]
+    gaps = [round(1 - len(k) / max(len(v), 1), 6) for k, v in zip(known, train, strict=True)]
     if how == "none":
-        return {name: Scale(median=median) for name, median in zip(names, medians, strict=True)}, filled, []
+        plain = zip(names, medians, gaps, strict=True)
+        return {name: Scale(median=median, missing=gap) for name, median, gap in plain}, filled, []
     limits = [_limits(pooled, own) for own in known]
     wild = _wild(column, sites, values, limits)
     train = [
@@ -175,8 +177,8 @@ def _scales(
     ]
     moments = [moments_of([t]) for t in train] if how == "client" else [moments_of(train[:settled])] * len(train)
     scales = {
-        name: Scale(median=median, mean=mean, sd=sd, low=limit and limit[0], high=limit and limit[1])
-        for name, median, (mean, sd), limit in zip(names, medians, moments, limits, strict=True)
+        name: Scale(median=median, mean=mean, sd=sd, low=limit and limit[0], high=limit and limit[1], missing=gap)
+        for name, median, (mean, sd), limit, gap in zip(names, medians, moments, limits, gaps, strict=True)
     }
     return scales, filled, wild
 

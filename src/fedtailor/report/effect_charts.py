@@ -92,7 +92,7 @@ def _coefficients(effects: dict[str, Any]) -> Chart | None:
 def _curve(curve: dict[str, Any], effects: dict[str, Any], record: dict[str, Any]) -> Chart:
     column, outputs = curve["column"], effects["outputs"]
     target = record["target"] or "the target"
-    what = f"predicted {target}" if record["task"] == "regression" else f"probability of {outputs[0]}"
+    what = f"probability of {outputs[0]}" if record["task"] == "classification" else f"predicted {target}"
     one = len(outputs) <= 1
     if curve["kind"] == "category":
         return _categories(curve, what if one else "probability", outputs)

@@ -10,7 +10,13 @@ from fedtailor.studies.tables import number
 from fedtailor.studies.terms import INTERCEPT
 
 MOST_NAMED = 6
+LOG_ODDS, LOG = "log-odds", "log of "
 Coefficients = Mapping[str, Any]
+
+
+def is_factor(scale: str) -> bool:
+    """Whether coefficients are logarithms, and are told as factors."""
+    return scale == LOG_ODDS or scale.startswith(LOG)
 
 
 def short(value: float) -> str:
@@ -45,8 +51,8 @@ def size_words(term: Mapping[str, Any], scale: str, each: Mapping[str, Any] | No
         return "unknown"
     factor = 1.0 if term["sd"] is None else float(term["sd"])
     value, low, high = (float(shown[key]) / factor for key in ("value", "low", "high"))
-    if scale == "log-odds" and term["name"] != INTERCEPT:
-        words = f"odds times {math.exp(min(value, 50)):.3g}"
+    if is_factor(scale) and term["name"] != INTERCEPT:
+        words = f"{'odds' if scale == LOG_ODDS else scale.removeprefix(LOG)} times {math.exp(min(value, 50)):.3g}"
         return f"{words} {unit_of(term)} (95 % interval {math.exp(min(low, 50)):.3g} to {math.exp(min(high, 50)):.3g})"
     return f"{short(value)} {unit_of(term)} (95 % interval {short(low)} to {short(high)})"
 

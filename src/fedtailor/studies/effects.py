@@ -19,7 +19,7 @@ from fedtailor.metrics.library import find
 from fedtailor.studies import table_fit
 from fedtailor.studies.calibration import applied
 from fedtailor.studies.coefficients import coefficients_of
-from fedtailor.studies.cross_fitting import site_of_rows
+from fedtailor.studies.cross_fitting import folds_of, site_of_rows
 from fedtailor.studies.curves import curves, places_of
 from fedtailor.studies.importance import Predict, importance
 from fedtailor.studies.site_metrics import in_units
@@ -68,6 +68,21 @@ def of_predictions(predict: Predict, data: FederatedData, metric: Metric, seed: 
     drawn = curves(predict, lambda o: readable(o, data), held, data, top, seed) if top and data.preparation else []
     names = [data.preparation.target.name] if data.preparation and data.task != "classification" else list(data.classes)
     return {"importance": found, "curves": drawn, "outputs": names[1:] if len(names) == 2 else names}
+
+
+def out_of_fold_predictions(
+    found: Found, data: FederatedData, seed: int, record: dict[str, Any]
+) -> tuple[Floats | None, NDArray[np.int64]]:
+    """What models without them say of training rows, one number a row as `drift` compares them; and whose they are."""
+    held = folds_of(data, seed) >= 0
+    whose, said = site_of_rows(data.train)[held], found.out_of_fold
+    if len(said) != len(whose) or not len(whose):  # nobody has two rows
+        return None, whose
+    if data.task == "classification":
+        calibration = np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
+        said = torch.from_numpy(applied(said.numpy(), calibration[whose]))
+    shown = readable(said, data)
+    return (shown.max(1) if shown.shape[1] > 1 else shown[:, 0]), whose
 
 
 def readable(outputs: Tensor, data: FederatedData) -> Floats:

@@ -11,11 +11,12 @@ from fedtailor.errors import RunError
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.store import FIT, read_json, write_json
 from fedtailor.studies import linear_candidates, table_fit
-from fedtailor.studies.effects import EFFECTS, table_effects
+from fedtailor.studies.effects import EFFECTS, out_of_fold_predictions, table_effects
 from fedtailor.studies.fit_folder import claimed
 from fedtailor.studies.grid import Told
 from fedtailor.studies.site_metrics import chosen_metric
 from fedtailor.studies.table_record import table_record
+from fedtailor.studies.training_card import CARD, training_card
 
 ROWS = "rows.json"  # which rows are for training and which for testing, by their hashes
 
@@ -45,6 +46,7 @@ def fit_table(
     found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
     record = {"settings": claim} | table_record(found, data, out, cells[0].seed, metric) | {"dropped": found.dropped}
     write_json(out / FIT, record)
+    write_json(out / CARD, training_card(data, *out_of_fold_predictions(found, data, cells[0].seed, record)))
     if clock.has_time():  # else `explain` computes them when somebody asks
         write_json(out / EFFECTS, table_effects(found, data, out, cells[0].seed, record))
     return record
