@@ -1,6 +1,6 @@
 """Damage every byte of the folders that fedtailor writes: python tools/damage.py [NAMES] [--most 16384]
 
-Of each file of a run, a comparison, a fit and a site every byte is changed in two ways and the file is cut short
+Of each file of a run, a comparison, a fit and a site every byte is changed, and the file is cut short
 there; of files beyond --most bytes at that many places. Each of fedtailor's own readers of the file then must name it
 in an error for people, or give what it gave before. What does neither is printed, and the command ends with 1.
 Commands read files by the same functions, and are slower; where both do, commands try --commands places.

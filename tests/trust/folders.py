@@ -132,7 +132,8 @@ def make_weights(root: Path) -> tuple[Path, dict[str, Reader]]:
 def make_interrupted(root: Path) -> tuple[Path, dict[str, Reader]]:
     """A run that is gone on with."""
     runner.start(parse(task(root, "fedrep")), root / "run", until=1)
-    return root / "run", SHOWN | {"resume": resumed}
+    functions = {name: OF_A_RUN[name] for name in ("config", "about", "rounds", "preparation", "checkpoint", "page")}
+    return root / "run", functions | SHOWN | {"resume": resumed}
 
 
 def make_comparison(root: Path) -> tuple[Path, dict[str, Reader]]:

@@ -50,10 +50,10 @@ def places(length: int, most: int) -> list[int]:
 
 
 def changed(content: bytes, most: int) -> Iterator[tuple[str, bytes | None]]:
-    """One bit of a byte, another one, a zero for it, and cut short, at these places; and no file."""
+    """At these places another byte, in turn by one bit, by another bit and zero, and the file cut short; and no file."""
     for i in places(len(content), most):
-        for value in {content[i] ^ 1, content[i] ^ 32, 0} - {content[i]}:
-            yield f"byte {i} is {value}", content[:i] + bytes([value]) + content[i + 1 :]
+        value = (content[i] ^ 1, content[i] ^ 32, 0 if content[i] else 255)[i % 3]
+        yield f"byte {i} is {value}", content[:i] + bytes([value]) + content[i + 1 :]
         yield f"cut at {i}", content[:i]
     yield "no file", None
 
