@@ -50,7 +50,7 @@ def places(length: int, most: int) -> list[int]:
 
 
 def changed(content: bytes, most: int) -> Iterator[tuple[str, bytes | None]]:
-    """At these places another byte, in turn by one bit, by another bit and zero, and the file cut short; and no file."""
+    """Another byte at these places, in turn by one bit, by another and zero, and the file cut short; and no file."""
     for i in places(len(content), most):
         value = (content[i] ^ 1, content[i] ^ 32, 0 if content[i] else 255)[i % 3]
         yield f"byte {i} is {value}", content[:i] + bytes([value]) + content[i + 1 :]

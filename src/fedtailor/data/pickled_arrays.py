@@ -173,7 +173,7 @@ class _Reader:
 def read_dict(path: Path, name: str = "data") -> dict[str, Any]:
     """The dictionary that an .npz file holds under a name; of arrays of numbers, and nothing that had to be run."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:  # of a file as much is asked for as it promises
             member = io.BytesIO(archive.read(f"{name}.npy"))
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
