@@ -49,7 +49,7 @@ lint: $(ALL_READY) ## ruff and mypy over src, tests and benchmarks; the layers a
 	@$(LINT)
 
 SECONDS ?= 600
-fuzz: $(ALL_READY) ## Fuzz every parser, SECONDS=600 each; what is found lies in build/fuzz
+fuzz: $(ALL_READY) ## Fuzz every parser, SECONDS=600 of the processor each; what is found lies in build/fuzz
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[fuzz]"
 	@for parser in $$($(BIN)/python tools/fuzz.py --list); do \
 		echo "$$parser"; $(BIN)/python tools/fuzz.py $$parser --seconds $(SECONDS) || exit 1; done
