@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,10 @@ def test_without_flare_it_says_how_to_install_it(refused: Refused, monkeypatch: 
         (("local", "2", "small.toml", "--set", "algorithm.name=fedrp"), 'algorithm.name: no algorithm "fedrp"'),
         (("init", "there", "--site", "server"), '--site "server": use letters'),
         (("personal", "nowhere"), "nowhere/site.toml: no such file; fedtailor federation init writes one"),
+        (("fit",), "federation fit: name the tables of a trial on this machine, or give --admin FOLDER"),
+        (("fit", "sites", "--admin", "there"), "federation fit: name the tables of a trial on this machine"),
+        (("fit", "--admin", "there", "--run", "../x"), '--run "../x": use letters, digits'),
+        (("results", "nowhere"), "nowhere/site.toml: no such file; fedtailor federation init writes one"),
     ],
 )
 def test_what_is_wrong_is_told(arguments: tuple[str, ...], why: str, refused: Refused) -> None:
@@ -53,6 +58,20 @@ def test_personal_tells_where_a_sites_models_are(call: Call, refused: Refused, t
     code, out, _ = call("federation", "personal", "north")
     assert code == 0
     assert out == f"run-1, last round 5: {tmp_path}/north/private/run-1/personal/last.safetensors\n"
+
+
+def test_results_of_a_site_without_a_fit(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "north").mkdir()
+    (tmp_path / "north" / kits.SITE).write_text(TEMPLATE)
+    assert "north/private: no fit has ended here yet; fedtailor federation fit" in refused(
+        "federation", "results", "north"
+    )
+
+
+def test_the_policy_of_a_fit_is_printed(call: Call) -> None:
+    code, out, _ = call("federation", "fit", "--policy")
+    assert code == 0
+    assert tomllib.loads(out)["policy"]["algorithms"] == ["tablefit"]
 
 
 def test_the_template_of_a_site_can_be_read(tmp_path: Path) -> None:

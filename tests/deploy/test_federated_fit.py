@@ -20,6 +20,7 @@ from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.personal import personal
 from fedtailor.studies import linear_candidates
 from tests.deploy.sites import Authority, Sites
+from tests.helpers import assert_equal
 from tests.studies.test_table_fit import table
 
 SIZES = [170, 30, 24]
@@ -94,3 +95,16 @@ def test_the_record_of_a_site_says_what_left(fitted: tuple[Path, Sites, RunFolde
     assert {"moments", "number_marginal", "errors", "curvature", "step_own", "decide"} <= set(left)
     numbers = [n for keys in left.values() for shape in keys.values() for n in shape]
     assert max(numbers) <= 129  # thresholds; no dimension is that of rows
+
+
+def test_secure_sums_give_the_same(tmp_path: Path) -> None:
+    """Where policies let terms leave in sums over all three sites only."""
+    ends = []
+    for name, more in (("plain", {}), ("secure", {"sums_of": 3, "partners": ["s0", "s1", "s2"]})):
+        link = Sites(site_files(tmp_path / name, table(6, [30, 24, 20]), **more))
+        small = ["algorithm.effects=['none']", "federation.deadline=60", f"privacy.secure_sum={bool(more)}".lower()]
+        run = flare.coordinate(link, fit_config({"source": "sites"}, 0, small), "fit", tmp_path / name / "runs", None)
+        saved = run.load_checkpoint()
+        assert saved is not None
+        ends.append(saved[1]["state"]["server"])
+    assert_equal(ends[1], ends[0], 1e-6)

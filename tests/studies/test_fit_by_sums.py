@@ -24,7 +24,7 @@ from fedtailor.studies.table_fit import Found
 from tests.studies.test_table_fit import table
 
 SIZES = [26, 15, 1, 19]
-EFFECTS = ("none", "intercept")
+EFFECTS = {"regression": ("none", "intercept"), "classification": ("intercept",)}
 
 
 def classes(seed: int) -> pl.DataFrame:
@@ -40,9 +40,7 @@ def tables_of(path: Path, frame: pl.DataFrame) -> dict[str, Any]:
     return {"data": data, "federation": {"engine": "loop"}}
 
 
-def by_sums(
-    tables: dict[str, Any], data: FederatedData, engine: str, effects: Sequence[str] = EFFECTS
-) -> tuple[Federation, Any]:
+def by_sums(tables: dict[str, Any], data: FederatedData, engine: str, effects: Sequence[str]) -> tuple[Federation, Any]:
     """The program on an engine, round after round."""
     solved = {"rounds": 1, "model": {"name": "linear", "dtype": "float64"}, "federation": {"engine": engine}}
     config: RunConfig = parse(tables | solved | {"algorithm": {"name": "tablefit", "effects": list(effects)}})
@@ -63,9 +61,11 @@ def both(
     path = tmp_path_factory.mktemp(request.param)
     tables = tables_of(path, table(5, SIZES) if request.param == "regression" else classes(5))
     loaded = load(parse(tables | {"rounds": 1}))
-    cells = linear_candidates.cells_of(tables, loaded, path / "fit")[: 1 + len(EFFECTS)]
+    effects = EFFECTS[request.param]
+    labels = [linear_candidates.LABELS[effect] for effect in ("", *effects)]
+    cells = [cell for cell in linear_candidates.cells_of(tables, loaded, path / "fit") if cell.label in labels]
     found, data = table_fit.fit_tables(cells, loaded, path / "fit", 0, None, lambda *args: None, 0)
-    return found, data, path / "fit", *by_sums(tables, loaded, "wire")
+    return found, data, path / "fit", *by_sums(tables, loaded, "wire", effects)
 
 
 def test_weights_and_gains_are_those_of_one_process(both: tuple[Found, FederatedData, Path, Federation, Any]) -> None:
@@ -118,3 +118,14 @@ def test_only_sums_cross_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert shapes[0] == shapes[1]
     assert {"moments", "number_marginal", "errors", "curvature", "step_own", "gain_sums", "decide"} <= set(shapes[0])
     assert all(len(forms) == 1 for forms in shapes[0].values())
+
+
+@pytest.mark.parametrize("engine", ["vmap", "pool"])
+def test_other_engines_agree(engine: str, tmp_path: Path) -> None:
+    tables = tables_of(tmp_path, table(7, [12, 9, 1, 14]))
+    data = load(parse(tables | {"rounds": 1}))
+    (first, straight), (other, found) = (by_sums(tables, data, name, ["intercept"]) for name in ("loop", engine))
+    torch.testing.assert_close(found["common"], straight["common"], rtol=0, atol=1e-6)
+    states = [fed.engine.get_states()["state"]["models"] for fed in (first, other)]
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=1e-6)
+    other.engine.close()
