@@ -47,3 +47,15 @@ def test_pairs_are_the_clients_of_all_seeds() -> None:
     (line,) = stale_heads.tested(runs | {"fedavg+ft": [{"served": [1.0]}]})
     p = stats.wilcoxon([2, 3, 4, 5, -1, 6], method="exact").pvalue
     assert line == f"- fedper: better for 5, worse for 1 of 6 clients, p = {p:.2g}, corrected {p:.2g}"
+
+
+def test_the_best_that_is_served_is_compared_with_each_of_the_others() -> None:
+    served = {"fedper": [50.0, 60.0, 70.0], "fedeq": [61.0, 62.0, 69.0], "knn-per": [40.0, 57.0, 60.0]}
+    best, lines = stale_heads.against_the_best({method: [{"served": v}] for method, v in served.items()})
+    assert best == "fedeq"
+    ps = [stats.wilcoxon(d, method="exact").pvalue for d in ([11, 2, -1], [21, 5, 9])]
+    corrected = [max(ps[0], 2 * ps[1]), 2 * ps[1]]
+    assert lines == [
+        f"- {name}: better for {better}, worse for {worse} of 3 clients, p = {p:.2g}, corrected {c:.2g}"
+        for name, better, worse, p, c in zip(["fedper", "knn-per"], [2, 3], [1, 0], ps, corrected, strict=True)
+    ]
