@@ -10,6 +10,7 @@ from typing import Any
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Chart, Value
 from fedtailor.report.reading import Recorded, gains, known
+from fedtailor.report.unusual import SCORES
 from fedtailor.studies.tables import size
 
 SPLITS = {"val": "validation", "test": "test"}
@@ -246,7 +247,7 @@ def overlap_map(clients: Sequence[str], layer: str, pairs: Sequence[Sequence[flo
 def reported(run: Recorded) -> list[Chart]:
     """Numbers that the algorithm itself tells, by round; of lists the entries in the last round that has them."""
     names = dict.fromkeys(name for line in run.lines for name in line.get("report", {}))
-    charts = [_told(run, name) for name in names if name != "weights"]
+    charts = [_told(run, name) for name in names if name not in ("weights", *SCORES)]
     return [chart for chart in charts if chart is not None]
 
 

@@ -16,6 +16,7 @@ from fedtailor.report.page_model import Cell, Page, Section, Table, cells
 from fedtailor.report.reading import Recorded, beside, gains, known, recorded
 from fedtailor.report.run_sharing import learned_weights, sharing
 from fedtailor.report.run_summary import References, state, summary
+from fedtailor.report.unusual import unusual
 from fedtailor.studies.tables import number, private_words, size
 
 WORST = 10  # clients in the table
@@ -33,6 +34,7 @@ def run_page(path: Path, data_root: Path | None = None) -> Page:
         learning(run),
         clients(run, others),
         *gain(run, others, references),
+        *unusual(run),
         sharing(run, data_root),
         learned_weights(run),
         told(run),
