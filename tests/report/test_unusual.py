@@ -24,6 +24,7 @@ def test_clients_by_distance_and_how_often_they_were_left_out(name: str, tmp_pat
     means = {c: mean(line["report"]["distance"][i] for line in lines) for i, c in enumerate(clients)}
     assert [row[0] for row in rows] == sorted(clients, key=lambda c: -means[c])
     assert [row[1] for row in rows] == [f"{means[row[0]]:.2f}" for row in rows]
+    assert folder.results is not None
     (liar,) = folder.results["attackers"]
     assert rows[0][0] == liar
     assert rows[0][3:] == (["2", "2"] if name == "krum" else ["2"])
