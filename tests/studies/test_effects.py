@@ -301,6 +301,20 @@ def test_a_network_is_explained_by_its_predictions(tmp_path: Path) -> None:
     assert explain_fit(tmp_path / "out") == found
 
 
+def test_what_a_fit_had_no_time_for_is_computed_when_asked_for(numbers: Fitted, tmp_path: Path) -> None:
+    out, _, _ = numbers
+    before = read_json(out / EFFECTS)
+    (out / EFFECTS).unlink()
+    after = explain_fit(out)
+    assert after["coefficients"]["model"] == before["coefficients"]["model"]
+    terms, again = (found["coefficients"]["outputs"][0]["terms"] for found in (before, after))
+    assert [t["value"] for t in again] == pytest.approx([t["value"] for t in terms])
+    assert [t["sites"][3]["low"] for t in again] == pytest.approx([t["sites"][3]["low"] for t in terms])
+    assert [e["column"] for e in after["importance"]["columns"]] == [
+        e["column"] for e in before["importance"]["columns"]
+    ]
+
+
 def test_the_command(numbers: Fitted) -> None:
     out, _, _ = numbers
     done = CliRunner().invoke(app, ["explain", str(out), "--site", "s3"])

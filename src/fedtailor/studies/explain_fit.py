@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,13 +14,24 @@ from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.store import FIT, RunFolder, read_json, write_json
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_json
 from fedtailor.metrics.library import find
 from fedtailor.serving.described import part_of
 from fedtailor.serving.personal import Personal, personal
+from fedtailor.studies.coefficients import coefficients_of
 from fedtailor.studies.effect_words import words_of
 from fedtailor.studies.effects import EFFECTS, of_predictions
+from fedtailor.studies.grid import Cell
+from fedtailor.studies.linear_candidates import ALONE, COMMON
 from fedtailor.studies.update import rows_of_update
+
+EFFECT_LABELS = {
+    ALONE: ALONE,
+    "none": COMMON,
+    "intercept": "mixed, intercept",
+    "diagonal": "mixed, slopes",
+    "full": "mixed, slopes together",
+}
 
 
 def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> dict[str, Any]:
@@ -53,7 +65,7 @@ def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
-    """What serves the sites, asked about their rows: importance and curves, no coefficients."""
+    """What serves the sites, asked about their rows: importance and curves; coefficients where models are linear."""
     folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
     experiment = reload_experiment(folder, data_root, rows_of_update(path, folder) if "update" in record else None)
     data = experiment.data
@@ -73,11 +85,25 @@ def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dic
         return torch.cat(parts)
 
     metric = find(task_of(folder.config, data), record["metric"])
-    return {"coefficients": None, **of_predictions(predict, _doubles(data), metric, folder.config.seed)}
+    doubles = data.to(torch.float64)
+    linear = _coefficients(path, record, doubles) if "weights" in next(iter(record["sites"].values())) else None
+    return {"coefficients": linear, **of_predictions(predict, doubles, metric, folder.config.seed)}
 
 
-def _doubles(data: FederatedData) -> FederatedData:
-    return data.to(torch.float64)
+def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> dict[str, Any] | None:
+    """Of the linear candidates that lie in a folder."""
+    runs = [RunFolder.open(about.parent) for about in sorted(path.glob(f"*/{ABOUT}"))]
+    cells = []
+    for run in runs:
+        config = run.config
+        effects = config.algorithm.options.get("effects", ALONE)
+        if run.results is not None and effects in EFFECT_LABELS:
+            cells.append(Cell(EFFECT_LABELS[effects], config.seed, run.path, config))
+    weights = [[row["weights"].get(cell.folder.name, 0.0) for cell in cells] for row in record["sites"].values()]
+    try:
+        return coefficients_of(cells, np.array(weights), data)
+    except (RunError, torch.linalg.LinAlgError, np.linalg.LinAlgError):
+        return None
 
 
 def _of_site(effects: dict[str, Any], site: str) -> dict[str, Any]:
