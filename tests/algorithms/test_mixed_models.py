@@ -221,3 +221,57 @@ def test_a_site_with_one_class_is_not_certain() -> None:
     _, own = fitted(LinearAlone(), data, model)
     p = model(own["s01"], torch.from_numpy(x[site == "s01"])).softmax(1)[:, 1]
     assert 0.7 < float(p.min()) <= float(p.max()) < 0.999
+
+
+def several(seed: int, sites: int = 12, rows: int = 40) -> tuple[Floats, NDArray[np.int64], NDArray]:
+    """Three classes; the second is more or less frequent by site."""
+    rng = np.random.default_rng(seed)
+    site = np.repeat([f"s{i:02d}" for i in range(sites)], rows)
+    x = rng.normal(size=(len(site), 2))
+    scores = np.column_stack([x @ [0.0, 0.0], x @ [1.0, -0.5], x @ [-0.7, 0.3] - 0.4])
+    scores[:, 1] += np.repeat(rng.normal(scale=1.2, size=sites), rows)
+    p = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    return x, np.array([rng.choice(3, p=row) for row in p], dtype=np.int64), site
+
+
+def test_logit_of_three_classes_without_effects_is_multinomial_regression_of_all_rows() -> None:
+    sm = pytest.importorskip("statsmodels.api")
+    x, y, site = several(1)
+    design = np.column_stack([x, np.ones(len(x))])
+    wanted = sm.MNLogit(y, design).fit(disp=False, tol=1e-10)
+    server, own = fitted(MixedLogit(effects="none", penalty=0.0), *federated(x, y, site, 3))
+    assert server["beta"][:, 0].numpy() == pytest.approx(wanted.params.T.reshape(-1), abs=1e-5)
+    assert server["covariance"].diagonal().sqrt().numpy() == pytest.approx(wanted.bse.T.reshape(-1), rel=1e-3)
+    weight, bias = own["s00"]["out.weight"].numpy(), own["s00"]["out.bias"].numpy()
+    p = np.exp(x @ weight.T + bias)
+    assert p / p.sum(1, keepdims=True) == pytest.approx(wanted.predict(design), abs=1e-5)
+
+
+def test_logit_of_three_classes_has_a_spread_for_each_contrast() -> None:
+    server, _ = fitted(MixedLogit(effects="intercept"), *federated(*several(2, sites=30), 3))
+    spread = server["factor"].diagonal()
+    assert spread[[0, 1, 3, 4]].tolist() == [0.0] * 4
+    assert float(spread[2]) == pytest.approx(1.2, abs=0.35)
+    assert float(spread[5]) < 0.4
+
+
+@pytest.mark.parametrize("laplace", [False, True])
+def test_logit_has_no_slope_for_what_is_constant_at_each_site(laplace: bool) -> None:
+    x, y, site = several(3)
+    x[:, 1] = [int(name[1:]) % 5 for name in site]
+    server, _ = fitted(MixedLogit(effects="diagonal", laplace=laplace), *federated(x, y, site, 3))
+    assert server["factor"].diagonal()[[1, 4]].tolist() == [0.0, 0.0]
+    assert float(server["factor"].diagonal().max()) > 0.5
+
+
+def test_logit_by_laplace_is_that_of_pooled_rows() -> None:
+    from tests.algorithms.test_pooled_logit import pooled
+
+    x, y, site = classes(4)
+    names, at = np.unique(site, return_inverse=True)
+    beta, sd, u = pooled(np.column_stack([x, np.ones(len(x))]), y.astype(float), at)
+    server, own = fitted(MixedLogit(effects="intercept", penalty=0.0, laplace=True), *federated(x, y, site, 2))
+    assert server["beta"][:, 0].numpy() == pytest.approx(beta, abs=2e-3)
+    assert float(server["factor"][-1, -1]) == pytest.approx(sd, abs=2e-3)
+    ours = np.array([float(own[name]["out.bias"][1]) - float(server["beta"][-1]) for name in names])
+    assert ours == pytest.approx(sd * u, abs=5e-3)
