@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -86,14 +87,42 @@ def test_ids_are_left_out(tmp_path: Path) -> None:
     assert data.features == ("x",)
 
 
-def test_rare_texts_are_one_category(tmp_path: Path) -> None:
-    towns: list[object] = [f"t{i % 120 if i % 2 else i % 20}" for i in range(240)]
-    data = read(folder(tmp_path, a={"town": towns, "y": [0, 1] * 120}))
-    assert len(data.features) == 21
-    assert "town=other values" in data.features
+def test_very_many_texts_count_by_what_the_target_is_like(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    towns, level = rng.integers(60, size=(2, 400)), rng.normal(size=60)
+    y = level[towns] + rng.normal(scale=0.3, size=(2, 400))
+    frames = {name: {"town": [f"t{t}" for t in towns[i]], "y": y[i].tolist()} for i, name in enumerate("ab")}
+    data = read(folder(tmp_path, **frames))
+    assert data.features == ("town (mean y)",)
     assert data.preparation is not None
-    (row,) = data.preparation.encode("a", {}, {"town": ["never seen"]}, "rows").tolist()
-    assert row == [float(name == "town=other values") for name in data.features]
+    target = data.preparation.target
+    train = [in_training("ab"[i], y[i], data) for i in range(2)]
+    own = np.concatenate([(y[i][train[i]] - target.mean) / target.sd for i in range(2)])
+    at = np.concatenate([towns[i][train[i]] for i in range(2)])
+    wanted = own[at == 7].sum() / ((at == 7).sum() + 10)  # ten rows of mean 0 beside its own
+    seen, never = data.preparation.encode("a", {}, {"town": ["t7", "never seen"]}, "rows")[:, 0].tolist()
+    assert (seen, never) == (pytest.approx(wanted), 0.0)
+    x, z = data.train.x[:, 0].numpy(), data.train.y[:, 0].numpy()
+    assert np.corrcoef(x, z)[0, 1] > 0.8
+
+
+def in_training(site: str, y: np.ndarray, data: FederatedData) -> np.ndarray:
+    """Which rows of a site are for training."""
+    assert data.preparation is not None
+    own = data.preparation.target.readable(data.train.of(data.clients.index(site))[1])[:, 0].numpy()
+    return np.isin(y.round(9), own.round(9))
+
+
+def test_statistics_of_training_rows_do_not_know_their_targets(tmp_path: Path) -> None:
+    """Texts that say nothing must not look as if they did."""
+    rng = np.random.default_rng(1)
+    frames = {
+        name: {"town": [f"t{t}" for t in rng.integers(150, size=600)], "y": rng.integers(2, size=600).tolist()}
+        for name in "ab"
+    }
+    data = read(folder(tmp_path, **frames))
+    assert data.features == ("town (log-odds of 1)",)
+    assert abs(np.corrcoef(data.train.x[:, 0].numpy(), data.train.y.numpy())[0, 1]) < 0.1
 
 
 def test_a_column_that_a_site_does_not_have(tmp_path: Path) -> None:

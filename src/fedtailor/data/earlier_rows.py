@@ -29,7 +29,8 @@ def row_keys(data: FederatedData) -> Keys:
     keys: Keys = {}
     for i, site in enumerate(data.clients):
         parts = {name: getattr(data, name).of(i) for name in ("train", "val", "test")}
-        hashes = {name: _hashes(x.numpy(), _written(y.numpy(), data.classes)) for name, (x, y) in parts.items()}
+        kept = slice(None) if data.preparation is None else ~data.preparation.is_statistic
+        hashes = {n: _hashes(x.numpy()[:, kept], _written(y.numpy(), data.classes)) for n, (x, y) in parts.items()}
         keys[site] = {"train": hashes["train"] + hashes["val"], "test": hashes["test"]}
     return keys
 
@@ -121,6 +122,7 @@ class EarlierRows:
         if not before["train"] and not before["test"]:
             return [""] * len(site.y)
         x = self.preparation.encode(site.name, site.numeric, site.categorical, site.file, [])
+        x = x[:, ~self.preparation.is_statistic]  # of a training row it is without its own target
         y = site.y if classes else target.standardised(site.y)
         left = {name: Counter(keys) for name, keys in before.items()}
         sides = []
@@ -136,7 +138,8 @@ class EarlierRows:
         old = self.preparation
         for now in fresh.columns:
             was = next(c for c in old.columns if c.name == now.name)
-            if isinstance(now, CategoryColumn) and isinstance(was, CategoryColumn) and now.categories != was.categories:
+            both = [c for c in (now, was) if isinstance(c, CategoryColumn)]
+            if len({(c.categories, c.statistics) for c in both}) > 1:
                 self.notes.append(f'column "{now.name}" has other categories now; all models are trained from scratch')
                 return fresh
         if fresh.target.classes != old.target.classes:

@@ -56,7 +56,8 @@ def prepared(
     columns = common_columns(tables, config)
     tables, left_out = with_target(tables, config)
     target, targets, reason = read_target(tables, config)
-    kinds = {column: is_categorical(tables, column, column in config.categorical) for column in columns}
+    forced = (*config.categorical, *tidy.many)
+    kinds = {column: is_categorical(tables, column, column in forced) for column in columns}
     newcomers = {name: with_names_of(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
     dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
     fit_in(newcomers, config.target, kinds, dates)
@@ -92,6 +93,7 @@ def prepared(
         dates=dates,
         absent=tidy.absent,
         earlier=earlier,
+        many=tidy.many,
     )
 
 

@@ -57,16 +57,23 @@ class NumberColumn(_Plain):
 
 
 class CategoryColumn(_Plain):
-    """A column of categories, one 0/1 feature each."""
+    """A column of categories, one 0/1 feature each; or, of very many, each with statistics of the target."""
 
     kind: Literal["category"] = "category"
     name: str
     categories: tuple[str, ...]
     absent: tuple[str, ...] = ()
+    statistics: tuple[tuple[float, ...], ...] = ()  # of each category; others have 0
+    statistic_names: tuple[str, ...] = ()
 
     @property
     def features(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}={category}" for category in self.categories)
+        return self.statistic_names or tuple(f"{self.name}={category}" for category in self.categories)
+
+    @property
+    def matrix(self) -> Floats:
+        """Features of each category [categories, features]."""
+        return np.array(self.statistics) if self.statistic_names else np.eye(len(self.categories))
 
 
 class TargetColumn(_Plain):
@@ -108,6 +115,14 @@ class Preparation(_Plain):
         return tuple(name for column in self.columns for name in column.features)
 
     @property
+    def is_statistic(self) -> NDArray[np.bool_]:
+        """Features that are statistics of the target."""
+        named = [
+            (name, isinstance(c, CategoryColumn) and c.statistic_names) for c in self.columns for name in c.features
+        ]
+        return np.array([bool(names) for _, names in named], dtype=bool)
+
+    @property
     def sites(self) -> frozenset[str]:
         """Sites whose rows can be prepared; a table without numbers needs nothing of a site."""
         return frozenset(name for c in self.columns if isinstance(c, NumberColumn) for name in c.sites)
@@ -140,11 +155,11 @@ class Preparation(_Plain):
                 filled = np.where(gaps, scale.median, scale.kept(values))
                 blocks.append(((filled - scale.mean) / scale.sd)[:, None])
             else:
-                blocks.append(_one_hot(column, categorical[column.name], file, unknown))
+                blocks.append(_features_of(column, categorical[column.name], file, unknown))
         return np.concatenate(blocks, axis=1)
 
 
-def _one_hot(column: CategoryColumn, values: Any, file: str, unknown: list[str] | None) -> Floats:
+def _features_of(column: CategoryColumn, values: Any, file: str, unknown: list[str] | None) -> Floats:
     import polars as pl
 
     labels = pl.Series(values, dtype=pl.String).fill_null(MISSING)
@@ -156,13 +171,15 @@ def _one_hot(column: CategoryColumn, values: Any, file: str, unknown: list[str] 
         at = np.where(at < 0, again, at)
     if (at < 0).any():
         first = labels[int(np.argmax(at < 0))]
-        if unknown is None:
+        if unknown is None and not column.statistic_names:
             raise DataError(
                 f'{file}: column "{column.name}" has the value "{first}", which no client of the run has; '
                 f"known: {', '.join(column.categories)}"
             )
-        unknown.append(
+        (unknown if unknown is not None else []).append(
             f'{file}: column "{column.name}": {int((at < 0).sum())} rows have values such as "{first}", which no site '
             "of the run has; they count as none of the known ones"
         )
+    if column.statistic_names:
+        return np.concatenate([column.matrix, np.zeros((1, len(column.statistic_names)))])[at]
     return (at[:, None] == np.arange(len(column.categories))).astype(np.float64)

@@ -25,6 +25,7 @@ from fedtailor.data.preparation import (
     TargetColumn,
 )
 from fedtailor.data.splits import Split, split, split_note, starts
+from fedtailor.data.statistics import with_statistics
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
@@ -71,12 +72,14 @@ def assemble(
     categories: Mapping[str, Sequence[str]] | None = None,
     absent: Mapping[str, tuple[str, ...]] | None = None,
     earlier: EarlierRows | None = None,
+    many: Collection[str] = (),
 ) -> FederatedData:
     """Split every site, then build the same feature columns for all, in the order of `columns`.
 
     The last `newcomers` of the sites are encoded as the others are: scales and categories do not depend on them.
     `categories` are those agreed on, by column; else those that the sites have. `absent` are sites without a column.
     With `earlier`, rows that it knows stay on their side of the split.
+    `many` are columns of very many categories, which stand for statistics of the target.
     """
     labelled = target.task == "classification"
     settled = len(sites) - newcomers
@@ -102,6 +105,8 @@ def assemble(
                     absent=(absent or {}).get(column, ()),
                 )
             )
+        elif column in many:
+            learnt.append(CategoryColumn(name=column, categories=(), absent=(absent or {}).get(column, ())))
         else:
             known = _categories(column, sites[:settled]) if categories is None else categories[column]
             gone = (absent or {}).get(column, ())
@@ -116,6 +121,14 @@ def assemble(
         inner = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
         mean, sd = moments_of(inner[:settled])
         told = told.model_copy(update={"mean": mean, "sd": sd})
+    own: dict[str, list[Floats]] = {}  # of training rows, without their own targets
+    inner_targets = targets if labelled else [told.standardised(t) for t in targets]
+    where = [cut.train for cut in cuts][:settled]
+    for i, each in enumerate(learnt):
+        if each.name in many and isinstance(each, CategoryColumn):
+            labels = [site.categorical[each.name] for site in sites[:settled]]
+            learnt[i], own[each.name] = with_statistics(each, labels, inner_targets[:settled], where, told, seed)
+            made.append(f'column "{each.name}" has very many texts: they count by {", ".join(learnt[i].features)}')
     preparation = Preparation(columns=tuple(learnt), target=told)
     if earlier is not None:
         preparation = earlier.revised(preparation)
@@ -126,6 +139,11 @@ def assemble(
     if not labelled:
         targets = [told.standardised(t) for t in targets]
     matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
+    at = 0
+    for each in learnt:
+        for matrix, cut, values in zip(matrices, cuts, own.get(each.name, ()), strict=False):
+            matrix[cut.train, at : at + values.shape[1]] = values
+        at += len(each.features)
     return FederatedData(
         name=name,
         task=target.task,

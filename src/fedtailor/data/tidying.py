@@ -1,7 +1,7 @@
 """Tables of several sites as people keep them, made alike before anything is learnt; what was done is told.
 
 One name for Age and age, one category for Well and well, numbers and texts in one column as categories, ids left out,
-columns that a site does not have filled later, rare texts counted as one.
+columns that a site does not have filled later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.preparation import OTHER
 from fedtailor.data.tables import Column, Table
 from fedtailor.errors import DataError
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 Tables = dict[str, Table]
 FEW_LABELS = 12  # numbers and texts in one column are categories if there are at most so many
-MAX_CATEGORIES, KEPT = 50, 20  # of a column of texts; of more only the most frequent are kept
+MAX_CATEGORIES = 50  # of a column of texts; of more only statistics of the target are features
 UNIQUE = 0.9  # share of distinct values in a column of names or ids
 FEWEST_IDS = 20
 _ID = re.compile(
@@ -40,6 +39,7 @@ class Tidied:
     config: FolderConfig
     notes: tuple[str, ...]
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # column -> sites that do not have it
+    many: tuple[str, ...] = ()  # columns with so many texts that they stand for statistics of the target
 
 
 def tidied(tables: Tables, config: FolderConfig) -> Tidied:
@@ -60,10 +60,8 @@ def tidied(tables: Tables, config: FolderConfig) -> Tidied:
     for column in (config.target, *(c for c in features if c not in ids)):
         tables, told = _same_writing(tables, column)
         notes += told
-        if column != config.target and column not in config.categorical:
-            tables, told = _without_rare(tables, column)
-            notes += told
-    return Tidied(tables, config, tuple(notes), absent)
+    many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables, c))
+    return Tidied(tables, config, tuple(notes), absent, many)
 
 
 def alike(name: str) -> str:
@@ -203,18 +201,13 @@ def _same_writing(tables: Tables, name: str) -> tuple[Tables, list[str]]:
     return _replaced(tables, name, other), told
 
 
-def _without_rare(tables: Tables, name: str) -> tuple[Tables, list[str]]:
-    """Of a column with very many texts, those that are rare count as one category."""
+def _has_many(tables: Tables, name: str) -> bool:
+    """Whether a column has more texts than can have a feature each."""
     columns = [table.columns[name] for table in tables.values()]
     rows = sum(c.text.count() for c in columns)
     if any(c.doubtful_date for c in columns) or sum(int(c.is_text.sum()) for c in columns) < rows:
-        return tables, []
-    counts = _counts(tables, name)
-    if len(counts) <= MAX_CATEGORIES:
-        return tables, []
-    kept = [text for text, _ in counts.most_common(KEPT)]
-    told = f'column "{name}" has {len(counts)} texts: the {KEPT} most frequent are categories, the others are one'
-    return _replaced(tables, name, {text: OTHER for text in counts if text not in kept}), [told]
+        return False
+    return len(_counts(tables, name)) > MAX_CATEGORIES
 
 
 def _replaced(tables: Tables, name: str, new: Mapping[str, str]) -> Tables:

@@ -71,7 +71,7 @@ def linear_record(own: Personal) -> dict[str, Any]:
                 | {"low": scale.low, "high": scale.high}
             )
         else:
-            by_value = {name: own_w[:, i].tolist() for i, name in enumerate(column.categories)}
+            by_value = {n: (own_w @ row).tolist() for n, row in zip(column.categories, column.matrix, strict=True)}
             unknown = by_value.get(OTHER, [0.0] * len(w))
             columns.append(
                 {"name": column.name, "kind": "category", "coefficients": by_value}

@@ -97,7 +97,8 @@ def add_features(graph: Graph, preparation: Preparation, site: str) -> str:
                 default_int64=other,
             )
             wanted = graph.constant(np.arange(len(column.categories))[None])
-            parts.append(graph.add("Cast", graph.add("Equal", place, wanted), to=double))
+            block = graph.add("Cast", graph.add("Equal", place, wanted), to=double)
+            parts.append(graph.add("MatMul", block, graph.constant(column.matrix)) if column.statistic_names else block)
     return graph.add("Concat", *parts, axis=1)
 
 

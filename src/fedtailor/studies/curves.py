@@ -76,8 +76,8 @@ def curves(
                 k = bins[column.name][first:last]
                 out += [_with(x, at[:1], torch.from_numpy(edges[column.name][k + side])[:, None]) for side in (0, 1)]
             else:
-                eye = torch.eye(len(at), dtype=x.dtype, device="cpu")
-                out += [_with(x, at, eye[level].expand(len(x), -1)) for level in range(min(len(at), MOST_LEVELS))]
+                levels = torch.from_numpy(column.matrix[:MOST_LEVELS])
+                out += [_with(x, at, level.expand(len(x), -1)) for level in levels]
         return out
 
     every = stacked(rows, versions)

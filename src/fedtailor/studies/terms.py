@@ -44,6 +44,9 @@ def terms_of(data: FederatedData) -> list[Term]:
             spreads = {scale.sd for name, scale in column.sites.items() if name in data.clients}
             sd = spreads.pop() if len(spreads) == 1 else None
             out.append(Term(column.name, column.name, eye[at], sd=sd, varies=bool(varies[at])))
+        elif column.statistic_names:
+            some = range(at, at + many)
+            out += [Term(data.features[j], column.name, eye[j], varies=bool(varies[j])) for j in some]
         else:
             usual = at + int(counts[at : at + many].argmax()) if many else at
             level += eye[usual] if many else 0.0
