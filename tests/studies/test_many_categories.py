@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from fedtailor.data.earlier_rows import EarlierRows, row_keys
+from fedtailor.experiments.store import read_json
 from fedtailor.serving.linear_json import by_hand, linear_record
 from fedtailor.serving.personal import personal
 from fedtailor.studies import fit
@@ -50,7 +51,7 @@ def test_rows_are_predicted_and_exported_alike(sites: Path, fitted: tuple[Path, 
 
 
 def test_explanations_name_the_statistic(fitted: tuple[Path, dict]) -> None:
-    effects = json.loads((fitted[0] / "effects.json").read_text())
+    effects = read_json(fitted[0] / "effects.json")
     assert "town (mean y)" in [term["name"] for term in effects["coefficients"]["outputs"][0]["terms"]]
     assert effects["importance"]["columns"][0]["column"] == "town"
 

@@ -140,7 +140,7 @@ def assemble(
         targets = [told.standardised(t) for t in targets]
     matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
     at = 0
-    for each in learnt:
+    for each in preparation.columns:
         for matrix, cut, values in zip(matrices, cuts, own.get(each.name, ()), strict=False):
             matrix[cut.train, at : at + values.shape[1]] = values
         at += len(each.features)
