@@ -17,6 +17,7 @@ from fedtailor.core.algorithm import reply_names
 from fedtailor.deploy.flare import server as flare
 from fedtailor.deploy.flare.own_fit import own_fit
 from fedtailor.experiments.store import RunFolder
+from fedtailor.report.fit_story import headline
 from fedtailor.serving.personal import personal
 from fedtailor.studies import linear_candidates
 from tests.deploy.sites import Authority, Sites
@@ -66,6 +67,16 @@ def test_a_site_predicts_as_the_fit_of_pooled_tables(
         assert record["sites"][name]["test"] == wanted["test"]
         assert record["sites"][name]["alone"] == pytest.approx(wanted["alone"], rel=1e-6)
         assert personal(path, name).predict(NEW) == pytest.approx(pooled.personal(name).predict(NEW), rel=1e-6)
+
+
+def test_the_page_of_a_site_speaks_of_its_federation(fitted: tuple[Path, Sites, RunFolder]) -> None:
+    root, _, _ = fitted
+    _, record = own_fit(root / "s1" / "site.toml")
+    assert headline(record) == "s1 keeps its own model: the federation's did not help it by more than its uncertainty."
+    mixed = record | {"sites": {"s1": record["sites"]["s1"] | {"served": "mixed"}}}
+    assert headline(mixed).startswith(
+        "s1 is served by mixed, of a fit with the other sites of its federation: test rmse"
+    )
 
 
 def test_trees_are_grown_at_the_site_and_stay_there(fitted: tuple[Path, Sites, RunFolder]) -> None:

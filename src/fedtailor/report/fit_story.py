@@ -45,10 +45,23 @@ def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] =
     return Section("summary", "Summary", tuple(filter(None, text)), tuple(figures), tuple(charts))
 
 
+def in_federation(record: dict[str, Any]) -> str:
+    """What a federation's fit gave this site; of the others it knows nothing."""
+    ((site, row),) = record["sites"].items()
+    metric = record["metric"]
+    if row["served"] in OWN:
+        return f"{site} keeps its own model: the federation's did not help it by more than its uncertainty."
+    alone, personal = value(metric, row["alone"]), value(metric, row["personal"])
+    figures = f"test {metric} is {alone} with its best model alone and {personal} with the model it is served by"
+    return f"{site} is served by {row['served']}, of a fit with the other sites of its federation: {figures}."
+
+
 def headline(record: dict[str, Any]) -> str:
     """Whether sharing pays, in one sentence."""
     metric, means, found = record["metric"], record["means"], record["differences"]["alone"]
     sites = record["sites"]
+    if record.get("settings", {}).get("federated"):
+        return in_federation(record)
     if len(sites) == 1:
         return "There is one site, so that nothing can be shared: it is served by a model of its own."
     if all(row["served"] in OWN for row in sites.values()):
