@@ -49,6 +49,13 @@ def test_numbers_and_dates_as_people_write_them(written: list[str], numbers: lis
     assert column.is_date == is_date
 
 
+def test_eight_digits_are_a_date_where_others_write_dates(tmp_path: Path) -> None:
+    path = folder(tmp_path, a={"when": ["9 Mar 2024"] * 24, "y": Y}, b={"when": [20240310] * 2, "y": [0, 1]})
+    found = read(path)
+    assert set(found.train.of(1)[0][:, 0].tolist()) == {19792.0}
+    assert set(found.train.of(0)[0][:, 0].tolist()) == {19791.0}
+
+
 def test_numbers_in_doubt_are_asked_about(tmp_path: Path) -> None:
     path = folder(tmp_path, a={"x": ["1,200", "2,300"] * 12, "y": Y})
     with pytest.raises(DataError, match=r'a.csv: column "x" has numbers such as "1,200".*1200 or 1.200'):

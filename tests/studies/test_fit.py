@@ -162,6 +162,9 @@ def test_settings_follow_the_data() -> None:
 
     assert model(100, 10)["model"] == {"name": "linear"}
     assert model(1000, 10)["model"] == {"name": "mlp", "hidden": [32]}
+    tiny = Rows(torch.zeros((8 * 159, 4)), torch.zeros(8 * 159, dtype=torch.int64), torch.arange(0, 8 * 160, 8))
+    many = FederatedData("made", "classification", tuple(map(str, range(159))), tiny, tiny, tiny, 2)
+    assert fitting.settled({"rounds": 32}, many)["model"] == {"name": "linear"}  # rows of all sites would suffice
     assert model(100, 1, 28, 28)["model"] == {"name": "fmnist-cnn"}
     assert model(100, 3, 32, 32)["model"] == {"name": "lenet5"}
     assert model(1000, 10, model={"hidden": [5]})["model"] == {"name": "mlp", "hidden": [5]}

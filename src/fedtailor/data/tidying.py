@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tables import Column, Table
+from fedtailor.data.written_forms import is_compact
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
@@ -101,13 +102,14 @@ def _same_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str]
 
 
 def _plain_dates(tables: Tables) -> Tables:
-    """Numbers of eight digits are dates only if they are at all sites."""
+    """Numbers of eight digits are dates if they are at all sites, or if another site writes dates in another way."""
     names = dict.fromkeys(name for table in tables.values() for name in table.columns)
     for name in names:
         found = [table.columns[name] for table in tables.values() if name in table.columns]
         if len({c.is_date for c in found if c.number.count()}) > 1:
+            is_date = any(c.is_date and not is_compact(c.text) for c in found)
             tables = {
-                site: _with(table, name, table.columns[name].of_kind(is_date=False)) if name in table.columns else table
+                site: _with(table, name, table.columns[name].of_kind(is_date)) if name in table.columns else table
                 for site, table in tables.items()
             }
     return tables

@@ -54,6 +54,7 @@ LINEAR_CLASSES: tuple[dict[str, Any], ...] = (  # a linear model has no body und
     {"name": "learn2pfed-net"},
     {"name": "fedselect"},
 )
+FEW_ROWS = 20  # of the median site, below which a network would be too much for the sites
 BODY_AND_HEAD = ("fedper", "fedrep", "fedbabu", "lg-fedavg", "fedpac", "fedeq", "knn-per")  # share one of the two
 LINEAR_NUMBERS: tuple[dict[str, Any], ...] = (
     {"name": "fedavg+ft"},
@@ -140,10 +141,11 @@ def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
 def settled(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "auto") -> dict[str, Any]:
     """Model, step size and batches that suit the data, where nothing else was said."""
     rows, inputs, largest = len(loaded.train.x), math.prod(loaded.shape), int(loaded.train.sizes.max())
+    usual = float(loaded.train.sizes.double().median())
     model: dict[str, Any]
     if len(loaded.shape) == 3:
         model = {"name": "lenet5" if loaded.shape[0] == 3 else "fmnist-cnn"}
-    elif (rows < 30 * inputs or inputs == 1) and algorithm.lower() not in BODY_AND_HEAD:
+    elif (rows < 30 * inputs or usual < FEW_ROWS or inputs == 1) and algorithm.lower() not in BODY_AND_HEAD:
         model = {"name": "linear"}
     else:
         model = {"name": "mlp", "hidden": [32] if rows < 10_000 else [64, 64]}
