@@ -181,11 +181,11 @@ def read_dict(path: Path, name: str = "data") -> dict[str, Any]:
         if shape != () or kind != np.dtype(object):
             raise _Refused(f"an array of {kind} and shape {list(shape)} where a dictionary is expected")
         value = _Reader(member.read()).read()
-    except (OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, KeyError) as error:  # or with a password
         raise DataError(f"{path}: cannot be read: {error}") from None
     except _Refused as refused:
         raise DataError(f"{path}: holds {refused}, which is not read; only arrays of numbers are") from None
-    except (ValueError, IndexError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise DataError(f"{path}: not what numpy writes ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: holds no dictionary")
