@@ -24,8 +24,8 @@ CIFAR_RECORDS = 10_000  # in each of its files
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 INFLATION = 1100  # deflate makes no more bytes out of one
 # what zipfile and numpy raise on bytes that nobody wrote on purpose: unknown compressions are a RuntimeError
-_ARCHIVE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
-_HEADER = (struct.error, tokenize.TokenError, SyntaxError)
+BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
+BROKEN_HEADER = (struct.error, tokenize.TokenError, SyntaxError)
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 
@@ -112,7 +112,7 @@ def read_npz(path: Path, names: Sequence[str], *, equal: bool = True) -> dict[st
             arrays = {name: found[name] for name in names}
     except KeyError:
         raise DataError(f"{path}: must have the arrays {', '.join(names)}; put the right file there") from None
-    except (*_ARCHIVE, *_HEADER, OSError, EOFError, ValueError, AttributeError, TypeError) as e:
+    except (*BROKEN_ARCHIVE, *BROKEN_HEADER, OSError, EOFError, ValueError, AttributeError, TypeError) as e:
         raise DataError(f"{path}: not an .npz file, or a damaged one ({e}); put the right file there") from e
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if equal and len(set(lengths.values())) > 1:

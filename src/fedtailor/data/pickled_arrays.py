@@ -10,12 +10,12 @@ import io
 import re
 import struct
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedtailor.data.files import BROKEN_ARCHIVE, BROKEN_HEADER
 from fedtailor.errors import DataError
 
 _ARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
@@ -181,11 +181,11 @@ def read_dict(path: Path, name: str = "data") -> dict[str, Any]:
         if shape != () or kind != np.dtype(object):
             raise _Refused(f"an array of {kind} and shape {list(shape)} where a dictionary is expected")
         value = _Reader(member.read()).read()
-    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, KeyError) as error:  # or with a password
+    except (OSError, EOFError, KeyError, *BROKEN_ARCHIVE) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     except _Refused as refused:
         raise DataError(f"{path}: holds {refused}, which is not read; only arrays of numbers are") from None
-    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, IndexError, TypeError, AttributeError, *BROKEN_HEADER) as error:
         raise DataError(f"{path}: not what numpy writes ({error})") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: holds no dictionary")
