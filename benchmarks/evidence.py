@@ -46,7 +46,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         )
     ),
     "federation": ("benchmarks/federation.py --table", "benchmarks/secure_sum.py"),
-    "fit": ("benchmarks/fit.py", "motley/school", "benchmarks/auto.py"),
+    "fit": ("benchmarks/fit.py --out runs/fit.json", "motley/school", "benchmarks/auto.py"),
     "cifar100": ("configs/cifar100/superclass.toml", "configs/cifar100/dirichlet.toml"),
     "leaderboard": (
         "benchmarks/leaderboard.py --json docs/results/leaderboard.json",
