@@ -11,7 +11,8 @@ own model beyond noise, by the two tests of benchmarks/fit_worse.py. A row that 
 once, with the mean of its losses.
 
 How fit chooses was settled on other tables: made ones, and 20 of the R packages MASS, nlme, lme4, mlmRev, plm, geepack,
-HSAUR, carData and ggplot2. Why it chose poorly on two tables of classes was looked for on other cuts of their rows (seed 100).
+HSAUR, carData and ggplot2. Why it chose poorly on two tables of classes was looked for on other cuts of their rows
+(seed 100).
 """
 
 from __future__ import annotations
