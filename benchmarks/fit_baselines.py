@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
+ATTEMPTS = 3  # of the mixed model of classes
 FEW, MOST_LEVELS = 20, 50  # whole numbers that are classes; levels of a column that gets dummies
 
 
@@ -214,7 +215,12 @@ def _binomial(rows: Rows, x: Floats, z: Floats) -> Floats:
     names, at = np.unique(rows.sites[0], return_inverse=True)
     member = sparse.csr_matrix((np.ones(len(at)), (np.arange(len(at)), at)), shape=(len(at), len(names)))
     model = BinomialBayesMixedGLM(rows.y[0].astype(float), x, member, np.zeros(len(names), dtype=int), vcp_p=2, fe_p=3)
-    found = model.fit_map()
+    tried = []
+    for attempt in range(ATTEMPTS):  # it begins at random, and not every beginning leads to an end
+        np.random.seed(attempt)  # noqa: NPY002
+        found = model.fit_map()
+        tried.append((float(model.logposterior(found.params)), attempt, found))
+    found = max(fit for fit in tried if np.isfinite(fit[0]))[2]
     effect = dict(zip(names, found.vc_mean, strict=True))
     score = z @ found.fe_mean + np.array([effect.get(n, 0.0) for n in rows.sites[1]])
     p = 1 / (1 + np.exp(-score))
