@@ -16,7 +16,7 @@ from fedtailor.core.task import TASKS
 from fedtailor.data.splits import starts
 from fedtailor.errors import ConfigError
 from fedtailor.report.fit_page import fit_page
-from fedtailor.studies.sentences import difference, sentences
+from fedtailor.studies.sentences import difference, sentences, what_varies
 from fedtailor.studies.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
 
 
@@ -98,3 +98,16 @@ def test_the_record_has_plots_and_a_data_card(tmp_path: Path) -> None:
     assert [chart.id for chart in by_id["quality"].charts] == ["residuals"]
     assert by_id["summary"].text[0].startswith("Personal models are")
     assert {row[5].text for row in by_id["sites"].tables[0].rows} <= {"gains", "may be noise", "loses"}
+
+
+def test_which_mixed_models_serve_is_said() -> None:
+    sites = {
+        "a": {"weights": {"mixedmodel-full-seed0": 0.5, "linearalone-seed0": 0.5}},
+        "b": {
+            "weights": {"mixedmodel-full-seed0": 0.25, "mixedmodel-intercept-seed0": 0.25, "mixedmodel-none-seed0": 0.5}
+        },
+        "c": {},
+    }
+    words = what_varies({"sites": sites})
+    assert words.endswith("25 % only the level, 75 % all coefficients together")
+    assert what_varies({"sites": {"a": {"weights": {"linearalone-seed0": 1.0}}}}) == ""

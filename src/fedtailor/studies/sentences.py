@@ -8,6 +8,7 @@ from typing import Any
 from fedtailor.studies.site_metrics import is_noise
 from fedtailor.studies.tables import number
 
+VARIES = {"intercept": "only the level", "diagonal": "every coefficient by itself", "full": "all coefficients together"}
 OTHERS = {"alone": "each site's best model alone", "common": "one common model", "baseline": "the baseline"}
 
 
@@ -19,10 +20,28 @@ def sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
     out = [("gain", difference(record, key)) for key in OTHERS if key in record["differences"]]
     if sites := site_gains(record):
         out.append(("sites", sites))
+    if mixed := what_varies(record):
+        out.append(("mixed", mixed))
     if found := record.get("fairness"):
         worst, spread = number(metric, found["worst_value"]), number(metric, found["spread"])
         out.append(("fairness", f"worst site {found['worst']}, {worst}; spread over sites (sd) {spread}"))
     return out
+
+
+def what_varies(record: dict[str, Any]) -> str:
+    """Which mixed models serve, mean over sites, by what they let vary between sites; settled on out-of-fold rows."""
+    weights = dict.fromkeys(VARIES, 0.0)
+    for row in record["sites"].values():
+        for run, weight in row.get("weights", {}).items():
+            kind, _, rest = run.partition("-")
+            effects = rest.partition("-")[0]
+            if kind.startswith("mixed") and effects in weights:
+                weights[effects] += weight
+    total = sum(weights.values())
+    if not total:
+        return ""
+    parts = [f"{100 * w / total:.0f} % {VARIES[effects]}" for effects, w in weights.items() if w / total >= 0.01]
+    return f"what differs between sites in the mixed models that serve: {', '.join(parts)}"
 
 
 def difference(record: dict[str, Any], key: str) -> str:
