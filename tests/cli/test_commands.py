@@ -43,6 +43,7 @@ COMMANDS = (
     "predict",
     "export",
     "onboard",
+    "update",
     "check",
     "run",
     "resume",

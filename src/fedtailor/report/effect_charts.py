@@ -126,9 +126,9 @@ def _categories(curve: dict[str, Any], what: str, outputs: list[str]) -> Chart:
     column, levels = curve["column"], curve["x"]
     rows: list[tuple[Value, ...]]
     if len(outputs) <= 1:
-        lines = {ALL: curve["y"]} | (curve["sites"] if len(curve["sites"]) > 1 else {})
+        lines = {ALL: curve["y"]} | (curve["sites"] if 1 < len(curve["sites"]) < MOST_LINES else {})
         rows = [(level, name, y[0]) for name, points in lines.items() for level, y in zip(levels, points, strict=True)]
-        note = "All else as it is. Dots are single sites." if len(lines) > MOST_LINES else "All else as it is."
+        note = "All else as it is." if len(lines) > 1 else "Mean over all sites, all else as it is."
     else:
         rows = [(level, n, y[k]) for k, n in enumerate(outputs) for level, y in zip(levels, curve["y"], strict=True)]
         note = "Mean over all sites, all else as it is."

@@ -131,9 +131,7 @@ def importance_words(found: Mapping[str, Any]) -> list[str]:
     if useful:
         points = " points" if metric == "accuracy" else ""
         parts = [f"{each['column']} ({number(metric, each['mean'])}{points})" for each in useful]
-        out.append(
-            f"Predictions need most: {joined(parts, 4)}; in brackets by how much {metric} gets worse without it."
-        )
+        out.append(f"Predictions need most: {joined(parts, 4)}; in brackets, how much worse {metric} gets without it.")
     elif columns:
         out.append("Shuffling any single column hardly makes the predictions worse.")
     useless = [each["column"] for each in columns if each not in useful]
