@@ -42,6 +42,9 @@ def print_fit(console: Console, record: dict[str, Any]) -> None:
         print(f"baseline   {mean}: the mean of each site, or its shares of the classes, and nothing else")
     for line in sentences(record):
         print(f"{line[0]:<10} {line[1]}")
+    for each in record.get("dropped", ()):
+        if not each["round"]:  # not by halving
+            print(f"left out   {each['label']}: {each['why']}")
     for label, words in record["shared"].items():
         print(f"shared     {label}: sends {words['sent']}; keeps {words['private']}")
     print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
