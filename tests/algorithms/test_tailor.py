@@ -176,11 +176,12 @@ def test_the_worth_of_the_common_mixture_is_that_of_the_least_held_out_error() -
     assert len({round(v, 6) for v in wanted}) > 2
 
 
-def test_linear_models_of_numbers_have_the_degrees_of_empirical_bayes_and_end_with_all_samples() -> None:
+@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
+def test_linear_models_of_numbers_have_the_degrees_of_empirical_bayes_and_end_with_all_samples(engine: str) -> None:
     data = make_data("regression")
     model = make_model("linear", data)
     algorithm = Tailor(every=2)
-    fed = federate(algorithm, data, model)
+    fed = federate(algorithm, data, model, engine)
     server = run(fed, rounds=3)
     other = run(federate(EmpiricalBayes(cells=1), data, model), rounds=3)
     torch.testing.assert_close(server["spread"], other, rtol=0, atol=1e-12)
