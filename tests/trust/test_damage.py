@@ -139,6 +139,6 @@ def test_t6_damage_to_what_a_site_keeps_is_named(tmp_path: Path) -> None:
 def test_t6_damage_in_every_reader_of_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes of each file; tools/damage.py takes all of them."""
     one_after_the_other(monkeypatch)
-    swept = sweep(*MAKERS[name](tmp_path), most=2)
+    swept = sweep(*MAKERS[name](tmp_path), most=2, commands=1)
     assert swept.wrong == []
-    assert swept.count["named"] > 10
+    assert swept.count["named"] > 5 * swept.count["files"]
