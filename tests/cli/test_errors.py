@@ -15,6 +15,7 @@ import pytest
 
 from fedtailor.data.download import REMOTES
 from fedtailor.experiments import runner
+from fedtailor.experiments.store import write_json
 from tests.cli.conftest import Call
 from tests.small import config, files, stop_after
 
@@ -147,9 +148,11 @@ def test_a_folder_of_runs_is_no_run_but_names_them(refused: Refused, tmp_path: P
     runs = "or name one of its runs (fedavg-seed0, local-seed0), such as 'my fit/fedavg-seed0'"
     message = "my fit: a folder of runs, not a single run; continue with the same command and --out 'my fit'; "
     assert refused(command, "my fit") == message + runs
-    (tmp_path / "my fit" / "fit.json").write_text("{}")
-    message = "my fit: a fit, not a single run; continue with the same fedtailor fit and --out 'my fit'; "
-    assert refused(command, "my fit") == message + runs
+    write_json(tmp_path / "my fit" / "fit.json", {"settings": {}})
+    message = "my fit: a fit, not a single run; continue with the same fedtailor fit and --out 'my fit'; " + runs
+    if command == "explain":  # which is for fits too, once they are finished
+        message = "my fit: not finished yet; continue with the same fedtailor fit and --out"
+    assert refused(command, "my fit") == message
 
 
 def test_hints_quote_paths(refused: Refused, call: Call, half: Path, tmp_path: Path) -> None:

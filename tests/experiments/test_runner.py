@@ -85,7 +85,8 @@ def interrupted(made: RunConfig, path: Path, after: Sequence[int]) -> RunFolder:
 
 
 # a linear model of digits is large for a method with a curvature: tests/contract resumes it on a smaller one
-RESUMED = [name for name in algorithms.algorithms() if usual(algorithms.make(name, {})) != {"model": "linear"}]
+CURVED = ({"model": "linear"}, {"model": "linear", "task": "count"})
+RESUMED = [name for name in algorithms.algorithms() if usual(algorithms.make(name, {})) not in CURVED]
 
 
 @pytest.mark.parametrize("name", RESUMED)

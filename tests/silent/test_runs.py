@@ -130,6 +130,6 @@ def test_rounds_that_cannot_be_read_are_one_line(call: Call) -> None:
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("rounds=3"), Path("run"), None, stop_after(2))
     lines = Path("run/metrics.jsonl").read_text().splitlines(keepends=True)
-    Path("run/metrics.jsonl").write_text(lines[0][5:] + "".join(lines[1:]))
+    Path("run/metrics.jsonl").write_text("?" * 5 + lines[0][5:] + "".join(lines[1:]))
     code, _, err = call("show", "run")
     assert (code, err) == (2, "error: run/metrics.jsonl: line 1: damaged; it is not the JSON that was written\n")
