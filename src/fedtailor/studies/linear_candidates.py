@@ -81,8 +81,9 @@ class Clock:
         if self.limit and time.monotonic() - self.begun + needed > self.limit:
             raise OutOfTime
 
-    def has_time(self) -> bool:
-        return not self.limit or time.monotonic() - self.begun < self.limit
+    def has_time(self, part: float = 1.0) -> bool:
+        """Whether less than that part of the limit is spent."""
+        return not self.limit or time.monotonic() - self.begun < part * self.limit
 
 
 def cross_fitted(

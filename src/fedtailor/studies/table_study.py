@@ -47,6 +47,6 @@ def fit_table(
     record = {"settings": claim} | table_record(found, data, out, cells[0].seed, metric) | {"dropped": found.dropped}
     write_json(out / FIT, record)
     write_json(out / CARD, training_card(data, *out_of_fold_predictions(found, data, cells[0].seed, record)))
-    if clock.has_time():  # else `explain` computes them when somebody asks
+    if clock.has_time(0.5):  # else `explain` computes them when somebody asks
         write_json(out / EFFECTS, table_effects(found, data, out, cells[0].seed, record))
     return record
