@@ -278,12 +278,14 @@ def unit(metric: str) -> str:
 def _print_clients(console: Console, made_by: dict[str, Any], results: dict[str, Any]) -> None:
     from fedtailor.studies.tables import number
 
-    metrics = list(results["last"]["clients"])
+    figures: dict[str, list[float]] = results["last"]["clients"]
+    if any(len(each) != len(made_by["clients"]) for each in figures.values()):
+        raise RunError("results.json: a figure for each client of the last round is needed", code="run.damaged")
     rows = [
-        [client, str(samples), *(number(m, results["last"]["clients"][m][i]) for m in metrics)]
+        [client, str(samples), *(number(m, each[i]) for m, each in figures.items())]
         for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True))
     ]
-    columns = ("client", "training samples", *(f"test {m}" for m in metrics))
+    columns = ("client", "training samples", *(f"test {m}" for m in figures))
     print_table(console, "clients, last round", columns, rows)
 
 

@@ -21,9 +21,11 @@ from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
 from fedtailor.data.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
+from fedtailor.experiments import records
 from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.json_text import indented
 from fedtailor.experiments.locking import hold, owner
+from fedtailor.experiments.records import checked
 from fedtailor.experiments.rounds_file import check_length, line_of, lines_in
 from fedtailor.experiments.tensor_file import Touch, pieces
 
@@ -153,12 +155,17 @@ class RunFolder:
 
     @property
     def about(self) -> dict[str, Any]:
-        return read_json(self.path / ABOUT)
+        path = self.path / ABOUT
+        about: dict[str, Any] = checked(read_json(path), records.ABOUT, path)
+        if "train_samples" in about and len(about["train_samples"]) != len(about["clients"]):
+            raise RunError(f"{path}: as many train_samples as clients are needed", code="run.damaged")
+        return about
 
     @property
     def results(self) -> dict[str, Any] | None:
         """The results, or None while the run is not finished."""
-        return read_json(self.path / RESULTS) if (self.path / RESULTS).exists() else None
+        path = self.path / RESULTS
+        return checked(read_json(path), records.RESULTS, path) if path.exists() else None
 
     @property
     def preparation(self) -> Preparation | None:
@@ -211,7 +218,7 @@ class RunFolder:
 
     def _manifest(self) -> dict[str, Any] | None:
         path = self.path / CHECKPOINT / "manifest.json"
-        return read_json(path) if path.exists() else None
+        return checked(read_json(path), records.MANIFEST, path) if path.exists() else None
 
     def append_metrics(self, line: dict[str, Any]) -> int:
         """Add a round; returns the length of the file, by which a checkpoint knows how much of it counts."""
@@ -259,7 +266,7 @@ class RunFolder:
     def personal(self, client: str, kind: str = "selected") -> Tree:
         """The personal model of a client, of the validation-selected round or the last one."""
         folder = self.path / "personal" / kind
-        index = read_json(folder / "index.json")
+        index = checked(read_json(folder / "index.json"), records.INDEX, folder / "index.json")
         if client not in index:
             raise RunError(f'{self.path}: no client "{client}"; {nearest(client, index)}')
         return read_tree(folder, index[client])
