@@ -13,7 +13,7 @@ from fedtailor.core.samples import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.problems import problems
-from fedtailor.data.tables import table_of
+from fedtailor.data.tables import read_table, table_of
 from fedtailor.errors import DataError
 
 
@@ -177,3 +177,9 @@ def folder_of_good(tmp_path: Path) -> Path:
 def test_remedies_in_words_of_the_command_line() -> None:
     said = in_words("leave it out with data.ignore = ['x'] or set data.task = 'classification'")
     assert said == "leave it out with --set 'data.ignore=[\"x\"]' or --set 'data.task=classification'"
+
+
+def test_names_that_look_like_a_compressed_file_are_names(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("x^2,y\n1,2\n3,4\n")  # "x^" begins a zlib stream
+    table = read_table(tmp_path / "t.csv")
+    assert (table.names, table.rows) == (("x^2", "y"), 2)

@@ -196,8 +196,11 @@ def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
     lines = _lines(text)
     separator = _separator(lines.split("\n", 1)[0])
     header = _header(path, lines, separator)
+    marked = io.BytesIO(
+        lines.encode("utf-8-sig")
+    )  # or polars takes a first column "x^2" for the start of a zlib stream
     try:
-        frame = pl.read_csv(io.BytesIO(lines.encode()), separator=separator, infer_schema=False, new_columns=header)
+        frame = pl.read_csv(marked, separator=separator, infer_schema=False, new_columns=header)
     except pl.exceptions.PolarsError as e:
         raise DataError(f"{path}: {_bad_line(text, separator, len(header)) or _first_line(e)}") from e
     # polars fills up short lines in silence; they show as gaps in the last column
