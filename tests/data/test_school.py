@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.io import savemat  # type: ignore[import-untyped]
+from scipy.io import loadmat, savemat  # type: ignore[import-untyped]
 
 from fedtailor.data import load
 from fedtailor.data.configs import SchoolConfig
+from fedtailor.data.mat_file import read_cells
 from fedtailor.errors import DataError
 
 
@@ -46,3 +47,17 @@ def test_the_real_file() -> None:
     assert len(data.clients) == 139
     assert data.train.x.shape[1] == 27
     assert int(data.train.sizes.sum() + data.val.sizes.sum() + data.test.sizes.sum()) == 15_362
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_cells_are_those_that_scipy_reads(tmp_path: Path, packed: bool) -> None:
+    rng = np.random.default_rng(0)
+    kinds = (np.float64, np.float32, np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.int64)
+    cells = np.empty((1, len(kinds)), object)
+    for i, kind in enumerate(kinds):
+        cells[0, i] = (100 * rng.random((i, 3))).astype(kind)
+    savemat(tmp_path / "c.mat", {"C": cells, "other": np.eye(2), "text": "words"}, do_compression=packed)
+    read = read_cells((tmp_path / "c.mat").read_bytes())
+    assert list(read) == ["C"]
+    for mine, wanted in zip(read["C"], loadmat(tmp_path / "c.mat")["C"][0], strict=True):
+        np.testing.assert_array_equal(mine, wanted)

@@ -34,8 +34,16 @@ def data_root(root: Path | None = None) -> Path:
     if root is not None:
         return root
     if os.environ.get("FEDTAILOR_DATA"):
-        return Path(os.environ["FEDTAILOR_DATA"]).expanduser()
+        return expanded(os.environ["FEDTAILOR_DATA"])
     return Path.home() / ".cache" / "fedtailor"
+
+
+def expanded(path: Path | str) -> Path:
+    """With the home folder that "~" or "~name" stands for."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DataError(f'{path}: there is no user "{Path(path).parts[0][1:]}"; write out the folder') from None
 
 
 def locate(root: Path, relative: str, source: str) -> Path:

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from fedtailor.data.configs import FolderConfig, ImageFolderConfig, SourceConfig, TextConfig
+from fedtailor.data.files import expanded
 from fedtailor.data.image_folder import entries
 from fedtailor.data.tables import client_name
 
@@ -13,7 +14,7 @@ from fedtailor.data.tables import client_name
 def digest(config: SourceConfig) -> str | None:
     """Of the files that a source reads from a path; None for published data, which is checked when it is downloaded."""
     given: Path | str | None = getattr(config, "path", None)
-    if not isinstance(given, Path | str) or not (path := Path(given).expanduser()).exists():
+    if not isinstance(given, Path | str) or not (path := expanded(given)).exists():
         return None
     is_read = client_name if isinstance(config, FolderConfig | TextConfig) else bool
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))

@@ -9,6 +9,7 @@ from pathlib import Path
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.earlier_rows import EarlierRows
+from fedtailor.data.files import expanded
 from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table, split_by
 from fedtailor.data.tabular import Site, assemble
 from fedtailor.data.target import (
@@ -143,7 +144,7 @@ def check_numbers(table: Table, column: str, is_date: bool) -> None:
 
 
 def read_sites(config: FolderConfig) -> dict[str, Table]:
-    path = config.path.expanduser()
+    path = expanded(config.path)
     if config.client_column is None:
         return _read_folder(path, config.ignore)
     if not path.is_file():

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from fedtailor.core.samples import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import ImageFolderConfig
+from fedtailor.data.files import expanded
 from fedtailor.data.images import Pool, assemble
 from fedtailor.data.tables import client_name
 from fedtailor.data.text import columns
@@ -49,7 +50,7 @@ def load(
 
 def entries(config: ImageFolderConfig) -> list[Entry]:
     """All images, in a fixed order."""
-    path = config.path.expanduser()
+    path = expanded(config.path)
     if path.is_file() and client_name(path) is not None:
         return _listed(path)
     if not path.is_dir():

@@ -32,7 +32,7 @@ def check(content: bytes) -> None:
         for group in footer.get(GROUPS, []):
             for column in group[COLUMNS]:
                 _column(content, column[META], most)
-    except (IndexError, KeyError, TypeError, struct.error, RecursionError):
+    except (LookupError, TypeError, AttributeError, struct.error, RecursionError):
         raise ValueError("its headers cannot be read") from None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import PFLlibConfig, SplitConfig
+from fedtailor.data.files import expanded
 from fedtailor.data.pickled_arrays import read_dict
 from fedtailor.data.splits import client_names, split, starts
 from fedtailor.errors import DataError
@@ -20,7 +21,7 @@ Samples = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 def load(config: PFLlibConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Test data is PFLlib's own; validation data is cut from its training data, which has none."""
-    folder = config.path.expanduser()
+    folder = expanded(config.path)
     files = sorted((folder / "train").glob("*.npz"), key=lambda file: (len(file.stem), file.stem))
     if not files:
         raise DataError(f"{folder}: no train/*.npz; give the folder that PFLlib's generate script made, such as MNIST")

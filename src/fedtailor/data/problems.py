@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import expanded
 from fedtailor.data.folder import as_categories, common_columns, files_of, is_categorical, prepared, read_sites
 from fedtailor.data.tables import Table, read_table
 from fedtailor.data.target import read_target, report_text, with_target
@@ -26,7 +27,7 @@ def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
                 found.append(str(error))
             return None
 
-    path = config.path.expanduser()
+    path = expanded(config.path)
     tables: dict[str, Table]
     if config.client_column is None and path.is_dir():
         files: dict[str, Path] = attempt(files_of, path) or {}

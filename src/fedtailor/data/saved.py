@@ -18,6 +18,7 @@ from torch import Tensor
 from fedtailor.core.rows import Chosen, Rows
 from fedtailor.core.samples import SPLITS, FederatedData
 from fedtailor.data.configs import SavedConfig
+from fedtailor.data.files import expanded
 from fedtailor.data.preparation import Preparation
 from fedtailor.data.stored import MappedArray, Several
 from fedtailor.errors import DataError
@@ -56,7 +57,7 @@ def _described(x: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         tensors[f"{key}.at"] = x.at
         return {"chosen": _described(x.whole, key, tensors), "at": f"{key}.at"}
     if isinstance(x, MappedArray):
-        path = Path(x.path).expanduser().resolve()
+        path = expanded(x.path).resolve()
         return {"file": str(path), "key": x.key, "scale": x.scale, "holds": _ends(path)}
     raise DataError(
         f"data: samples of a {type(x).__name__} read batch by batch cannot be kept with a run; name the function "
@@ -93,7 +94,7 @@ def _ends(path: Path) -> str:
 
 def validation_samples(config: SavedConfig) -> int:
     """How many there are of all clients together; only the head of the file is read."""
-    folder = config.path.expanduser()
+    folder = expanded(config.path)
     try:
         with safe_open(folder / TENSORS, "pt") as file:
             return int(file.get_slice("val.y").get_shape()[0])
@@ -103,7 +104,7 @@ def validation_samples(config: SavedConfig) -> int:
 
 def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read what `save` wrote; neither seed nor `root` is needed, the split was made before."""
-    folder = config.path.expanduser()
+    folder = expanded(config.path)
     try:
         tensors: dict[str, Tensor] = load_file(folder / TENSORS)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +10,11 @@ import numpy as np
 from fedtailor.core.samples import FederatedData
 from fedtailor.data.configs import SchoolConfig
 from fedtailor.data.files import data_root, locate, read_bytes
+from fedtailor.data.mat_file import read_cells
 from fedtailor.data.tabular import Site, Target, assemble
 from fedtailor.errors import DataError
 
 FILE = "school/school.mat"
-MOST_PACKED = 1032  # of zlib: bytes that one byte can stand for
 SCORES = (1, 70)  # the lowest and the highest score: the target is between 0 and 1
 
 
@@ -43,22 +41,14 @@ def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> Federa
 
 def _read(path: Path) -> list[tuple[Any, Any]]:
     """Features and scores of each school."""
-    from scipy.io import loadmat, whosmat  # type: ignore[import-untyped]  # comes with scikit-learn
-
     try:
-        packed = read_bytes(path)
-        if any(math.prod(shape) > MOST_PACKED * len(packed) for _, shape, _ in whosmat(io.BytesIO(packed))):
-            raise ValueError("it promises more than it holds")
-        content = loadmat(io.BytesIO(packed), variable_names=["X", "Y"])
+        cells = read_cells(read_bytes(path))
         tables = [
-            (np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)[:, 0])
-            for x, y in zip(content["X"][0], content["Y"][0], strict=True)
+            (x.astype(np.float64), y.astype(np.float64)[:, 0]) for x, y in zip(cells["X"], cells["Y"], strict=True)
         ]
-    except MemoryError:
-        raise
-    except Exception as error:  # of many kinds, from a reader of many formats
+    except (ValueError, LookupError) as error:
         raise DataError(f"{path}: must hold cells X and Y, one for each school ({error}); put it there again") from None
     widths = {x.shape[1:] for x, _ in tables}
-    if not tables or len(widths) != 1 or any(len(x) != len(y) for x, y in tables):
+    if not tables or len(widths) != 1 or len(*widths) != 1 or any(len(x) != len(y) for x, y in tables):
         raise DataError(f"{path}: schools must have the same columns, and a score for each pupil; put it there again")
     return tables

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedtailor.core.rows import Chosen
 from fedtailor.core.trees import Tree, tree_map
+from fedtailor.data.files import expanded
 from fedtailor.errors import DataError
 
 KEPT = 32 * 2**20  # bytes read of a file after which its pages are given back
@@ -39,7 +40,7 @@ class MappedArray:
     _pages: _Pages = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        path = Path(self.path).expanduser()
+        path = expanded(self.path)
         try:
             about = path.stat()
         except OSError as error:

@@ -9,6 +9,7 @@ import numpy as np
 from fedtailor.core.samples import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import TextConfig
+from fedtailor.data.files import expanded
 from fedtailor.data.images import assemble
 from fedtailor.data.tables import client_name, read_rows
 from fedtailor.data.tokens import Sentences, encoder
@@ -33,7 +34,7 @@ def load(config: TextConfig, *, seed: int, root: Path | None = None) -> Federate
 
 def _rows(config: TextConfig) -> list[tuple[str, ...]]:
     """Client, sentence and label of every row."""
-    path = config.path.expanduser()
+    path = expanded(config.path)
     if path.is_dir():
         if config.client_column is not None:
             raise DataError("data.client_column: only where data.path is one file; here each client has its own")

@@ -22,6 +22,7 @@ from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree, schema, schema_difference
+from fedtailor.data.files import expanded
 from fedtailor.data.site import SiteData, load_site
 from fedtailor.deploy.flare import requests
 from fedtailor.deploy.flare.audit import Audit
@@ -79,8 +80,8 @@ def read_site(path: Path) -> SiteFile:
         what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"{path}: {key}: {what}") from None
     base = path.resolve().parent
-    data = site.data.model_copy(update={"path": base / site.data.path.expanduser()})
-    places = {"folder": base / site.folder.expanduser(), "kit": base / site.kit.expanduser()}
+    data = site.data.model_copy(update={"path": base / expanded(site.data.path)})
+    places = {"folder": base / expanded(site.folder), "kit": base / expanded(site.kit)}
     return site.model_copy(update=places | {"data": data})
 
 
