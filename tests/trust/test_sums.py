@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,23 @@ def test_t9_no_step_is_made_twice_or_without_the_others_word(identities: dict[in
     alone.lies["reveal"] = lambda client, header, tree: ({"signers": [0]}, packed(split(bytes(tree.numpy()))[:1]))
     with pytest.raises(Refusal, match="1 clients confirm who is counted, 3 needed"):
         alone.total(range(4))
+
+
+def test_sites_of_one_owner_count_once(identities: dict[int, Identity]) -> None:
+    owners = {NAMES[0]: "trust", NAMES[1]: "trust"}
+    everybody = {i: replace(its, organisations=owners) for i, its in parties(identities, sums_of=3).items()}
+    assert Server(begun(everybody)).total(range(4)) == [1111.0] * 3
+    with pytest.raises(Refusal, match="a sum of 2 organisations; of fewer than 3 none is opened here"):
+        Server(begun(everybody), round=2).total(range(3))
+    with pytest.raises(Refusal, match="a sum of 2 organisations"):  # a site that is lost on the way
+        Server(begun(everybody), round=3).total(range(4), lost=[3])
+
+
+def test_an_organisation_is_of_a_partner(authority: Authority, tmp_path: Path) -> None:
+    authority.write_kit(tmp_path / "kit", "ada")
+    policy = Policy(algorithms=(), sends=(), sums_of=3, partners=NAMES, organisations={"ada": "A", "eve": "A"})
+    with pytest.raises(Refused, match='an organisation for "eve", which is no partner'):
+        party(tmp_path / "kit", policy, "ada", "run", 0, tmp_path)
 
 
 def test_a_policy_of_sums_needs_a_certificate_and_partners(authority: Authority, tmp_path: Path) -> None:

@@ -118,10 +118,18 @@ class Party:
     """Who takes part, and on what conditions."""
 
     me: int
-    sums_of: int = 2  # replies of fewer clients are not added up
+    sums_of: int = 2  # replies of fewer clients, or of fewer organisations, are not added up
     identity: Identity | None = None  # None: all clients are in one process, and nothing is signed
     run: str = ""
     opened: Opened = field(default_factory=Opened)
+    organisations: Mapping[str, str] = field(default_factory=dict)  # of clients; one that is not named is its own
+
+    def refuse_few(self, names: Iterable[str]) -> None:
+        """A ValueError if a sum over these clients would be one of too few who could put their replies together."""
+        count = len({self.organisations.get(name, name) for name in names})
+        if count < self.sums_of:
+            what = "organisations" if self.organisations else "clients"
+            raise ValueError(f"a sum of {count} {what}; of fewer than {self.sums_of} none is opened here")
 
 
 @dataclass(frozen=True)
@@ -199,10 +207,6 @@ class Member:
         clients, threshold, bits = header["clients"], header["threshold"], header["fraction_bits"]
         if not 0 <= bits <= FRACTION_BITS:
             raise ValueError(f"{bits} bits behind the point; 0 to {FRACTION_BITS} are possible")
-        if len(set(clients)) < self.party.sums_of:
-            raise ValueError(
-                f"a sum of {len(set(clients))} clients; of fewer than {self.party.sums_of} none is opened here"
-            )
         cards = dict(zip(clients, unpacked(tree), strict=True))
         adverts, names, certificates = {}, {}, {}
         for client, card in cards.items():
@@ -211,6 +215,7 @@ class Member:
             raise ValueError("a partner is named twice")
         if self.party.identity is not None and names.get(self.party.me) != self.party.identity.name:
             raise ValueError("my own place is given to another")
+        self.party.refuse_few(names.values())
         context = transcript(asked, cards, threshold, bits)
         state, sealed = secure_sum.deal(keys, self.party.me, adverts, threshold, context)
         self._stages[number] = _Dealt(state, asked, names, certificates, bits)
@@ -241,12 +246,9 @@ class Member:
         survivors, dealt = frozenset(header["survivors"]), masked.dealt
         if masked.survivors:
             raise ValueError(f"sum {number} was confirmed before")
-        if len(survivors) < self.party.sums_of:
-            raise ValueError(
-                f"a sum of {len(survivors)} clients; of fewer than {self.party.sums_of} none is opened here"
-            )
         secure_sum.reveal(masked.state, survivors)  # or it says why not
         names = [dealt.names[c] for c in survivors]
+        self.party.refuse_few(names)
         self.party.opened.claim(dealt.asked.round, names)
         self._stages[number] = _Masked(masked.state, dealt, survivors)
         word = statement(b"survivors", dealt.state.context, survivors)

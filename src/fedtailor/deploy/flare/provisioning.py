@@ -61,6 +61,7 @@ models = ["linear", "mlp"]
 sends = ["model", "body", "sample count"]  # what may leave; see fedtailor list algorithms
 sums_of = 0  # with 3, replies leave only in secure sums over at least 3 sites
 partners = []  # sites to sum with, by the names in their certificates
+# organisations = { north = "A", south = "A" }  # sites of one owner count once in sums_of
 # metrics = true  # whether to report accuracy and loss on our samples; default: only if sums_of is 0
 code = []  # custom tasks, optimizers and metrics that a run may use
 min_samples = 20  # nothing leaves with fewer training samples
