@@ -27,13 +27,21 @@ DIGITS: dict[str, Any] = {
 POLYNOMIAL = DIGITS | {"data": {"source": "polynomial", "clients": 4, "samples": 80}}
 ADAPTED = DIGITS | {"model": {"name": "fedtailor.testing.federations:Adapted", "head": ["out"]}}
 COUNTS = DIGITS | {"data": {"source": "tests.small:counts"}, "model": {"name": "linear", "dtype": "float64"}}
+CLASSES = COUNTS | {"data": {"source": "tests.small:classes"}}
 NORMED = DIGITS | {"model": {"name": "resnet8", "width": 8}}
+
+
+SITES = dict.fromkeys(("ada", "bo", "cy", "dan"), (12, 4, 4))  # train, val, test
 
 
 def counts(seed: int) -> FederatedData:
     """Counts of four sites."""
-    sizes = dict.fromkeys(("ada", "bo", "cy", "dan"), (12, 4, 4))
-    return make_data("count", sizes=sizes, outputs=1)
+    return make_data("count", sizes=SITES, outputs=1)
+
+
+def classes(seed: int) -> FederatedData:
+    """Three classes at four sites, of few features: where all pairs of coefficients are sent."""
+    return make_data(sizes=SITES)
 
 
 def config(*settings: str, task: dict[str, Any] = DIGITS) -> RunConfig:

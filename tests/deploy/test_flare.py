@@ -23,7 +23,7 @@ from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json
 from tests.deploy.sites import Sites, on_loop, tensors, write_sites
 from tests.helpers import assert_equal
-from tests.small import COUNTS, DIGITS, NORMED, POLYNOMIAL, config
+from tests.small import CLASSES, COUNTS, DIGITS, NORMED, POLYNOMIAL, config
 
 DUW = ("algorithm.outer_iterations=2", "algorithm.horizon=2")
 QUICK = ("federation.silence=0.2", "federation.deadline=5")
@@ -40,8 +40,7 @@ def configured(algorithm: str, *settings: str) -> RunConfig:
     if algorithm == "fedbn":
         task = NORMED
     if algorithm == "mixedlogit":
-        task = task | {"model": {}}
-        settings = (*LINEAR, "algorithm.effects=none", "algorithm.steps=2", *settings)
+        task, settings = CLASSES, ("algorithm.effects=intercept", "algorithm.steps=2", *settings)
     if algorithm == "mixedpoisson":
         task, settings = COUNTS, ("algorithm.effects=intercept", "algorithm.steps=2", *settings)
     if algorithm in ("fedalt", "feddpa", "fedsa-lora"):

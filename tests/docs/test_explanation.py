@@ -11,7 +11,7 @@ from fedtailor.algorithms import algorithms
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from tests.docs.pages import ROOT, blocks, run_page
-from tests.small import ADAPTED, COUNTS
+from tests.small import ADAPTED, CLASSES, COUNTS
 
 
 def test_federation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +88,10 @@ def test_what_the_server_sees_is_what_the_page_says(name: str, tmp_path: Path) -
     if name in ("fedalt", "feddpa", "fedsa-lora"):
         model = ADAPTED["model"]
     options: dict[str, Any] = {"outer_iterations": 1, "horizon": 2} if name.startswith("duw") else {}
-    if name == "mixedlogit":
-        model, options = {"name": "linear"}, {"effects": "none", "steps": 2}
-    if name == "mixedpoisson":
-        folder = runner.start(
-            parse(COUNTS | {"rounds": 1, "algorithm": {"name": name, "effects": "intercept"}}), tmp_path / "run"
-        )
-        assert folder.results is not None
-        assert not folder.results["gathered"]
-        return
     made = {"rounds": 2, "data": data | {"clients": 3}, "model": model, "algorithm": {"name": name, **options}}
+    if name in ("mixedlogit", "mixedpoisson"):
+        task = CLASSES if name == "mixedlogit" else COUNTS
+        made = task | {"rounds": 1, "algorithm": {"name": name, "effects": "intercept"}}
     folder = runner.start(parse(made), tmp_path / "run")
     assert folder.results is not None
     assert bool(folder.results["gathered"]) == (algorithms()[name].title in who_sees()["individual clients' replies"])
