@@ -16,7 +16,7 @@ from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.sums import party
 from fedtailor.privacy import secure_sum
-from fedtailor.privacy.identity import Identity, read_identity
+from fedtailor.privacy.identity import Identity, owners, read_identity
 from fedtailor.privacy.secure_sum_client import Member, Opened, Party, Term, as_bytes, joined, packed, rows_of, split
 from tests.deploy.sites import Authority
 
@@ -269,20 +269,21 @@ def test_t9_no_step_is_made_twice_or_without_the_others_word(identities: dict[in
 
 
 def test_sites_of_one_owner_count_once(identities: dict[int, Identity]) -> None:
-    owners = {NAMES[0]: "trust", NAMES[1]: "trust"}
-    everybody = {i: replace(its, organisations=owners) for i, its in parties(identities, sums_of=3).items()}
+    owned = owners([f"{NAMES[0]} of the trust", f"{NAMES[1]} of the trust sha256:00", *NAMES[2:]])
+    assert owned == {NAMES[0]: "the trust", NAMES[1]: "the trust"}
+    everybody = {i: replace(its, owners=owned) for i, its in parties(identities, sums_of=3).items()}
     assert Server(begun(everybody)).total(range(4)) == [1111.0] * 3
-    with pytest.raises(Refusal, match="a sum of 2 organisations; of fewer than 3 none is opened here"):
+    with pytest.raises(Refusal, match="a sum of 2 owners; of fewer than 3 none is opened here"):
         Server(begun(everybody), round=2).total(range(3))
-    with pytest.raises(Refusal, match="a sum of 2 organisations"):  # a site that is lost on the way
+    with pytest.raises(Refusal, match="a sum of 2 owners"):  # a site that is lost on the way
         Server(begun(everybody), round=3).total(range(4), lost=[3])
 
 
-def test_an_organisation_is_of_a_partner(authority: Authority, tmp_path: Path) -> None:
-    authority.write_kit(tmp_path / "kit", "ada")
-    policy = Policy(algorithms=(), sends=(), sums_of=3, partners=NAMES, organisations={"ada": "A", "eve": "A"})
-    with pytest.raises(Refused, match='an organisation for "eve", which is no partner'):
-        party(tmp_path / "kit", policy, "ada", "run", 0, tmp_path)
+def test_a_partner_with_an_owner_is_known_by_its_name(authority: Authority, tmp_path: Path) -> None:
+    kit = authority.write_kit(tmp_path / "ada", "ada")
+    identity = read_identity(kit, ["ada of A", "bo of A"])
+    assert identity is not None
+    assert identity.partners == {"ada": "", "bo": ""}
 
 
 def test_a_policy_of_sums_needs_a_certificate_and_partners(authority: Authority, tmp_path: Path) -> None:

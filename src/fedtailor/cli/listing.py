@@ -285,8 +285,7 @@ def _print_clients(console: Console, made_by: dict[str, Any], results: dict[str,
         [client, str(samples), *(number(m, each[i]) for m, each in figures.items())]
         for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True))
     ]
-    columns = ("client", "training samples", *(f"test {m}" for m in figures))
-    print_table(console, "clients, last round", columns, rows)
+    print_table(console, "clients, last round", ("client", "training samples", *(f"test {m}" for m in figures)), rows)
 
 
 def print_weights(console: Console, path: Path) -> bool:

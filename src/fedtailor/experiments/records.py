@@ -15,7 +15,7 @@ Figures = dict[str, list[float]]  # by metric, one per client
 
 
 class About(TypedDict, total=False):
-    """run.json: what made the run."""
+    """run.json: what made the run, as far as more is done with it than to show it."""
 
     __pydantic_config__ = LENIENT  # type: ignore[misc]
     clients: list[str]
@@ -25,13 +25,8 @@ class About(TypedDict, total=False):
     shape: list[int] | dict[str, list[int]]
     outputs: int
     parameters: int
-    engine: str
-    engine_why: str | None
-    device: str
-    device_why: str | None
     ranks: int
     task: str
-    data: str
     config_sha256: str
 
 

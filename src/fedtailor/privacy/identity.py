@@ -151,4 +151,10 @@ def read_revoked(path: Path, authority: bytes) -> dict[str, list[str]]:
 
 def _named(partner: str) -> tuple[str, str]:
     name, _, pinned = partner.partition(" sha256:")
-    return name.strip(), pinned.strip().lower()
+    return name.partition(" of ")[0].strip(), pinned.strip().lower()
+
+
+def owners(partners: Sequence[str]) -> dict[str, str]:
+    """Who runs the partners that are listed as "name of owner"."""
+    named = [partner.partition(" sha256:")[0].partition(" of ") for partner in partners]
+    return {name.strip(): owner.strip() for name, _, owner in named if owner.strip()}

@@ -118,17 +118,17 @@ class Party:
     """Who takes part, and on what conditions."""
 
     me: int
-    sums_of: int = 2  # replies of fewer clients, or of fewer organisations, are not added up
+    sums_of: int = 2  # replies of fewer clients, or owners, are not added up
     identity: Identity | None = None  # None: all clients are in one process, and nothing is signed
     run: str = ""
     opened: Opened = field(default_factory=Opened)
-    organisations: Mapping[str, str] = field(default_factory=dict)  # of clients; one that is not named is its own
+    owners: Mapping[str, str] = field(default_factory=dict)  # of clients; one without is its own
 
     def refuse_few(self, names: Iterable[str]) -> None:
         """A ValueError if a sum over these clients would be one of too few who could put their replies together."""
-        count = len({self.organisations.get(name, name) for name in names})
+        count = len({self.owners.get(name, name) for name in names})
         if count < self.sums_of:
-            what = "organisations" if self.organisations else "clients"
+            what = "owners" if self.owners else "clients"
             raise ValueError(f"a sum of {count} {what}; of fewer than {self.sums_of} none is opened here")
 
 

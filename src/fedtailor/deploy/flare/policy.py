@@ -41,13 +41,8 @@ class Policy(BaseModel):
     )
     partners: tuple[str, ...] = Field(
         default=(),
-        description='Sites with which this one sums, by name, or "name sha256:..." for one certificate only; needed '
-        "with sums_of.",
-    )
-    organisations: dict[str, str] = Field(
-        default_factory=dict,
-        description="Who runs which of these sites, by name of a site: sums_of then counts organisations, for one that "
-        "runs two sites of a sum knows both replies.",
+        description='Sites with which this one sums, by name; "name of owner" counts the sites of an owner once, and '
+        '"name sha256:..." is for one certificate only. Needed with sums_of.',
     )
     min_samples: int = Field(default=20, ge=1, description="Minimum training samples; with fewer nothing leaves.")
     max_rounds: int = Field(default=1000, ge=1, description="Maximum rounds per run.")

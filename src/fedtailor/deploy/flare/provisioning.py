@@ -60,8 +60,7 @@ algorithms = ["fedavg", "fedrep"]  # what may run here
 models = ["linear", "mlp"]
 sends = ["model", "body", "sample count"]  # what may leave; see fedtailor list algorithms
 sums_of = 0  # with 3, replies leave only in secure sums over at least 3 sites
-partners = []  # sites to sum with, by the names in their certificates
-# organisations = { north = "A", south = "A" }  # sites of one owner count once in sums_of
+partners = []  # sites to sum with, by the names in their certificates; "north of A", "south of A": one owner, counts once
 # metrics = true  # whether to report accuracy and loss on our samples; default: only if sums_of is 0
 code = []  # custom tasks, optimizers and metrics that a run may use
 min_samples = 20  # nothing leaves with fewer training samples

@@ -7,7 +7,7 @@ from pathlib import Path
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.experiments.store import read_json, write_json
-from fedtailor.privacy.identity import read_identity
+from fedtailor.privacy.identity import owners, read_identity
 from fedtailor.privacy.secure_sum_client import Opened, Party
 
 OPENED = "sums.json"
@@ -22,10 +22,7 @@ def party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: P
         raise Refused("the policy wants secure sums, and there is no certificate here to sign keys with")
     if policy.sums_of and not policy.partners:
         raise Refused("the policy wants secure sums, and names no partners that they may be made with")
-    known = {name, *(partner.partition(" ")[0] for partner in policy.partners)}
-    if strangers := sorted(policy.organisations.keys() - known):
-        raise Refused(f'the policy has an organisation for "{strangers[0]}", which is no partner of this site')
     kept = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohort": []}
     opened = Opened(kept["round"], kept["cohort"])
     opened.save = lambda its: write_json(folder / OPENED, {"round": its.round, "cohort": sorted(its.cohort)})
-    return Party(number, max(2, policy.sums_of), identity, run, opened, policy.organisations)
+    return Party(number, max(2, policy.sums_of), identity, run, opened, owners(policy.partners))
