@@ -32,37 +32,41 @@ def engines_of(name: str) -> list[str]:
     return [engine for engine in ENGINES if engine != "vmap" or VARIANTS[name].at_once]
 
 
-OTHER_CASES = [(a, c) for a in VARIANTS for c in CASES if is_tried(a, c) and c != contract.usual_case(VARIANTS[a])]
+every_case = pytest.mark.parametrize(("algorithm", "case"), [(a, c) for a in VARIANTS for c in CASES if is_tried(a, c)])
+on_every_engine = pytest.mark.parametrize(
+    ("algorithm", "engine"), [(a, engine) for a in VARIANTS for engine in engines_of(a)]
+)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@every_algorithm
-def test_the_usual_case(algorithm: str, engine: str) -> None:
-    """One run on an engine shows several promises; many epochs are those of this case."""
-    subject = (BRIEF if VARIANTS[algorithm].settles else VARIANTS)[algorithm]
-    case = contract.usual_case(subject)
-    if engine == "loop":
-        contract.something_is_learned(subject, case)  # else equal results could be the results of nothing happening
-    else:
-        contract.engines_agree(subject, case, engine)
-    if engine in engines_of(algorithm):
-        contract.saved_states_continue(subject, engine)
-    if engine == "wire":
-        contract.only_declared_crosses(subject)
-    if engine in ("loop", "vmap2"):
-        contract.order_is_irrelevant(BRIEF[algorithm], engine)
-
-
-@pytest.mark.parametrize(("algorithm", "case"), OTHER_CASES)
+@every_case
 def test_engines_agree_and_learn(algorithm: str, case: str) -> None:
-    subject = BRIEFEST[algorithm]
-    contract.something_is_learned(subject, case)
+    is_usual = CASES[case] in ({}, usual(VARIANTS[algorithm]))
+    many = BRIEF if VARIANTS[algorithm].settles else VARIANTS
+    subject = (many if is_usual else BRIEFEST)[algorithm]  # many epochs are those of the usual case
+    contract.something_is_learned(subject, case)  # else equal results could be the results of nothing happening
     for engine in contract.engines_for(subject, case):
         contract.engines_agree(subject, case, engine)
 
 
-@pytest.mark.parametrize(("algorithm", "engine"), [(a, engine) for a in VARIANTS for engine in engines_of(a)])
-def test_absent_clients(algorithm: str, engine: str) -> None:
+@pytest.mark.parametrize("engine", ["loop", "vmap2"])
+@every_algorithm
+def test_order_of_clients_is_irrelevant(algorithm: str, engine: str) -> None:
+    contract.order_is_irrelevant(BRIEF[algorithm], engine)
+
+
+@on_every_engine
+def test_absent_clients_are_untouched(algorithm: str, engine: str) -> None:
     contract.absent_clients_are_untouched(BRIEF[algorithm], engine)
-    if not contract.part_is_promised(VARIANTS[algorithm]):
-        contract.a_part_is_a_federation(BRIEF[algorithm], engine)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "engine"),
+    [(a, e) for a, kind in VARIANTS.items() for e in engines_of(a) if not contract.part_is_promised(kind)],
+)
+def test_a_part_of_the_clients_is_as_a_federation_of_that_part(algorithm: str, engine: str) -> None:
+    contract.a_part_is_a_federation(BRIEF[algorithm], engine)
+
+
+@on_every_engine
+def test_saved_states_continue_as_the_straight_run(algorithm: str, engine: str) -> None:
+    contract.saved_states_continue(BRIEF[algorithm], engine)

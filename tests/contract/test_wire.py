@@ -1,4 +1,4 @@
-"""What crosses the wire. That it is as declared, and as many bytes as reported: tests/contract/test_engines.py."""
+"""What crosses the wire, and how many bytes of it: exactly what is declared and exactly what is reported."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,11 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items
 from fedtailor.engines.wire import Site, Wire
+from fedtailor.testing import contract
 from tests.helpers import ENGINES, brief, federate, make_data, make_model, run, states, usual, variants
 
 VARIANTS = {name: brief(algorithm) for name, algorithm in variants().items()}
+every_algorithm = pytest.mark.parametrize("algorithm", VARIANTS)
 Message = tuple[dict[str, Any], Tree]
 
 
@@ -39,6 +41,11 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Message, Message]]:
 
     monkeypatch.setattr(Site, "handle", recording)
     return seen
+
+
+@every_algorithm
+def test_only_what_is_declared_crosses_and_is_counted(algorithm: str) -> None:
+    contract.only_declared_crosses(VARIANTS[algorithm])
 
 
 @pytest.mark.parametrize("algorithm", ["fedper", "fedrep"])

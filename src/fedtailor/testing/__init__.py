@@ -61,7 +61,7 @@ def check_algorithm(
             finding = Finding(promise, where, "not promised", reason) if reason else _try(promise, where, attempt)
             findings.append(finding)
             progress(finding)
-    contract.forget()
+    contract.reference.cache_clear()
     broken = [f"- {f.promise} ({f.where}): {f.words}" for f in findings if f.verdict == "broken"]
     if broken and raises:
         raise BrokenPromise(f"{_title(subject)} breaks {len(broken)} of {len(findings)} checks:\n" + "\n".join(broken))

@@ -8,7 +8,7 @@ is in the equations. A model or task that `check` refuses is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -56,7 +56,6 @@ CASES: dict[str, Case] = {
     "linear-one-client": {"model": "linear", "task": "regression", "names": ("ada",)},
     "linear-one-sample": {"model": "linear", "task": "regression", "names": ("bo",)},
 }
-NORMED: Case = CASES["batchnorm-private"]
 TOLERANCE = 1e-10  # of float64, after three rounds
 SETTLED = 1e-7  # where a round goes on until its numbers have settled
 LIKELY = {
@@ -95,7 +94,7 @@ def engines_agree(algorithm: Algorithm, case: str, engine: str) -> None:
     """An engine gives the numbers of `loop`."""
     wanted = reference(algorithm, case)
     try:
-        outcomes = outcome(algorithm, engine, case)
+        outcomes = outcome(algorithm, engine, CASES[case])
     except BrokenPromise:
         raise
     except Exception as error:
@@ -105,10 +104,10 @@ def engines_agree(algorithm: Algorithm, case: str, engine: str) -> None:
 
 def something_is_learned(algorithm: Algorithm, case: str) -> None:
     """Else equal results could be the results of nothing happening."""
-    run, after = straight(algorithm, "loop", case), reference(algorithm, case)
-    for client, private in run.first.items():
+    fed, after = federation(algorithm, "loop", CASES[case]), reference(algorithm, case)
+    for client, private in states(fed).items():
         first = {
-            "models": {client: run.fed.engine.experiment.model.params},
+            "models": {client: fed.engine.experiment.model.params},
             "states": {client: {"state": private["state"]}},
         }
         before = {path: v for path, v in items(first) if v.is_floating_point() and v.numel()}
@@ -116,34 +115,42 @@ def something_is_learned(algorithm: Algorithm, case: str) -> None:
         if not moved > 1e-3:
             raise BrokenPromise(
                 f"{client}: neither its personal model nor its state has changed in "
-                f"{rounds_for(algorithm, case_of(algorithm, case))} rounds (at most {moved:.0e})"
+                f"{rounds_for(algorithm, CASES[case])} rounds (at most {moved:.0e})"
             )
 
 
 def order_is_irrelevant(algorithm: Algorithm, engine: str) -> None:
     """Whoever stands first in the list of clients."""
-    turned = outcome_of(play(algorithm, engine, usual(algorithm) | {"names": ("di", "bo", "ada", "cy")}))
+    case = usual(algorithm)
+    turned = outcome(algorithm, engine, case | {"names": ("di", "bo", "ada", "cy")})
     what = "clients in another order give other results"
-    _compare(turned, reference(algorithm, usual_case(algorithm)), what, LIKELY["order"], tolerance(algorithm))
+    _compare(turned, usual_reference(algorithm), what, LIKELY["order"], tolerance(algorithm))
 
 
 def absent_clients_are_untouched(algorithm: Algorithm, engine: str) -> None:
     """A client that is not asked keeps its state to the bit."""
-    before, fed, _ = with_some(algorithm, engine)
+    case = {"model": "normed", "sizes": EVEN_SIZES}
+    has_statistics = suits(algorithm, case)
+    fed = federation(algorithm, engine, case if has_statistics else usual(algorithm))
+    before = states(fed)
+    run(fed, cohort=[0, 2])
     after = states(fed)
     changed = {name: not _same(before[name], after[name]) for name in before}
     for name in ("bo", "di"):
         if changed[name]:
             raise BrokenPromise(f"{name} was not asked in any round, and its private state has changed")
-    for name in ("ada", "cy") if suits(algorithm, NORMED) else ():
+    for name in ("ada", "cy") if has_statistics else ():
         if not changed[name]:
             raise BrokenPromise(f"{name} was asked three times, and not even its BatchNorm statistics have changed")
 
 
 def a_part_is_a_federation(algorithm: Algorithm, engine: str) -> None:
     """Rounds with some of the clients are those of a federation of these clients."""
-    _, fed, server = with_some(algorithm, engine)
-    outcomes, wanted = everything(fed, server), some_alone(algorithm)
+    case = usual(algorithm)
+    fed = federation(algorithm, engine, case)
+    server = run(fed, cohort=[0, 2])
+    alone, outcomes = usual_reference(algorithm, ("ada", "cy")), everything(fed, server)
+    wanted = {k: v for k, v in alone.items() if not k.startswith("traffic")}
     some = {k: outcomes[k] for k in wanted if k in outcomes}
     what = "ada and cy of four clients do other than ada and cy of two"
     _compare(some, wanted, what, LIKELY["part"], tolerance(algorithm))
@@ -158,20 +165,28 @@ def part_is_promised(algorithm: Algorithm) -> str:
 
 def saved_states_continue(algorithm: Algorithm, engine: str) -> None:
     """A round from saved states is the round of the straight run, to the bit."""
-    run = straight(algorithm, engine, usual_case(algorithm))
-    round, server, saved = run.last
-    fresh = federation(algorithm, engine, usual(algorithm))
-    fresh.engine.set_states(tree_map(torch.clone, saved))
-    outcomes = everything(fresh, fresh.run_round(round, range(4), server))
-    wanted = {k: v for k, v in run.outcome.items() if not k.startswith("traffic")}
+    case = usual(algorithm)
+    straight = federation(algorithm, engine, case)
+    setting = straight.engine.experiment
+    server = straight.run_round(0, range(4), setting.algorithm.server_init(setting.model))
+    saved = tree_map(torch.clone, straight.engine.get_states())
+    fresh = federation(algorithm, engine, case)
+    fresh.engine.set_states(saved)
+    wanted = everything(straight, straight.run_round(1, range(4), server))
+    outcomes = everything(fresh, fresh.run_round(1, range(4), server))
     _compare(outcomes, wanted, "a resumed run differs from a straight one", LIKELY["saved"], 0)
 
 
 def only_declared_crosses(algorithm: Algorithm) -> None:
     """Replies and cotangents are as `sends` declares, and the reported bytes are those that crossed."""
-    run = straight(algorithm, "wire", usual_case(algorithm))
-    fed, setting, called = run.fed, run.fed.engine.experiment, dict[int, str]()
-    for request, answer in run.messages:
+    fed = federation(algorithm, "wire", usual(algorithm))
+    assert isinstance(fed.engine, Wire)
+    messages: list[tuple[bytes, bytes]] = []
+    for site in fed.engine.sites:
+        _record(site, messages)
+    run(fed)
+    setting, called = fed.engine.experiment, dict[int, str]()
+    for request, answer in messages:
         (header, sent), (_, reply) = codec.decode(request), codec.decode(answer)
         if is_call := "function" in header:
             called[header["call"]] = header["function"]
@@ -179,10 +194,10 @@ def only_declared_crosses(algorithm: Algorithm) -> None:
         declared = schema(reply_example(setting.algorithm, function, setting.model))
         if schema(reply if is_call else sent) != declared:
             raise BrokenPromise(f"{function}: what crossed differs from what @on_client(sends=...) declares")
-    if (fed.traffic.up, fed.traffic.down) != run.crossed:
+    if (fed.traffic.up, fed.traffic.down) != (fed.engine.up, fed.engine.down):
         raise BrokenPromise(
             f"reported are {fed.traffic.up} bytes up and {fed.traffic.down} down, "
-            f"and {run.crossed[0]} and {run.crossed[1]} crossed"
+            f"and {fed.engine.up} and {fed.engine.down} crossed"
         )
     if not fed.traffic.trips:
         raise BrokenPromise("no client function was called: round() does not call fed.map")
@@ -225,91 +240,27 @@ def federation(algorithm: Algorithm, engine: str, case: Case) -> Federation:
     return federate(algorithm, data, make_model(model, data, buffers), engine, solver)
 
 
-@dataclass(frozen=True)
-class Run:
-    """The rounds of a case, and what several promises read of them."""
-
-    fed: Federation
-    first: dict[str, Tree]  # private states before the first round
-    last: tuple[int, Tree, Tree]  # the last round, and the server's and the private states before it
-    outcome: dict[str, Any]  # with the traffic that is reported
-    messages: list[tuple[bytes, bytes]]  # requests and replies of `wire`
-    crossed: tuple[int, int]  # bytes up and down, of `wire`
-
-
-def play(algorithm: Algorithm, engine: str, case: Case) -> Run:
-    """All rounds of a case with all its clients."""
-    fed = federation(algorithm, engine, case)
-    messages: list[tuple[bytes, bytes]] = []
-    for site in fed.engine.sites if isinstance(fed.engine, Wire) else ():
-        _record(site, messages)
-    first, last, everybody = (
-        states(fed),
-        rounds_for(algorithm, case) - 1,
-        range(len(fed.engine.experiment.data.clients)),
-    )
-    server = run(fed, last)
-    saved = tree_map(torch.clone, fed.engine.get_states())
-    after = fed.run_round(last, everybody, server)
-    crossed = (fed.engine.up, fed.engine.down) if isinstance(fed.engine, Wire) else (0, 0)
-    counted = {} if algorithm.settles else asdict(fed.traffic)
-    made = everything(fed, after) | {f"traffic/{k}": torch.tensor(v) for k, v in counted.items()}
-    return Run(fed, first, (last, server, saved), made, messages, crossed)
-
-
-def outcome_of(run: Run) -> dict[str, Any]:
-    """All that the rounds have made, if no client has failed."""
-    if run.fed.record.faults:
-        fault = run.fed.record.faults[0]
-        raise BrokenPromise(f"{fault.client}, {fault.function}, round {fault.round}: {fault.reason}")
-    return run.outcome
-
-
-def usual_case(algorithm: Algorithm) -> str:
-    """The name of the usual case; "usual" if it is none of `CASES`."""
-    return next((name for name, case in CASES.items() if case == usual(algorithm)), "usual")
-
-
-def case_of(algorithm: Algorithm, name: str) -> Case:
-    """What a name says."""
-    return usual(algorithm) if name == "usual" else CASES[name]
-
-
-@lru_cache(maxsize=64)
-def straight(algorithm: Algorithm, engine: str, case: str) -> Run:
-    """The run of a case, made once for all promises that read it."""
-    return play(algorithm, engine, case_of(algorithm, case))
-
-
-def outcome(algorithm: Algorithm, engine: str, case: str) -> dict[str, Any]:
+def outcome(algorithm: Algorithm, engine: str, case: Case) -> dict[str, Any]:
     """All that the rounds of a case make, and the traffic that is reported of them."""
-    return outcome_of(straight(algorithm, engine, case))
+    fed = federation(algorithm, engine, case)
+    server = run(fed, rounds_for(algorithm, case))
+    if fed.record.faults:
+        fault = fed.record.faults[0]
+        raise BrokenPromise(f"{fault.client}, {fault.function}, round {fault.round}: {fault.reason}")
+    counted = {} if algorithm.settles else asdict(fed.traffic)
+    return everything(fed, server) | {f"traffic/{k}": torch.tensor(v) for k, v in counted.items()}
 
 
+@lru_cache(maxsize=256)
 def reference(algorithm: Algorithm, case: str) -> dict[str, Any]:
     """The outcome in `loop`."""
-    return outcome(algorithm, "loop", case)
+    return outcome(algorithm, "loop", CASES[case])
 
 
-@lru_cache(maxsize=16)
-def with_some(algorithm: Algorithm, engine: str) -> tuple[dict[str, Tree], Federation, Tree]:
-    """Private states before three rounds with ada and cy of four clients, and what there is after them."""
-    fed = federation(algorithm, engine, NORMED if suits(algorithm, NORMED) else usual(algorithm))
-    return states(fed), fed, run(fed, cohort=[0, 2])
-
-
-@lru_cache(maxsize=16)
-def some_alone(algorithm: Algorithm) -> dict[str, Any]:
-    """What three rounds of a federation of ada and cy make in `loop`."""
-    case = NORMED if suits(algorithm, NORMED) else usual(algorithm)
-    fed = federation(algorithm, "loop", case | {"names": ("ada", "cy")})
-    return everything(fed, run(fed))
-
-
-def forget() -> None:
-    """Drop the runs that promises have shared."""
-    for kept in (straight, with_some, some_alone):
-        kept.cache_clear()
+@lru_cache(maxsize=256)
+def usual_reference(algorithm: Algorithm, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The outcome of the usual case in `loop`, of all clients or of some."""
+    return outcome(algorithm, "loop", usual(algorithm) | ({"names": names} if names else {}))
 
 
 def _record(site: Site, messages: list[tuple[bytes, bytes]]) -> None:
