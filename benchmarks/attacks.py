@@ -128,7 +128,7 @@ def page(cells: Cells, methods: list[str], seeds: list[int], command: str) -> st
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--alpha", type=float, help="digits dealt by Dirichlet with this alpha, not equally")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--json", type=Path, default=Path("build/attacks.json"))
