@@ -22,7 +22,6 @@ class About(TypedDict, total=False):
     train_samples: list[int]
     notes: list[str]
     classes: list[str]
-    shape: list[int] | dict[str, list[int]]
     outputs: int
     parameters: int
     ranks: int
