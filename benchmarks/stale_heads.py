@@ -16,7 +16,7 @@ and kNN-Per have no private part that could be stale, and are there to compare w
 their settings for a few rounds with another seed and keep the one with the best validation accuracy; the others have
 untuned steps. Below a table, Wilcoxon's tests of three epochs against none and of the best method against the
 others, each with three epochs where it has a private part, paired over clients of all seeds, with Holm's correction.
-Finished runs are kept under runs/stale-heads.
+Finished runs, a file each, are kept beside the page.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Kept = TypeVar("Kept")
 METHODS = ("fedavg+ft", "knn-per", "fedper", "fedrep", "lg-fedavg", "fedpac", "fedeq", "fedselect")
 REFITS, TESTED = (1, 3, 10), "refit 3"
 DIGITS, ROUNDS = 30, 60  # rounds of the column of digits, and of the others
-KEPT = Path("runs") / "stale-heads"
+KEPT = Path("docs/results/stale-heads")
 CNN = {"name": "cnn", "channels": [16, 32], "hidden": 256}
 DEALT_100 = {"use": "train", "clients": 100, "max_samples": 100, "partition": "classes"}
 RESNET = {"name": "resnet18", "width": 16, "stem": "imagenet"}

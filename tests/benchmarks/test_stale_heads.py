@@ -16,7 +16,7 @@ from fedtailor.experiments.store import RESULTS, read_json
 @pytest.fixture(autouse=True)
 def few_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stale_heads, "KEPT", tmp_path)
-    monkeypatch.setattr(stale_heads, "ROUNDS", {"digits": 3})
+    monkeypatch.setattr(stale_heads, "DIGITS", 3)
 
 
 def test_what_is_served_and_refitted_is_what_a_run_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
