@@ -47,10 +47,9 @@ class States:
         disk = self._disk if self._disk is not None and size > self._disk.budget else None
         self._on_disk = disk is not None
         home = self.device if disk is None and devices.has_room(self.device, size) else CPU
-        if disk is not None:
-            return tree_map(lambda v: disk.zeros(v.shape, v.dtype), shapes)
-        # not zeros_like: of a meta tensor it imports sympy, half a second in every process
-        return tree_map(lambda v: torch.zeros(v.shape, dtype=v.dtype, device=home), shapes)
+        return tree_map(
+            lambda v: torch.zeros_like(v, device=home) if disk is None else disk.zeros(v.shape, v.dtype), shapes
+        )
 
     def read(self, clients: Sequence[int]) -> Tree:
         """Copies of the rows of `clients`."""
