@@ -96,8 +96,15 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "resnet-batch": {"data": TWO_CLASSES, "model": RESNET | {"norm": "batch"}, "local": {"batch_size": 32}},
 }
 STEPS = [{"lr": lr, "momentum": momentum} for lr in (0.02, 0.1) for momentum in (0.0, 0.9)]
-SEARCHED: dict[str, list[dict[str, float]]] = {"resnet-group": STEPS, "resnet-batch": STEPS}
-SEARCH_ROUNDS, SEARCH_SEED = 12, 1000
+SIZES = [{"lr": lr} for lr in (0.02, 0.05, 0.1)]
+SEARCHED: dict[str, list[dict[str, float]]] = {
+    "resnet-group": STEPS,
+    "resnet-batch": STEPS,
+    "cifar10-100": SIZES,
+    "cifar100-100": SIZES,
+}
+SEARCH_ROUNDS = {"resnet-group": 12, "resnet-batch": 12, "cifar10-100": 20, "cifar100-100": 20}
+SEARCH_SEED = 1000
 EPOCHS = {"cifar10-100": 5, "cifar100-100": 5}  # local epochs where they are not 2
 
 
@@ -175,7 +182,7 @@ def best_step(column: str, method: str) -> dict[str, float]:
         trials = []
         for step in SEARCHED[column]:
             try:
-                trials.append(mean(_last(_run(column, method, SEARCH_SEED, step, "val", SEARCH_ROUNDS))))
+                trials.append(mean(_last(_run(column, method, SEARCH_SEED, step, "val", SEARCH_ROUNDS[column]))))
             except UserError:  # diverged
                 trials.append(0.0)
         print(f"{column} {method}: {list(zip(SEARCHED[column], trials, strict=True))}", file=sys.stderr, flush=True)
