@@ -63,6 +63,16 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "federation": {"clients_per_round": 20},
         "rounds": 24,
     },
+    "hospitals": {"data": {"source": "heart-disease", "test": 0.3, "val": 0.15}, "model": MLP},
+    "quantity": {  # all draw from the same images; from about ten to a thousand each
+        "data": {"source": "fashion-mnist", "use": "test", "clients": 20, "test": 0.3, "val": 0.15}
+        | {"partition": "quantity", "min_samples": 10, "max_samples": 500},
+        "model": MLP,
+    },
+    "text": {
+        "data": {"source": "shakespeare", "clients": 10, "test": 0.3, "val": 0.15, "max_samples": 200},
+        "model": {"name": "transformer", "width": 16, "heads": 2, "layers": 2},
+    },
 }
 METHODS: dict[str, dict[str, Any]] = {
     "Tailor": {"name": "tailor", "epochs": EPOCHS},
@@ -194,7 +204,7 @@ class Column:
         self.titles = [t for t in titles if any(title == t for title, _ in found)]
         self.seeds = [s for s in range(seeds) if all((t, s) in found for t in self.titles)]
         self.runs = {(t, s): r for (t, s), r in found.items() if s in self.seeds}
-        self.is_percent = "hidden" in COLUMNS[name]["model"]
+        self.is_percent = COLUMNS[name]["model"] != LINEAR
 
     def pooled(self, title: str) -> np.ndarray[Any, Any]:
         """A loss for each client of each seed; the mean over seeds where they deal the same samples."""
