@@ -29,7 +29,6 @@ from fedtailor.numerics.newton import Family, flat, mode, newton_step, unflat
 
 AUTO = ("intercept", "diagonal")
 WIDEST = 5.0  # standard deviation of a coefficient between clients, in logits or logarithms of rates
-FINEST = 200  # steps of L-BFGS on Laplace's approximation
 
 
 def _flat(algorithm: GeneralisedMixed, model: Model) -> Tensor:
@@ -55,6 +54,9 @@ class GeneralisedMixed(Algorithm, ABC):
 
     steps: int = 10
     """Maximum number of working responses per round."""
+
+    laplace_steps: int = 200
+    """Maximum number of L-BFGS steps on Laplace's approximation per round."""
 
     newton: int = 6
     """Newton steps of a client to its mode."""
@@ -161,7 +163,7 @@ class GeneralisedMixed(Algorithm, ABC):
             [start.beta[:, 0].double().cpu().numpy() / scale, start.factor[rows, columns].double().cpu().numpy()]
         )
         bounds = [(None, None)] * size + mixed_model.limits(at, WIDEST)
-        options = {"maxiter": FINEST, "ftol": 1e-14, "gtol": 1e-6}
+        options = {"maxiter": self.laplace_steps, "ftol": 1e-14, "gtol": 1e-6}
         beta, factor = parts(minimize(objective, first, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
         fed.map(self.linearise, beta, factor)
         total = mixed_model.Marginal(*fed.sum(fed.map(self.marginal, factor)))
