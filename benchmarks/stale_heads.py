@@ -96,7 +96,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "resnet-batch": {"data": TWO_CLASSES, "model": RESNET | {"norm": "batch"}, "local": {"batch_size": 32}},
 }
 STEPS = [{"lr": lr, "momentum": momentum} for lr in (0.02, 0.1) for momentum in (0.0, 0.9)]
-SIZES = [{"lr": lr} for lr in (0.02, 0.05, 0.1)]
+SIZES = [{"lr": lr} for lr in (0.02, 0.05, 0.1, 0.2)]
 SEARCHED: dict[str, list[dict[str, float]]] = {
     "resnet-group": STEPS,
     "resnet-batch": STEPS,
