@@ -28,13 +28,16 @@ KINDS = {  # columns of benchmarks/tailor.py
     "feature shift": ("PACS",),
     "writers": ("writers",),
     "many small clients": ("100 clients",),
+    "amounts of data": ("quantity",),
+    "hospitals": ("hospitals",),
     "schools": ("School",),
     "meters": ("ECL",),
+    "text": ("text",),
 }
 PAGES = {  # tables of other pages: title, page, heading
     "label skew, 20 clients": ("baselines", "fashion-mnist"),
     "label skew, digits": ("baselines", "mnist"),
-    "hospitals": ("foundation", "heart-disease"),
+    "hospitals, searched": ("foundation", "heart-disease"),
     "100 writers": ("foundation", "qmnist"),
     "superclasses": ("cifar100", "cifar100"),
     "leaderboard, Dirichlet 0.1": ("leaderboard", "Dirichlet 0.1"),
