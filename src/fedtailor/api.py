@@ -110,8 +110,8 @@ class Fit:
 
         rows: new rows, frames by site. data: the folder or file with all rows now. Neither: where the fit read them.
         """
-        with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
-            result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, told=told)
+        with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+            result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
     def report(self, out: str | Path | None = None) -> Path:
@@ -243,8 +243,8 @@ def fit(
 
 
 def _fit(source: dict[str, Any], path: Path, options: dict[str, Any], progress: bool) -> Fit:
-    with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as told:
-        fitting.fit(source, path, told=told, **options)
+    with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+        fitting.fit(source, path, listener=listener, **options)
     return Fit(path)
 
 

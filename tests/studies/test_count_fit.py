@@ -14,7 +14,7 @@ from sklearn.metrics import mean_absolute_error, mean_poisson_deviance
 from fedtailor.data.target import suggested
 from fedtailor.errors import DataError
 from fedtailor.serving.personal import personal, predicted
-from fedtailor.serving.trees import said
+from fedtailor.serving.trees import tree_outputs
 from fedtailor.studies import boosting, fit
 from fedtailor.studies.fit_folder import source_of
 from fedtailor.studies.stacking import Candidates
@@ -126,7 +126,7 @@ def test_trees_of_counts_are_those_of_scikit_learn() -> None:
     x = torch.from_numpy(rng.normal(size=(300, 2)))
     y = torch.from_numpy(rng.poisson(np.exp(0.5 + x[:, 0].numpy())))[:, None]
     base = torch.full((300, 1), float(y.double().mean().log()), dtype=torch.float64)
-    found = said(boosting.boosted(x, y, base, 1, False, 7), x, base, False)
+    found = tree_outputs(boosting.boosted(x, y, base, 1, False, 7), x, base, False)
     wanted = HistGradientBoostingRegressor(
         loss="poisson",
         random_state=7,

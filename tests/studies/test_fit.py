@@ -91,12 +91,12 @@ def test_going_on_gives_what_an_undisturbed_fit_gives(done: Path, sites: Path, t
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(source(sites), tmp_path / "out", rounds=8, values=SMALL, told=interrupt)
+        fit(source(sites), tmp_path / "out", rounds=8, values=SMALL, listener=interrupt)
     assert "sites" not in read_json(tmp_path / "out" / FIT)
     record = fit(source(sites), tmp_path / "out", rounds=8, values=SMALL)
     assert record == read_json(done / FIT)
     ran: list[str] = []
-    assert fit(source(sites), tmp_path / "out", rounds=8, values=SMALL, told=lambda *a: ran.append(a[0])) == record
+    assert fit(source(sites), tmp_path / "out", rounds=8, values=SMALL, listener=lambda *a: ran.append(a[0])) == record
     assert ran == []
 
 

@@ -20,7 +20,7 @@ from fedtailor.engines.wire import Site
 from fedtailor.experiments.building import assemble, load
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.studies import linear_candidates, table_fit
-from fedtailor.studies.table_fit import Found
+from fedtailor.studies.table_fit import Selection
 from tests.studies.test_table_fit import table
 
 SIZES = [26, 15, 1, 19]
@@ -57,7 +57,7 @@ def by_sums(tables: dict[str, Any], data: FederatedData, engine: str, effects: S
 @pytest.fixture(scope="module", params=["regression", "classification"])
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Found, FederatedData, Path, Federation, Any]:
+) -> tuple[Selection, FederatedData, Path, Federation, Any]:
     path = tmp_path_factory.mktemp(request.param)
     tables = tables_of(path, table(5, SIZES) if request.param == "regression" else classes(5))
     loaded = load(parse(tables | {"rounds": 1}))
@@ -68,7 +68,9 @@ def both(
     return found, data, path / "fit", *by_sums(tables, loaded, "wire", effects)
 
 
-def test_weights_and_gains_are_those_of_one_process(both: tuple[Found, FederatedData, Path, Federation, Any]) -> None:
+def test_weights_and_gains_are_those_of_one_process(
+    both: tuple[Selection, FederatedData, Path, Federation, Any],
+) -> None:
     found, _, _, fed, _ = both
     state = fed.engine.get_states()["state"]
     np.testing.assert_allclose(state["served"].numpy(), found.weights, rtol=0, atol=1e-8)
@@ -77,9 +79,9 @@ def test_weights_and_gains_are_those_of_one_process(both: tuple[Found, Federated
     assert not fed.record.gathered
 
 
-def test_models_predict_the_same(both: tuple[Found, FederatedData, Path, Federation, Any]) -> None:
+def test_models_predict_the_same(both: tuple[Selection, FederatedData, Path, Federation, Any]) -> None:
     found, data, out, fed, server = both
-    wanted = table_fit.said_of(found, data, data.test, out)["personal"]
+    wanted = table_fit.delivered_outputs(found, data, data.test, out)["personal"]
     experiment = fed.engine.experiment
     for group, _, models in fed.engine.evaluate(range(len(data.clients)), 1, server, ()):
         for row, client in enumerate(group):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedtailor.studies.model_selection import Gain, View, chance, choose, errors_asked, gains
+from fedtailor.studies.model_selection import Gain, View, chance, choose, gains, required_errors
 
 
 def samples(rate: float, n: int) -> np.ndarray:
@@ -102,10 +102,10 @@ def test_more_caution_serves_fewer() -> None:
 
 
 def test_few_sites_ask_for_more_caution() -> None:
-    assert errors_asked(1.959964, 4) == pytest.approx(3.182446, abs=1e-5)  # 97.5 % of Student's t with 3 degrees
-    assert errors_asked(2.0, 10_000) == pytest.approx(2.0, abs=1e-2)
-    assert errors_asked(0.0, 4) == pytest.approx(0.0, abs=1e-12)
-    assert errors_asked(2.0, 1) == 2.0
+    assert required_errors(1.959964, 4) == pytest.approx(3.182446, abs=1e-5)  # 97.5 % of Student's t with 3 degrees
+    assert required_errors(2.0, 10_000) == pytest.approx(2.0, abs=1e-2)
+    assert required_errors(0.0, 4) == pytest.approx(0.0, abs=1e-12)
+    assert required_errors(2.0, 1) == 2.0
 
 
 def test_only_training_alone() -> None:

@@ -84,7 +84,7 @@ def fit(
     of_training |= {"metric": metric}
     again = command("fit", sites, **of_source, **of_training, out=path)
     aside, others = progress_aside(as_json), all_problems(command("check", sites, **named), source)
-    with others, aside, resumable(again, path, begun_by=FIT), grid_shown(console) as told:
+    with others, aside, resumable(again, path, begun_by=FIT), grid_shown(console) as listener:
         record = fitted(
             source,
             path,
@@ -93,7 +93,7 @@ def fit(
             seed=seed,
             settings=settings,
             data_root=data_root,
-            told=told,
+            listener=listener,
             time_limit=time_limit,
             metric=metric,
         )

@@ -48,8 +48,8 @@ def update(
     again = command("update", run, data=data, rows=rows, site=site, time_limit=time_limit, data_root=data_root)
     root = root_of(run)
     given = None if rows is None else sites_in(read_rows(rows)[1], site, site_column(latest(root)))
-    with progress_aside(as_json), resumable(again, root, begun_by=FIT), grid_shown(console) as told:
-        result = updated(run, data=data, rows=given, data_root=data_root, told=told, time_limit=time_limit)
+    with progress_aside(as_json), resumable(again, root, begun_by=FIT), grid_shown(console) as listener:
+        result = updated(run, data=data, rows=given, data_root=data_root, listener=listener, time_limit=time_limit)
     page = root / FILE
     if result.is_new:
         write(result.folder)

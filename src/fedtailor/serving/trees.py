@@ -165,7 +165,7 @@ class TreeParts:
         out = self.linear * base
         for part, above in ((self.alone, None), (self.on_top, base)):
             if part is not None:
-                out = out + part[0] * said(part[1], x, above, is_class)
+                out = out + part[0] * tree_outputs(part[1], x, above, is_class)
         return out
 
 
@@ -176,8 +176,8 @@ def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int) -> 
     held: dict[str, tuple[float, Trees]] = {}
     for kind, name in row["trees"].items():
         extra = outputs if kind == ON_TOP else 0
-        made = Trees.read(part_of(path / TREES_FOLDER, name), features + extra, outputs)
-        held[kind] = (float(row["parts"][kind]), made)
+        trees = Trees.read(part_of(path / TREES_FOLDER, name), features + extra, outputs)
+        held[kind] = (float(row["parts"][kind]), trees)
     return TreeParts(float(row["parts"].get("linear", 0.0)), held.get(TREES), held.get(ON_TOP))
 
 
@@ -186,7 +186,7 @@ def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:
     return x.double() if base is None else torch.cat([x.double(), base.double()], dim=1)
 
 
-def said(trees: Ensemble, x: Tensor, base: Tensor | None, is_class: bool) -> Tensor:
+def tree_outputs(trees: Ensemble, x: Tensor, base: Tensor | None, is_class: bool) -> Tensor:
     """Log-probabilities, or numbers, on top of `base` if there is one."""
     out = trees(inputs_of(x, base))
     if is_class:

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from torch import Tensor
 
 from fedtailor.experiments.store import read_json, read_tree, write_json, write_tree
-from fedtailor.serving.trees import Trees, checked, inputs_of, said, trees_of
+from fedtailor.serving.trees import Trees, checked, inputs_of, tree_outputs, trees_of
 
 KEPT = "kept-"
 ENOUGH = 120  # rows of a site
@@ -61,9 +61,9 @@ def _grown(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bo
     inputs = inputs_of(x, base).numpy()
     kind = HistGradientBoostingClassifier if is_class else HistGradientBoostingRegressor
     if is_class:
-        seen = np.unique(y.numpy())
-        model = kind(**options).fit(inputs, np.searchsorted(seen, y.numpy()))
-        return spread_out(trees_of(model, len(seen)), seen, outputs)
+        classes = np.unique(y.numpy())
+        model = kind(**options).fit(inputs, np.searchsorted(classes, y.numpy()))
+        return spread_out(trees_of(model, len(classes)), classes, outputs)
     if not y.is_floating_point():  # counts
         rates = np.ones(rows) if base is None else base[:, 0].exp().numpy()
         model = kind(loss="poisson", **options).fit(inputs, y[:, 0].numpy() / rates, sample_weight=rates)
@@ -72,9 +72,9 @@ def _grown(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bo
     return trees_of(kind(**options).fit(inputs, wanted.numpy()), 1)
 
 
-def spread_out(trees: Trees, seen: NDArray[np.int64], outputs: int) -> Trees:
+def spread_out(trees: Trees, classes: NDArray[np.int64], outputs: int) -> Trees:
     """The trees of a site that lacks classes, for all classes; those it lacks are unlikely, not impossible."""
-    at = torch.from_numpy(seen)
+    at = torch.from_numpy(classes)
     baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64, device="cpu")
     baseline[at] = trees.baseline
     return replace(trees, output=at[trees.output], baseline=baseline)
@@ -100,10 +100,10 @@ def kept_or_grown(
     if entry.exists():
         tensors = read_tree(folder, read_json(entry))
         return tensors.pop("out of fold"), checked(tensors, inputs, outputs, str(entry))
-    said = cross_fitted(x, y, base, folds, outputs, is_class, seed, check)
+    out_of_fold = cross_fitted(x, y, base, folds, outputs, is_class, seed, check)
     trees = boosted(x, y, base, outputs, is_class, seed)
-    write_json(entry, write_tree(entry.with_suffix(".safetensors"), {"out of fold": said} | trees.tensors))
-    return said, trees
+    write_json(entry, write_tree(entry.with_suffix(".safetensors"), {"out of fold": out_of_fold} | trees.tensors))
+    return out_of_fold, trees
 
 
 def cross_fitted(
@@ -122,7 +122,7 @@ def cross_fitted(
         held = torch.from_numpy(folds == fold)
         rest = (~held).nonzero()[:, 0]
         rest = rest[:: -(-len(rest) // MOST)]  # evenly spaced
-        made = boosted(x[rest], y[rest], None if base is None else base[rest], outputs, is_class, seed)
-        out[held] = said(made, x[held], None if base is None else base[held], is_class)
+        trees = boosted(x[rest], y[rest], None if base is None else base[rest], outputs, is_class, seed)
+        out[held] = tree_outputs(trees, x[held], None if base is None else base[held], is_class)
         check()
     return out

@@ -41,8 +41,8 @@ class Outputs:
 
     def losses(self, theta: Floats) -> Floats:
         """Log loss of each row; theta [rows or 1, 2]: slope and offset."""
-        said = applied(self.logits, theta)
-        return -said[np.arange(len(said)), self.y]
+        log_probabilities = applied(self.logits, theta)
+        return -log_probabilities[np.arange(len(log_probabilities)), self.y]
 
     def derivatives(self, theta: Floats) -> tuple[Floats, Floats]:
         """Gradient [rows, 2] and Hessian [rows, 2, 2] of each row's loss."""

@@ -97,7 +97,7 @@ def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any
     size = len(terms[0].weights)
     by_site = [own_covariance(a, factor, covariance, mixed.noise) for a in mixed.curvatures]
     own_covariances, shares = [v.numpy() for v, _ in by_site], np.stack([s.numpy() for _, s in by_site]).clip(0, 1)
-    shown = []
+    outputs = []
     for j in range(len(beta) // size):
         at = slice(j * size, (j + 1) * size)
         rows = []
@@ -120,12 +120,12 @@ def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any
                     ],
                 }
             )
-        shown.append(
+        outputs.append(
             {"class": names[j + 1] if is_class else "", "against": names[0] if is_class else "", "terms": rows}
         )
     of_numbers = f"log of {target.name}" if target.is_log or data.task == "count" else target.name
     scale = "log-odds" if is_class else of_numbers
-    return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": shown}
+    return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": outputs}
 
 
 def _root(covariance: Floats, weights: Floats) -> float:

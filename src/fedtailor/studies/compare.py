@@ -19,19 +19,21 @@ from fedtailor.experiments.sections import dotted
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder, read_json, write_json
 from fedtailor.metrics.summary import over_seeds, share_hurt
 from fedtailor.studies import search
-from fedtailor.studies.grid import Cell, Told, folder_name, run_cells
+from fedtailor.studies.grid import Cell, Listener, folder_name, run_cells
 
 GRID, TABLE = "compare.json", "table.md"
 
 
-def cells(config: CompareConfig, folder: Path, found: Mapping[str, search.Settings] | None = None) -> list[Cell]:
+def cells(
+    config: CompareConfig, folder: Path, best_settings: Mapping[str, search.Settings] | None = None
+) -> list[Cell]:
     """The grid, algorithm by algorithm, with what a search found; all are checked before the first one runs."""
     for key, instead in (("algorithm", "compare.algorithms"), ("seed", "compare.seeds")):
         if key in config.model_fields_set:
             raise ConfigError(f'"{key}" has no meaning in a comparison; set {instead}')
     out = []
     for label, tables in _entries(config):
-        tables = with_values(tables, (found or {}).get(label, {}))
+        tables = with_values(tables, (best_settings or {}).get(label, {}))
         for seed in config.compare.seeds:
             run = parse(tables | {"seed": seed})
             out.append(Cell(label, seed, folder / folder_name(label, seed), run))
@@ -51,11 +53,11 @@ def _entries(config: CompareConfig) -> list[tuple[str, dict[str, Any]]]:
         label, own = str(table.pop("label", "")), dotted(table.pop("set", {}))
         _refuse_set(own)
         name = str(table.get("name", ""))
-        made = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
-        twice = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
-        options = "".join(f", {k} {v}" for k, v in (table | own).items() if k != "name" and twice)
+        program = algorithms.make(name, {k: v for k, v in table.items() if k != "name"})
+        is_repeated = [e if isinstance(e, str) else e.get("name") for e in config.compare.algorithms].count(name) > 1
+        options = "".join(f", {k} {v}" for k, v in (table | own).items() if k != "name" and is_repeated)
         tables = with_values(common | {"algorithm": table}, own)
-        out.append((label or (made.title or type(made).__name__) + options, tables))
+        out.append((label or (program.title or type(program).__name__) + options, tables))
     return out
 
 
@@ -69,7 +71,7 @@ def _refuse_set(values: Any) -> None:
 
 
 def run_grid(
-    config: CompareConfig, folder: Path, data_root: Path | None, told: Told, redo: Sequence[str] = ()
+    config: CompareConfig, folder: Path, data_root: Path | None, listener: Listener, redo: Sequence[str] = ()
 ) -> list[Cell]:
     """Run what is not finished yet of a comparison, after the search if there is one; rows of `redo` from the start."""
     grid, workers = cells(config, folder), config.compare.workers
@@ -83,8 +85,8 @@ def run_grid(
         _remove([cell.folder for cell in grid if cell.label == label])
         _remove([] if plan is None else search.folders(plan, label))
     if plan is not None:
-        grid = cells(config, folder, search.run(plan, workers, data_root, told))
-    run_cells(grid, workers, data_root, told)
+        grid = cells(config, folder, search.run(plan, workers, data_root, listener))
+    run_cells(grid, workers, data_root, listener)
     return grid
 
 
@@ -110,9 +112,9 @@ def _claim(config: CompareConfig, folder: Path) -> None:
     fixed = {k: v for k, v in config.plain().items() if k not in free}
     path, files = folder / GRID, digest(config.data)
     if path.exists():
-        there = read_json(path)
-        before = there.pop("files", None)  # older folders do not tell
-        if there != fixed:
+        saved = read_json(path)
+        before = saved.pop("files", None)  # older folders do not tell
+        if saved != fixed:
             raise RunError(f"{folder}: holds a comparison on another task; use --fresh for a new folder, or --out")
         if None not in (before, files) and before != files:
             raise RunError(f"{folder}: the data is no longer what it was; use --fresh for a new folder, or --out")
@@ -161,30 +163,30 @@ def rows(grid: list[Cell]) -> list[Row]:
     }
     out = []
     for label in dict.fromkeys(c.label for c in grid):
-        found = {seed: r for (name, seed), r in results.items() if name == label}
-        if not found:
+        by_seed = {seed: r for (name, seed), r in results.items() if name == label}
+        if not by_seed:
             continue
-        metric, higher = next(iter(found.values()))["metric"], next(iter(found.values()))["higher_is_better"]
+        metric, higher = next(iter(by_seed.values()))["metric"], next(iter(by_seed.values()))["higher_is_better"]
         hurt = [
             share_hurt(r["last"]["clients"][metric], local[s]["last"]["clients"][metric], higher_is_better=higher)
-            for s, r in found.items()
+            for s, r in by_seed.items()
             if s in local
         ]
-        tests = {seed: r["last"]["test"][metric] for seed, r in found.items()}
+        tests = {seed: r["last"]["test"][metric] for seed, r in by_seed.items()}
         out.append(
             Row(
                 label,
                 metric,
                 over_seeds([t["mean"] for t in tests.values()]),
-                over_seeds([r["selected"]["test"][metric]["mean"] for r in found.values()]),
+                over_seeds([r["selected"]["test"][metric]["mean"] for r in by_seed.values()]),
                 mean(t["std"] for t in tests.values()),
                 mean(t["worst_tenth"] for t in tests.values()),
                 mean(hurt) if hurt else math.nan,
                 Cost(
-                    up=mean(r["traffic"]["up"] for r in found.values()),
-                    down=mean(r["traffic"]["down"] for r in found.values()),
-                    trips=mean(r["traffic"]["trips"] for r in found.values()),
-                    seconds=mean(r["seconds"] for r in found.values()),
+                    up=mean(r["traffic"]["up"] for r in by_seed.values()),
+                    down=mean(r["traffic"]["down"] for r in by_seed.values()),
+                    trips=mean(r["traffic"]["trips"] for r in by_seed.values()),
+                    seconds=mean(r["seconds"] for r in by_seed.values()),
                 ),
                 {seed: t["mean"] for seed, t in tests.items()},
                 higher,

@@ -109,7 +109,7 @@ def out_of_fold(
     data: FederatedData,
     folds: NDArray[np.int64],
     start: Tree = None,
-    told: Callable[[int], None] = lambda fold: None,
+    fold_done: Callable[[int], None] = lambda fold: None,
     check: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """What is said of each training row by models that were trained without its fold; NaN where there is no fold.
@@ -123,7 +123,7 @@ def out_of_fold(
             server, models = trained(config, only_rows(data, ~held), start, check)
             start = start or server
             out[torch.from_numpy(held)] = outputs_of(config, data, models, only_rows(data, held).train)
-            told(fold + 1)
+            fold_done(fold + 1)
     return out
 
 

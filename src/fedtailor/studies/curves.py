@@ -64,13 +64,13 @@ def curves(
     """Of each column its points, and there the prediction [points, outputs] over all sites and at each site."""
     places, edges = places_of(data), grids(data)
     rows = sampled(held, 2 * len(columns) + MOST_LEVELS, seed)
-    kept = [c for c in data.preparation.columns if c.name in columns]
+    drawn_columns = [c for c in data.preparation.columns if c.name in columns]
     bins = {name: _intervals(rows, places[name][0], edges[name]) for name in columns if name in edges}
 
     def versions(site: int, x: Tensor) -> list[Tensor]:
         first, last = int(rows.starts[site]), int(rows.starts[site + 1])
         out = [x]
-        for column in kept:
+        for column in drawn_columns:
             at = places[column.name]
             if column.name in bins:
                 k = bins[column.name][first:last]
@@ -81,21 +81,21 @@ def curves(
         return out
 
     every = stacked(rows, versions)
-    said, sizes = readable(predict(every)), rows.sizes.tolist()
+    predictions, sizes = readable(predict(every)), rows.sizes.tolist()
     whose = np.repeat(np.arange(len(sizes)), sizes)
     many = len(every.x) // max(len(rows.x), 1)
-    blocks: list[Floats] = [np.concatenate(each) for each in unstacked(said, every, sizes, many)]
+    blocks: list[Floats] = [np.concatenate(each) for each in unstacked(predictions, every, sizes, many)]
     base, blocks = blocks[0], blocks[1:]
-    found = []
-    for column in kept:
+    drawn = []
+    for column in drawn_columns:
         if isinstance(column, NumberColumn):
             low, high, *blocks = blocks
-            found.append(_accumulated(column, edges[column.name], bins[column.name], high - low, base, whose, data))
+            drawn.append(_accumulated(column, edges[column.name], bins[column.name], high - low, base, whose, data))
         else:
             many = min(len(column.categories), MOST_LEVELS)
             own, blocks = blocks[:many], blocks[many:]
-            found.append(_by_category(column.name, column.categories[:many], np.stack(own), whose, data))
-    return sorted(found, key=lambda each: list(columns).index(each["column"]))
+            drawn.append(_by_category(column.name, column.categories[:many], np.stack(own), whose, data))
+    return sorted(drawn, key=lambda each: list(columns).index(each["column"]))
 
 
 def _with(x: Tensor, at: Sequence[int], values: Tensor) -> Tensor:
@@ -152,9 +152,11 @@ def _curve(steps: Floats, count: Floats, level: Floats) -> Floats:
 
 
 def _by_category(
-    column: str, levels: Sequence[str], said: Floats, whose: NDArray[np.int64], data: FederatedData
+    column: str, levels: Sequence[str], predictions: Floats, whose: NDArray[np.int64], data: FederatedData
 ) -> dict[str, Any]:
     sites = {
-        name: said[:, whose == i].mean(1).tolist() for i, name in enumerate(data.clients) if (whose == i).sum() >= 5
+        name: predictions[:, whose == i].mean(1).tolist()
+        for i, name in enumerate(data.clients)
+        if (whose == i).sum() >= 5
     }
-    return {"column": column, "kind": "category", "x": list(levels), "y": said.mean(1).tolist(), "sites": sites}
+    return {"column": column, "kind": "category", "x": list(levels), "y": predictions.mean(1).tolist(), "sites": sites}

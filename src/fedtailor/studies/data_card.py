@@ -25,10 +25,10 @@ def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
         if a == b:
             out[name] = {"rows": 0, "target": "", "drift": []}
             continue
-        apart = (x[a:b].mean(0) - mean) / sd
-        told = np.abs(apart) > np.maximum(FAR, 3 / np.sqrt(b - a))
-        far = sorted(np.flatnonzero(told).tolist(), key=lambda j: -abs(apart[j]))[:MOST]
-        drift = [[data.features[j], round(float(apart[j]), 3)] for j in far]
+        shifts = (x[a:b].mean(0) - mean) / sd
+        is_far = np.abs(shifts) > np.maximum(FAR, 3 / np.sqrt(b - a))
+        far = sorted(np.flatnonzero(is_far).tolist(), key=lambda j: -abs(shifts[j]))[:MOST]
+        drift = [[data.features[j], round(float(shifts[j]), 3)] for j in far]
         out[name] = {"rows": b - a, "target": _target(y[a:b], data), "drift": drift}
     return out
 
@@ -38,8 +38,8 @@ def _target(y: np.ndarray, data: FederatedData) -> str:
         counts = np.bincount(y, minlength=data.outputs)
         best = int(counts.argmax())
         return f"{100 * counts[best] / counts.sum():.0f} % {data.classes[best] if data.classes else best}"
-    told = None if data.preparation is None else data.preparation.target
-    if told is not None and told.task == "regression":
-        mean = told.mean + told.sd * y.mean()
-        return f"{np.exp(mean):.4g} on geometric average" if told.is_log else f"{mean:.4g} on average"
+    target = None if data.preparation is None else data.preparation.target
+    if target is not None and target.task == "regression":
+        mean = target.mean + target.sd * y.mean()
+        return f"{np.exp(mean):.4g} on geometric average" if target.is_log else f"{mean:.4g} on average"
     return f"{y.mean():.4g} on average"

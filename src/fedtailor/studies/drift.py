@@ -40,11 +40,11 @@ def stability(new: Sequence[float], old: Sequence[float]) -> tuple[float, float,
         return 0.0, 0.0, 1.0
     p, q = (a + 0.5) / (a + 0.5).sum(), (b + 0.5) / (b + 0.5).sum()
     distance = float(np.abs(np.cumsum(a / a.sum()) - np.cumsum(b / b.sum())).max())
-    seen = a + b > 0
-    total = (a + b)[seen]
+    occupied = a + b > 0
+    total = (a + b)[occupied]
     expected = [total * part.sum() / total.sum() for part in (a, b)]
-    statistic = sum(float(((part[seen] - e) ** 2 / e).sum()) for part, e in zip((a, b), expected, strict=True))
-    return float(((p - q) * np.log(p / q)).sum()), distance, float(chi2.sf(statistic, max(int(seen.sum()) - 1, 1)))
+    statistic = sum(float(((part[occupied] - e) ** 2 / e).sum()) for part, e in zip((a, b), expected, strict=True))
+    return float(((p - q) * np.log(p / q)).sum()), distance, float(chi2.sf(statistic, max(int(occupied.sum()) - 1, 1)))
 
 
 def drift_of(
@@ -113,7 +113,7 @@ def site_drift(
     assert model.preparation is not None
     x, at = model.encode(table), 0
     level = LEVEL / (len(model.preparation.columns) + 1)
-    found = []
+    drifts = []
     for column in model.preparation.columns:
         own, old = x[:, at : at + len(column.features)].double().numpy(), trained["columns"][column.name]
         at += len(column.features)
@@ -146,18 +146,18 @@ def site_drift(
             error = np.sqrt(max(now * (1 - now), 1e-9) / rows + max(was * (1 - was), 1e-9) / before)
             each[f"more_{key}"] = bool(now - was > max(GAP, 3 * error))
         each["drifted"] = bool(each["drifted"] or each["more_missing"] or each["more_unknown"])
-        found.append(each | {"words": _words(each)})
-    found.sort(key=lambda each: (not each["drifted"], -each["psi"]))
-    said = None
+        drifts.append(each | {"words": _words(each)})
+    drifts.sort(key=lambda each: (not each["drifted"], -each["psi"]))
+    prediction = None
     if trained["prediction"] is not None:
         values = readable(model, x)
         new, old = counted(values, predictions["edges"]), trained["prediction"]
-        said = _compared(new["counts"], old["counts"], level) | {"means": [new["mean"], old["mean"]]}
+        prediction = _compared(new["counts"], old["counts"], level) | {"means": [new["mean"], old["mean"]]}
     return {
         "rows": len(x),
         "training_rows": trained["rows"],
-        "columns": found,
-        "prediction": said,
+        "columns": drifts,
+        "prediction": prediction,
         "notes": model.notes,
     }
 
@@ -173,10 +173,10 @@ def _missing(column: NumberColumn, table: Table) -> float:
 
 def readable(model: Personal, x: Any) -> Floats:
     """What is compared: the number, the probability of the second of two classes, or of the likeliest of several."""
-    said = model.readable(model.outputs(x)).double().numpy()
+    predictions = model.readable(model.outputs(x)).double().numpy()
     if model.task != "classification":
-        return said[:, 0]
-    values: Floats = said[:, 1] if said.shape[1] == 2 else said.max(1)
+        return predictions[:, 0]
+    values: Floats = predictions[:, 1] if predictions.shape[1] == 2 else predictions.max(1)
     return values
 
 

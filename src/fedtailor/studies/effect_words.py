@@ -26,8 +26,8 @@ def short(value: float) -> str:
 
 def joined(names: Sequence[str], most: int = MOST_NAMED) -> str:
     """a, b and c; the rest is counted."""
-    shown = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    parts = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def all_sites(sites: int) -> str:
@@ -46,11 +46,11 @@ def unit_of(term: Mapping[str, Any]) -> str:
 
 def size_words(term: Mapping[str, Any], scale: str, each: Mapping[str, Any] | None = None) -> str:
     """The coefficient with its interval, of all sites or (`each`) of one."""
-    shown = term if each is None else each
-    if shown["value"] is None:
+    estimate = term if each is None else each
+    if estimate["value"] is None:
         return "unknown"
     factor = 1.0 if term["sd"] is None else float(term["sd"])
-    value, low, high = (float(shown[key]) / factor for key in ("value", "low", "high"))
+    value, low, high = (float(estimate[key]) / factor for key in ("value", "low", "high"))
     if is_factor(scale) and term["name"] != INTERCEPT:
         words = f"{'odds' if scale == LOG_ODDS else scale.removeprefix(LOG)} times {math.exp(min(value, 50)):.3g}"
         return f"{words} {unit_of(term)} (95 % interval {math.exp(min(low, 50)):.3g} to {math.exp(min(high, 50)):.3g})"
@@ -80,16 +80,16 @@ def term_words(term: Mapping[str, Any], scale: str, sites: int) -> str:
     return f"{term['name']}: {size_words(term, scale)}{doubt}" + (f"; {shared}" if shared else "")
 
 
-def about_model(found: Coefficients) -> str:
+def about_model(coefficients: Coefficients) -> str:
     """Which model the coefficients are of."""
-    sites, label = len(found["sites"]), found["model"]
+    sites, label = len(coefficients["sites"]), coefficients["model"]
     if sites == 1:
         return "There is one site: its coefficients are those of an ordinary regression."
     kind = {
         "common": "one common model: nothing differs between sites",
         "mixed, intercept": "a mixed model with a level of its own at every site and common coefficients",
     }.get(label, "a mixed model: a common coefficient for each feature, and every site's own around it")
-    weight = found["weight"]
+    weight = coefficients["weight"]
     part = (
         "no site is served by it, and it tells how sites differ"
         if weight < 0.01
@@ -98,15 +98,15 @@ def about_model(found: Coefficients) -> str:
     return f"Coefficients are of {kind}; {part}."
 
 
-def shared_words(found: Coefficients) -> list[str]:
+def shared_words(coefficients: Coefficients) -> list[str]:
     """Which columns do the same everywhere, and in which sites differ."""
-    sites = len(found["sites"])
+    sites = len(coefficients["sites"])
     if sites == 1:
         return []
-    if found["model"] == "common":
+    if coefficients["model"] == "common":
         return [f"All columns do the same at {all_sites(sites)}: letting sites differ did not predict better."]
     by_column: dict[str, list[Mapping[str, Any]]] = {}
-    for output in found["outputs"]:
+    for output in coefficients["outputs"]:
         for term in output["terms"]:
             by_column.setdefault(term["column"], []).append(term)
     level = by_column.pop(INTERCEPT)
@@ -122,11 +122,11 @@ def shared_words(found: Coefficients) -> list[str]:
     ]
 
 
-def importance_words(found: Mapping[str, Any]) -> list[str]:
+def importance_words(importance: Mapping[str, Any]) -> list[str]:
     """What matters most to the predictions."""
-    metric, columns = found["metric"], found["columns"]
+    metric, columns = importance["metric"], importance["columns"]
     out = []
-    error = math.sqrt(max(found["repeats"], 1))
+    error = math.sqrt(max(importance["repeats"], 1))
     useful = [each for each in columns if each["mean"] > 2 * each["sd"] / error and each["mean"] > 0]
     if useful:
         points = " points" if metric == "accuracy" else ""
@@ -137,18 +137,18 @@ def importance_words(found: Mapping[str, Any]) -> list[str]:
     useless = [each["column"] for each in columns if each not in useful]
     if useful and useless:
         out.append(f"They would be about as good without: {joined(useless)}.")
-    if found["constant"]:
-        out.append(f"Constant within each site, so of no use to tell its rows apart: {joined(found['constant'])}.")
+    if importance["constant"]:
+        out.append(f"Constant within each site, so of no use to tell its rows apart: {joined(importance['constant'])}.")
     return out
 
 
 def words_of(effects: Mapping[str, Any]) -> list[str]:
     """All of it."""
-    found, out = effects.get("coefficients"), []
-    if found:
-        out += [about_model(found), *shared_words(found)]
-        for output in found["outputs"]:
-            if output["class"] and len(found["outputs"]) > 1:
+    coefficients, out = effects.get("coefficients"), []
+    if coefficients:
+        out += [about_model(coefficients), *shared_words(coefficients)]
+        for output in coefficients["outputs"]:
+            if output["class"] and len(coefficients["outputs"]) > 1:
                 out.append(f"Odds of {output['class']} against {output['against']}:")
-            out += [term_words(term, found["scale"], len(found["sites"])) for term in output["terms"]]
+            out += [term_words(term, coefficients["scale"], len(coefficients["sites"])) for term in output["terms"]]
     return out + importance_words(effects["importance"])

@@ -34,14 +34,14 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
     geometric mean of the degrees). Saved in the run's folder too, for every parameter; and, where parameters are either
     own or common, how much the own ones of every two clients overlap in each layer.
     """
-    experiment, found = _shares(path, data_root)
-    each = list(found.values())
+    experiment, by_client = _shares(path, data_root)
+    each = list(by_client.values())
     stack = [{k: torch.stack([one[kind][k] for one in each]) for k in each[0][kind]} for kind in (0, 1)]
     entry = write_tree(path / SHARES, {"shares": stack[0], "degrees": stack[1], "overlap": overlaps(stack[0])})
-    table = {c: parts(experiment, own) for c, (own, _) in found.items()}
+    table = {c: parts(experiment, own) for c, (own, _) in by_client.items()}
     degrees = {}
     if each[0][1]:
-        logs = {c: parts(experiment, {k: v.log() for k, v in own.items()}) for c, (_, own) in found.items()}
+        logs = {c: parts(experiment, {k: v.log() for k, v in own.items()}) for c, (_, own) in by_client.items()}
         degrees = {c: {k: math.exp(v) if v < 700 else math.inf for k, v in row.items()} for c, row in logs.items()}
     write_json(path / "shares.json", {"tensors": entry, "clients": table, "degrees": degrees})
     return list(next(iter(table.values()))), table, degrees
@@ -55,35 +55,35 @@ def _shares(path: Path, data_root: Path | None) -> tuple[Experiment, dict[str, t
         raise RunError(f"{path}: has no checkpoint yet; nothing was learned")
     experiment = reload_experiment(folder, data_root)
     state = saved[1]["state"]
-    found: dict[str, tuple[Params, Params]] = {}
+    by_client: dict[str, tuple[Params, Params]] = {}
     for i, client in enumerate(experiment.data.clients):
         own = tree_map(lambda v, i=i: v[i], state["clients"])
-        found[client] = shares(experiment, i, own["state"], own["buffers"], state["server"])
-    return experiment, found
+        by_client[client] = shares(experiment, i, own["state"], own["buffers"], state["server"])
+    return experiment, by_client
 
 
 def weights(path: Path) -> dict[int, dict[str, float]]:
     """Round -> client -> its weight in the average, where the algorithm tells; saved in the run's folder too."""
     folder = RunFolder.open(path)
     names = folder.about["clients"]
-    found = {
+    by_round = {
         line["round"]: {names[c]: w for c, w in zip(line["cohort"], line["report"]["weights"], strict=True)}
         for line in folder.metrics()
         if "weights" in line.get("report", {})
     }
-    if found:
+    if by_round:
         file = io.StringIO()
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["round", "client", "weight"])
-        rows.writerows([round, as_text(client), w] for round, row in found.items() for client, w in row.items())
+        rows.writerows([round, as_text(client), w] for round, row in by_round.items() for client, w in row.items())
         write_atomically(path / WEIGHTS, file.getvalue().encode())
-    return found
+    return by_round
 
 
 def overlap_by_classes(path: Path, data_root: Path | None = None) -> dict[str, float]:
     """Mean overlap of the masks of two clients: of pairs with a class in "common", and of pairs with "none"."""
-    experiment, found = _shares(path, data_root)
-    pairs = overlap(torch.stack([flat(own) == 0 for own, _ in found.values()]))
+    experiment, by_client = _shares(path, data_root)
+    pairs = overlap(torch.stack([flat(own) == 0 for own, _ in by_client.values()]))
     classes = [set(experiment.data.train.of(i)[1].tolist()) for i in range(len(experiment.data.clients))]
     groups: dict[str, list[float]] = {"common": [], "none": []}
     for i, j in combinations(range(len(classes)), 2):

@@ -53,11 +53,11 @@ def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> di
 
 def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for every term, common (site is None) and of each site, per unit of its column."""
-    found, out = effects["coefficients"], []
-    for output in found["outputs"] if found else []:
+    coefficients, out = effects["coefficients"], []
+    for output in coefficients["outputs"] if coefficients else []:
         for term in output["terms"]:
             factor = term["sd"] or 1.0
-            for site, each in ((None, term), *zip(found["sites"], term["sites"], strict=True)):
+            for site, each in ((None, term), *zip(coefficients["sites"], term["sites"], strict=True)):
                 numbers = {k: None if each[k] is None else each[k] / factor for k in ("value", "low", "high")}
                 named = {"term": term["name"], "reference": term["reference"], "class": output["class"]}
                 out.append({"site": site} | named | numbers)
@@ -108,14 +108,14 @@ def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> di
 
 def _of_site(effects: dict[str, Any], site: str) -> dict[str, Any]:
     """Beside what is common, what one site has."""
-    found = effects["coefficients"]
-    if found:
-        at = list(found["sites"]).index(site)
+    coefficients = effects["coefficients"]
+    if coefficients:
+        at = list(coefficients["sites"]).index(site)
         outputs = [
             output | {"terms": [term | {"sites": [term["sites"][at]]} for term in output["terms"]]}
-            for output in found["outputs"]
+            for output in coefficients["outputs"]
         ]
-        effects["coefficients"] = found | {"outputs": outputs, "site": site}
+        effects["coefficients"] = coefficients | {"outputs": outputs, "site": site}
     columns = [
         each | {"sites": {k: v for k, v in each["sites"].items() if k == site}}
         for each in effects["importance"]["columns"]

@@ -29,7 +29,7 @@ from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import table_fit
 from fedtailor.studies.fit_folder import claimed
-from fedtailor.studies.grid import Cell, Told, folder_name
+from fedtailor.studies.grid import Cell, Listener, folder_name
 from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
 from fedtailor.studies.table_record import shared
 from fedtailor.studies.table_study import fit_table
@@ -98,12 +98,12 @@ def read(
         raise ConfigError("--set algorithm...: for one algorithm; name it with --algorithm")
     if loaded is not None:
         return tables, loaded
-    is_said = "val" in source or "data.val" in (values or {}) or any(s.startswith("data.val=") for s in settings)
-    if algorithm == "auto" and "model" not in tables and tables["data"]["source"] in TABLES and not is_said:
+    has_val = "val" in source or "data.val" in (values or {}) or any(s.startswith("data.val=") for s in settings)
+    if algorithm == "auto" and "model" not in tables and tables["data"]["source"] in TABLES and not has_val:
         folded = tables | {"data": tables["data"] | {"val": 0.0}}  # folds take the place of validation rows
-        found = load(parse(folded, origin="fit"), data_root)
-        if table_fit.is_for(found, folded, algorithm):
-            return folded, found
+        folded_data = load(parse(folded, origin="fit"), data_root)
+        if table_fit.is_for(folded_data, folded, algorithm):
+            return folded, folded_data
     return tables, load(parse(tables, origin="fit"), data_root)
 
 
@@ -149,8 +149,8 @@ def settled(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "aut
         model = {"name": "linear"}
     else:
         model = {"name": "mlp", "hidden": [32] if rows < 10_000 else [64, 64]}
-    given = tables.get("model", {})
-    model = model | given if given.get("name", model["name"]) == model["name"] else dict(given)
+    model_table = tables.get("model", {})
+    model = model | model_table if model_table.get("name", model["name"]) == model["name"] else dict(model_table)
     batch = 16 if largest < 1000 else 32 if largest < 10_000 else 256
     local = {"lr": 0.05, "batch_size": batch, "clip": 10.0} | tables.get("local", {})
     every = {"every": max(1, int(tables["rounds"]) // 8)} | tables.get("evaluation", {})
@@ -165,8 +165,8 @@ def candidates_for(model: str, loaded: FederatedData) -> list[dict[str, Any]]:
 
 
 def _cell(tables: dict[str, Any], algorithm: dict[str, Any], out: Path) -> Cell:
-    made = algorithms.make(str(algorithm["name"]), {k: v for k, v in algorithm.items() if k != "name"})
-    title = made.title or type(made).__name__
+    program = algorithms.make(str(algorithm["name"]), {k: v for k, v in algorithm.items() if k != "name"})
+    title = program.title or type(program).__name__
     config: RunConfig = parse(tables | {"algorithm": algorithm}, origin="fit")
     return Cell(title, config.seed, out / folder_name(title, config.seed), config)
 
@@ -177,7 +177,7 @@ def fit(
     *,
     algorithm: str = "auto",
     data_root: Path | None = None,
-    told: Told = lambda cell, round, rounds: None,
+    listener: Listener = lambda cell, round, rounds: None,
     time_limit: float = 0.0,
     metric: str = "",
     **options: Any,
@@ -193,65 +193,65 @@ def fit(
     tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
     if table_fit.is_for(loaded, tables, algorithm):
         left = max(FOR_CANDIDATES * time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
-        return fit_table(tables, loaded, out, data_root, told, left, metric)
+        return fit_table(tables, loaded, out, data_root, listener, left, metric)
     if metric:
         raise ConfigError(
             f'--metric {metric}: for tables with --algorithm auto; else --set evaluation.decide="{metric}"'
         )
-    made = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
-    claim = claimed(out, algorithm, made.cells)
-    finished, dropped = run_plan(made, data_root, told)
-    record = {"settings": claim} | chosen(made, finished) | {"dropped": dropped}
+    fit_plan = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
+    claim = claimed(out, algorithm, fit_plan.cells)
+    finished, dropped = run_plan(fit_plan, data_root, listener)
+    record = {"settings": claim} | chosen(fit_plan, finished) | {"dropped": dropped}
     write_json(out / FIT, record)
     return record
 
 
-def run_plan(made: Plan, data_root: Path | None, told: Told) -> tuple[list[Cell], list[dict[str, Any]]]:
+def run_plan(fit_plan: Plan, data_root: Path | None, listener: Listener) -> tuple[list[Cell], list[dict[str, Any]]]:
     """Run references and candidates; returns what came to its end, and what was dropped when and why."""
 
     def run(cell: Cell, until: int | None) -> None:
         def listen(p: runner.Progress) -> None:
-            told(cell.folder.name, p.round, p.rounds)
+            listener(cell.folder.name, p.round, p.rounds)
 
         if (cell.folder / CONFIG).exists():
             trust.remember(cell.config)
-            runner.resume(cell.folder, data_root, listen, loaded=made.data, until=until)
+            runner.resume(cell.folder, data_root, listen, loaded=fit_plan.data, until=until)
         else:
-            runner.start(cell.config, cell.folder, data_root, listen, loaded=made.data, until=until)
+            runner.start(cell.config, cell.folder, data_root, listen, loaded=fit_plan.data, until=until)
 
-    for cell in (made.alone, made.common):
+    for cell in (fit_plan.alone, fit_plan.common):
         run(cell, None)
-    alive, dropped = list(made.candidates), []
-    for until in (*made.budgets, None):
+    alive, dropped = list(fit_plan.candidates), []
+    for until in (*fit_plan.budgets, None):
         for cell in list(alive):
             try:
                 run(cell, until)
             except (UserError, ClientError) as error:
-                if made.algorithm != "auto":
+                if fit_plan.algorithm != "auto":
                     raise
                 alive.remove(cell)
                 dropped.append({"label": cell.label, "round": 0, "val": None, "why": str(error)})
         if until is not None and len(alive) > 1:
             ranked = sorted(alive, key=lambda cell: standing(cell, until), reverse=True)
-            kept = ranked[: -(-len(ranked) // 2)]
-            for cell in ranked[len(kept) :]:
+            better_half = ranked[: -(-len(ranked) // 2)]
+            for cell in ranked[len(better_half) :]:
                 value = abs(standing(cell, until)[0])
                 dropped.append({"label": cell.label, "round": until, "val": value, "why": "the other half is better"})
-            alive = [cell for cell in alive if cell in kept]
-    return [made.alone, made.common, *alive], dropped
+            alive = [cell for cell in alive if cell in better_half]
+    return [fit_plan.alone, fit_plan.common, *alive], dropped
 
 
 def standing(cell: Cell, until: int) -> tuple[float, float]:
     """How good a run is on validation data in its best round so far; higher is better."""
     folder = RunFolder(cell.folder)
     metric, *others = METRICS[folder.about["task"]]
-    found = []
+    scores = []
     for line in folder.metrics():
         if "val" in line and line["round"] <= until:
             means = {m: summarise(line["val"][m], higher_is_better=True).mean for m in (metric, *others)}
             signed = [means[m] if HIGHER_IS_BETTER[m] else -means[m] for m in (metric, *others)]
-            found.append((signed[0], signed[1]))
-    fine = [pair for pair in found if all(map(math.isfinite, pair))]
+            scores.append((signed[0], signed[1]))
+    fine = [pair for pair in scores if all(map(math.isfinite, pair))]
     return max(fine, default=(-math.inf, -math.inf))
 
 
@@ -274,48 +274,48 @@ def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Float
     return out
 
 
-def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
+def chosen(fit_plan: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
     """Who is served by what, how sure that is, and beside it the figures on test data."""
-    scores = {cell.label: validation_scores(cell, made.data) for cell in finished}
+    scores = {cell.label: validation_scores(cell, fit_plan.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
-    names = list(scores[made.alone.label])
-    is_bounded = made.data.task == "classification"
+    names = list(scores[fit_plan.alone.label])
+    is_bounded = fit_plan.data.task == "classification"
     views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name], is_bounded) for name in names]
-    labels, estimates = choose(views, made.alone.label)
-    found = estimates[0]
-    if made.algorithm != "auto":
-        labels = [(made.candidates[0] if made.candidates else _reference(made)).label] * len(labels)
-    metric = METRICS[made.data.task][0]
+    labels, estimates = choose(views, fit_plan.alone.label)
+    first_gains = estimates[0]
+    if fit_plan.algorithm != "auto":
+        labels = [(fit_plan.candidates[0] if fit_plan.candidates else _reference(fit_plan)).label] * len(labels)
+    metric = METRICS[fit_plan.data.task][0]
     figures = {label: _tested(cell, metric) for label, cell in by_label.items()}
-    unit = made.data.preparation.target.sd if made.data.preparation is not None and metric == "rmse" else 1.0
+    unit = fit_plan.data.preparation.target.sd if fit_plan.data.preparation is not None and metric == "rmse" else 1.0
     sites: dict[str, dict[str, Any]] = {}
-    for i, (site, label) in enumerate(zip(made.data.clients, labels, strict=True)):
+    for i, (site, label) in enumerate(zip(fit_plan.data.clients, labels, strict=True)):
         sites[site] = {
             "run": by_label[label].folder.name,
             "served": label,
-            "train": int(made.data.train.sizes[i]),
-            "val": int(made.data.val.sizes[i]),
-            "test": int(made.data.test.sizes[i]),
-            "alone": figures[made.alone.label][i] * unit,
-            "common": figures[made.common.label][i] * unit,
+            "train": int(fit_plan.data.train.sizes[i]),
+            "val": int(fit_plan.data.val.sizes[i]),
+            "test": int(fit_plan.data.test.sizes[i]),
+            "alone": figures[fit_plan.alone.label][i] * unit,
+            "common": figures[fit_plan.common.label][i] * unit,
             "personal": figures[label][i] * unit,
-            "gains": {name: _told(gain, i) for name, gain in zip(names, estimates, strict=True)},
+            "gains": {name: _site_gains(gain, i) for name, gain in zip(names, estimates, strict=True)},
         }
-    together = [label for label in found if label in labels] or list(found)
-    best = max(together, key=lambda label: sum(g.mean for g in found[label]), default=made.alone.label)
+    shared_labels = [label for label in first_gains if label in labels] or list(first_gains)
+    best = max(shared_labels, key=lambda label: sum(g.mean for g in first_gains[label]), default=fit_plan.alone.label)
     higher = HIGHER_IS_BETTER[metric]
     return {
         "kind": KIND,
         "metric": metric,
         "higher_is_better": higher,
-        "task": made.data.task,
-        "data": made.data.name,
-        "model": made.alone.config.model.name,
-        "rounds": made.alone.config.rounds,
-        "target": made.data.preparation.target.name if made.data.preparation is not None else "",
+        "task": fit_plan.data.task,
+        "data": fit_plan.data.name,
+        "model": fit_plan.alone.config.model.name,
+        "rounds": fit_plan.alone.config.rounds,
+        "target": fit_plan.data.preparation.target.name if fit_plan.data.preparation is not None else "",
         "sites": sites,
         "newcomers": by_label[best].folder.name,
-        "shared": {label: shared(by_label[label]) for label in dict.fromkeys([*labels, made.common.label])},
+        "shared": {label: shared(by_label[label]) for label in dict.fromkeys([*labels, fit_plan.common.label])},
         "means": {
             "alone": summarise([s["alone"] for s in sites.values()], higher_is_better=higher).mean,
             "common": summarise([s["common"] for s in sites.values()], higher_is_better=higher).mean,
@@ -324,21 +324,21 @@ def chosen(made: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
         "hurt": share_hurt(
             [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
         ),
-        "notes": list(made.data.notes),
+        "notes": list(fit_plan.data.notes),
     }
 
 
-def _told(found: Mapping[str, Sequence[Gain]], site: int) -> dict[str, Any]:
+def _site_gains(gains: Mapping[str, Sequence[Gain]], site: int) -> dict[str, Any]:
     """Estimated gains over training alone on validation data, by algorithm."""
     return {
         label: {"mean": each[site].mean, "sd": each[site].sd}
-        for label, each in found.items()
+        for label, each in gains.items()
         if math.isfinite(each[site].sd) and math.isfinite(each[site].mean)
     }
 
 
-def _reference(made: Plan) -> Cell:
-    return made.common if made.algorithm.lower() == COMMON else made.alone
+def _reference(fit_plan: Plan) -> Cell:
+    return fit_plan.common if fit_plan.algorithm.lower() == COMMON else fit_plan.alone
 
 
 def _tested(cell: Cell, metric: str) -> list[float]:

@@ -51,15 +51,15 @@ def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
     }
     path = out / FIT
     if path.exists():
-        now: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
-        there = now | read_json(path)["settings"]
-        if there | now != claim:
+        current: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
+        saved = current | read_json(path)["settings"]
+        if saved | current != claim:
             raise RunError(f"{out}: holds another fit; choose another folder with --out")
-        if there["files"] != claim["files"]:
+        if saved["files"] != claim["files"]:
             raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
-        changes = (difference(old, new) for old, new in zip(there["code"], code, strict=False))
-        if what := next(filter(None, changes), ""):
-            raise RunError(f"{out}: {what} since it was fitted; choose another folder with --out")
+        changes = (difference(old, new) for old, new in zip(saved["code"], code, strict=False))
+        if change := next(filter(None, changes), ""):
+            raise RunError(f"{out}: {change} since it was fitted; choose another folder with --out")
         return claim
     if out.exists() and any(out.glob(f"*/{CONFIG}")):
         raise RunError(f"{out}: holds other runs; choose another folder with --out")

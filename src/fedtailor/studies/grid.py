@@ -38,13 +38,13 @@ def folder_name(label: str, seed: int) -> str:
     return f"{''.join(c if c.isalnum() or c in '+-.' else '_' for c in label.lower())}-seed{seed}"
 
 
-Told = Callable[[str, int, int], None]  # cell, round, rounds
+Listener = Callable[[str, int, int], None]  # cell, round, rounds
 Failed = dict[str, BaseException]  # by the name of a cell's folder
 
 
-def run_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told) -> None:
+def run_cells(grid: list[Cell], workers: int, data_root: Path | None, listener: Listener) -> None:
     """Run what is not finished yet, `workers` at a time. A cell that fails is named after the others are done."""
-    refuse_failed(try_cells(grid, workers, data_root, told), len(grid))
+    refuse_failed(try_cells(grid, workers, data_root, listener), len(grid))
 
 
 def refuse_failed(failed: Failed, runs: int) -> None:
@@ -53,7 +53,7 @@ def refuse_failed(failed: Failed, runs: int) -> None:
         raise RunError(f"{len(failed)} of {runs} runs failed; the first: {name}: {str(error) or type(error).__name__}")
 
 
-def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told) -> Failed:
+def try_cells(grid: list[Cell], workers: int, data_root: Path | None, listener: Listener) -> Failed:
     """Run what is not finished yet, `workers` at a time, and say which failed."""
     if not grid:
         return {}
@@ -61,7 +61,7 @@ def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
     todo = [cell for cell in grid if not (cell.folder / RESULTS).exists()]
     for cell in grid:
         if cell not in todo:
-            told(cell.folder.name, cell.config.rounds, cell.config.rounds)
+            listener(cell.folder.name, cell.config.rounds, cell.config.rounds)
     workers = min(workers or cores(), len(grid))
     context = _Spawn()
     events: Any = context.SimpleQueue()
@@ -73,7 +73,7 @@ def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
         while waiting:
             finished = {f for f in waiting if f.done()}
             while not events.empty():
-                told(*events.get())
+                listener(*events.get())
             failed |= {futures[f].folder.name: error for f in finished if (error := f.exception())}
             waiting -= finished
             if waiting:
@@ -86,7 +86,7 @@ def try_cells(grid: list[Cell], workers: int, data_root: Path | None, told: Told
         raise
     pool.shutdown()
     while not events.empty():
-        told(*events.get())
+        listener(*events.get())
     return failed
 
 
@@ -115,14 +115,14 @@ def _refuse_others(grid: list[Cell]) -> None:
     """A folder that holds a run with other settings, or of other code, is not taken for this one."""
     begun = [cell for cell in grid if (cell.folder / CONFIG).exists()]
     for cell in begun:
-        there, wanted = RunFolder(cell.folder).config, cell.config
-        if any(getattr(there, part) != getattr(wanted, part) for part in ("task_id", *METHODS)):
+        saved, wanted = RunFolder(cell.folder).config, cell.config
+        if any(getattr(saved, part) != getattr(wanted, part) for part in ("task_id", *METHODS)):
             raise RunError(
                 f"{cell.folder}: was run with other settings than {cell.label} has now; "
                 'use --fresh for a new folder, --out, or another "label"'
             )
         trust.remember(wanted)
-    if stale := {cell.folder: what for cell in begun if (what := changed_code(RunFolder(cell.folder)))}:
+    if stale := {cell.folder: change for cell in begun if (change := changed_code(RunFolder(cell.folder)))}:
         first, names = next(iter(stale)), ", ".join(dict.fromkeys(folder.name for folder in stale))
         rows = " ".join(dict.fromkeys(f'--redo "{cell.label}"' for cell in begun if cell.folder in stale))
         raise RunError(

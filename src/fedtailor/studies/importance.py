@@ -54,10 +54,10 @@ def stacked(rows: Rows, changed: Callable[[int, Tensor], list[Tensor]]) -> Rows:
     return Rows(torch.cat(xs), torch.cat(ys), torch.tensor(sizes, dtype=torch.int64, device="cpu"))
 
 
-def unstacked(said: Any, every: Rows, sizes: Sequence[int], versions: int) -> list[list[Any]]:
+def unstacked(values: Any, every: Rows, sizes: Sequence[int], versions: int) -> list[list[Any]]:
     """What was said of `stacked` rows: by version, and in it by site."""
     return [
-        [said[int(every.starts[i]) + k * n : int(every.starts[i]) + (k + 1) * n] for i, n in enumerate(sizes)]
+        [values[int(every.starts[i]) + k * n : int(every.starts[i]) + (k + 1) * n] for i, n in enumerate(sizes)]
         for k in range(versions)
     ]
 
@@ -128,7 +128,7 @@ def measured(
     sizes = rows.sizes.numpy()
     if metric.per_sample is None:
         parts = [torch.cat(each) for each in unstacked(outputs, every, sizes.tolist(), versions)]
-        at_sites = np.array([[at_site(metric, said, rows, i, unit) for i in range(len(sizes))] for said in parts])
+        at_sites = np.array([[at_site(metric, part, rows, i, unit) for i in range(len(sizes))] for part in parts])
         weights = sizes * np.isfinite(at_sites)
         return np.nansum(at_sites * weights, axis=1) / np.maximum(weights.sum(1), 1), at_sites
     losses = metric.per_sample(outputs, every.y).double().numpy()
@@ -137,7 +137,7 @@ def measured(
 
     def finished(means: Floats) -> Floats:
         values = torch.from_numpy(means) if metric.finish is None else metric.finish(torch.from_numpy(means))
-        shown: Floats = values.numpy() * unit ** OF_UNITS.get(metric.name, 0)
-        return shown
+        figures: Floats = values.numpy() * unit ** OF_UNITS.get(metric.name, 0)
+        return figures
 
     return finished(sums.sum(1) / max(int(sizes.sum()), 1)), finished(sums / np.maximum(sizes, 1))

@@ -20,27 +20,27 @@ def keep(sites: Any, folder: Path, client_column: str | None) -> Path:
     if client_column is not None or not isinstance(sites, Mapping):
         if client_column is None:
             raise DataError("sites: one frame needs client_column, the column that names the site")
-        return _kept({"sites": as_frame(sites, "sites")}, folder) / "sites.parquet"
+        return _frames_folder({"sites": as_frame(sites, "sites")}, folder) / "sites.parquet"
     frames = {str(name): as_frame(frame, f'site "{name}"') for name, frame in sites.items()}
     for name in frames:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
-    return _kept(frames, folder)
+    return _frames_folder(frames, folder)
 
 
-def _kept(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
+def _frames_folder(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
     """A folder that holds these frames, and no others."""
     import polars as pl
 
     content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
     if folder.exists():
-        there = {path.name: pl.read_parquet(path) for path in folder.glob("*.parquet")}
-        given = {name: pl.read_parquet(held) for name, held in content.items()}
-        if there.keys() != given.keys() or not all(frame.equals(there[name]) for name, frame in given.items()):
+        saved = {path.name: pl.read_parquet(path) for path in folder.glob("*.parquet")}
+        wanted = {name: pl.read_parquet(parquet) for name, parquet in content.items()}
+        if saved.keys() != wanted.keys() or not all(frame.equals(saved[name]) for name, frame in wanted.items()):
             raise DataError(f"{folder}: holds other frames than those given; choose another folder with out")
         return folder
-    for name, held in content.items():
-        write_atomically(folder / name, held)
+    for name, parquet in content.items():
+        write_atomically(folder / name, parquet)
     return folder
 
 

@@ -21,7 +21,7 @@ from fedtailor.experiments import runner, trust
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
 from fedtailor.studies.cross_fitting import out_of_fold
-from fedtailor.studies.grid import Cell, Told
+from fedtailor.studies.grid import Cell, Listener
 
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
@@ -87,16 +87,23 @@ class Clock:
 
 
 def cross_fitted(
-    cells: list[Cell], data: FederatedData, folds: NDArray[np.int64], root: Path | None, told: Told, clock: Clock
+    cells: list[Cell],
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    root: Path | None,
+    listener: Listener,
+    clock: Clock,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Train every linear candidate on all rows, then without each fold; returns what it says out of fold, by label,
     and what was dropped and why. The sites' own models are always there."""
-    spoken: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     dropped: list[dict[str, Any]] = []
     for cell in cells:
         why = "the time limit"
         try:
-            spoken[cell.label] = _one(cell, data, folds, root, told, clock if spoken else Clock(0.0))
+            outputs[cell.label] = _cross_fitted_cell(
+                cell, data, folds, root, listener, clock if outputs else Clock(0.0)
+            )
             continue
         except OutOfTime:
             pass
@@ -105,35 +112,35 @@ def cross_fitted(
                 raise
             why = str(error).splitlines()[0]
         dropped.append({"label": cell.label, "round": 0, "val": None, "why": why})
-    return spoken, dropped
+    return outputs, dropped
 
 
-def _one(
-    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, told: Told, clock: Clock
+def _cross_fitted_cell(
+    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, listener: Listener, clock: Clock
 ) -> Tensor:
     """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
     any exchange, and show how long the training on all rows will take."""
 
     def fold_done(fold: int) -> None:
-        told(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
-        taken.append(time.monotonic() - clock.begun)
+        listener(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
+        seconds.append(time.monotonic() - clock.begun)
 
     clock.check()
-    taken = [time.monotonic() - clock.begun]
+    seconds = [time.monotonic() - clock.begun]
     if not clock.limit:
-        _train(cell, data, root, told)
+        _train(cell, data, root, listener)
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
         return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
-    spoken = out_of_fold(cell.config, data, folds, begun_from(cell), fold_done, clock.check)
-    clock.check(MORE_ROWS * (taken[min(1, len(taken) - 1)] - taken[0]))
-    _train(cell, data, root, told)
-    return spoken
+    outputs = out_of_fold(cell.config, data, folds, begun_from(cell), fold_done, clock.check)
+    clock.check(MORE_ROWS * (seconds[min(1, len(seconds) - 1)] - seconds[0]))
+    _train(cell, data, root, listener)
+    return outputs
 
 
-def _train(cell: Cell, data: FederatedData, root: Path | None, told: Told) -> None:
+def _train(cell: Cell, data: FederatedData, root: Path | None, listener: Listener) -> None:
     def listen(p: runner.Progress) -> None:
-        told(cell.folder.name, p.round, p.rounds)
+        listener(cell.folder.name, p.round, p.rounds)
 
     if (cell.folder / CONFIG).exists():
         trust.remember(cell.config)

@@ -48,25 +48,27 @@ def gains(
 
     `least` is the least variance of a sample's difference at each site, where more is known than its samples show.
     """
-    apart = [_apart(np.asarray(c, float), np.asarray(a, float)) for c, a in zip(candidate, alone, strict=True)]
-    there = [d for d in apart if len(d) and np.isfinite(d).all()]
-    if not there:
-        return [_without_limit(d) or Gain(0.0, math.inf) for d in apart]
-    of_samples = _variances(there, is_bounded)
+    differences = [
+        _differences(np.asarray(c, float), np.asarray(a, float)) for c, a in zip(candidate, alone, strict=True)
+    ]
+    finite = [d for d in differences if len(d) and np.isfinite(d).all()]
+    if not finite:
+        return [_without_limit(d) or Gain(0.0, math.inf) for d in differences]
+    of_samples = _variances(finite, is_bounded)
     if least is not None:
-        known = [len(d) > 0 and bool(np.isfinite(d).all()) for d in apart]
-        of_samples = np.maximum(of_samples, np.asarray(least, float)[known])
-    means = np.array([d.mean() for d in there])
+        is_finite = [len(d) > 0 and bool(np.isfinite(d).all()) for d in differences]
+        of_samples = np.maximum(of_samples, np.asarray(least, float)[is_finite])
+    means = np.array([d.mean() for d in finite])
     if not of_samples.any():
         between = float(means.mean())
-        return [_without_limit(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in apart]
-    noise = of_samples / np.array([len(d) for d in there])  # variance of each mean
+        return [_without_limit(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in differences]
+    noise = of_samples / np.array([len(d) for d in finite])  # variance of each mean
     spread = _spread(means, noise)
     weight = 1 / (noise + spread)
     center, doubt = float((weight * means).sum() / weight.sum()), float(1 / weight.sum())
     own_noise = iter(noise)
     out = []
-    for d in apart:
+    for d in differences:
         if not len(d):
             out.append(Gain(center, math.sqrt(spread + doubt)))
         elif (endless := _without_limit(d)) is not None:
@@ -100,7 +102,7 @@ def _normalised(logs: Floats) -> Floats:
     return np.asarray(p / p.sum(1, keepdims=True))
 
 
-def _apart(candidate: Floats, alone: Floats) -> Floats:
+def _differences(candidate: Floats, alone: Floats) -> Floats:
     """Differences of scores; a score that is not a number is the worst."""
     candidate, alone = (np.where(np.isnan(v), -np.inf, v) for v in (candidate, alone))
     return np.subtract(candidate, alone, out=np.zeros(len(alone)), where=candidate != alone)
@@ -113,22 +115,22 @@ def _without_limit(apart: Floats) -> Gain | None:
     return Gain(-math.inf if np.isneginf(apart).any() else math.inf, 0.0)
 
 
-def _variances(there: Sequence[Floats], is_bounded: bool) -> Floats:
+def _variances(differences: Sequence[Floats], is_bounded: bool) -> Floats:
     """Of the samples of each site. Sites have one in common, since few samples tell little of their own. Where scores
     may have any size, a site's own counts beside it by its degrees of freedom, and one that is out of all proportion is
     left out of the common one.
     """
-    freedom = np.array([len(d) - 1 for d in there])
+    freedom = np.array([len(d) - 1 for d in differences])
     if not freedom.any():  # a single sample each tells nothing of its own spread
-        return np.full(len(there), float(np.var([d[0] for d in there])) or 1.0)
-    squares = np.array([float(((d - d.mean()) ** 2).sum()) for d in there])
+        return np.full(len(differences), float(np.var([d[0] for d in differences])) or 1.0)
+    squares = np.array([float(((d - d.mean()) ** 2).sum()) for d in differences])
     if is_bounded:
-        return np.full(len(there), squares.sum() / freedom.sum())
+        return np.full(len(differences), squares.sum() / freedom.sum())
     own, known = squares / np.maximum(freedom, 1), freedom >= ENOUGH
     limit = OUT_OF_PROPORTION * float(np.median(own[known])) if known.any() else 0.0
-    apart = known & (own > limit) & (limit > 0)
-    common = squares[~apart].sum() / max(freedom[~apart].sum(), 1)
-    return np.where(apart, own, (USUAL * common + squares) / (USUAL + freedom))
+    outlying = known & (own > limit) & (limit > 0)
+    common = squares[~outlying].sum() / max(freedom[~outlying].sum(), 1)
+    return np.where(outlying, own, (USUAL * common + squares) / (USUAL + freedom))
 
 
 def _spread(means: Floats, noise: Floats) -> float:
@@ -141,7 +143,7 @@ def _spread(means: Floats, noise: Floats) -> float:
     return max(0.0, excess / scale) if scale > 0 else 0.0
 
 
-def errors_asked(caution: float, sites: int) -> float:
+def required_errors(caution: float, sites: int) -> float:
     """So many standard errors that, with a spread estimated from few sites, they are as rare (Student's t)."""
     if sites < 2:
         return caution  # there is no spread between sites
@@ -162,7 +164,7 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
 
     Also the estimates, per view and candidate.
     """
-    found = [
+    estimates = [
         {
             label: gains(per_site, view.scores[alone], view.is_bounded)
             for label, per_site in view.scores.items()
@@ -171,12 +173,12 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
         for view in views
     ]
     chosen = []
-    asked = [errors_asked(view.caution, sum(len(scores) > 0 for scores in view.scores[alone])) for view in views]
+    cautions = [required_errors(view.caution, sum(len(scores) > 0 for scores in view.scores[alone])) for view in views]
     for site in range(len(views[0].scores[alone])):
         sure = {
-            label: [gain[label][site].surely(caution) for caution, gain in zip(asked, found, strict=True)]
-            for label in found[0]
+            label: [gain[label][site].surely(caution) for caution, gain in zip(cautions, estimates, strict=True)]
+            for label in estimates[0]
         }
         better = [label for label, margins in sure.items() if min(margins) > 0]
-        chosen.append(max(better, key=lambda label: found[0][label][site].mean, default=alone))
-    return chosen, found
+        chosen.append(max(better, key=lambda label: estimates[0][label][site].mean, default=alone))
+    return chosen, estimates

@@ -42,30 +42,30 @@ def all_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Folder
         content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
         path = Path()
     folder = out / "data"
-    there = {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
-    if there != content:
+    saved = {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
+    if saved != content:
         shutil.rmtree(folder, ignore_errors=True)
-        for name, held in content.items():
-            write_atomically(folder / name, held)
+        for name, parquet in content.items():
+            write_atomically(folder / name, parquet)
     return source.model_copy(update={"path": folder / path})
 
 
-def _joined(old: pl.DataFrame, new: list[pl.DataFrame], what: str) -> pl.DataFrame:
+def _joined(old: pl.DataFrame, new: list[pl.DataFrame], origin: str) -> pl.DataFrame:
     """Rows under rows, by the names of columns; of several types they are text, as in a CSV file."""
     import polars as pl
 
     parts = [old]
-    for given in new:
-        frame = given.rename(renamed_columns(given.columns, old.columns))
+    for rows in new:
+        frame = rows.rename(renamed_columns(rows.columns, old.columns))
         missing = [name for name in old.columns if name not in frame.columns]
         more = [name for name in frame.columns if name not in old.columns]
         if missing or more:
             words = [f'no column "{missing[0]}"'] if missing else []
             words += [f'a column "{more[0]}" that the fit does not know'] if more else []
-            raise DataError(f"{what}: columns changed: {' and '.join(words)}; correct it, or fit anew")
+            raise DataError(f"{origin}: columns changed: {' and '.join(words)}; correct it, or fit anew")
         parts.append(frame.select(old.columns))
     kinds = {name: {part.schema[name] for part in parts if part.height} for name in old.columns}
-    as_text = [name for name, found in kinds.items() if len(found) > 1]
+    as_text = [name for name, dtypes in kinds.items() if len(dtypes) > 1]
     filled = [part.with_columns(pl.col(as_text).cast(pl.String)) for part in parts if part.height]
     return pl.concat(filled, how="vertical_relaxed") if filled else old
 

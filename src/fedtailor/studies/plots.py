@@ -16,17 +16,17 @@ BINS, MOST_CURVES, MOST_SITES, POINTS = 10, 6, 30, 60
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
-def plots_of(said: Tensor, data: FederatedData, unit: float) -> dict[str, Any]:
+def plots_of(outputs: Tensor, data: FederatedData, unit: float) -> dict[str, Any]:
     """Points of the served models' plots; nothing where test rows do not suffice."""
     starts = data.test.starts.tolist()
     parts = {name: (a, b) for name, (a, b) in zip(data.clients, pairwise(starts), strict=True) if b > a}
     if data.task in ("regression", "count"):
-        left = unit * (data.test.y - (said.exp() if data.task == "count" else said))[:, 0].numpy()
-        some = {name: left[a:b] for name, (a, b) in list(parts.items())[:MOST_SITES] if b - a >= len(QUANTILES)}
+        residuals = unit * (data.test.y - (outputs.exp() if data.task == "count" else outputs))[:, 0].numpy()
+        some = {name: residuals[a:b] for name, (a, b) in list(parts.items())[:MOST_SITES] if b - a >= len(QUANTILES)}
         return {"residuals": {name: np.quantile(each, QUANTILES).tolist() for name, each in some.items()}}
-    if data.outputs != 2 or len(said) < 5 * BINS:
+    if data.outputs != 2 or len(outputs) < 5 * BINS:
         return {}
-    p, y = said.softmax(1)[:, 1].numpy(), data.test.y.numpy()
+    p, y = outputs.softmax(1)[:, 1].numpy(), data.test.y.numpy()
     bins = [at for at in np.array_split(np.argsort(p, kind="stable"), BINS) if len(at)]
     largest = sorted(parts, key=lambda name: parts[name][0] - parts[name][1])[:MOST_CURVES]
     curves = {name: _roc(p[slice(*parts[name])], y[slice(*parts[name])]) for name in largest}

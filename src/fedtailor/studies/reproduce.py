@@ -22,7 +22,7 @@ from fedtailor.metrics.memory import training_step
 from fedtailor.metrics.summary import over_seeds
 from fedtailor.studies import search
 from fedtailor.studies.explain import overlap_by_classes
-from fedtailor.studies.grid import Cell, Told, folder_name, refuse_failed, run_cells, try_cells
+from fedtailor.studies.grid import Cell, Listener, folder_name, refuse_failed, run_cells, try_cells
 
 Scale = Literal["cpu", "paper"]
 
@@ -94,12 +94,12 @@ def load(configs: Path, name: str) -> Published:
 
 def rows_named(table: Published, text: str) -> list[str]:
     """Rows listed with commas between them; the name of a row may have commas itself."""
-    known, parts, found = {part.name for part in table.rows}, [p.strip() for p in text.split(",") if p.strip()], []
+    known, parts, names = {part.name for part in table.rows}, [p.strip() for p in text.split(",") if p.strip()], []
     while parts:
         length = next((n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in known), 1)
-        found.append(", ".join(parts[:length]))
+        names.append(", ".join(parts[:length]))
         parts = parts[length:]
-    return found
+    return names
 
 
 Cells = dict[tuple[str, str], list[Cell]]  # (row, column) -> a run per seed
@@ -111,17 +111,17 @@ def grid(
     scale: Scale,
     seeds: int,
     rows: list[str],
-    found: Mapping[str, search.Settings] | None = None,
+    best_settings: Mapping[str, search.Settings] | None = None,
 ) -> Cells:
     """The runs of every cell of the table, with what a search found; only of some rows if these are named."""
     out: Cells = {}
-    same: dict[str, Path] = {}  # columns may read different figures off the same run
+    paths: dict[str, Path] = {}  # columns may read different figures off the same run
     for (row, column), subject in _subjects(table, scale, rows).items():
-        tables = with_values(subject.tables, (found or {}).get(subject.label, {}))
+        tables = with_values(subject.tables, (best_settings or {}).get(subject.label, {}))
         for seed in _seeds(table, seeds):
             config: RunConfig = parse(tables | {"seed": seed}, origin=row)
             label = f"{row} {column}"
-            path = same.setdefault(config.model_dump_json(), folder / folder_name(label, seed))
+            path = paths.setdefault(config.model_dump_json(), folder / folder_name(label, seed))
             out.setdefault((row, column), []).append(Cell(label, seed, path, config))
     return out
 
@@ -157,48 +157,48 @@ def searched(
     seeds: int,
     rows: list[str],
     data_root: Path | None,
-    told: Told,
+    listener: Listener,
 ) -> dict[str, search.Settings]:
     """The settings found for the cells of the table, by search or in a run that learns for all seeds."""
     if table.search is None:
-        return _learned(table, folder, scale, rows, data_root, told)
+        return _learned(table, folder, scale, rows, data_root, listener)
     search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
     subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
     plan = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
-    return search.run(plan, 0, data_root, told)
+    return search.run(plan, 0, data_root, listener)
 
 
 def _learned(
-    table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, told: Told
+    table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, listener: Listener
 ) -> dict[str, search.Settings]:
     """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
-    once = {part.name for part in table.rows if part.learned_once}
+    learned_rows = {part.name for part in table.rows if part.learned_once}
     grid = {}
     for (row, _), subject in _subjects(table, scale, rows).items():
-        if row in once:
+        if row in learned_rows:
             config: RunConfig = parse(with_values(subject.tables, {"seed": LEARNING_SEED, "rounds": 1}), origin=row)
             path = folder / "learned" / folder_name(subject.label, LEARNING_SEED)
             grid[subject.label] = Cell(subject.label, LEARNING_SEED, path, config)
-    run_cells(list(grid.values()), 0, data_root, lambda name, round, rounds: told(f"learned/{name}", round, rounds))
+    run_cells(list(grid.values()), 0, data_root, lambda name, round, rounds: listener(f"learned/{name}", round, rounds))
     reports = {label: [m.get("report", {}) for m in RunFolder(cell.folder).metrics()] for label, cell in grid.items()}
     thetas = {label: [r["theta"] for r in each if "theta" in r] for label, each in reports.items()}
     return {k: {"algorithm.theta": v[-1], "algorithm.outer_iterations": 0} for k, v in thetas.items()}
 
 
-def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> list[Figure]:
+def run(table: Published, cells: Cells, data_root: Path | None, listener: Listener) -> list[Figure]:
     """Run what is missing and read off the figures of the last round."""
-    once = {cell.folder: cell for group in cells.values() for cell in group}
-    failed = try_cells(list(once.values()), 0, data_root, told)
-    told_of = {k: str(e) for k, e in failed.items() if table.may_fail and isinstance(e, RunError | ClientError)}
-    refuse_failed({k: e for k, e in failed.items() if k not in told_of}, len(once))
+    unique_cells = {cell.folder: cell for group in cells.values() for cell in group}
+    failed = try_cells(list(unique_cells.values()), 0, data_root, listener)
+    failures = {k: str(e) for k, e in failed.items() if table.may_fail and isinstance(e, RunError | ClientError)}
+    refuse_failed({k: e for k, e in failed.items() if k not in failures}, len(unique_cells))
     figures = []
     for (row, column), group in cells.items():
         part = next(p for p in table.rows if p.name == row)
         place = [c.name for c in table.columns].index(column)
         wanted = table.columns[place]
         reads = wanted.metric or table.metric
-        ended = [told_of.get(cell.folder.name, "") for cell in group]
-        whole = [not why or reads.startswith(("report.", "largest.")) for why in ended]
+        reasons = [failures.get(cell.folder.name, "") for cell in group]
+        whole = [not why or reads.startswith(("report.", "largest.")) for why in reasons]
         values = [measured(c, reads) if is_whole else math.nan for c, is_whole in zip(group, whole, strict=True)]
         average, spread = over_seeds(values)
         figures.append(
@@ -210,7 +210,7 @@ def run(table: Published, cells: Cells, data_root: Path | None, told: Told) -> l
                 n=len(values),
                 paper=part.paper[place] if part.paper else None,
                 unit=wanted.unit or ("" if wanted.metric else table.unit),
-                failed="" if all(whole) else next(filter(None, ended)),
+                failed="" if all(whole) else next(filter(None, reasons)),
             )
         )
     return figures
@@ -223,8 +223,8 @@ def measured(cell: Cell, metric: str) -> float:
     with a class in common, or with none, overlap ("overlap.common", "overlap.none")."""
     kind, _, name = metric.partition(".")
     if kind in ("report", "largest"):
-        told = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
-        return float(told[-1] if kind == "report" else max(told))
+        values = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
+        return float(values[-1] if kind == "report" else max(values))
     if kind == "half":
         return measured(cell, name) / 2
     results = read_json(cell.folder / RESULTS)
@@ -236,8 +236,8 @@ def measured(cell: Cell, metric: str) -> float:
         return overlap_by_classes(cell.folder)[metric.removeprefix("overlap.")]
     if metric in ("up", "down"):
         clients = results["last"]["test"][results["metric"]]["clients"]
-        asked = cell.config.federation.clients_per_round or clients
-        return float(results["traffic"][metric]) / 1000 / (asked * cell.config.rounds)
+        cohort_size = cell.config.federation.clients_per_round or clients
+        return float(results["traffic"][metric]) / 1000 / (cohort_size * cell.config.rounds)
     if metric == "unseen":
         return float(results["unseen"]["test"][results["metric"]]["mean"])
     return float(results["last"]["test"][metric]["mean"])
@@ -257,8 +257,8 @@ def markdown(table: Published, figures: list[Figure], notes: Sequence[str] = ())
     columns = [c.name for c in table.columns]
     lines = ["| | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
     for row in dict.fromkeys(f.row for f in figures):
-        found = {f.column: f for f in figures if f.row == row}
-        lines.append("| " + " | ".join([row, *(text(found[c]) for c in columns)]) + " |")
+        by_column = {f.column: f for f in figures if f.row == row}
+        lines.append("| " + " | ".join([row, *(text(by_column[c]) for c in columns)]) + " |")
     failed = [f"- {f.row} {f.column}: {f.failed}" for f in figures if f.failed]
     return "\n".join([*lines, *notes, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"
 
@@ -268,8 +268,8 @@ def text(figure: Figure) -> str:
     if figure.failed:
         return "failed"
     scale = 100 if figure.unit == "%" else 1
-    shown = "{:.2f}" if figure.unit == "%" else "{:.3g}"
-    ours = shown.format(scale * figure.mean)
+    number_format = "{:.2f}" if figure.unit == "%" else "{:.3g}"
+    ours = number_format.format(scale * figure.mean)
     if figure.std is not None and not math.isnan(figure.std):
-        ours += " ± " + shown.format(scale * figure.std)
+        ours += " ± " + number_format.format(scale * figure.std)
     return ours + (f" ({figure.paper})" if figure.paper else "")

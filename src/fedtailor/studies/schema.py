@@ -35,11 +35,11 @@ def configuration_schema() -> Schema:
 
 
 def _run() -> Schema:
-    schema, found = _sections()
+    schema, sections = _sections()
     properties = schema["properties"]
     properties["data"] = _named("source", "digits", {n: _of(info.config) for n, info in SOURCES.items()})
-    properties["model"] = _named("name", "mlp", _with(found["model"], _models()))
-    properties["algorithm"] = _named("name", "fedrep", _with(found["algorithm"], _algorithms()))
+    properties["model"] = _named("name", "mlp", _with(sections["model"], _models()))
+    properties["algorithm"] = _named("name", "fedrep", _with(sections["algorithm"], _algorithms()))
     listed = _algorithms()
     names = {"anyOf": [_enum(listed), OWN]}
     one = _named(
@@ -57,9 +57,9 @@ def _run() -> Schema:
 def _published() -> Schema:
     schema = _inlined(Published.model_json_schema())
     values = {"type": "object", "propertyNames": {"enum": sorted(_keys())}}
-    common, found = _sections()
+    common, sections = _sections()
     for name, options in _all_options().items():  # which of them fit is said by rows and columns
-        open_section = found.get(name, {})
+        open_section = sections.get(name, {})
         common["properties"][name] = _closed(open_section | options)
     schema["properties"]["common"] = common
     schema["properties"]["scale"]["additionalProperties"] = values
@@ -112,20 +112,20 @@ def _of(kind: type[BaseModel]) -> Schema:
 
 
 def _algorithms() -> dict[str, Schema]:
-    found = {}
+    by_name = {}
     for name, kind in algorithms().items():
         hints = get_type_hints(kind)
         options = {f.name: _kind(hints[f.name], f.default) for f in dataclasses.fields(kind)}
-        found[name] = options | ({"preset": _enum(kind.presets)} if kind.presets else {})
-    return found
+        by_name[name] = options | ({"preset": _enum(kind.presets)} if kind.presets else {})
+    return by_name
 
 
 def _models() -> dict[str, Schema]:
-    found: dict[str, Schema] = {}
+    by_name: dict[str, Schema] = {}
     for name, kind in MODELS.items():
-        known = inspect.signature(kind).parameters
-        found[name] = {k: {} for k in known if k not in ("shape", "outputs")}
-    return found
+        parameters = inspect.signature(kind).parameters
+        by_name[name] = {k: {} for k in parameters if k not in ("shape", "outputs")}
+    return by_name
 
 
 def _kind(annotation: Any, default: Any) -> Schema:

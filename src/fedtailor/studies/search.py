@@ -25,7 +25,7 @@ from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.experiments.study_sections import Range, SearchSection, Space
 from fedtailor.metrics.summary import summarise
 from fedtailor.studies import suggestions
-from fedtailor.studies.grid import Cell, Failed, Told, folder_name, refuse_failed, try_cells
+from fedtailor.studies.grid import Cell, Failed, Listener, folder_name, refuse_failed, try_cells
 
 SEARCH, FOUND = "search", "search.json"
 
@@ -92,8 +92,8 @@ def plan(section: SearchSection, subjects: Sequence[Subject], seeds: Collection[
         for subject in subjects:  # the ends of ranges stand for what will be suggested
             trial_of(section, subject, {k: first(v) for k, v in subject.space.items()}, folder)
         return Plan(section, subjects, folder, {})
-    made = {s.label: [trial_of(section, s, settings, folder) for settings in drawn(section, s)] for s in subjects}
-    return Plan(section, subjects, folder, made)
+    trials = {s.label: [trial_of(section, s, settings, folder) for settings in drawn(section, s)] for s in subjects}
+    return Plan(section, subjects, folder, trials)
 
 
 def first(values: list[Any] | Range) -> Any:
@@ -131,25 +131,25 @@ def _cell(section: SearchSection, subject: Subject, settings: Settings, folder: 
     if not has_validation(config.data):
         hint = "set data.val above 0" if hasattr(config.data, "val") else "use another source"
         raise ConfigError(f"data: a search needs validation samples, and {config.data.source} has none; {hint}")
-    name = folder_name(f"{subject.label} {said(settings)}", seed)
+    name = folder_name(f"{subject.label} {settings_text(settings)}", seed)
     return Cell(subject.label, seed, folder / SEARCH / name, config)
 
 
-def said(settings: Settings) -> str:
+def settings_text(settings: Settings) -> str:
     """Settings for people."""
     return ", ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in settings.items())
 
 
-def run(plan: Plan, workers: int, data_root: Path | None, told: Told) -> dict[str, Settings]:
+def run(plan: Plan, workers: int, data_root: Path | None, listener: Listener) -> dict[str, Settings]:
     """Run what is missing of a search and record it; returns the best settings by label."""
     section, folder = plan.section, plan.folder
 
-    def tell(cell: str, round: int, rounds: int) -> None:
-        told(f"{SEARCH}/{cell}", round, rounds)
+    def listen(cell: str, round: int, rounds: int) -> None:
+        listener(f"{SEARCH}/{cell}", round, rounds)
 
     def attempt(trials: Sequence[Trial]) -> list[dict[str, Any]]:
         cells = [cell for trial in trials for cell in trial.cells]
-        failed = try_cells(cells, workers, data_root, tell)
+        failed = try_cells(cells, workers, data_root, listen)
         refuse_failed({k: e for k, e in failed.items() if not isinstance(e, RunError | ClientError)}, len(cells))
         return [_outcome(trial, failed) for trial in trials]
 
@@ -160,14 +160,14 @@ def run(plan: Plan, workers: int, data_root: Path | None, told: Told) -> dict[st
         else:
             outcomes = iter(attempt([trial for group in plan.trials.values() for trial in group]))
             tried = {label: [next(outcomes) for _ in group] for label, group in plan.trials.items()}
-    found = {label: _best(outcomes) for label, outcomes in tried.items()}
-    recorded = {label: {"settings": found[label], "tried": tried[label]} for label in found}
+    best = {label: _best(outcomes) for label, outcomes in tried.items()}
+    recorded = {label: {"settings": best[label], "tried": tried[label]} for label in best}
     write_json(folder / FOUND, section.model_dump() | {"found": recorded})
-    for label, settings in found.items():
+    for label, settings in best.items():
         if settings is None:
             why = tried[label][0]["failed"]
             raise RunError(f"search: every setting of {label} failed, try other values; the first: {why}")
-    return {label: settings for label, settings in found.items() if settings is not None}
+    return {label: settings for label, settings in best.items() if settings is not None}
 
 
 def folders(plan: Plan, label: str) -> list[Path]:
@@ -177,7 +177,7 @@ def folders(plan: Plan, label: str) -> list[Path]:
         known += [
             tried["settings"] for tried in read_json(plan.folder / FOUND)["found"].get(label, {}).get("tried", [])
         ]
-    names = (folder_name(f"{label} {said(one)}", seed) for one in known for seed in plan.section.all_seeds)
+    names = (folder_name(f"{label} {settings_text(one)}", seed) for one in known for seed in plan.section.all_seeds)
     return [plan.folder / SEARCH / name for name in names]
 
 
@@ -226,14 +226,14 @@ def notes(folder: Path) -> list[str]:
     record = read_json(folder / FOUND)
     rounds = f" of {record['rounds']} rounds" if record["rounds"] else ""
     seeds = record.get("seeds") or [record["seed"]]
-    said_seeds = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+    seeds_text = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
     by = ", by Optuna (TPE)" if record.get("sampler") == "optuna" else ""
-    how = f"{record['trials']} trials{rounds} each{by}, {said_seeds}; {FOUND} has all of them."
+    how = f"{record['trials']} trials{rounds} each{by}, {seeds_text}; {FOUND} has all of them."
     lines = ["", f"Settings were found by search on validation data: {how}", ""]
     for label, entry in record["found"].items():
         tried, failed = len(entry["tried"]), sum("failed" in t for t in entry["tried"])
         short = [f"tried {tried} of {record['trials']}"] if tried < record["trials"] else []
         short += [f"{failed} failed"] if failed else []
-        what = said(entry["settings"]) + (f" ({', '.join(short)})" if short else "")
-        lines.append(f"- {label}: {what if tried else 'nothing to search'}")
+        text = settings_text(entry["settings"]) + (f" ({', '.join(short)})" if short else "")
+        lines.append(f"- {label}: {text if tried else 'nothing to search'}")
     return lines

@@ -22,9 +22,9 @@ def sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(("sites", sites))
     if mixed := what_varies(record):
         out.append(("mixed", mixed))
-    if found := record.get("fairness"):
-        worst, spread = number(metric, found["worst_value"]), number(metric, found["spread"])
-        out.append(("fairness", f"worst site {found['worst']}, {worst}; spread over sites (sd) {spread}"))
+    if fairness := record.get("fairness"):
+        worst, spread = number(metric, fairness["worst_value"]), number(metric, fairness["spread"])
+        out.append(("fairness", f"worst site {fairness['worst']}, {worst}; spread over sites (sd) {spread}"))
     return out
 
 
@@ -46,16 +46,18 @@ def what_varies(record: dict[str, Any]) -> str:
 
 def difference(record: dict[str, Any], key: str) -> str:
     """Personal models against something else, with the 95 % interval."""
-    metric, found = record["metric"], record["differences"][key]
-    gain = found["gain"]
-    if found["ci"] is None or not math.isfinite(gain):
+    metric, estimate = record["metric"], record["differences"][key]
+    gain = estimate["gain"]
+    if estimate["ci"] is None or not math.isfinite(gain):
         return f"personal models against {OTHERS[key]}: too few test rows to tell"
-    low, high = found["ci"]
+    low, high = estimate["ci"]
     size, bounds = number(metric, abs(gain)), f"95 % interval {number(metric, low)} to {number(metric, high)}"
     points = " points" if metric == "accuracy" else ""
     how = "better" if gain >= 0 else "worse"
-    said = f"personal models are {size}{points} {how} than {OTHERS[key]}"
-    return f"{said}; this difference may be noise ({bounds})" if is_noise(found["ci"]) else f"{said} ({bounds})"
+    sentence = f"personal models are {size}{points} {how} than {OTHERS[key]}"
+    return (
+        f"{sentence}; this difference may be noise ({bounds})" if is_noise(estimate["ci"]) else f"{sentence} ({bounds})"
+    )
 
 
 def site_gains(record: dict[str, Any]) -> str:

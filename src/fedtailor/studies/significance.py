@@ -113,13 +113,13 @@ def ranks(blocks: Blocks) -> Ranks | None:
     return Ranks(means, p, q * math.sqrt(rows * (rows + 1) / (6 * clients)))
 
 
-def groups(found: Ranks) -> list[tuple[str, ...]]:
+def groups(mean_ranks: Ranks) -> list[tuple[str, ...]]:
     """Largest sets of neighbouring rows that do not differ significantly, best first."""
-    rank = found.by_label
+    rank = mean_ranks.by_label
     order = sorted(rank, key=rank.__getitem__)
     out: list[tuple[str, ...]] = []
     for i, first in enumerate(order):
-        last = max(j for j in range(i, len(order)) if rank[order[j]] - rank[first] <= found.critical)
+        last = max(j for j in range(i, len(order)) if rank[order[j]] - rank[first] <= mean_ranks.critical)
         if last > i and (not out or order[last] not in out[-1]):
             out.append(tuple(order[i : last + 1]))
     return out
@@ -130,17 +130,17 @@ def words(blocks: Blocks, label: str = "") -> list[str]:
     name, clients, seeds = label or blocks.labels[0], blocks.values.shape[1], len(blocks.seeds)
     over = f"{clients} clients of {seeds} seeds" if blocks.is_pooled else f"{clients} clients"
     over += f", each with its mean over {seeds} seeds" if seeds > 1 and not blocks.is_pooled else ""
-    what = f"{name} against each other row: Wilcoxon's signed ranks over {over};"
-    lines = ["", what, "two-sided, with Holm's correction.", ""]
+    title = f"{name} against each other row: Wilcoxon's signed ranks over {over};"
+    lines = ["", title, "two-sided, with Holm's correction.", ""]
     lines += ["| against | better | worse | p | p (Holm) |", "|---|---:|---:|---:|---:|"]
     for t in against(blocks, label):
         lines.append(f"| {t.label} | {t.better} | {t.worse} | {probability(t.p)} | {probability(t.holm)} |")
-    if (found := ranks(blocks)) is None:
+    if (mean_ranks := ranks(blocks)) is None:
         return lines
-    order = sorted(found.by_label.items(), key=lambda item: item[1])
-    lines += ["", f"Mean ranks (1 is best), Friedman's p {probability(found.p)}:", ""]
+    order = sorted(mean_ranks.by_label.items(), key=lambda item: item[1])
+    lines += ["", f"Mean ranks (1 is best), Friedman's p {probability(mean_ranks.p)}:", ""]
     lines += [", ".join(f"{one} {rank:.2f}" for one, rank in order) + ".", ""]
-    lines += [f"Ranks that differ by less than {found.critical:.2f} are not told apart (Nemenyi, 0.05)."]
+    lines += [f"Ranks that differ by less than {mean_ranks.critical:.2f} are not told apart (Nemenyi, 0.05)."]
     return lines
 
 

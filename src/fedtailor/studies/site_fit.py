@@ -28,7 +28,7 @@ from fedtailor.numerics import ridge
 from fedtailor.studies import table_fit
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.linear_candidates import ALONE, LABELS, Clock
-from fedtailor.studies.table_fit import Found
+from fedtailor.studies.table_fit import Selection
 from fedtailor.studies.table_record import table_record
 
 
@@ -54,14 +54,14 @@ def site_fit(config: RunConfig, data: FederatedData, state: Tree, out: Path, met
     own, linear = (_in_units(v, state, data)[held] for v in (rows.said[0], linear))
     unit = 1.0 if data.task == "classification" else float(state["spread"][-1]) ** 2
     gain = (float(state["sure"][0]) * unit, float(state["sure"][1]) * unit)
-    found = _found(config, program, data, cells, own, linear, weights, gain, out)
+    selection = _selection(config, program, data, cells, own, linear, weights, gain, out)
     record = {"settings": {"algorithm": "auto", "federated": True, "runs": [cell.config.plain() for cell in cells]}}
-    record |= table_record(found, data, out, config.seed, metric) | {"dropped": found.dropped}
+    record |= table_record(selection, data, out, config.seed, metric) | {"dropped": selection.dropped}
     write_json(out / FIT, record)
     return record
 
 
-def _found(
+def _selection(
     config: RunConfig,
     program: TableFit,
     data: FederatedData,
@@ -71,10 +71,10 @@ def _found(
     weights: Tensor,
     gain: tuple[float, float],
     out: Path,
-) -> Found:
+) -> Selection:
     """With trees, if this site has the rows for them; else as the federation settled it."""
     of_site = weights.numpy()[None] / float(weights.sum())
-    settled = Found(cells, of_site, [{"linear": 1.0}], [ALONE], [gain], linear, [])
+    settled = Selection(cells, of_site, [{"linear": 1.0}], [ALONE], [gain], linear, [])
     if not len(own):
         return settled
     folds = folds_of_rows(len(data.train.x), config.seed, data.clients[0], program.folds)

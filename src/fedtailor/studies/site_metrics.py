@@ -37,14 +37,14 @@ def chosen_metric(task: Task, name: str) -> Metric:
 
 
 def site_metrics(
-    task: Task, metric: Metric, said: Mapping[str, Tensor], rows: Rows, unit: float
+    task: Task, metric: Metric, outputs: Mapping[str, Tensor], rows: Rows, unit: float
 ) -> dict[str, dict[str, list[float]]]:
     """Metric -> whose outputs -> site; NaN where a site has no rows, or too few to tell."""
     sites = len(rows.sizes)
     known = {metric.name: metric} | known_metrics(task)
     wanted = [m for m in known.values() if m.per_sample is not None or m.name == metric.name or sites <= MANY]
     return {
-        m.name: {key: [at_site(m, outputs, rows, i, unit) for i in range(sites)] for key, outputs in said.items()}
+        m.name: {key: [at_site(m, values, rows, i, unit) for i in range(sites)] for key, values in outputs.items()}
         for m in wanted
     }
 
@@ -74,33 +74,33 @@ def in_units(metric: Metric, target: TargetColumn) -> Metric:
     )
 
 
-def resampled(metric: Metric, said: Mapping[str, Tensor], rows: Rows, unit: float, seed: int) -> dict[str, Floats]:
+def resampled(metric: Metric, outputs: Mapping[str, Tensor], rows: Rows, unit: float, seed: int) -> dict[str, Floats]:
     """For each key [sites, draws]: the metric on rows drawn with replacement, the same rows for all keys.
 
     A metric that is no mean, but AUROC of two classes, is not drawn again, nor are the few rows of a small site.
     """
-    rng, keys, sites = stream(seed, "bootstrap"), list(said), len(rows.sizes)
+    rng, keys, sites = stream(seed, "bootstrap"), list(outputs), len(rows.sizes)
     out = {key: np.full((sites, DRAWS), np.nan) for key in keys}
-    is_auroc = metric.name == "auroc" and next(iter(said.values())).shape[1] == 2
+    is_auroc = metric.name == "auroc" and next(iter(outputs.values())).shape[1] == 2
     for i in range(sites):
         a, b = int(rows.starts[i]), int(rows.starts[i + 1])
         if b - a < FEWEST_ROWS:
             for key in keys:
-                out[key][i] = at_site(metric, said[key], rows, i, unit)
+                out[key][i] = at_site(metric, outputs[key], rows, i, unit)
             continue
         y = rows.y[a:b]
         if metric.per_sample is None and not is_auroc:
             for key in keys:
-                out[key][i] = at_site(metric, said[key], rows, i, unit)
+                out[key][i] = at_site(metric, outputs[key], rows, i, unit)
             continue
         if is_auroc:
             at = rng.integers(b - a, size=(DRAWS, b - a))
             for key in keys:
-                scores = (said[key][a:b, 1] - said[key][a:b, 0]).numpy()
+                scores = (outputs[key][a:b, 1] - outputs[key][a:b, 0]).numpy()
                 out[key][i] = [_auroc(scores[draw], y.numpy()[draw]) for draw in at]
             continue
         assert metric.per_sample is not None
-        values = np.stack([metric.per_sample(said[key][a:b], y).double().numpy() for key in keys])
+        values = np.stack([metric.per_sample(outputs[key][a:b], y).double().numpy() for key in keys])
         means = _means(values, rng)
         for key, drawn in zip(keys, means, strict=True):
             finished = drawn if metric.finish is None else metric.finish(torch.from_numpy(drawn)).numpy()
@@ -175,9 +175,9 @@ def fairness(
     known = [(v, name) for v, name in known if name in enough] or known
     if not known:
         return {}
-    found = summarise(values, higher_is_better=higher_is_better)
+    summary = summarise(values, higher_is_better=higher_is_better)
     worst, name = (min if higher_is_better else max)(known)
-    return {"worst": name, "worst_value": worst, "worst_tenth": found.worst_tenth, "spread": found.std}
+    return {"worst": name, "worst_value": worst, "worst_tenth": summary.worst_tenth, "spread": summary.std}
 
 
 def _mean(values: Floats) -> float:

@@ -51,18 +51,18 @@ class Candidates:
 
     def quadratic(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient [sites, m] and Hessian [sites, m, m] of the sum of losses at each site, by its weights."""
-        blended, said = self.blend(weights), self.outputs.permute(1, 0, 2)  # [rows, m, outputs]
+        blended, outputs = self.blend(weights), self.outputs.permute(1, 0, 2)  # [rows, m, outputs]
         if self.is_class:
             p = blended.exp()
             rest = p - torch.nn.functional.one_hot(self.y, blended.shape[1])
-            centered = said - (p[:, None] * said).sum(2, keepdim=True)
+            centered = outputs - (p[:, None] * outputs).sum(2, keepdim=True)
             curved = (p[:, None] * centered) @ centered.mT
         elif self.is_count:
             rates = blended.exp()
-            rest, curved = rates - self.y, (rates[:, None] * said) @ said.mT
+            rest, curved = rates - self.y, (rates[:, None] * outputs) @ outputs.mT
         else:
-            rest, curved = 2 * (blended - self.y), 2 * said @ said.mT
-        by_row = (said * rest[:, None]).sum(2)
+            rest, curved = 2 * (blended - self.y), 2 * outputs @ outputs.mT
+        by_row = (outputs * rest[:, None]).sum(2)
         return (
             torch.zeros_like(weights).index_add_(0, self.site, by_row),
             weights.new_zeros((*weights.shape, weights.shape[1])).index_add_(0, self.site, curved),
@@ -84,7 +84,7 @@ def site_weights(c: Candidates, common: Tensor, pull: float) -> Tensor:
 
 def best_single(c: Candidates) -> Tensor:
     """The weight 1 on the candidate with the least loss over all sites [1, candidates]."""
-    totals = torch.stack([c.losses(said).sum() for said in c.outputs])
+    totals = torch.stack([c.losses(outputs).sum() for outputs in c.outputs])
     return torch.nn.functional.one_hot(totals.argmin(), len(totals)).to(torch.float64)[None]
 
 
@@ -113,14 +113,14 @@ def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     """Settle the pull by folds, then the weights from all rows; sites with more noise count less."""
     if not (c.is_class or c.is_count):
         noise = _noise(c)[c.site][:, None]
-        found = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
-        return replace(found, held_out=found.held_out * noise)
+        stacked = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
+        return replace(stacked, held_out=stacked.held_out * noise)
     return _stack(c, folds)
 
 
 def _noise(c: Candidates) -> Tensor:
     """Root of the mean squared error of the best candidate at each site; few rows are helped by those of all."""
-    squares = torch.stack([row_losses(said, c.y, c.is_class) for said in c.outputs])
+    squares = torch.stack([row_losses(outputs, c.y, c.is_class) for outputs in c.outputs])
     count = torch.zeros(c.sites, dtype=torch.float64, device="cpu").index_add_(0, c.site, torch.ones_like(squares[0]))
     total = torch.zeros((len(squares), c.sites), dtype=torch.float64, device="cpu").index_add_(1, c.site, squares)
     usual = squares.mean(1).min()
@@ -129,23 +129,23 @@ def _noise(c: Candidates) -> Tensor:
 
 def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     at = torch.from_numpy(folds)
-    said = {pull: torch.zeros_like(c.outputs[0]) for pull in (None, *PULLS)}  # None: one candidate
+    blends = {pull: torch.zeros_like(c.outputs[0]) for pull in (None, *PULLS)}  # None: one candidate
     for fold in np.unique(folds):
         held, rest = at == int(fold), c.only((at != int(fold)).nonzero()[:, 0])
         single, common = best_single(rest), common_weights(rest)
         own = c.only(held.nonzero()[:, 0])
-        for pull in said:
+        for pull in blends:
             weights = single.expand(c.sites, -1) if pull is None else site_weights(rest, common, pull)
-            said[pull][held] = own.blend(weights)
-    losses = {pull: c.losses(blended) for pull, blended in said.items()}
+            blends[pull][held] = own.blend(weights)
+    losses = {pull: c.losses(blended) for pull, blended in blends.items()}
     best = min(losses.values(), key=lambda loss: float(loss.sum()))
     least = ROUNDING * abs(float(best.sum()))
-    taken = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites, least))
-    if taken is None:
+    chosen_pull = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites, least))
+    if chosen_pull is None:
         common = best_single(c)
-        return Stacked(common.expand(c.sites, -1).clone(), common[0], ALL, said[taken])
+        return Stacked(common.expand(c.sites, -1).clone(), common[0], ALL, blends[chosen_pull])
     common = common_weights(c)
-    return Stacked(site_weights(c, common, taken), common[0], taken, said[taken])
+    return Stacked(site_weights(c, common, chosen_pull), common[0], chosen_pull, blends[chosen_pull])
 
 
 def _surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:

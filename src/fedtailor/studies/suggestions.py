@@ -44,9 +44,9 @@ def run(
     searched = [subject for subject in subjects if subject.space]
     studies: dict[str, Any] = {s.label: _study(optuna, section, s.label) for s in searched}
     for _ in range(section.trials):
-        asked = [(s, studies[s.label].ask(_distributions(optuna, s.space))) for s in searched]
-        trials = [make(s, {k: _shown(v) for k, v in trial.params.items()}) for s, trial in asked]
-        for (s, trial), outcome in zip(asked, attempt(trials), strict=True):
+        suggested = [(s, studies[s.label].ask(_distributions(optuna, s.space))) for s in searched]
+        trials = [make(s, {k: _rounded(v) for k, v in trial.params.items()}) for s, trial in suggested]
+        for (s, trial), outcome in zip(suggested, attempt(trials), strict=True):
             tried[s.label].append(outcome)
             if "failed" in outcome:
                 studies[s.label].tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -74,6 +74,6 @@ def _distributions(optuna: Any, space: Space) -> dict[str, Any]:
     return out
 
 
-def _shown(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """Four digits say enough of a number, and can be written into a paper."""
     return float(f"{value:.4g}") if isinstance(value, float) else value

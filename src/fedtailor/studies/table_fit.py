@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.numerics.blending import KNOWN
-from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, said
+from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, tree_outputs
 from fedtailor.studies import boosting
 from fedtailor.studies.cross_fitting import all_in_training, folds_of, outputs_of, site_of_rows
-from fedtailor.studies.grid import Cell, Told
+from fedtailor.studies.grid import Cell, Listener
 from fedtailor.studies.linear_candidates import ALONE, COMMON, Clock, OutOfTime, cross_fitted, delivered
 from fedtailor.studies.model_selection import chance, gains
 from fedtailor.studies.stacking import Candidates, row_losses, stack
@@ -40,7 +40,7 @@ def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bo
 
 
 @dataclass(frozen=True)
-class Found:
+class Selection:
     """What the candidates say out of fold, of test rows, and who serves whom."""
 
     cells: list[Cell]
@@ -56,22 +56,22 @@ def select(
     cells: list[Cell],
     data: FederatedData,
     folds: NDArray[np.int64],
-    spoken: dict[str, Tensor],
+    outputs: dict[str, Tensor],
     seed: int,
     clock: Clock,
     out: Path,
-) -> Found:
+) -> Selection:
     """Weights, trees, and the promise that no site is knowingly worse off than alone."""
     is_class = data.task == "classification"
     dropped: list[dict[str, Any]] = []
-    used = [cell for cell in cells if cell.label in spoken]
+    used = [cell for cell in cells if cell.label in outputs]
     held = torch.from_numpy(folds >= 0)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
-    linear = torch.stack([spoken[cell.label][held] for cell in used])
+    linear = torch.stack([outputs[cell.label][held] for cell in used])
     if not len(y):  # nobody has two rows
         weights = np.zeros((len(data.clients), len(used)))
         weights[:, -1] = 1
-        return Found(
+        return Selection(
             used,
             weights,
             [{"linear": 1.0}] * len(weights),
@@ -94,19 +94,19 @@ def finished(
     seed: int,
     clock: Clock,
     out: Path,
-) -> Found:
+) -> Selection:
     """Trees beside the linear blend, and the promise; `own` and `linear` are outputs out of fold."""
     is_class, held, sites = data.task == "classification", torch.from_numpy(folds >= 0), len(data.clients)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     dropped: list[dict[str, Any]] = []
-    trees_said = _trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
+    trees = _trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
     own_label = [ALONE] * sites
     served, kinds = linear, [{"linear": 1.0} for _ in data.clients]
-    if trees_said:
-        best = _better(trees_said[TREES], own, y, site, is_class, sites)
-        own = torch.where(best[site][:, None], trees_said[TREES].nan_to_num(), own)
+    if trees:
+        best = _better(trees[TREES], own, y, site, is_class, sites)
+        own = torch.where(best[site][:, None], trees[TREES].nan_to_num(), own)
         own_label = [TREES if b else ALONE for b in best.tolist()]
-        served, kinds = _with_trees(trees_said, linear, y, site, folds[held.numpy()], is_class, sites)
+        served, kinds = _with_trees(trees, linear, y, site, folds[held.numpy()], is_class, sites)
     gained = _gains(served, own, y, site, is_class, sites)
     only_own = np.eye(len(used))[0]
     for i, (mean, sd) in enumerate(gained):
@@ -116,7 +116,7 @@ def finished(
             weights[i] = weights[i] if is_tree else only_own
             at = site == i
             served[at] = own[at]
-    return Found(used, weights, kinds, own_label, gained, served, dropped)
+    return Selection(used, weights, kinds, own_label, gained, served, dropped)
 
 
 def _gains(
@@ -129,22 +129,22 @@ def _gains(
         at = site.numpy()
         by_chance = np.bincount(at, chance(served.numpy(), own.numpy()), sites)
         least = (by_chance / np.maximum(np.bincount(at, minlength=sites), 1)).tolist()
-    found = gains(
+    site_gains = gains(
         [better[site == i].numpy() for i in range(sites)],
         [worse[site == i].numpy() for i in range(sites)],
         is_bounded=False,
         least=least,
     )
-    return [(gain.mean, gain.sd) for gain in found]
+    return [(gain.mean, gain.sd) for gain in site_gains]
 
 
 def _better(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
     """Sites whose own trees beat their own linear model."""
-    there = ~trees[:, 0].isnan()
-    found = _gains(torch.where(there[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites)
-    has = torch.zeros(sites, dtype=torch.bool, device="cpu")
-    has[site[there].unique()] = True
-    return has & torch.tensor([mean > 0 for mean, _ in found], device="cpu")
+    has_trees = ~trees[:, 0].isnan()
+    site_gains = _gains(torch.where(has_trees[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites)
+    with_trees = torch.zeros(sites, dtype=torch.bool, device="cpu")
+    with_trees[site[has_trees].unique()] = True
+    return with_trees & torch.tensor([mean > 0 for mean, _ in site_gains], device="cpu")
 
 
 def _trees(
@@ -161,7 +161,7 @@ def _trees(
     is_class = data.task == "classification"
     all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
-    spoken = {TREES: torch.full_like(all_rows, torch.nan), ON_TOP: torch.full_like(all_rows, torch.nan)}
+    outputs = {TREES: torch.full_like(all_rows, torch.nan), ON_TOP: torch.full_like(all_rows, torch.nan)}
     for i in range(len(data.clients)):
         a, b = int(data.train.starts[i]), int(data.train.starts[i + 1])
         x, y = data.train.of(i)
@@ -170,15 +170,15 @@ def _trees(
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
                 of_site = ((x, y), folds[a:b], start, data.outputs, is_class, seed, clock.check)
-                spoken[kind][a:b], trees = boosting.kept_or_grown(out / TREES_FOLDER, *of_site)
+                outputs[kind][a:b], trees = boosting.kept_or_grown(out / TREES_FOLDER, *of_site)
                 trees.save(trees_path(out, i, kind))
         except OutOfTime:
-            for said in spoken.values():
-                said[a:b] = torch.nan
+            for values in outputs.values():
+                values[a:b] = torch.nan
             label = f"trees at {data.clients[i]}"
             dropped.append({"label": label, "round": 0, "val": None, "why": "the time limit"})
-    there = {kind: v[held] for kind, v in spoken.items()}
-    return there if bool((~there[TREES].isnan()).any()) else {}
+    held_outputs = {kind: v[held] for kind, v in outputs.items()}
+    return held_outputs if bool((~held_outputs[TREES].isnan()).any()) else {}
 
 
 def trees_path(out: Path, site: int, kind: str) -> Path:
@@ -196,45 +196,45 @@ def _with_trees(
     sites: int,
 ) -> tuple[Tensor, list[dict[str, float]]]:
     """Blend the linear part with trees at the sites that have them."""
-    there = (~trees[TREES][:, 0].isnan()).nonzero()[:, 0]
-    outputs = torch.stack([linear[there], trees[TREES][there], trees[ON_TOP][there]])
-    known = site[there].unique()
+    rows = (~trees[TREES][:, 0].isnan()).nonzero()[:, 0]
+    outputs = torch.stack([linear[rows], trees[TREES][rows], trees[ON_TOP][rows]])
+    known = site[rows].unique()
     place = torch.full((sites,), -1, device="cpu").index_put_((known,), torch.arange(len(known), device="cpu"))
-    found = stack(Candidates(outputs, y[there], place[site[there]], len(known), is_class), folds[there.numpy()])
+    stacked = stack(Candidates(outputs, y[rows], place[site[rows]], len(known), is_class), folds[rows.numpy()])
     served = linear.clone()
-    served[there] = found.held_out
+    served[rows] = stacked.held_out
     kinds = [{"linear": 1.0} for _ in range(sites)]
     for row, i in enumerate(known.tolist()):
-        kinds[i] = dict(zip(("linear", TREES, ON_TOP), found.weights[row].tolist(), strict=True))
+        kinds[i] = dict(zip(("linear", TREES, ON_TOP), stacked.weights[row].tolist(), strict=True))
     return served, kinds
 
 
-def said_of(found: Found, data: FederatedData, rows: Rows, out: Path) -> dict[str, Tensor]:
+def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out: Path) -> dict[str, Tensor]:
     """What the delivered models say of rows: served, alone (the best own one) and in common."""
     is_class = data.task == "classification"
     linear = {}
-    for cell in found.cells:
+    for cell in selection.cells:
         models = delivered(cell, data.clients)
         linear[cell.label] = outputs_of(cell.config, data, models, rows)
-    stacked = torch.stack([linear[cell.label] for cell in found.cells])
+    stacked = torch.stack([linear[cell.label] for cell in selection.cells])
     site = torch.from_numpy(site_of_rows(rows))
-    base = (torch.from_numpy(found.weights)[site].mT[:, :, None] * stacked).sum(0)
+    base = (torch.from_numpy(selection.weights)[site].mT[:, :, None] * stacked).sum(0)
     base = base.log_softmax(1) if is_class else base
     served, alone = base.clone(), linear[ALONE].clone()
-    for i, kinds in enumerate(found.trees):
+    for i, kinds in enumerate(selection.trees):
         a, b = int(rows.starts[i]), int(rows.starts[i + 1])
-        if b == a or (set(kinds) == {"linear"} and found.alone[i] == ALONE):
+        if b == a or (set(kinds) == {"linear"} and selection.alone[i] == ALONE):
             continue
         x, parts = rows.x[a:b], {"linear": base[a:b]}
         for kind in (TREES, ON_TOP):
             start = base[a:b] if kind == ON_TOP else None
-            made = Trees.read(
+            ensemble = Trees.read(
                 trees_path(out, i, kind), data.shape[0] + (data.outputs if start is not None else 0), data.outputs
             )
-            parts[kind] = said(made, x, start, is_class)
+            parts[kind] = tree_outputs(ensemble, x, start, is_class)
         mixed = sum(weight * parts[kind] for kind, weight in kinds.items())
         served[a:b] = mixed.log_softmax(1) if is_class else mixed  # type: ignore[union-attr]
-        if found.alone[i] == TREES:
+        if selection.alone[i] == TREES:
             alone[a:b] = parts[TREES]
     return {"personal": served, "alone": alone, "common": linear.get(COMMON, linear[ALONE])}
 
@@ -246,22 +246,22 @@ def site_figures(outputs: Tensor, rows: Rows, is_class: bool) -> list[dict[str, 
         if a == b:
             out.append(dict.fromkeys(("accuracy", "loss") if is_class else ("rmse", "mse"), float("nan")))
             continue
-        y, said = rows.y[a:b], outputs[a:b]
-        loss = float(row_losses(said, y, is_class).mean())
+        y, site_outputs = rows.y[a:b], outputs[a:b]
+        loss = float(row_losses(site_outputs, y, is_class).mean())
         if is_class:
-            out.append({"accuracy": float((said.argmax(1) == y).double().mean()), "loss": loss})
+            out.append({"accuracy": float((site_outputs.argmax(1) == y).double().mean()), "loss": loss})
         else:
             out.append({"rmse": loss**0.5, "mse": loss})
     return out
 
 
 def fit_tables(
-    cells: list[Cell], loaded: FederatedData, out: Path, seed: int, root: Path | None, told: Told, limit: float
-) -> tuple[Found, FederatedData]:
+    cells: list[Cell], loaded: FederatedData, out: Path, seed: int, root: Path | None, listener: Listener, limit: float
+) -> tuple[Selection, FederatedData]:
     """Train, cross-fit and choose."""
     data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
     folds = folds_of(data, seed)
-    spoken, dropped = cross_fitted(cells, data, folds, root, told, clock)
-    found = select(cells, data, folds, spoken, seed, clock, out)
-    found.dropped.extend(dropped)
-    return found, data
+    outputs, dropped = cross_fitted(cells, data, folds, root, listener, clock)
+    selection = select(cells, data, folds, outputs, seed, clock, out)
+    selection.dropped.extend(dropped)
+    return selection, data

@@ -25,46 +25,50 @@ from fedtailor.studies.grid import Cell
 from fedtailor.studies.intervals import LEVELS, half_widths
 from fedtailor.studies.plots import plots_of
 from fedtailor.studies.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
-from fedtailor.studies.table_fit import ALONE, COMMON, LEAST, ON_TOP, TREES, Found
+from fedtailor.studies.table_fit import ALONE, COMMON, LEAST, ON_TOP, TREES, Selection
 
 
-def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric_name: str = "") -> dict[str, Any]:
+def table_record(
+    selection: Selection, data: FederatedData, out: Path, seed: int, metric_name: str = ""
+) -> dict[str, Any]:
     """As fit.json has it, but for settings and what was dropped."""
-    sure = certainty(found, data, seed)
-    is_class, task = data.task == "classification", task_of(found.cells[0].config, data)
-    shown = chosen_metric(task, metric_name)
-    metric, higher = shown.name, shown.higher_is_better
-    said = table_fit.said_of(found, data, data.test, out)
+    sure = certainty(selection, data, seed)
+    is_class, task = data.task == "classification", task_of(selection.cells[0].config, data)
+    main_metric = chosen_metric(task, metric_name)
+    metric, higher = main_metric.name, main_metric.higher_is_better
+    outputs = table_fit.delivered_outputs(selection, data, data.test, out)
     if is_class:
         of_rows = sure.calibration[site_of_rows(data.test)]
-        said["personal"] = torch.from_numpy(applied(said["personal"].numpy(), of_rows))
-    said["baseline"] = _baseline(data)
+        outputs["personal"] = torch.from_numpy(applied(outputs["personal"].numpy(), of_rows))
+    outputs["baseline"] = _baseline(data)
     unit = data.preparation.target.sd if data.task == "regression" else 1.0
     rows, per_unit = data.test, unit
     if data.preparation.target.is_log:  # figures are of the numbers themselves
-        told = data.preparation.target
-        said, per_unit = {key: told.readable(outputs) for key, outputs in said.items()}, 1.0
-        rows = Rows(rows.x, told.readable(rows.y), rows.starts)
-    metrics = site_metrics(task, shown, said, rows, per_unit)
+        target = data.preparation.target
+        outputs, per_unit = {key: target.readable(output) for key, output in outputs.items()}, 1.0
+        rows = Rows(rows.x, target.readable(rows.y), rows.starts)
+    metrics = site_metrics(task, main_metric, outputs, rows, per_unit)
     figures = metrics[metric]
-    bounds = certainty_of(shown, figures, resampled(shown, said, rows, per_unit, seed), data.test.sizes.tolist(), seed)
+    bounds = certainty_of(
+        main_metric, figures, resampled(main_metric, outputs, rows, per_unit, seed), data.test.sizes.tolist(), seed
+    )
     sites: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(data.clients):
         weights = {
             cell.folder.name: float(weight)
-            for cell, weight in zip(found.cells, found.weights[i], strict=True)
+            for cell, weight in zip(selection.cells, selection.weights[i], strict=True)
             if weight >= LEAST
         }
         whole = sum(weights.values())
         weights = {run: weight / whole for run, weight in weights.items()}
-        trees = {kind: weight for kind, weight in found.trees[i].items() if weight >= LEAST}
+        trees = {kind: weight for kind, weight in selection.trees[i].items() if weight >= LEAST}
         sites[name] = {
             "run": max(weights, key=lambda run: weights[run]),
             "weights": weights,
             "parts": {kind: weight / sum(trees.values()) for kind, weight in trees.items()},
             "trees": {kind: table_fit.trees_path(out, i, kind).name for kind in trees if kind in (TREES, ON_TOP)},
-            "served": served_words(found, i),
-            "alone_by": found.alone[i],
+            "served": served_words(selection, i),
+            "alone_by": selection.alone[i],
             "train": int(data.train.sizes[i]),
             "val": 0,
             "test": int(data.test.sizes[i]),
@@ -72,12 +76,12 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
             **bounds["sites"][i],
             "metrics": {name: {key: values[i] for key, values in each.items()} for name, each in metrics.items()},
             **sure.of(i, unit),
-            "gains": {"error": {"served": {"mean": found.gains[i][0], "sd": found.gains[i][1]}}},
+            "gains": {"error": {"served": {"mean": selection.gains[i][0], "sd": selection.gains[i][1]}}},
         }
-    by_label = {cell.label: cell for cell in found.cells}
-    totals = found.weights.sum(0)
-    shared_ones = [i for i, cell in enumerate(found.cells) if cell.label != ALONE] or [0]
-    best = found.cells[max(shared_ones, key=lambda i: totals[i])]
+    by_label = {cell.label: cell for cell in selection.cells}
+    totals = selection.weights.sum(0)
+    shared_ones = [i for i, cell in enumerate(selection.cells) if cell.label != ALONE] or [0]
+    best = selection.cells[max(shared_ones, key=lambda i: totals[i])]
 
     def mean(key: str) -> float:
         return summarise([s[key] for s in sites.values()], higher_is_better=higher).mean
@@ -94,14 +98,14 @@ def table_record(found: Found, data: FederatedData, out: Path, seed: int, metric
         "sites": sites,
         "newcomers": best.folder.name,
         "common": by_label.get(COMMON, by_label[ALONE]).folder.name,
-        "shared": {cell.label: shared(cell) for cell in found.cells},
+        "shared": {cell.label: shared(cell) for cell in selection.cells},
         "means": {key: mean(key) for key in ("alone", "common", "personal", "baseline")},
         "hurt": share_hurt(
             [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
         ),
         "ci": bounds["ci"],
         "differences": bounds["differences"],
-        "plots": plots_of(said["personal"], replace(data, test=rows), per_unit),
+        "plots": plots_of(outputs["personal"], replace(data, test=rows), per_unit),
         "card": data_card(data),
         "fairness": fairness(data.clients, figures["personal"], data.test.sizes.tolist(), higher_is_better=higher),
         "metrics": {
@@ -130,24 +134,24 @@ class Certainty:
         return {"levels": list(LEVELS), "half_widths": (unit * self.half_widths[-1]).tolist()}
 
 
-def certainty(found: Found, data: FederatedData, seed: int) -> Certainty:
+def certainty(selection: Selection, data: FederatedData, seed: int) -> Certainty:
     """What the served models say out of fold, against what was to be said."""
     folds, sites = folds_of(data, seed), len(data.clients)
     held = folds >= 0
-    site, said, y = site_of_rows(data.train)[held], found.out_of_fold.numpy(), data.train.y.numpy()[held]
-    if len(y) != len(said):  # nobody has two rows
+    site, outputs, y = site_of_rows(data.train)[held], selection.out_of_fold.numpy(), data.train.y.numpy()[held]
+    if len(y) != len(outputs):  # nobody has two rows
         return Certainty(np.tile([1.0, 0.0], (sites, 1)), None)
     if data.task == "classification":
-        return Certainty(calibration(said, y, site, folds[held], sites), None)
-    distance = errors(np.exp(said), y, "root") if data.task == "count" else np.abs(y - said)
+        return Certainty(calibration(outputs, y, site, folds[held], sites), None)
+    distance = errors(np.exp(outputs), y, "root") if data.task == "count" else np.abs(y - outputs)
     return Certainty(np.tile([1.0, 0.0], (sites, 1)), half_widths(distance[:, 0], site, folds[held], sites))
 
 
-def served_words(found: Found, site: int) -> str:
+def served_words(selection: Selection, site: int) -> str:
     """The parts of a site's model, largest first."""
-    linear = found.trees[site].get("linear", 0.0)
-    parts: dict[str, float] = {kind: w for kind, w in found.trees[site].items() if kind != "linear"}
-    for cell, weight in zip(found.cells, found.weights[site], strict=True):
+    linear = selection.trees[site].get("linear", 0.0)
+    parts: dict[str, float] = {kind: w for kind, w in selection.trees[site].items() if kind != "linear"}
+    for cell, weight in zip(selection.cells, selection.weights[site], strict=True):
         name = cell.label.partition(",")[0]  # mixed models of several kinds are one
         parts[name] = parts.get(name, 0.0) + linear * float(weight)
     parts = {name: weight for name, weight in parts.items() if weight >= 0.05} or parts
@@ -175,5 +179,5 @@ def _baseline(data: FederatedData) -> torch.Tensor:
 
 def shared(cell: Cell) -> dict[str, str]:
     """In words, what leaves a site and what stays."""
-    made = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
-    return {"sent": ", ".join(reply_names(made)) or "nothing", "private": made.private}
+    program = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
+    return {"sent": ", ".join(reply_names(program)) or "nothing", "private": program.private}

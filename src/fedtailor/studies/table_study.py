@@ -13,7 +13,7 @@ from fedtailor.experiments.store import FIT, read_json, write_json
 from fedtailor.studies import linear_candidates, table_fit
 from fedtailor.studies.effects import EFFECTS, out_of_fold_predictions, table_effects
 from fedtailor.studies.fit_folder import claimed
-from fedtailor.studies.grid import Told
+from fedtailor.studies.grid import Listener
 from fedtailor.studies.site_metrics import chosen_metric
 from fedtailor.studies.table_record import table_record
 from fedtailor.studies.training_card import CARD, training_card
@@ -26,7 +26,7 @@ def fit_table(
     loaded: FederatedData,
     out: Path,
     root: Path | None,
-    told: Told,
+    listener: Listener,
     limit: float,
     metric: str = "",
 ) -> dict[str, Any]:
@@ -35,18 +35,22 @@ def fit_table(
     cells = linear_candidates.cells_of(tables, loaded, out)
     if not metric and loaded.preparation.target.is_log:
         metric = "mae"  # medians are what it measures
-    shown = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
+    metric_name = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
     claim = claimed(out, "auto", cells)
     held = read_json(out / FIT)
     if "sites" in held:
-        if metric and held["metric"] != shown:
-            raise RunError(f"{out}: shows {held['metric']}; choose another folder with --out for --metric {shown}")
+        if metric and held["metric"] != metric_name:
+            raise RunError(
+                f"{out}: shows {held['metric']}; choose another folder with --out for --metric {metric_name}"
+            )
         return dict(held)
     write_json(out / ROWS, row_keys(loaded))
-    found, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, told, limit)
-    record = {"settings": claim} | table_record(found, data, out, cells[0].seed, metric) | {"dropped": found.dropped}
+    selection, data = table_fit.fit_tables(cells, loaded, out, cells[0].seed, root, listener, limit)
+    record = (
+        {"settings": claim} | table_record(selection, data, out, cells[0].seed, metric) | {"dropped": selection.dropped}
+    )
     write_json(out / FIT, record)
-    write_json(out / CARD, training_card(data, *out_of_fold_predictions(found, data, cells[0].seed, record)))
+    write_json(out / CARD, training_card(data, *out_of_fold_predictions(selection, data, cells[0].seed, record)))
     if clock.has_time(0.5):  # else `explain` computes them when somebody asks
-        write_json(out / EFFECTS, table_effects(found, data, out, cells[0].seed, record))
+        write_json(out / EFFECTS, table_effects(selection, data, out, cells[0].seed, record))
     return record

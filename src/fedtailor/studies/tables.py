@@ -53,16 +53,16 @@ def header(rows: Sequence[Row]) -> list[str]:
 def terminal(rows: Sequence[Row], title: str) -> Table:
     """The essential columns, as rich draws them."""
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown = [COLUMNS.index(name) for name in ESSENTIAL]
+    essential = [COLUMNS.index(name) for name in ESSENTIAL]
     titles = header(rows)
     table.add_column(titles[0])  # a long label is wrapped; figures never are
-    for i in shown[1:]:
+    for i in essential[1:]:
         title = titles[i].replace(" ", "\n", 1)
         widest = max(len(text) for text in [*title.splitlines(), *(cells_of(row)[i] for row in rows)])
         table.add_column(title, justify="right", no_wrap=True, min_width=widest)
     for row in rows:
         cells = cells_of(row)
-        table.add_row(*(cells[i] for i in shown))
+        table.add_row(*(cells[i] for i in essential))
     return table
 
 
@@ -180,14 +180,14 @@ def size(bytes: float) -> str:
     return f"{bytes:.2f} GB"
 
 
-def private_words(told: dict[str, Any]) -> str:
+def private_words(privacy: dict[str, Any]) -> str:
     """What a run hid of single clients."""
-    parts = ["secure sums"] if told["secure_sum"] else []
-    if told["clip"]:
-        parts.append(f"changes clipped to {told['clip']:g}")
-    if told["noise"]:
+    parts = ["secure sums"] if privacy["secure_sum"] else []
+    if privacy["clip"]:
+        parts.append(f"changes clipped to {privacy['clip']:g}")
+    if privacy["noise"]:
         parts.append(
-            f"noise {told['noise']:g}: epsilon {told['epsilon']:.3g} at delta {told['delta']:g} (a client replaced, "
-            f"fixed cohorts); {told['epsilon_add_remove']:.3g} (added or removed, Poisson)"
+            f"noise {privacy['noise']:g}: epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} (a client "
+            f"replaced, fixed cohorts); {privacy['epsilon_add_remove']:.3g} (added or removed, Poisson)"
         )
     return "; ".join(parts)

@@ -74,8 +74,8 @@ def within(rows: Rows) -> NDArray[np.bool_]:
 def unseen(covariance: Floats) -> Floats:
     """The projection on what the data does not show: directions in which the covariance, a pseudo-inverse, is 0."""
     values, vectors = np.linalg.eigh(covariance)
-    kept = vectors[:, values > 1e-13 * max(float(values[-1]), 1e-300)]
-    hidden: Floats = np.eye(len(covariance)) - kept @ kept.T
+    basis = vectors[:, values > 1e-13 * max(float(values[-1]), 1e-300)]
+    hidden: Floats = np.eye(len(covariance)) - basis @ basis.T
     return hidden
 
 

@@ -32,8 +32,8 @@ def quantiles(parts: Sequence[Floats], wanted: Sequence[float] = QUANTILES) -> F
         return np.zeros(0)
     marks = np.linspace(low, high, MARKS + 1)
     share = np.cumsum(sum(np.histogram(p, marks)[0] for p in known)) / sum(map(len, known))
-    found = [float(marks[min(int(np.searchsorted(share, q - 1e-12)), MARKS - 1) + 1]) for q in wanted]
-    return np.unique([edge for edge in found if edge < high])
+    edges = [float(marks[min(int(np.searchsorted(share, q - 1e-12)), MARKS - 1) + 1]) for q in wanted]
+    return np.unique([edge for edge in edges if edge < high])
 
 
 def counted(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def counted(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def training_card(data: FederatedData, said: Floats | None, whose: NDArray[np.int64]) -> dict[str, Any]:
-    """As training.json has it; `said` are predictions, as people read them, of training rows by models without them."""
+def training_card(data: FederatedData, predictions: Floats | None, whose: NDArray[np.int64]) -> dict[str, Any]:
+    """As training.json has it; `predictions` are as people read them, of training rows by models without them."""
     places, bounds = places_of(data), list(pairwise(data.train.starts.tolist()))
     x = data.train.x.numpy().astype(np.float64)
     columns: dict[str, dict[str, Any]] = {}
@@ -66,7 +66,7 @@ def training_card(data: FederatedData, said: Floats | None, whose: NDArray[np.in
             columns[column.name] = {"kind": "category", "categories": list(column.categories)}
             for name, (a, b) in zip(data.clients, bounds, strict=True):
                 sites[name]["columns"][column.name] = {"counts": x[a:b, at].sum(0).astype(int).tolist()}
-    edges = [] if said is None else quantiles([said[whose == i] for i in range(len(bounds))]).tolist()
+    edges = [] if predictions is None else quantiles([predictions[whose == i] for i in range(len(bounds))]).tolist()
     for i, name in enumerate(data.clients):
-        sites[name]["prediction"] = None if said is None else counted(said[whose == i], edges)
+        sites[name]["prediction"] = None if predictions is None else counted(predictions[whose == i], edges)
     return {"columns": columns, "prediction": {"edges": edges}, "sites": sites}

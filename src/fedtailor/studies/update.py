@@ -33,7 +33,7 @@ from fedtailor.serving.described import part_of
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import TREES_FOLDER
 from fedtailor.studies.boosting import KEPT
-from fedtailor.studies.grid import Told
+from fedtailor.studies.grid import Listener
 from fedtailor.studies.linear_candidates import START
 from fedtailor.studies.more_rows import all_rows
 from fedtailor.studies.site_metrics import at_site, chosen_metric
@@ -57,7 +57,7 @@ def update(
     data: Path | None = None,
     rows: Mapping[str, Any] | None = None,
     data_root: Path | None = None,
-    told: Told = lambda cell, round, rounds: None,
+    listener: Listener = lambda cell, round, rounds: None,
     time_limit: float = 0.0,
 ) -> Updated:
     """Fit the rows that there are now, and serve the new models once they are complete.
@@ -80,15 +80,15 @@ def update(
     earlier = _known_rows(before, RunFolder(part_of(before, record["common"])), number)
     loaded = prepared(read_sites(source), source, data_seed(config), earlier=earlier)
     loaded = replace(loaded, name=record["data"])
-    gone = [site for site in record["sites"] if site not in loaded.clients]
-    if not gone and not any(change.is_any for change in earlier.changes.values()):
+    lost_sites = [site for site in record["sites"] if site not in loaded.clients]
+    if not lost_sites and not any(change.is_any for change in earlier.changes.values()):
         shutil.rmtree(out, ignore_errors=True)
         return Updated(before, record, False)
     _begin_where_it_ended(before, out, loaded)
     tables = {key: value for key, value in config.plain().items() if key not in OF_CANDIDATES}
     tables["data"] = source.model_dump(mode="json", exclude_none=True)
-    new = fit_table(tables, loaded, out, data_root, told, time_limit, record["metric"])
-    new["update"] = _told(before, out, record, new, earlier, loaded, gone)
+    new = fit_table(tables, loaded, out, data_root, listener, time_limit, record["metric"])
+    new["update"] = _changes(before, out, record, new, earlier, loaded, lost_sites)
     write_json(out / FIT, new)
     _carry_newcomers(before, out, record, new, loaded)
     make_current(root, out)
@@ -145,18 +145,18 @@ def _begin_where_it_ended(before: Path, out: Path, loaded: FederatedData) -> Non
             name = run.parent.name
             write_json(start / f"{name}.json", write_tree(start / f"{name}.safetensors", saved[1]["state"]["server"]))
     (out / TREES_FOLDER).mkdir(exist_ok=True)
-    for kept in (before / TREES_FOLDER).glob(f"{KEPT}*"):
-        shutil.copy2(kept, out / TREES_FOLDER / kept.name)
+    for file in (before / TREES_FOLDER).glob(f"{KEPT}*"):
+        shutil.copy2(file, out / TREES_FOLDER / file.name)
 
 
-def _told(
+def _changes(
     before: Path,
     out: Path,
     old: dict[str, Any],
     new: dict[str, Any],
     earlier: EarlierRows,
     loaded: FederatedData,
-    gone: list[str],
+    lost_sites: list[str],
 ) -> dict[str, Any]:
     """What changed: rows, and the figures of the earlier and the new models on the same test rows."""
     config = RunFolder(out / new["common"]).config
@@ -182,7 +182,7 @@ def _told(
         "sites": sites,
         "changed": [name for name, change in earlier.changes.items() if change.is_any],
         "new_sites": [name for name in loaded.clients if name not in old["sites"]],
-        "gone": gone,
+        "gone": lost_sites,
         "notes": earlier.notes,
     }
 
