@@ -126,14 +126,14 @@ class _Personalized(BaseEstimator):
         out: NDArray[np.float64] | None = None
         for site in dict.fromkeys(sites.tolist()):
             at = sites == site
-            found = _said(self.models_.get(site, only), frame.filter(pl.Series(at)))
-            out = np.empty((len(sites), found.shape[1])) if out is None else out
-            out[at] = found
+            values = _predictions(self.models_.get(site, only), frame.filter(pl.Series(at)))
+            out = np.empty((len(sites), values.shape[1])) if out is None else out
+            out[at] = values
         assert out is not None
         return out
 
 
-def _said(model: Personal, rows: pl.DataFrame) -> NDArray[np.float64]:
+def _predictions(model: Personal, rows: pl.DataFrame) -> NDArray[np.float64]:
     return model.readable(model.outputs(model.encode(table_of(Path("X"), rows)))).numpy()
 
 

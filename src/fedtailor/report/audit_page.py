@@ -13,9 +13,9 @@ from fedtailor.version import __version__
 
 def audit_html(site: str, records: Sequence[RunRecord], spent: str = "") -> str:
     """One self-contained page; `spent` is what the site's privacy budget says."""
-    made = f"Made by fedtailor {__version__} from the site's own record."
+    footer = f"Made by fedtailor {__version__} from the site's own record."
     about = f"{len(records)} run{'s' if len(records) != 1 else ''}" + (f"; {spent}" if spent else "")
-    return html(Page(f"What left {site}", "Audit", about, True, tuple(map(_section, records)), made))
+    return html(Page(f"What left {site}", "Audit", about, True, tuple(map(_section, records)), footer))
 
 
 def _section(record: RunRecord) -> Section:
@@ -39,5 +39,5 @@ def _section(record: RunRecord) -> Section:
     refused = [(*cells(why), Cell(f"{times:,}", times)) for why, times in record.refused]
     tables = [Table("Messages", columns, rows, words=True)]
     tables += [Table("Refused", ("why", "times"), refused, words=True)] if refused else []
-    words = tuple(f"Could be inferred: {what}." for what in inferred(record))
+    words = tuple(f"Could be inferred: {inference}." for inference in inferred(record))
     return Section(f"run-{crc32(record.run.encode())}", record.run, words, figures, tables=tuple(tables))

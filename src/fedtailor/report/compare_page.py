@@ -55,8 +55,8 @@ def runs_in(path: Path) -> tuple[list[Recorded], list[str]]:
 
 def left_out(failed: Sequence[str]) -> list[str]:
     """A sentence on runs that cannot be read, if there are any."""
-    what = f"{count(len(failed), 'run')} cannot be read and {'is' if len(failed) == 1 else 'are'} left out"
-    return [f"{what}; the first: {failed[0]}."] if failed else []
+    sentence = f"{count(len(failed), 'run')} cannot be read and {'is' if len(failed) == 1 else 'are'} left out"
+    return [f"{sentence}; the first: {failed[0]}."] if failed else []
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ def places(path: Path, runs: Sequence[Recorded]) -> dict[Path, Place]:
     return _titled(runs, out)
 
 
-def _titled(runs: Sequence[Recorded], given: dict[Path, Place]) -> dict[Path, Place]:
+def _titled(runs: Sequence[Recorded], by_path: dict[Path, Place]) -> dict[Path, Place]:
     """The algorithm's title for labels that are only its name, or the only ones of the algorithm."""
     labels: dict[str, set[str]] = {}
     for run in runs:
-        labels.setdefault(run.title, set()).add(given[run.path].label)
+        labels.setdefault(run.title, set()).add(by_path[run.path].label)
     out = {}
     for run in runs:
-        place = given[run.path]
+        place = by_path[run.path]
         known_name = place.label in (as_folder(run.title), run.config.algorithm.name)
         single = len(labels[run.title]) == 1 and place.label == as_folder(place.label)
         label = run.title if known_name or single else " ".join(place.label.replace("_", " ").split())
@@ -110,20 +110,22 @@ def written(path: Path) -> tuple[list[str], list[str]]:
     return rows, sorted((column.strip() for column in lines[0]), key=len, reverse=True) if published and lines else []
 
 
-def tasks_of(recorded_runs: Sequence[Recorded], given: Mapping[Path, Place]) -> list[Task]:
+def tasks_of(recorded_runs: Sequence[Recorded], by_path: Mapping[Path, Place]) -> list[Task]:
     """Runs by the column they stand in, else by what they were trained on; each task named by what sets it apart."""
     groups: dict[str, dict[str, dict[int, Recorded]]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in recorded_runs:
-        place = given[run.path]
+        place = by_path[run.path]
         flat = flattened({k: v for k, v in run.config.plain().items() if k in ("data", "environment")})
         key = place.column or json.dumps(flat, sort_keys=True)
         settings[key] = {"table.": place.column} if place.column else flat
         groups.setdefault(key, {}).setdefault(place.label, {})[place.seed] = run
     keys = {k for flat in settings.values() for k in flat}
-    apart = sorted(k for k in keys if len({json.dumps(flat.get(k)) for flat in settings.values()}) > 1)
+    varying = sorted(k for k in keys if len({json.dumps(flat.get(k)) for flat in settings.values()}) > 1)
     return [
-        Task(", ".join(f"{k.partition('.')[2]} {settings[key][k]}".strip() for k in apart if k in settings[key]), runs)
+        Task(
+            ", ".join(f"{k.partition('.')[2]} {settings[key][k]}".strip() for k in varying if k in settings[key]), runs
+        )
         for key, runs in sorted(groups.items())
     ]
 

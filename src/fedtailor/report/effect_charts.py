@@ -20,24 +20,24 @@ def matters(record: dict[str, Any], effects: dict[str, Any]) -> Section:
     section = Section("matters", "What matters")
     if not effects:
         return section.without(NONE)
-    found = effects["importance"]
-    charts = [chart for chart in (_importance(found), _coefficients(effects)) if chart is not None]
+    importance = effects["importance"]
+    charts = [chart for chart in (_importance(importance), _coefficients(effects)) if chart is not None]
     charts += [_curve(curve, effects, record) for curve in effects["curves"]]
     if not charts:
         return section.without("no column varies within a site")
-    return Section(section.id, section.title, tuple(importance_words(found)), charts=tuple(charts))
+    return Section(section.id, section.title, tuple(importance_words(importance)), charts=tuple(charts))
 
 
-def _importance(found: dict[str, Any]) -> Chart | None:
-    metric = found["metric"]
+def _importance(importance: dict[str, Any]) -> Chart | None:
+    metric = importance["metric"]
     rows = [
         (each["column"], each["mean"], each["mean"] - each["sd"], each["mean"] + each["sd"])
-        for each in found["columns"]
+        for each in importance["columns"]
     ]
     rows = rows[:MOST_COLUMNS]
     if not any(row[1] > 0 for row in rows):
         return None
-    where = "held out of training" if found["held_out"] else "of training"
+    origin = "held out of training" if importance["held_out"] else "of training"
     return Chart(
         "importance",
         "bars",
@@ -47,31 +47,31 @@ def _importance(found: dict[str, Any]) -> Chart | None:
         rows,
         {"x": "worse by", "name": "column", "low": "low", "high": "high"}
         | {"xlabel": f"{label(metric)} worse by", "percent": percent(metric, "worse by", "low", "high")},
-        f"How much worse {metric} gets when a column is shuffled within each site, on {found['rows']:,} rows {where}. "
-        f"The thin line is the spread of {found['repeats']} shuffles.",
+        f"How much worse {metric} gets when a column is shuffled within each site, on {importance['rows']:,} rows "
+        f"{origin}. The thin line is the spread of {importance['repeats']} shuffles.",
     )
 
 
 def _coefficients(effects: dict[str, Any]) -> Chart | None:
-    found = effects["coefficients"]
-    if not found or len(found["outputs"]) != 1:
+    coefficients = effects["coefficients"]
+    if not coefficients or len(coefficients["outputs"]) != 1:
         return None
-    (output,) = found["outputs"]
-    known = [term for term in output["terms"] if term["value"] is not None and term["name"] != INTERCEPT]
-    if not known:
+    (output,) = coefficients["outputs"]
+    terms = [term for term in output["terms"] if term["value"] is not None and term["name"] != INTERCEPT]
+    if not terms:
         return None
-    known = sorted(known, key=lambda term: -abs(term["value"]) / max(term["high"] - term["low"], 1e-12))[:MOST_SHOWN]
-    is_few, sites = len(found["sites"]) < MOST_LINES, found["sites"]
+    terms = sorted(terms, key=lambda term: -abs(term["value"]) / max(term["high"] - term["low"], 1e-12))[:MOST_SHOWN]
+    is_few, sites = len(coefficients["sites"]) < MOST_LINES, coefficients["sites"]
     rows: list[tuple[Value, ...]] = []
-    for term in known:
+    for term in terms:
         name = f"{term['name']} (not {term['reference']})" if term["reference"] else term["name"]
         rows.append((name, ALL, term["value"], term["low"], term["high"]))
         if len(sites) > 1 and term["differs"]:
             for site, own in zip(sites, term["sites"], strict=True):
                 ends = (own["low"], own["high"]) if is_few else (None, None)
                 rows.append((name, site, own["value"], *ends))
-    what = f"change in the log-odds of {output['class']}" if output["class"] else f"change in {found['scale']}"
-    is_varied = any(term["differs"] for term in known) and len(sites) > 1
+    effect = f"change in the log-odds of {output['class']}" if output["class"] else f"change in {coefficients['scale']}"
+    is_varied = any(term["differs"] for term in terms) and len(sites) > 1
     dots = " Dots are the sites' own, where they differ." if is_varied and not is_few else ""
     series = {"series": "site"} if is_varied else {}
     return Chart(
@@ -79,11 +79,11 @@ def _coefficients(effects: dict[str, Any]) -> Chart | None:
         "intervals",
         "What each column does",
         "Coefficients with 95 % intervals: "
-        + "; ".join(f"{t['name']} {size_words(t, found['scale'])}" for t in known[:8])
+        + "; ".join(f"{t['name']} {size_words(t, coefficients['scale'])}" for t in terms[:8])
         + ".",
         ("column", "site", "effect", "low", "high"),
         rows,
-        {"x": "effect", "low": "low", "high": "high", "name": "column", "diverging": True, "xlabel": what} | series,
+        {"x": "effect", "low": "low", "high": "high", "name": "column", "diverging": True, "xlabel": effect} | series,
         "Per standard deviation of a number; of a category against the usual one; the surest first. "
         f"Lines are 95 % intervals.{dots}",
     )
@@ -92,36 +92,44 @@ def _coefficients(effects: dict[str, Any]) -> Chart | None:
 def _curve(curve: dict[str, Any], effects: dict[str, Any], record: dict[str, Any]) -> Chart:
     column, outputs = curve["column"], effects["outputs"]
     target = record["target"] or "the target"
-    what = f"probability of {outputs[0]}" if record["task"] == "classification" else f"predicted {target}"
-    one = len(outputs) <= 1
+    prediction = f"probability of {outputs[0]}" if record["task"] == "classification" else f"predicted {target}"
+    is_single = len(outputs) <= 1
     if curve["kind"] == "category":
-        return _categories(curve, what if one else "probability", outputs)
+        return _categories(curve, prediction if is_single else "probability", outputs)
     sizes = {name: record["sites"][name]["train"] for name in curve["sites"] if name in record["sites"]}
     rows: list[tuple[Value, ...]] = []
-    if one:
+    if is_single:
         lines = {ALL: curve["y"]} if len(record["sites"]) > 1 else {}
         largest = sorted(sizes, key=lambda name: -sizes[name])[: MOST_LINES - 1]
         lines |= {name: curve["sites"][name] for name in largest}
         rows = [(name, x, y[0]) for name, points in lines.items() for x, y in zip(curve["x"], points, strict=True)]
     else:
-        what = "probability"
+        prediction = "probability"
         rows = [(name, x, y[k]) for k, name in enumerate(outputs) for x, y in zip(curve["x"], curve["y"], strict=True)]
     first, last = curve["y"][0][0], curve["y"][-1][0]
     x = f"{column}, in standard deviations" if curve["is_standardised"] else column
-    of_sites = "Over all sites, and at those with most rows." if one and len(record["sites"]) > 1 else ""
+    of_sites = "Over all sites, and at those with most rows." if is_single and len(record["sites"]) > 1 else ""
     return Chart(
         f"effect-{column}",
         "lines",
         f"Prediction by {column}",
-        f"{what} goes from {first:.3g} at {curve['x'][0]:.4g} to {last:.3g} at {curve['x'][-1]:.4g}.",
-        ("line", x, what),
+        f"{prediction} goes from {first:.3g} at {curve['x'][0]:.4g} to {last:.3g} at {curve['x'][-1]:.4g}.",
+        ("line", x, prediction),
         rows,
-        {"x": x, "y": what, "series": "line", "xlabel": x, "ylabel": what, "first": ALL, "dates": curve["is_date"]},
+        {
+            "x": x,
+            "y": prediction,
+            "series": "line",
+            "xlabel": x,
+            "ylabel": prediction,
+            "first": ALL,
+            "dates": curve["is_date"],
+        },
         f"All else as it is (accumulated local effects). {of_sites}".strip(),
     )
 
 
-def _categories(curve: dict[str, Any], what: str, outputs: list[str]) -> Chart:
+def _categories(curve: dict[str, Any], prediction: str, outputs: list[str]) -> Chart:
     """Dots, those of sites too where one number is predicted; else one series per class."""
     column, levels = curve["column"], curve["x"]
     rows: list[tuple[Value, ...]]
@@ -137,10 +145,11 @@ def _categories(curve: dict[str, Any], what: str, outputs: list[str]) -> Chart:
         f"effect-{column}",
         "intervals",
         f"Prediction by {column}",
-        f"{what} by category: " + ", ".join(f"{level} {y:.3g}" for level, y in means) + ".",
-        (column, "line", what),
+        f"{prediction} by category: " + ", ".join(f"{level} {y:.3g}" for level, y in means) + ".",
+        (column, "line", prediction),
         rows,
-        {"x": what, "name": column, "xlabel": what} | ({"series": "line"} if len({row[1] for row in rows}) > 1 else {}),
+        {"x": prediction, "name": column, "xlabel": prediction}
+        | ({"series": "line"} if len({row[1] for row in rows}) > 1 else {}),
         note,
     )
 
@@ -149,26 +158,28 @@ def sharing(record: dict[str, Any], effects: dict[str, Any]) -> Section:
     """Per column whether sites have its effect in common; and in words, what leaves a site."""
     rows = [cells(name, words["sent"], words["private"]) for name, words in record["shared"].items()]
     sent = Table("What leaves a site, by model", ("", "sent", "stays private"), rows, words=True)
-    found = effects.get("coefficients")
-    if not found or len(found["sites"]) == 1:
+    coefficients = effects.get("coefficients")
+    if not coefficients or len(coefficients["sites"]) == 1:
         return Section("shared", "What is shared", tables=(sent,))
-    text = (about_model(found), *shared_words(found))
+    text = (about_model(coefficients), *shared_words(coefficients))
     columns: tuple[str, ...] = ("", "effect over all sites", "between sites")
     lines = []
-    for output in found["outputs"]:
+    for output in coefficients["outputs"]:
         for term in output["terms"]:
             name = "level" if term["name"] == INTERCEPT else term["name"]
-            name = f"{name}, {output['class']}" if len(found["outputs"]) > 1 else name
-            words = sharing_words(term, len(found["sites"]))
-            lines.append(cells(name, size_words(term, found["scale"]), words[:1].upper() + words[1:]))
+            name = f"{name}, {output['class']}" if len(coefficients["outputs"]) > 1 else name
+            words = sharing_words(term, len(coefficients["sites"]))
+            lines.append(cells(name, size_words(term, coefficients["scale"]), words[:1].upper() + words[1:]))
     table = Table("Common, or a site's own", columns, lines, words=True, folded=len(lines) > MOST_TERMS)
-    chart = caterpillar(found)
+    chart = caterpillar(coefficients)
     return Section("shared", "What is shared", text, charts=(chart,) if chart else (), tables=(table, sent))
 
 
-def caterpillar(found: dict[str, Any]) -> Chart | None:
+def caterpillar(coefficients: dict[str, Any]) -> Chart | None:
     """Every site's own coefficient of the term in which sites differ most."""
-    terms = [t for output in found["outputs"] for t in output["terms"] if t["differs"] and t["value"] is not None]
+    terms = [
+        t for output in coefficients["outputs"] for t in output["terms"] if t["differs"] and t["value"] is not None
+    ]
     slopes = [term for term in terms if term["name"] != INTERCEPT] or terms
     if not slopes:
         return None
@@ -176,7 +187,7 @@ def caterpillar(found: dict[str, Any]) -> Chart | None:
     factor = term["sd"] or 1.0
     rows = sorted(
         (site, own["value"] / factor, own["low"] / factor, own["high"] / factor)
-        for site, own in zip(found["sites"], term["sites"], strict=True)
+        for site, own in zip(coefficients["sites"], term["sites"], strict=True)
     )
     rows.sort(key=lambda row: -row[1])
     name = "level" if term["name"] == INTERCEPT else term["name"]

@@ -77,14 +77,14 @@ def distribution(run: Recorded) -> Chart:
         key=lambda row: (math.isnan(row[2]), row[2]),
     )
     finite = [row[2] for row in rows if math.isfinite(row[2])]
-    shown = (
+    extremes = (
         f"lowest {value(run.metric, finite[0])}, highest {value(run.metric, finite[-1])}" if finite else "no figures"
     )
     return Chart(
         "clients",
         "dots",
         f"Test {run.metric} of each client",
-        f"One dot per client along its test {run.metric}: {shown}, {count(len(finite), 'client')}.",
+        f"One dot per client along its test {run.metric}: {extremes}, {count(len(finite), 'client')}.",
         ("client", "training samples", run.metric),
         rows,
         {
@@ -247,11 +247,11 @@ def overlap_map(clients: Sequence[str], layer: str, pairs: Sequence[Sequence[flo
 def reported(run: Recorded) -> list[Chart]:
     """Numbers that the algorithm itself tells, by round; of lists the entries in the last round that has them."""
     names = dict.fromkeys(name for line in run.lines for name in line.get("report", {}))
-    charts = [_told(run, name) for name in names if name not in ("weights", *SCORES)]
+    charts = [_reported_chart(run, name) for name in names if name not in ("weights", *SCORES)]
     return [chart for chart in charts if chart is not None]
 
 
-def _told(run: Recorded, name: str) -> Chart | None:
+def _reported_chart(run: Recorded, name: str) -> Chart | None:
     reported = [(line["round"], line["report"][name]) for line in run.lines if name in line.get("report", {})]
     title = name.replace("_", " ").capitalize()
     numbers = [(r, float(v)) for r, v in reported if isinstance(v, int | float)]

@@ -69,11 +69,11 @@ def _of_classes(plots: dict[str, Any]) -> list[Chart]:
 
 
 def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
-    found = plots.get("residuals")
-    if not found:
+    residuals = plots.get("residuals")
+    if not residuals:
         return []
-    rows = [(name, each[2], each[0], each[1], each[3], each[4]) for name, each in found.items()]
-    wide = max(found, key=lambda name: found[name][-1] - found[name][0])
+    rows = [(name, each[2], each[0], each[1], each[3], each[4]) for name, each in residuals.items()]
+    wide = max(residuals, key=lambda name: residuals[name][-1] - residuals[name][0])
     return [
         Chart(
             "residuals",

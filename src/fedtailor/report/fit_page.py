@@ -43,9 +43,9 @@ def fit_page(path: Path) -> Page:
     """Everything that is known of a fit that is finished."""
     record = read_json(path / FIT)
     runs, failed = runs_in(path)
-    found = [run for run in runs if run.results is not None]
-    tasks = tasks_of(found, places(path, found))
-    units = next((run.units for run in found), "")
+    finished_runs = [run for run in runs if run.results is not None]
+    tasks = tasks_of(finished_runs, places(path, finished_runs))
+    units = next((run.units for run in finished_runs), "")
     effects = dict(read_json(path / EFFECTS)) if (path / EFFECTS).exists() else {}
     if "differences" in record:  # of tables: its runs are parts of models, and not compared one by one
         names = [row["served"] for row in record["sites"].values()]
@@ -62,7 +62,7 @@ def fit_page(path: Path) -> Page:
     settings = configuration(tasks)
     if "differences" in record:
         settings = replace(settings, tables=tuple(replace(table, folded=True) for table in settings.tables))
-    sections += [settings, citations(found)]
+    sections += [settings, citations(finished_runs)]
     title = f"Personal models for {record['data']}"
     state = "finished" if "differences" in record else f"finished, {count(record['rounds'], 'round')}"
     return Page(title, "Fit", state, True, tuple(sections), path.name)
@@ -104,8 +104,8 @@ def served_sentence(served: list[str]) -> str:
     if len(kinds) == 1:
         (kind,) = kinds
         every = {1: "The site is", 2: "Both sites are"}.get(len(served), f"All {len(served)} sites are")
-        what = "their own model" if kind == OWN_MODEL and len(served) > 1 else WORDS.get(kind, kind)
-        return f"{every} served {'by a blend, mostly of ' if any(' + ' in name for name in served) else 'by '}{what}."
+        model = "their own model" if kind == OWN_MODEL and len(served) > 1 else WORDS.get(kind, kind)
+        return f"{every} served {'by a blend, mostly of ' if any(' + ' in name for name in served) else 'by '}{model}."
     parts = [f"{n} mostly by {WORDS.get(name, name)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])]
     verb = "is" if max(kinds.values()) == 1 else "are"
     return (
@@ -120,10 +120,10 @@ def sites(record: dict[str, Any]) -> Section:
     metric = record["metric"]
     rows, drawn = [], []
     for name, row in record["sites"].items():
-        shown = [Cell(number(metric, row[k]), row[k]) for k in ("alone", "common", "personal")]
+        figures = [Cell(number(metric, row[k]), row[k]) for k in ("alone", "common", "personal")]
         sure = (Cell(verdict(row), verdict(row)),) if "gain_ci" in row else ()
         size = Cell(f"{row['train']:,}", row["train"])
-        rows.append((Cell(name, name), size, *shown, *sure, Cell(row["served"], row["served"])))
+        rows.append((Cell(name, name), size, *figures, *sure, Cell(row["served"], row["served"])))
         gain = row["personal"] - row["alone"] if record["higher_is_better"] else row["alone"] - row["personal"]
         drawn.append((name, gain, row["served"]))
     unit = " %" if metric == "accuracy" else ""
@@ -161,16 +161,18 @@ def sites(record: dict[str, Any]) -> Section:
 
 def fairness(record: dict[str, Any]) -> tuple[Figure, ...]:
     """How the worst fare, and how far sites are apart: personal models, and beside them each site alone."""
-    found, metric, rows = record.get("fairness"), record["metric"], record["sites"].values()
-    if not found or len(rows) == 1:
+    measures, metric, rows = record.get("fairness"), record["metric"], record["sites"].values()
+    if not measures or len(rows) == 1:
         return ()
     higher = record["higher_is_better"]
     alone = summarise([row["alone"] for row in rows], higher_is_better=higher)
     of_alone = f"alone {value(metric, alone.worst_tenth)}"
-    figures = [Figure("Worst site", value(metric, found["worst_value"]), f"{found['worst']}, with its personal model")]
+    figures = [
+        Figure("Worst site", value(metric, measures["worst_value"]), f"{measures['worst']}, with its personal model")
+    ]
     if len(rows) >= 10:
-        figures.append(Figure("Worst tenth of the sites", value(metric, found["worst_tenth"]), of_alone))
-    spread = Figure("Spread over sites (sd)", value(metric, found["spread"]), f"alone {value(metric, alone.std)}")
+        figures.append(Figure("Worst tenth of the sites", value(metric, measures["worst_tenth"]), of_alone))
+    spread = Figure("Spread over sites (sd)", value(metric, measures["spread"]), f"alone {value(metric, alone.std)}")
     return (*figures, spread)
 
 

@@ -21,12 +21,12 @@ OWN = ("Local", "alone", "trees alone")
 
 def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] = ()) -> Section:
     """Of a fit of tables; `more` are further sentences."""
-    found = effects.get("coefficients")
+    coefficients = effects.get("coefficients")
     text = [
         headline(record),
         who(record),
         by_size(record),
-        " ".join(shared_words(found)) if found else "",
+        " ".join(shared_words(coefficients)) if coefficients else "",
         next(iter(importance_words(effects["importance"])), "") if effects else "",
         *more,
     ]
@@ -58,7 +58,7 @@ def in_federation(record: dict[str, Any]) -> str:
 
 def headline(record: dict[str, Any]) -> str:
     """Whether sharing pays, in one sentence."""
-    metric, means, found = record["metric"], record["means"], record["differences"]["alone"]
+    metric, means, estimate = record["metric"], record["means"], record["differences"]["alone"]
     sites = record["sites"]
     if record.get("settings", {}).get("federated"):
         return in_federation(record)
@@ -69,16 +69,16 @@ def headline(record: dict[str, Any]) -> str:
         return f"{every} their own model: sharing did not help any of them by more than its uncertainty."
     alone, personal = value(metric, means["alone"]), value(metric, means["personal"])
     figures = f"mean test {metric} is {alone} with each site's best model alone and {personal} with personal models"
-    if found["ci"] is None or not math.isfinite(found["gain"]):
+    if estimate["ci"] is None or not math.isfinite(estimate["gain"]):
         return f"Whether sharing pays cannot be told: {figures}, on too few test rows."
-    low, high = found["ci"]
+    low, high = estimate["ci"]
     bounds = f"95 % interval of the gain {number(metric, low)} to {number(metric, high)}"
-    if is_noise(found["ci"]):
+    if is_noise(estimate["ci"]):
         return f"Sharing makes no sure difference: {figures}. That may be noise ({bounds})."
-    part = abs(found["gain"] / means["alone"]) if means["alone"] else math.nan
-    how = "better" if found["gain"] > 0 else "worse"
-    size = signed(metric, abs(found["gain"])).lstrip("+") if metric == "accuracy" else f"{100 * part:.1f} %"
-    return f"Sharing {'pays' if found['gain'] > 0 else 'did harm'}: {figures}, {size} {how} ({bounds})."
+    part = abs(estimate["gain"] / means["alone"]) if means["alone"] else math.nan
+    how = "better" if estimate["gain"] > 0 else "worse"
+    size = signed(metric, abs(estimate["gain"])).lstrip("+") if metric == "accuracy" else f"{100 * part:.1f} %"
+    return f"Sharing {'pays' if estimate['gain'] > 0 else 'did harm'}: {figures}, {size} {how} ({bounds})."
 
 
 def who(record: dict[str, Any]) -> str:
@@ -99,8 +99,8 @@ def who(record: dict[str, Any]) -> str:
     rest, few = len(known) - len(better) - len(worse), len(sites) - len(known)
     close = f"{rest} {'is' if rest == 1 else 'are'} too close to call" if rest else ""
     too_few = f"{few} {'has' if few == 1 else 'have'} too few test rows to tell" if few else ""
-    said = ", ".join(filter(None, [*parts, close, too_few]))
-    return f"Of {count(len(sites), 'site')}, compared with their best model alone and beyond noise: {said}."
+    verdicts = ", ".join(filter(None, [*parts, close, too_few]))
+    return f"Of {count(len(sites), 'site')}, compared with their best model alone and beyond noise: {verdicts}."
 
 
 def by_size(record: dict[str, Any]) -> str:

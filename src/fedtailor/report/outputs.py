@@ -45,6 +45,6 @@ class Paper:
             write_atomically(self.latex, narrow(rows, self.columns, ps).encode())
         if self.figure is not None:
             paper.curves(grid, self.figure)
-        if self.ranks is not None and blocks is not None and (found := significance.ranks(blocks)) is not None:
-            paper.critical(found, self.ranks)
+        if self.ranks is not None and blocks is not None and (mean_ranks := significance.ranks(blocks)) is not None:
+            paper.critical(mean_ranks, self.ranks)
         return [] if blocks is None else significance.words(blocks, against)

@@ -87,7 +87,7 @@ class Page:
     state: str  # "finished", or how far it is
     finished: bool
     sections: tuple[Section, ...]
-    made: str  # last line
+    footer: str  # last line
 
 
 def plain(value: Value) -> Value:

@@ -60,10 +60,10 @@ def _curves_of(cells: Sequence[Cell]) -> tuple[list[dict[int, float]], str]:
     return out, metric
 
 
-def critical(found: Ranks, path: Path) -> None:
+def critical(mean_ranks: Ranks, path: Path) -> None:
     """Mean ranks on a line; bars join rows that are not told apart."""
-    order = sorted(found.by_label.items(), key=lambda item: item[1])
-    rows, half, joined = len(order), (len(order) + 1) // 2, groups(found)
+    order = sorted(mean_ranks.by_label.items(), key=lambda item: item[1])
+    rows, half, joined = len(order), (len(order) + 1) // 2, groups(mean_ranks)
     first = 0.6 + 0.25 * len(joined)  # below the bars
     figure, axes = _figure(0.6 + 0.2 * (half + first))
     axes.set_axis_off()
@@ -73,8 +73,8 @@ def critical(found: Ranks, path: Path) -> None:
     for rank in range(1, rows + 1):
         axes.plot([rank, rank], [0, 0.15], "k-", linewidth=0.8)
         axes.text(rank, 0.25, str(rank), ha="center", va="bottom", fontsize=7)
-    axes.plot([1, 1 + found.critical], [1.5, 1.5], "k-", linewidth=1.2)
-    axes.text(1 + found.critical / 2, 1.6, f"CD {found.critical:.2f}", ha="center", va="bottom", fontsize=7)
+    axes.plot([1, 1 + mean_ranks.critical], [1.5, 1.5], "k-", linewidth=1.2)
+    axes.text(1 + mean_ranks.critical / 2, 1.6, f"CD {mean_ranks.critical:.2f}", ha="center", va="bottom", fontsize=7)
     for i, (label, mean) in enumerate(order):
         is_left = i < half
         height, end = -first - (i if is_left else rows - 1 - i), 0.9 if is_left else rows + 0.1
@@ -82,7 +82,7 @@ def critical(found: Ranks, path: Path) -> None:
         side = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 7}
         axes.text(end + (-0.05 if is_left else 0.05), height, f"{label} ({mean:.2f})", **side)
     for i, group in enumerate(joined):
-        ends = [found.by_label[group[0]] - 0.05, found.by_label[group[-1]] + 0.05]
+        ends = [mean_ranks.by_label[group[0]] - 0.05, mean_ranks.by_label[group[-1]] + 0.05]
         axes.plot(ends, [-0.3 - 0.25 * i] * 2, "k-", linewidth=2.2, solid_capstyle="butt")
     _save(figure, path)
 

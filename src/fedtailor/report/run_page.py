@@ -37,7 +37,7 @@ def run_page(path: Path, data_root: Path | None = None) -> Page:
         *unusual(run),
         sharing(run, data_root),
         learned_weights(run),
-        told(run),
+        reported_numbers(run),
         traffic(run, others),
         left_the_client(run),
         time(run),
@@ -102,8 +102,8 @@ def gain(run: Recorded, others: References, wanted: Iterable[str]) -> list[Secti
     titles = {"local": "Gain over Local", "fedavg": "Gain over FedAvg"}
     missing = {name: _no_gain(run, others.get(name)) for name in wanted}
     charts = tuple(figures.gain(run, others[name]) for name, why in missing.items() if not why)
-    shown = [Section("gain", "Gain of each client", charts=charts)] if charts else []
-    return shown + [Section(f"gain-{name}", titles[name], missing=why) for name, why in missing.items() if why]
+    sections = [Section("gain", "Gain of each client", charts=charts)] if charts else []
+    return sections + [Section(f"gain-{name}", titles[name], missing=why) for name, why in missing.items() if why]
 
 
 def _no_gain(run: Recorded, other: Recorded | None) -> str:
@@ -114,7 +114,7 @@ def _no_gain(run: Recorded, other: Recorded | None) -> str:
     return "" if known(gains(run.tested, other.tested, run.higher)) else "no client has test figures in both runs"
 
 
-def told(run: Recorded) -> Section:
+def reported_numbers(run: Recorded) -> Section:
     """Numbers of the algorithm itself."""
     charts = tuple(figures.reported(run))
     missing = "" if charts else f"{run.title} reports no numbers of its own"
@@ -161,9 +161,9 @@ def left_the_client(run: Recorded) -> Section:
     tables = [Table("As the algorithm declares it; other replies are rejected", ("", ""), rows, words=True)]
     faults = [fault for line in run.lines for fault in line.get("faults", [])]
     if faults:
-        shown = [cells(f["client"], str(f["round"]), f["function"], f["reason"]) for f in faults[:MOST_FAULTS]]
+        fault_rows = [cells(f["client"], str(f["round"]), f["function"], f["reason"]) for f in faults[:MOST_FAULTS]]
         title = f"Rejected replies{f', first {MOST_FAULTS}' if len(faults) > MOST_FAULTS else ''}"
-        tables.append(Table(title, ("client", "round", "function", "reason"), shown, words=True))
+        tables.append(Table(title, ("client", "round", "function", "reason"), fault_rows, words=True))
     return Section(section.id, section.title, tables=tuple(tables))
 
 

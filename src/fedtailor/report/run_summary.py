@@ -27,7 +27,7 @@ def state(run: Recorded) -> str:
 
 def summary(run: Recorded, others: References) -> Section:
     """In plain words."""
-    text = [what(run), outcome(run), *filter(None, [run.units])]
+    text = [setup_words(run), outcome(run), *filter(None, [run.units])]
     text += [against(run, other) for other in others.values() if run.results is not None]
     if run.unreadable:
         text.append(f"{count(run.unreadable, 'line')} of metrics.jsonl could not be read and are not shown.")
@@ -35,7 +35,7 @@ def summary(run: Recorded, others: References) -> Section:
     return Section("summary", "Summary", tuple(text), key_figures(run, others), tables=tables)
 
 
-def what(run: Recorded) -> str:
+def setup_words(run: Recorded) -> str:
     """What was trained, on what."""
     verb = "trained" if run.results is not None else "is training" if run.lines else "has not yet trained"
     samples = sum(run.about["train_samples"])
@@ -119,9 +119,9 @@ def results_table(run: Recorded, local: Recorded | None) -> Table:
         if local is not None and local.results is not None and kind != "unseen":
             mine, theirs = run.results[kind]["clients"][run.metric], local.results[kind]["clients"][run.metric]
             hurt = share_hurt(mine, theirs, higher_is_better=run.higher)
-        shown = [number(run.metric, test[key]) for key in ("mean", "std", "worst_tenth")]
+        figures = [number(run.metric, test[key]) for key in ("mean", "std", "worst_tenth")]
         share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
-        rows.append(cells(title, str(run.results[kind]["round"]), *shown, share))
+        rows.append(cells(title, str(run.results[kind]["round"]), *figures, share))
     unit = " in %" if run.metric == "accuracy" else ""
     columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
     return Table(f"Test {run.metric}{unit}", columns, rows)

@@ -32,16 +32,16 @@ class Watched:
     def __init__(self, path: Path, data_root: Path | None = None) -> None:
         self.path, self.data_root = path, data_root
         self._lock = Lock()
-        self._made: tuple[str, bool, str] | None = None
+        self._cached: tuple[str, bool, str] | None = None
 
-    def now(self) -> tuple[str, bool, str]:
+    def current(self) -> tuple[str, bool, str]:
         """Version, whether the run is finished, and the page."""
         with self._lock:
             new = version(self.path)
-            if self._made is None or self._made[0] != new:
+            if self._cached is None or self._cached[0] != new:
                 page = page_of(self.path, self.data_root)
-                self._made = (new, page.finished, html(page, live=True))
-            return self._made
+                self._cached = (new, page.finished, html(page, live=True))
+            return self._cached
 
 
 class Server(ThreadingHTTPServer):
@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _content(self, path: str) -> None:
         try:
-            version, finished, page = self.server.watched.now()
+            version, finished, page = self.server.watched.current()
         except (UserError, OSError) as error:
             self._answer(503, "text/plain", str(error))
             return

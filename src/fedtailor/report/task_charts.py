@@ -41,9 +41,9 @@ class Task:
 def table(task: Task) -> Table:
     """All rows and columns of the comparison."""
     rows = task.rows
-    shown = [tuple(map(Cell, cells_of(row), sort_keys(row))) for row in rows]
+    cell_rows = [tuple(map(Cell, cells_of(row), sort_keys(row))) for row in rows]
     title = "All algorithms" + (f", {task.name}" if task.name else "")
-    return Table(f"{title}: mean ± spread over seeds", tuple(header(rows)), shown, sortable=True)
+    return Table(f"{title}: mean ± spread over seeds", tuple(header(rows)), cell_rows, sortable=True)
 
 
 def sort_keys(row: Row) -> list[Value]:
