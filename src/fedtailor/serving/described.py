@@ -36,19 +36,19 @@ class Described(BaseModel):
 def described(about: Any, origin: str) -> Described:
     """The description in a file; one that no run could have written is a `RunError` that names the key."""
     try:
-        found = Described.model_validate({k: about[k] for k in Described.model_fields})
+        description = Described.model_validate({k: about[k] for k in Described.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # not which kind of list it is
         raise RunError(f"{origin}: {key}: {first['msg']}") from None
     except (KeyError, TypeError):
         raise RunError(f"{origin}: does not say what its model reads; another version of fedtailor wrote it") from None
-    sizes = found.shape.values() if isinstance(found.shape, dict) else [found.shape]
+    sizes = description.shape.values() if isinstance(description.shape, dict) else [description.shape]
     if sum(map(math.prod, sizes)) > MOST:
-        raise RunError(f"{origin}: shape: samples of {found.shape} are too large")
-    if found.task == "classification" and found.classes and len(found.classes) != found.outputs:
-        raise RunError(f"{origin}: classes: {len(found.classes)} names for {found.outputs} outputs")
-    return found
+        raise RunError(f"{origin}: shape: samples of {description.shape} are too large")
+    if description.task == "classification" and description.classes and len(description.classes) != description.outputs:
+        raise RunError(f"{origin}: classes: {len(description.classes)} names for {description.outputs} outputs")
+    return description
 
 
 def part_of(folder: Path, name: Any) -> Path:
@@ -76,14 +76,14 @@ def model_in(config: RunConfig, about: Described, tensors: Mapping[str, Tensor],
         except (ConfigError, TypeError, ValueError, RuntimeError, ZeroDivisionError, IndexError) as error:
             raise RunError(f"{origin}: model.name {config.model.name}: cannot be made as it says: {error}") from None
         for name, value in plan.params.items():
-            found = tensors.get(name)
-            if found is not None and found.shape != value.shape:
+            tensor = tensors.get(name)
+            if tensor is not None and tensor.shape != value.shape:
                 raise RunError(
-                    f'{origin}: "{name}" has the shape {list(found.shape)}, not {list(value.shape)} as the model says'
+                    f'{origin}: "{name}" has the shape {list(tensor.shape)}, not {list(value.shape)} as the model says'
                 )
-        size, there = sum(v.numel() for v in plan.params.values()), sum(v.numel() for v in tensors.values())
-        if size > 2 * there + LARGEST:
-            raise RunError(f"{origin}: the model has {size} parameters, and only {there} numbers are there")
+        size, numbers = sum(v.numel() for v in plan.params.values()), sum(v.numel() for v in tensors.values())
+        if size > 2 * numbers + LARGEST:
+            raise RunError(f"{origin}: the model has {size} parameters, and only {numbers} numbers are there")
     return model_of(config, shape, about.outputs)
 
 

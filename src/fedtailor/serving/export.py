@@ -96,33 +96,37 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
     wanted = own.readable(own.outputs(x))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as part:
-        made = Path(part) / target.name
+        part_file = Path(part) / target.name
         if to == "safetensors":
-            made.write_bytes(as_safetensors(own, at_client(folder.config, site).plain(), x))
-            found = readable_again(made, x)
+            part_file.write_bytes(as_safetensors(own, at_client(folder.config, site).plain(), x))
+            predictions = readable_again(part_file, x)
         elif to == "onnx" and own.preparation is not None:
-            wanted, found = _onnx_of_columns(own, made, x)
+            wanted, predictions = _onnx_of_columns(own, part_file, x)
         else:
-            found = _traced(own, to, made, x)
-        _same(found, wanted, f"{target.name}: the exported model of {site}")
+            predictions = _traced(own, to, part_file, x)
+        _same(predictions, wanted, f"{target.name}: the exported model of {site}")
         files, note = [target], target.with_suffix(".preparation.json")
         if own.preparation is not None:
             content = own.preparation.model_dump(mode="json") | {"features": list(own.preparation.features)}
             write_atomically(note, json.dumps(content, indent=1).encode())
             files.append(note)
-        os.replace(made, target)
+        os.replace(part_file, target)
     return files
 
 
 def _as_json(own: Personal, target: Path) -> Path:
     """A linear model in units of the table; computed by hand from the file, it must say the same."""
     content = json.dumps(linear_record(own), indent=1, allow_nan=False, ensure_ascii=False).encode()
-    read_again = json.loads(content)
+    record = json.loads(content)
     numeric, categorical = sample_columns(own)
     columns = numeric | categorical
     rows = [{name: values[i] for name, values in columns.items()} for i in range(SAMPLES)]
-    found = torch.tensor([by_hand(read_again, row) for row in rows], dtype=torch.float64, device="cpu")
-    _same(found, _said_of_columns(own, numeric, categorical), f"{target.name}: the exported model of {own.site}")
+    predictions = torch.tensor([by_hand(record, row) for row in rows], dtype=torch.float64, device="cpu")
+    _same(
+        predictions,
+        _predictions_of_columns(own, numeric, categorical),
+        f"{target.name}: the exported model of {own.site}",
+    )
     write_atomically(target, content)
     return target
 
@@ -146,7 +150,7 @@ def sample_columns(own: Personal) -> tuple[dict[str, Any], dict[str, Any]]:
     return numeric, categorical
 
 
-def _said_of_columns(own: Personal, numeric: dict[str, Any], categorical: dict[str, Any]) -> Tensor:
+def _predictions_of_columns(own: Personal, numeric: dict[str, Any], categorical: dict[str, Any]) -> Tensor:
     assert own.preparation is not None
     x = own.preparation.encode(own.site, numeric, categorical, "samples", [])
     return own.readable(own.outputs(torch.from_numpy(x).to(own.model.dtype)))
@@ -164,23 +168,25 @@ def _onnx_of_columns(own: Personal, path: Path, x: Tensor) -> tuple[Tensor, Tens
     else:
         _traced(own, "onnx", path, x)
         path.write_bytes(with_columns(import_module("onnx").load(path), own).SerializeToString())
-    found = _run_onnx(path, inputs_of_columns(own.preparation, numeric, categorical))
-    return _said_of_columns(own, numeric, categorical), found
+    predictions = _run_onnx(path, inputs_of_columns(own.preparation, numeric, categorical))
+    return _predictions_of_columns(own, numeric, categorical), predictions
 
 
 def _samples(own: Personal, folder: RunFolder, site: str, data_root: Path | None) -> Tensor:
     """What the written model is compared on: of tables any features will do, and the files are not needed."""
     if own.preparation is not None:
-        made = torch.randn((SAMPLES, len(own.preparation.features)), generator=torch.Generator().manual_seed(0))
-        return made.to(own.model.dtype)
+        features = torch.randn((SAMPLES, len(own.preparation.features)), generator=torch.Generator().manual_seed(0))
+        return features.to(own.model.dtype)
     data = reload_experiment(folder, data_root).data
     return data.train.of(data.clients.index(site) if site in data.clients else 0)[0][:SAMPLES]
 
 
-def _same(found: Tensor, wanted: Tensor, what: str) -> None:
-    apart = float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1))
-    if not apart <= TOLERANCE:
-        raise RunError(f"{what} differs from the run's by {apart:.2g}, more than {TOLERANCE:g}; nothing was written")
+def _same(predictions: Tensor, wanted: Tensor, subject: str) -> None:
+    difference = float((predictions.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1))
+    if not difference <= TOLERANCE:
+        raise RunError(
+            f"{subject} differs from the run's by {difference:.2g}, more than {TOLERANCE:g}; nothing was written"
+        )
 
 
 def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
@@ -229,5 +235,5 @@ def _run_onnx(path: Path, inputs: dict[str, Any]) -> Tensor:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, inputs)
-    return torch.from_numpy(found)
+    (outputs,) = session.run(None, inputs)
+    return torch.from_numpy(outputs)

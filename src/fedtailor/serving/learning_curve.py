@@ -52,10 +52,13 @@ def learning_curve(
         for draw in range(DRAWS):
             order = torch.from_numpy(stream(seed, "curve", n, draw).permutation(len(x)))
             held = order[n:]
-            said = {name: _said(*method, _part(own, x, y, order[:n]), x[held]) for name, method in methods.items()}
+            predictions = {
+                name: _newcomer_outputs(*method, _part(own, x, y, order[:n]), x[held])
+                for name, method in methods.items()
+            }
             if common:
-                said["common"] = experiment.algorithm.predict(experiment.model, common, x[held])
-            for name, outputs in said.items():
+                predictions["common"] = experiment.algorithm.predict(experiment.model, common, x[held])
+            for name, outputs in predictions.items():
                 row = torch.full((len(x),), torch.nan, dtype=torch.float64, device="cpu")
                 row[held] = _losses(outputs.double(), y[held], own)
                 losses[name].append(row)
@@ -73,7 +76,7 @@ def _part(own: FederatedData, x: Tensor, y: Tensor, at: Tensor) -> FederatedData
     return replace(own, train=train, val=empty, test=empty)
 
 
-def _said(experiment: Experiment, server: Tree, rows: FederatedData, x: Tensor) -> Tensor:
+def _newcomer_outputs(experiment: Experiment, server: Tree, rows: FederatedData, x: Tensor) -> Tensor:
     """Outputs of the model that a newcomer with these rows gets."""
     of_newcomer = replace(experiment, data=rows, unseen=None, environment=Environment())
     with torch.no_grad():

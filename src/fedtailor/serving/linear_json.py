@@ -48,8 +48,8 @@ def linear_record(own: Personal) -> dict[str, Any]:
     """As the file has it; a model that is not linear is a `RunError`."""
     is_plain = own.extras.trees is None and (own.extras.slope, own.extras.offset) == (1.0, 0.0)
     if own.preparation is None or not has_linear_base(own) or not is_plain:
-        what = "has boosted trees" if own.extras.trees is not None else "is not a linear model of a table"
-        raise RunError(f'the model of "{own.site}" {what}, which JSON cannot hold; use --to onnx or --to safetensors')
+        reason = "has boosted trees" if own.extras.trees is not None else "is not a linear model of a table"
+        raise RunError(f'the model of "{own.site}" {reason}, which JSON cannot hold; use --to onnx or --to safetensors')
     is_class, target = own.task == "classification", own.preparation.target
     w, intercept = weights_of(own)
     if is_class:  # scores against those of the first class

@@ -65,15 +65,18 @@ def _tree_tensors(extras: Extras) -> dict[str, Tensor]:
     return {f"{kind}/{name}": value for kind, trees in kinds.items() for name, value in trees.tensors.items()}
 
 
-def _extras_in(record: Mapping[str, Any], tensors: Mapping[str, Tensor], says: Described, origin: str) -> Extras:
+def _extras_in(record: Mapping[str, Any], tensors: Mapping[str, Tensor], description: Described, origin: str) -> Extras:
     parts, trees = record["parts"], None
-    if parts and isinstance(says.shape, list):
-        held = {}
-        for kind, extra in ((TREES, 0), (ON_TOP, says.outputs)):
+    if parts and isinstance(description.shape, list):
+        by_kind = {}
+        for kind, extra in ((TREES, 0), (ON_TOP, description.outputs)):
             if kind in parts:
                 own = {name.removeprefix(f"{kind}/"): v for name, v in tensors.items() if name.startswith(f"{kind}/")}
-                held[kind] = (float(parts[kind]), checked(own, says.shape[0] + extra, says.outputs, origin))
-        trees = TreeParts(float(parts.get(LINEAR, 0.0)), held.get(TREES), held.get(ON_TOP))
+                by_kind[kind] = (
+                    float(parts[kind]),
+                    checked(own, description.shape[0] + extra, description.outputs, origin),
+                )
+        trees = TreeParts(float(parts.get(LINEAR, 0.0)), by_kind.get(TREES), by_kind.get(ON_TOP))
     return extras_of(record, record, trees)
 
 
@@ -85,26 +88,26 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
         raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
-    says = described(about, str(path))
+    description = described(about, str(path))
     try:
         config, options, prepared, site = (about[key] for key in ("config", "options", "preparation", "site"))
         config = parse(config, origin=str(path))
         preparation = None if prepared is None else Preparation.model_validate(prepared)
-        extras = _extras_in(about["extras"], tensors, says, str(path)) if "extras" in about else Extras()
+        extras = _extras_in(about["extras"], tensors, description, str(path)) if "extras" in about else Extras()
     except (KeyError, TypeError, ValueError) as error:
         raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
     if trust:
         trusting.accept(config, str(path), trusting.say)
-    if what := changed_since(about.get("code"), config, str(path)):
-        raise RunError(f"{path}: {what} since it was exported; put back what it was, or export it again")
+    if change := changed_since(about.get("code"), config, str(path)):
+        raise RunError(f"{path}: {change} since it was exported; put back what it was, or export it again")
     params = {name: value for name, value in tensors.items() if not name.startswith((f"{TREES}/", f"{ON_TOP}/"))}
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, options),
-        model=model_in(config, says, params, str(path)),
+        model=model_in(config, description, params, str(path)),
         params=params,
-        task=says.task,
-        classes=tuple(says.classes),
+        task=description.task,
+        classes=tuple(description.classes),
         preparation=preparation,
         source=str(path),
         extras=extras,

@@ -49,9 +49,9 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     if name in folder.about["clients"]:
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
     experiment, own = _prepared(folder, file, name, data_root)
-    ((model, found),) = onboarded(experiment, own, saved[1]["state"]["server"], epochs)
+    ((model, figures),) = onboarded(experiment, own, saved[1]["state"]["server"], epochs)
     samples = {split: len(getattr(own, split).y) for split in ("train", "val", "test")}
-    metrics = {split: {k: float(v) for k, v in values.items()} for split, values in found.items()}
+    metrics = {split: {k: float(v) for k, v in values.items()} for split, values in figures.items()}
     about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
     if own.preparation is not None and name in own.preparation.sites:
         about["preparation"] = own.preparation.of(name).model_dump(mode="json")
@@ -81,13 +81,13 @@ def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) 
         own = newcomer_by(preparation, config.data, table, name, data_seed(config)).to(width(config))
         return assemble(config.model_copy(update={name: type(getattr(config, name))() for name in OF_ROUNDS}), own), own
     experiment = reload_experiment(folder, data_root)
-    made_by = folder.about["data_root"]
-    root = Path(made_by) if data_root is None and made_by else data_root
+    earlier_root = folder.about["data_root"]
+    root = Path(earlier_root) if data_root is None and earlier_root else data_root
     own = _read(config_of(folder), file, name, root).to(experiment.model.dtype)
-    for what in ("task", "shape", "outputs"):
-        if getattr(own, what) != getattr(experiment.data, what):
+    for key in ("task", "shape", "outputs"):
+        if getattr(own, key) != getattr(experiment.data, key):
             raise DataError(
-                f"{file}: {what} of its samples is {getattr(own, what)}, of the run's {getattr(experiment.data, what)}"
+                f"{file}: {key} of its samples is {getattr(own, key)}, of the run's {getattr(experiment.data, key)}"
             )
     return experiment, own
 
@@ -128,9 +128,9 @@ def _read(config: RunConfig, file: Path, name: str, root: Path | None) -> Federa
     if "data" not in tables:
         raise ConfigError(f"{file}: has no [data] table that says where the newcomer's samples come from")
     own = parse({"data": tables["data"]}, origin=str(file)).data
-    found = load(config.model_copy(update={"data": own}), root)
-    if name in found.clients:
-        return found.only([found.clients.index(name)])
-    if len(found.clients) > 1:
-        raise ConfigError(f'{file}: has several clients and none is "{name}"; {nearest(name, found.clients)}')
-    return replace(found, clients=(name,))
+    data = load(config.model_copy(update={"data": own}), root)
+    if name in data.clients:
+        return data.only([data.clients.index(name)])
+    if len(data.clients) > 1:
+        raise ConfigError(f'{file}: has several clients and none is "{name}"; {nearest(name, data.clients)}')
+    return replace(data, clients=(name,))

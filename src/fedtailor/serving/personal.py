@@ -80,8 +80,8 @@ class Personal:
                 self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
                 for a in range(0, max(count(x), 1), ROWS)
             ]
-        found = torch.cat(parts)
-        return self.extras.applied(x, found, self.task == "classification")
+        base = torch.cat(parts)
+        return self.extras.applied(x, base, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
         """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
@@ -104,10 +104,10 @@ class Personal:
 
         An array of a table's rows has the columns of training, as they are in a file; a tensor has prepared features.
         """
-        found = self._readable(rows)
+        values = self._readable(rows)
         if self.task != "classification":
-            return found.squeeze(1) if found.shape[1] == 1 else found
-        likely = found.argmax(1)
+            return values.squeeze(1) if values.shape[1] == 1 else values
+        likely = values.argmax(1)
         return self.labels[likely] if self.classes else likely
 
     def predict_proba(self, rows: Any) -> NDArray[np.float64]:
@@ -158,9 +158,9 @@ class Personal:
             raise DataError(
                 f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
             )
-        gone = {c.name for c in self.preparation.columns if self.site in c.absent and c.name not in table.columns}
+        absent = {c.name for c in self.preparation.columns if self.site in c.absent and c.name not in table.columns}
         for column in self.preparation.columns:
-            if column.name in gone:
+            if column.name in absent:
                 continue
             if column.name not in table.columns:
                 hint = nearest(column.name, table.names)
@@ -170,18 +170,18 @@ class Personal:
         split = {kind: [c.name for c in self.preparation.columns if c.kind == kind] for kind in ("number", "category")}
         dates = {c.name for c in self.preparation.columns if isinstance(c, NumberColumn) and c.is_date}
         numeric = {
-            name: np.full(table.rows, np.nan) if name in gone else numbers(table.columns[name].of_kind(name in dates))
+            name: np.full(table.rows, np.nan) if name in absent else numbers(table.columns[name].of_kind(name in dates))
             for name in split["number"]
         }
         categorical = {
-            name: [None] * table.rows if name in gone else table.columns[name].labels() for name in split["category"]
+            name: [None] * table.rows if name in absent else table.columns[name].labels() for name in split["category"]
         }
         x = self.preparation.encode(self.site, numeric, categorical, str(table.path), self.notes)
         return torch.from_numpy(x).to(self.model.dtype)
 
     def __repr__(self) -> str:
-        what = f"classes {', '.join(self.classes)}" if self.classes else self.task
-        return f"Personal({self.site}: {self.title}, {what})"
+        kind = f"classes {', '.join(self.classes)}" if self.classes else self.task
+        return f"Personal({self.site}: {self.title}, {kind})"
 
 
 def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
@@ -223,13 +223,13 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     if site not in sites_of(folder):
         raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
     refuse_other_code(folder)
-    config, made_by, preparation = folder.config, folder.about, folder.preparation
-    if "shape" not in made_by:  # from before it was kept
+    config, about, preparation = folder.config, folder.about, folder.preparation
+    if "shape" not in about:  # from before it was kept
         data = reload_experiment(folder, data_root).data
         preparation = data.preparation
-        kept = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
-        made_by = {"task": made_by["task"]} | kept
-    says = described(made_by, str(folder.path / ABOUT))
+        known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
+        about = {"task": about["task"]} | known
+    description = described(about, str(folder.path / ABOUT))
     newcomer = site in _newcomers(folder.path)
     if newcomer and (own := read_json(folder.path / "newcomers" / site / "newcomer.json").get("preparation")):
         preparation = Preparation.model_validate(own)
@@ -243,16 +243,16 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         trees = None
         if "weights" in row:
             params = _blended(path, site, row["weights"], kind)
-            assert isinstance(says.shape, list)  # of a table
-            trees = tree_parts(path, row, says.shape[0], says.outputs)
+            assert isinstance(description.shape, list)  # of a table
+            trees = tree_parts(path, row, description.shape[0], description.outputs)
         params, extras = folded(params, extras_of(row, record, trees))
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
-        model=model_in(at_client(config, site), says, params, str(folder.path)),
+        model=model_in(at_client(config, site), description, params, str(folder.path)),
         params=params,
-        task=says.task,
-        classes=tuple(says.classes),
+        task=description.task,
+        classes=tuple(description.classes),
         preparation=preparation.of(site) if preparation is not None else None,
         source=str(folder.path),
         extras=extras,
@@ -290,22 +290,22 @@ def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tenso
     import polars as pl
 
     try:
-        found = model.readable(model.outputs(x))
+        predictions = model.readable(model.outputs(x))
     except RuntimeError as error:
         raise DataError(f"{file}: its samples of shape {list(x.shape[1:])} do not fit the model: {error}") from None
     columns: dict[str, Any]
     if model.task == "classification":
-        names = model.classes or tuple(map(str, range(found.shape[1])))
-        columns = {"prediction": [names[i] for i in found.argmax(1).tolist()]}
-        columns |= {f"probability {name}": found[:, i].tolist() for i, name in enumerate(names)}
+        names = model.classes or tuple(map(str, range(predictions.shape[1])))
+        columns = {"prediction": [names[i] for i in predictions.argmax(1).tolist()]}
+        columns |= {f"probability {name}": predictions[:, i].tolist() for i, name in enumerate(names)}
     else:
-        ends = [""] if found.shape[1] == 1 else [f" {i + 1}" for i in range(found.shape[1])]
-        columns = {f"prediction{end}": found[:, i].tolist() for i, end in enumerate(ends)}
+        ends = [""] if predictions.shape[1] == 1 else [f" {i + 1}" for i in range(predictions.shape[1])]
+        columns = {f"prediction{end}": predictions[:, i].tolist() for i, end in enumerate(ends)}
     if interval:
         if model.task not in ("regression", "count"):
             raise DataError("--interval: is for numbers; of classes there are probabilities")
         half = model.extras.half_width(interval, model.source)
-        sides = around(found[:, 0].double().numpy(), half, model.error_scale)
+        sides = around(predictions[:, 0].double().numpy(), half, model.error_scale)
         columns |= {f"{end} {100 * interval:g} %": v.tolist() for end, v in zip(ENDS, sides, strict=True)}
     for name in columns:
         if name in frame.columns:

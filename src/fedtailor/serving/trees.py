@@ -173,12 +173,12 @@ def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int) -> 
     """The trees of a site, as the record of a fit names them; none if it is served by a linear model."""
     if not row["trees"]:
         return None
-    held: dict[str, tuple[float, Trees]] = {}
+    by_kind: dict[str, tuple[float, Trees]] = {}
     for kind, name in row["trees"].items():
         extra = outputs if kind == ON_TOP else 0
         trees = Trees.read(part_of(path / TREES_FOLDER, name), features + extra, outputs)
-        held[kind] = (float(row["parts"][kind]), trees)
-    return TreeParts(float(row["parts"].get("linear", 0.0)), held.get(TREES), held.get(ON_TOP))
+        by_kind[kind] = (float(row["parts"][kind]), trees)
+    return TreeParts(float(row["parts"].get("linear", 0.0)), by_kind.get(TREES), by_kind.get(ON_TOP))
 
 
 def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:

@@ -50,11 +50,11 @@ class Extras:
 
     def applied(self, x: Any, outputs: Tensor, is_class: bool) -> Tensor:
         """Outputs of all parts together, calibrated."""
-        found = outputs if self.trees is None else self.trees.mixed(x, outputs, is_class)
+        mixed = outputs if self.trees is None else self.trees.mixed(x, outputs, is_class)
         if (self.slope, self.offset) == (1.0, 0.0):
-            return found
-        found = found * self.slope
-        return found + found.new_tensor([0.0, self.offset]) if self.offset else found
+            return mixed
+        mixed = mixed * self.slope
+        return mixed + mixed.new_tensor([0.0, self.offset]) if self.offset else mixed
 
     def half_width(self, level: float, source: str) -> float:
         """Half the width of the interval that holds this share of the rows; linear between levels that are known."""
@@ -84,8 +84,8 @@ def folded(params: Params, extras: Extras) -> tuple[Params, Extras]:
     """Without trees, calibration is a part of the linear model, and every export has it."""
     if extras.trees is not None or (extras.slope, extras.offset) == (1.0, 0.0):
         return params, extras
-    made = {name: value * extras.slope for name, value in params.items()}
-    for name, value in made.items():
+    scaled = {name: value * extras.slope for name, value in params.items()}
+    for name, value in scaled.items():
         if value.dim() == 1 and len(value) == 2:
-            made[name] = value + torch.tensor([0.0, extras.offset], dtype=value.dtype)
-    return made, Extras(None, half_widths=extras.half_widths)
+            scaled[name] = value + torch.tensor([0.0, extras.offset], dtype=value.dtype)
+    return scaled, Extras(None, half_widths=extras.half_widths)
