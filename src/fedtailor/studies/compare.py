@@ -19,7 +19,7 @@ from fedtailor.experiments.sections import dotted
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder, read_json, write_json
 from fedtailor.metrics.summary import over_seeds, share_hurt
 from fedtailor.studies import search
-from fedtailor.studies.grid import Cell, Listener, folder_name, run_cells
+from fedtailor.studies.grid import Cell, CellListener, folder_name, run_cells
 
 GRID, TABLE = "compare.json", "table.md"
 
@@ -71,7 +71,7 @@ def _refuse_set(values: Any) -> None:
 
 
 def run_grid(
-    config: CompareConfig, folder: Path, data_root: Path | None, listener: Listener, redo: Sequence[str] = ()
+    config: CompareConfig, folder: Path, data_root: Path | None, listener: CellListener, redo: Sequence[str] = ()
 ) -> list[Cell]:
     """Run what is not finished yet of a comparison, after the search if there is one; rows of `redo` from the start."""
     grid, workers = cells(config, folder), config.compare.workers

@@ -29,7 +29,7 @@ from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.serving.personal import Personal
 from fedtailor.studies import table_fit
 from fedtailor.studies.fit_folder import claimed
-from fedtailor.studies.grid import Cell, Listener, folder_name
+from fedtailor.studies.grid import Cell, CellListener, folder_name
 from fedtailor.studies.model_selection import CAUTION, Floats, Gain, View, choose
 from fedtailor.studies.table_record import shared
 from fedtailor.studies.table_study import fit_table
@@ -177,7 +177,7 @@ def fit(
     *,
     algorithm: str = "auto",
     data_root: Path | None = None,
-    listener: Listener = lambda cell, round, rounds: None,
+    listener: CellListener = lambda cell, round, rounds: None,
     time_limit: float = 0.0,
     metric: str = "",
     **options: Any,
@@ -206,7 +206,7 @@ def fit(
     return record
 
 
-def run_plan(fit_plan: Plan, data_root: Path | None, listener: Listener) -> tuple[list[Cell], list[dict[str, Any]]]:
+def run_plan(fit_plan: Plan, data_root: Path | None, listener: CellListener) -> tuple[list[Cell], list[dict[str, Any]]]:
     """Run references and candidates; returns what came to its end, and what was dropped when and why."""
 
     def run(cell: Cell, until: int | None) -> None:

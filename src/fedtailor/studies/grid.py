@@ -38,11 +38,11 @@ def folder_name(label: str, seed: int) -> str:
     return f"{''.join(c if c.isalnum() or c in '+-.' else '_' for c in label.lower())}-seed{seed}"
 
 
-Listener = Callable[[str, int, int], None]  # cell, round, rounds
+CellListener = Callable[[str, int, int], None]  # cell, round, rounds
 Failed = dict[str, BaseException]  # by the name of a cell's folder
 
 
-def run_cells(grid: list[Cell], workers: int, data_root: Path | None, listener: Listener) -> None:
+def run_cells(grid: list[Cell], workers: int, data_root: Path | None, listener: CellListener) -> None:
     """Run what is not finished yet, `workers` at a time. A cell that fails is named after the others are done."""
     refuse_failed(try_cells(grid, workers, data_root, listener), len(grid))
 
@@ -53,7 +53,7 @@ def refuse_failed(failed: Failed, runs: int) -> None:
         raise RunError(f"{len(failed)} of {runs} runs failed; the first: {name}: {str(error) or type(error).__name__}")
 
 
-def try_cells(grid: list[Cell], workers: int, data_root: Path | None, listener: Listener) -> Failed:
+def try_cells(grid: list[Cell], workers: int, data_root: Path | None, listener: CellListener) -> Failed:
     """Run what is not finished yet, `workers` at a time, and say which failed."""
     if not grid:
         return {}

@@ -21,7 +21,7 @@ from fedtailor.experiments import runner, trust
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
 from fedtailor.studies.cross_fitting import out_of_fold
-from fedtailor.studies.grid import Cell, Listener
+from fedtailor.studies.grid import Cell, CellListener
 
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
@@ -91,7 +91,7 @@ def cross_fitted(
     data: FederatedData,
     folds: NDArray[np.int64],
     root: Path | None,
-    listener: Listener,
+    listener: CellListener,
     clock: Clock,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Train every linear candidate on all rows, then without each fold; returns what it says out of fold, by label,
@@ -116,7 +116,7 @@ def cross_fitted(
 
 
 def _cross_fitted_cell(
-    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, listener: Listener, clock: Clock
+    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, listener: CellListener, clock: Clock
 ) -> Tensor:
     """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
     any exchange, and show how long the training on all rows will take."""
@@ -138,7 +138,7 @@ def _cross_fitted_cell(
     return outputs
 
 
-def _train(cell: Cell, data: FederatedData, root: Path | None, listener: Listener) -> None:
+def _train(cell: Cell, data: FederatedData, root: Path | None, listener: CellListener) -> None:
     def listen(p: runner.Progress) -> None:
         listener(cell.folder.name, p.round, p.rounds)
 

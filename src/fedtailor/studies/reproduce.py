@@ -22,7 +22,7 @@ from fedtailor.metrics.memory import training_step
 from fedtailor.metrics.summary import over_seeds
 from fedtailor.studies import search
 from fedtailor.studies.explain import overlap_by_classes
-from fedtailor.studies.grid import Cell, Listener, folder_name, refuse_failed, run_cells, try_cells
+from fedtailor.studies.grid import Cell, CellListener, folder_name, refuse_failed, run_cells, try_cells
 
 Scale = Literal["cpu", "paper"]
 
@@ -157,7 +157,7 @@ def searched(
     seeds: int,
     rows: list[str],
     data_root: Path | None,
-    listener: Listener,
+    listener: CellListener,
 ) -> dict[str, search.Settings]:
     """The settings found for the cells of the table, by search or in a run that learns for all seeds."""
     if table.search is None:
@@ -169,7 +169,7 @@ def searched(
 
 
 def _learned(
-    table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, listener: Listener
+    table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, listener: CellListener
 ) -> dict[str, search.Settings]:
     """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
     learned_rows = {part.name for part in table.rows if part.learned_once}
@@ -185,7 +185,7 @@ def _learned(
     return {k: {"algorithm.theta": v[-1], "algorithm.outer_iterations": 0} for k, v in thetas.items()}
 
 
-def run(table: Published, cells: Cells, data_root: Path | None, listener: Listener) -> list[Figure]:
+def run(table: Published, cells: Cells, data_root: Path | None, listener: CellListener) -> list[Figure]:
     """Run what is missing and read off the figures of the last round."""
     unique_cells = {cell.folder: cell for group in cells.values() for cell in group}
     failed = try_cells(list(unique_cells.values()), 0, data_root, listener)

@@ -25,7 +25,7 @@ from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.experiments.study_sections import Range, SearchSection, Space
 from fedtailor.metrics.summary import summarise
 from fedtailor.studies import suggestions
-from fedtailor.studies.grid import Cell, Failed, Listener, folder_name, refuse_failed, try_cells
+from fedtailor.studies.grid import Cell, CellListener, Failed, folder_name, refuse_failed, try_cells
 
 SEARCH, FOUND = "search", "search.json"
 
@@ -140,7 +140,7 @@ def settings_text(settings: Settings) -> str:
     return ", ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in settings.items())
 
 
-def run(plan: Plan, workers: int, data_root: Path | None, listener: Listener) -> dict[str, Settings]:
+def run(plan: Plan, workers: int, data_root: Path | None, listener: CellListener) -> dict[str, Settings]:
     """Run what is missing of a search and record it; returns the best settings by label."""
     section, folder = plan.section, plan.folder
 

@@ -22,7 +22,7 @@ from fedtailor.numerics.blending import KNOWN
 from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, tree_outputs
 from fedtailor.studies import boosting
 from fedtailor.studies.cross_fitting import all_in_training, folds_of, outputs_of, site_of_rows
-from fedtailor.studies.grid import Cell, Listener
+from fedtailor.studies.grid import Cell, CellListener
 from fedtailor.studies.linear_candidates import ALONE, COMMON, Clock, OutOfTime, cross_fitted, delivered
 from fedtailor.studies.model_selection import chance, gains
 from fedtailor.studies.stacking import Candidates, row_losses, stack
@@ -256,7 +256,13 @@ def site_figures(outputs: Tensor, rows: Rows, is_class: bool) -> list[dict[str, 
 
 
 def fit_tables(
-    cells: list[Cell], loaded: FederatedData, out: Path, seed: int, root: Path | None, listener: Listener, limit: float
+    cells: list[Cell],
+    loaded: FederatedData,
+    out: Path,
+    seed: int,
+    root: Path | None,
+    listener: CellListener,
+    limit: float,
 ) -> tuple[Selection, FederatedData]:
     """Train, cross-fit and choose."""
     data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)

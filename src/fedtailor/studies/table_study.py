@@ -13,7 +13,7 @@ from fedtailor.experiments.store import FIT, read_json, write_json
 from fedtailor.studies import linear_candidates, table_fit
 from fedtailor.studies.effects import EFFECTS, out_of_fold_predictions, table_effects
 from fedtailor.studies.fit_folder import claimed
-from fedtailor.studies.grid import Listener
+from fedtailor.studies.grid import CellListener
 from fedtailor.studies.site_metrics import chosen_metric
 from fedtailor.studies.table_record import table_record
 from fedtailor.studies.training_card import CARD, training_card
@@ -26,7 +26,7 @@ def fit_table(
     loaded: FederatedData,
     out: Path,
     root: Path | None,
-    listener: Listener,
+    listener: CellListener,
     limit: float,
     metric: str = "",
 ) -> dict[str, Any]:

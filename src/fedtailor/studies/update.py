@@ -33,7 +33,7 @@ from fedtailor.serving.described import part_of
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import TREES_FOLDER
 from fedtailor.studies.boosting import KEPT
-from fedtailor.studies.grid import Listener
+from fedtailor.studies.grid import CellListener
 from fedtailor.studies.linear_candidates import START
 from fedtailor.studies.more_rows import all_rows
 from fedtailor.studies.site_metrics import at_site, chosen_metric
@@ -57,7 +57,7 @@ def update(
     data: Path | None = None,
     rows: Mapping[str, Any] | None = None,
     data_root: Path | None = None,
-    listener: Listener = lambda cell, round, rounds: None,
+    listener: CellListener = lambda cell, round, rounds: None,
     time_limit: float = 0.0,
 ) -> Updated:
     """Fit the rows that there are now, and serve the new models once they are complete.
