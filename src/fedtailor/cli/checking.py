@@ -82,13 +82,13 @@ def _check_files(path: Path, target: str, client_column: str | None, settings: l
     config = parse(with_settings({"data": source_of(path, target, client_column)}, settings), origin="check").data
     if not isinstance(config, FolderConfig):
         raise ConfigError(f"check {path}: only files of your own can be checked")
-    found, notes = problems(config)
+    messages, notes = problems(config)
     if as_json:
-        print(json.dumps({"problems": found, "notes": notes}, indent=1, ensure_ascii=False))
+        print(json.dumps({"problems": messages, "notes": notes}, indent=1, ensure_ascii=False))
     else:
-        verdict = f"{len(found)} problem{'' if len(found) == 1 else 's'}" if found else "no problems"
-        print("\n".join([*notes, *(f"problem: {in_words(words)}" for words in found), verdict]))
-    if found:
+        verdict = f"{len(messages)} problem{'' if len(messages) == 1 else 's'}" if messages else "no problems"
+        print("\n".join([*notes, *(f"problem: {in_words(words)}" for words in messages), verdict]))
+    if messages:
         raise typer.Exit(1)
 
 
@@ -105,9 +105,9 @@ def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
         config = parse({"data": source}, origin="fit").data
         if not isinstance(config, FolderConfig):
             raise
-        found, _ = problems(config)
-        others = [words for words in found if words != str(error)]
-        if not others or str(error) not in found:
+        messages, _ = problems(config)
+        others = [words for words in messages if words != str(error)]
+        if not others or str(error) not in messages:
             raise
         raise DataError(
             f"{error}. {len(others)} more: {shlex.join(['fedtailor', *again])} lists all", code=error.code
@@ -117,9 +117,9 @@ def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
 def in_words(message: str) -> str:
     """Keys of a configuration as the command line takes them: data.ignore = ['x'] becomes --set 'data.ignore=["x"]'."""
 
-    def option(found: re.Match[str]) -> str:
-        value = found[2].replace("'", '"') if found[2].startswith("[") else found[2].strip("'")
-        return f"--set '{found[1]}={value}'"
+    def option(match: re.Match[str]) -> str:
+        value = match[2].replace("'", '"') if match[2].startswith("[") else match[2].strip("'")
+        return f"--set '{match[1]}={value}'"
 
     return re.sub(r"(?:set )?\b(data\.\w+) = (\[[^\]]*\]|'[^']*'|\d+)", option, message)
 
@@ -128,18 +128,18 @@ def _print(findings: list[Finding]) -> None:
     """One line per promise; below it what is broken, each in words."""
     grid = Table.grid(padding=(0, 2))
     for promise in dict.fromkeys(f.promise for f in findings):
-        some = [f for f in findings if f.promise == promise]
-        counts = {v: sum(f.verdict == v for f in some) for v in COLORS}
-        told = ", ".join(f"[{COLORS[v]}]{v}[/] in {n}" for v, n in counts.items() if n)
-        reasons = dict.fromkeys(f.words for f in some if f.verdict == "not promised")
-        grid.add_row(escape(promise), told + (f" [dim]({escape('; '.join(reasons))})[/dim]" if reasons else ""))
+        group = [f for f in findings if f.promise == promise]
+        counts = {v: sum(f.verdict == v for f in group) for v in COLORS}
+        summary = ", ".join(f"[{COLORS[v]}]{v}[/] in {n}" for v, n in counts.items() if n)
+        reasons = dict.fromkeys(f.words for f in group if f.verdict == "not promised")
+        grid.add_row(escape(promise), summary + (f" [dim]({escape('; '.join(reasons))})[/dim]" if reasons else ""))
     console.print(grid, highlight=False)
     broken: dict[str, list[Finding]] = {}
     for f in findings:
         if f.verdict == "broken":
             broken.setdefault(f"{f.promise}: {f.words}", []).append(f)
-    for words, some in broken.items():
-        console.print(f"\n[red]broken[/red] in {escape('; '.join(f.where for f in some))}", highlight=False)
+    for words, group in broken.items():
+        console.print(f"\n[red]broken[/red] in {escape('; '.join(f.where for f in group))}", highlight=False)
         console.print(escape(words), highlight=False)
     verdict = f"{sum(map(len, broken.values()))} of {len(findings)} checks broken" if broken else "all promises hold"
     console.print(f"\n{verdict}", highlight=False)

@@ -66,17 +66,17 @@ def drift(
     from fedtailor.studies.drift import drift_of
 
     trusted(run, trust)
-    found = drift_of(run, data, site, client_column, data_root)
-    print_json(found) if as_json else print_drift(console, found)
+    drifts = drift_of(run, data, site, client_column, data_root)
+    print_json(drifts) if as_json else print_drift(console, drifts)
 
 
-def print_drift(console: Console, found: Mapping[str, Any]) -> None:
+def print_drift(console: Console, drifts: Mapping[str, Any]) -> None:
     """The columns that have drifted, by site; and words."""
     from fedtailor.cli.listing import print_table
 
     rows = [
         [name, each["column"], f"{each['psi']:.2f}", f"{each['ks']:.2f}", each["words"]]
-        for name, site in found["sites"].items()
+        for name, site in drifts["sites"].items()
         for each in site["columns"]
         if each["drifted"]
     ]
@@ -84,10 +84,10 @@ def print_drift(console: Console, found: Mapping[str, Any]) -> None:
         print_table(console, "what has drifted", ("site", "column", "PSI", "KS", "how"), rows[:MOST])
         if len(rows) > MOST:
             print(f"{len(rows) - MOST} more: fedtailor drift --json has all")
-    for name, site in found["sites"].items():
+    for name, site in drifts["sites"].items():
         for note in site["notes"]:
             print(f"{name}: {note}")
-    for words in found["words"]:
+    for words in drifts["words"]:
         print(f"{'drift':<10} {words}")
 
 
@@ -98,15 +98,15 @@ def print_effects(console: Console, effects: Mapping[str, Any], site: str, path:
     from fedtailor.studies.effects import EFFECTS
     from fedtailor.studies.tables import number
 
-    found = effects["coefficients"]
-    if found:
-        for output in found["outputs"]:
-            columns, rows = coefficient_rows(output, found, site)
-            print_table(console, title_of(found, output, effects["target"]), columns, rows[:MOST])
+    coefficients = effects["coefficients"]
+    if coefficients:
+        for output in coefficients["outputs"]:
+            columns, rows = coefficient_rows(output, coefficients, site)
+            print_table(console, title_of(coefficients, output, effects["target"]), columns, rows[:MOST])
             if len(rows) > MOST:
                 print(f"{len(rows) - MOST} more: fedtailor explain --json has all")
-        for words in (about_model(found), *shared_words(found)):
-            print(f"{'sites' if words != about_model(found) else 'model':<10} {words}")
+        for words in (about_model(coefficients), *shared_words(coefficients)):
+            print(f"{'sites' if words != about_model(coefficients) else 'model':<10} {words}")
     importance = effects["importance"]
     if importance["columns"]:
         metric = importance["metric"]
@@ -115,8 +115,8 @@ def print_effects(console: Console, effects: Mapping[str, Any], site: str, path:
             + ([number(metric, each["sites"].get(site, float("nan")))] if site else [])
             for each in importance["columns"]
         ]
-        where = "held-out" if importance["held_out"] else "training"
-        title = f"by how much {metric} gets worse if a column is shuffled, on {importance['rows']} {where} rows"
+        split = "held-out" if importance["held_out"] else "training"
+        title = f"by how much {metric} gets worse if a column is shuffled, on {importance['rows']} {split} rows"
         print_table(console, title, ("column", "worse by", "±", *((f"at {site}",) if site else ())), rows[:MOST])
     for words in importance_words(importance):
         print(f"{'matters':<10} {words}")
@@ -125,19 +125,19 @@ def print_effects(console: Console, effects: Mapping[str, Any], site: str, path:
     print(f"all of it  {path / EFFECTS}")
 
 
-def title_of(found: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
+def title_of(coefficients: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
     """What the coefficients are of."""
     from fedtailor.studies.effect_words import is_factor
 
-    if found["scale"] == "log-odds":
+    if coefficients["scale"] == "log-odds":
         return f"odds of {output['class']} against {output['against']}: by which factor they change"
-    if is_factor(found["scale"]):
+    if is_factor(coefficients["scale"]):
         return f"by which factor {target} changes"
-    return f"coefficients, in units of {found['scale'] or target}"
+    return f"coefficients, in units of {coefficients['scale'] or target}"
 
 
 def coefficient_rows(
-    output: Mapping[str, Any], found: Mapping[str, Any], site: str
+    output: Mapping[str, Any], coefficients: Mapping[str, Any], site: str
 ) -> tuple[tuple[str, ...], list[list[str]]]:
     """A line per term: per unit of its column, with the interval; and what differs between sites."""
     import math
@@ -145,22 +145,22 @@ def coefficient_rows(
     from fedtailor.studies.effect_words import is_factor, unit_of
     from fedtailor.studies.terms import INTERCEPT
 
-    is_odds, one = is_factor(found["scale"]), len(found["sites"]) == 1
+    is_odds, is_single = is_factor(coefficients["scale"]), len(coefficients["sites"]) == 1
 
-    def said(term: Mapping[str, Any], each: Mapping[str, Any]) -> list[str]:
+    def cells(term: Mapping[str, Any], each: Mapping[str, Any]) -> list[str]:
         if each["value"] is None:
             return ["?", "?"]
         values = [float(each[key]) / (term["sd"] or 1.0) for key in ("value", "low", "high")]
-        shown = [f"{math.exp(min(v, 50)) if is_odds else v:.3g}" for v in values]
-        return [shown[0], f"{shown[1]} to {shown[2]}"]
+        texts = [f"{math.exp(min(v, 50)) if is_odds else v:.3g}" for v in values]
+        return [texts[0], f"{texts[1]} to {texts[2]}"]
 
     rows = []
     for term in output["terms"]:
         name = "level" if term["name"] == INTERCEPT else f"{term['name']} ({unit_of(term)})"
-        own = said(term, term["sites"][0]) if site else []
+        own = cells(term, term["sites"][0]) if site else []
         spread = "-" if term["value"] is None else f"{term['spread'] / (term['sd'] or 1.0):.3g}"
-        differ = [] if one else [spread if term["differs"] else "common", f"{term['share']:.2f}"]
-        rows.append([name, *said(term, term), *own, *differ])
+        differ = [] if is_single else [spread if term["differs"] else "common", f"{term['share']:.2f}"]
+        rows.append([name, *cells(term, term), *own, *differ])
     of_site = (f"at {site}", "95 % interval ") if site else ()
-    of_sites = () if one else ("sd of sites", "common")
+    of_sites = () if is_single else ("sd of sites", "common")
     return ("", "effect", "95 % interval", *of_site, *of_sites), rows

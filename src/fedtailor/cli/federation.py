@@ -164,14 +164,14 @@ def local(
     from fedtailor.deploy.flare import provisioning as kits
 
     kits.needs_flare()
-    from fedtailor.deploy.flare import local_trial as here
+    from fedtailor.deploy.flare import local_trial
 
     checked = _checked(config, settings)
     name = _name(run, checked.data.source, checked)
     folder = out or Path("runs") / f"federation-{name}"
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
-        finished = here.run(folder, sites, checked, name, _say, data_root)
+        finished = local_trial.run(folder, sites, checked, name, _say, data_root)
     except KeyboardInterrupt:
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -187,17 +187,17 @@ def personal(folder: Folder, as_json: AsJson = False) -> None:
 
     private = private_folder(folder)
     models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
-    found = []
+    saved = []
     for run, kind in models:
         if (run / f"{kind}.json").exists():
             about: dict[str, Any] = read_json(run / f"{kind}.json")
-            found.append({"run": run.parent.name, "kind": kind, "round": about["round"], "file": run / about["file"]})
-    if not found:
+            saved.append({"run": run.parent.name, "kind": kind, "round": about["round"], "file": run / about["file"]})
+    if not saved:
         raise RunError(f"{private}: no personal model yet; it is written when a run ends")
     if as_json:
-        print_json(found)
+        print_json(saved)
         return
-    for model in found:
+    for model in saved:
         print(f"{model['run']}, {model['kind']} round {model['round']}: {model['file']}")
 
 

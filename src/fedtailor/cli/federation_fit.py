@@ -56,7 +56,7 @@ def fit(
         if admin is not None:
             _at_sites(admin, fit_config({"source": "sites"}, seed, settings), name)
         elif sites is not None:
-            _here(sites, target, client_column, seed, settings, name, out)
+            _local_trial(sites, target, client_column, seed, settings, name, out)
     except KeyboardInterrupt:
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -87,7 +87,7 @@ def _at_sites(admin: Path, config: Any, name: str) -> None:
     print("each site sees its own figures and report with: fedtailor federation results FOLDER")
 
 
-def _here(
+def _local_trial(
     sites: Path, target: str, column: str | None, seed: int, settings: list[str], name: str, out: Path | None
 ) -> None:
     from fedtailor.deploy.flare import local_trial

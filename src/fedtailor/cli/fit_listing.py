@@ -27,13 +27,13 @@ def print_fit(console: Console, record: dict[str, Any]) -> None:
     print(f"task       {task}, model {record['model']}, {record['rounds']} rounds")
     rows = []
     for name, row in record["sites"].items():
-        shown = [number(metric, row[k]) for k in ("alone", "common", "personal")]
-        rows.append([name, str(row["train"] + row["val"] + row["test"]), *shown, row["served"]])
+        figures = [number(metric, row[k]) for k in ("alone", "common", "personal")]
+        rows.append([name, str(row["train"] + row["val"] + row["test"]), *figures, row["served"]])
     if len(rows) > FOLDED:
         ordered = sorted(record["sites"], key=lambda name: gain_of(record, record["sites"][name]))
-        kept = {*ordered[: FOLDED // 2], *ordered[-FOLDED // 2 :]}
+        extremes = {*ordered[: FOLDED // 2], *ordered[-FOLDED // 2 :]}
         print(f"{len(rows)} sites; those that lose and gain most are shown, all are in the report")
-        rows = [row for row in rows if row[0] in kept]
+        rows = [row for row in rows if row[0] in extremes]
     means = [number(metric, record["means"][k]) for k in ("alone", "common", "personal")]
     columns = ("site", "rows", "alone", "in common", "personal", "served by")
     print_table(console, f"test {metric}{unit(metric)}", columns, rows, ["mean", "", *means, ""])

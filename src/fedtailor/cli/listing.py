@@ -89,13 +89,13 @@ def _algorithms(learns: str = "", keeps: str = "") -> Groups:
         options = {f.name: f.default for f in dataclasses.fields(kind)}
         sent = ", ".join(reply_names(kind)) or "nothing"
         details = {"keeps": kind.keeps, "private": kind.private, "sent": sent}
-        shown: dict[str, Detail] = {k: v for k, v in details.items() if v}
-        entry = name, module.splitlines()[0], shown | {"options": options}
+        filled: dict[str, Detail] = {k: v for k, v in details.items() if v}
+        entry = name, module.splitlines()[0], filled | {"options": options}
         groups[titles.get(kind.learns, "others")].append(entry)
-    found = {title: entries for title, entries in groups.items() if entries}
-    if not found:
+    listed_groups = {title: entries for title, entries in groups.items() if entries}
+    if not listed_groups:
         raise ConfigError(f'list: no algorithm learns "{learns}" and keeps "{keeps}"')
-    return found
+    return listed_groups
 
 
 def _data() -> Iterator[Entry]:
@@ -118,8 +118,8 @@ def _models() -> Iterator[Entry]:
 def _engines() -> Iterator[Entry]:
     from fedtailor.engines import ENGINES
 
-    for name, what in ENGINES.items():
-        yield name, what, {}
+    for name, text in ENGINES.items():
+        yield name, text, {}
 
 
 def print_table(
@@ -183,18 +183,18 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
         print(table_files.read(path, TABLE), end="")
         return
     folder = RunFolder.open(path)
-    config, made_by, results = folder.config, folder.about, folder.results
-    sizes = made_by["train_samples"]
+    config, about, results = folder.config, folder.about, folder.results
+    sizes = about["train_samples"]
     print(f"run        {path}")
-    print(f"task       {made_by['data']}: {made_by['task']}, {len(sizes)} clients, {sum(sizes)} training samples")
-    for note in made_by["notes"]:
+    print(f"task       {about['data']}: {about['task']}, {len(sizes)} clients, {sum(sizes)} training samples")
+    for note in about["notes"]:
         print(f"           {note}")
     print(f"algorithm  {config.algorithm.name}  {_options(config.algorithm.options)}".rstrip())
-    ranks = f" on {made_by['ranks']} ranks" if made_by.get("ranks", 1) > 1 else ""
-    why = _reason(made_by.get("engine_why"))
-    print(f"model      {config.model.name}, {made_by['parameters']} parameters")
-    print(f"engine     {made_by['engine']}{ranks}{why}")
-    print(f"device     {made_by.get('device', 'cpu')}{_reason(made_by.get('device_why'))}")
+    ranks = f" on {about['ranks']} ranks" if about.get("ranks", 1) > 1 else ""
+    why = _reason(about.get("engine_why"))
+    print(f"model      {config.model.name}, {about['parameters']} parameters")
+    print(f"engine     {about['engine']}{ranks}{why}")
+    print(f"device     {about.get('device', 'cpu')}{_reason(about.get('device_why'))}")
     if results is None:
         rounds = len(folder.metrics())
         print(f"status     {rounds} of {config.rounds} rounds; continue with: fedtailor resume {quoted}")
@@ -217,7 +217,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
             for fault in line.get("faults", []):
                 print(f"           round {fault['round']}, {fault['client']}, {fault['function']}: {fault['reason']}")
     if clients:
-        _print_clients(console, made_by, results)
+        _print_clients(console, about, results)
 
 
 def _print_results(console: Console, results: dict[str, Any], local: dict[str, Any] | None) -> None:
@@ -275,15 +275,15 @@ def unit(metric: str) -> str:
     return " %" if metric == "accuracy" else ""
 
 
-def _print_clients(console: Console, made_by: dict[str, Any], results: dict[str, Any]) -> None:
+def _print_clients(console: Console, about: dict[str, Any], results: dict[str, Any]) -> None:
     from fedtailor.studies.tables import number
 
     figures: dict[str, list[float]] = results["last"]["clients"]
-    if any(len(each) != len(made_by["clients"]) for each in figures.values()):
+    if any(len(each) != len(about["clients"]) for each in figures.values()):
         raise RunError("results.json: a figure for each client of the last round is needed", code="run.damaged")
     rows = [
         [client, str(samples), *(number(m, each[i]) for m, each in figures.items())]
-        for i, (client, samples) in enumerate(zip(made_by["clients"], made_by["train_samples"], strict=True))
+        for i, (client, samples) in enumerate(zip(about["clients"], about["train_samples"], strict=True))
     ]
     print_table(console, "clients, last round", ("client", "training samples", *(f"test {m}" for m in figures)), rows)
 
@@ -296,8 +296,8 @@ def print_weights(console: Console, path: Path) -> bool:
     if not by_round:
         return False
     clients = list(dict.fromkeys(client for row in by_round.values() for client in row))
-    shown = [r for i, r in enumerate(by_round) if i in (0, len(by_round) - 1) or i % -(-len(by_round) // 20) == 0]
-    rows = [[str(r), *(f"{by_round[r][c]:.3f}" if c in by_round[r] else "-" for c in clients)] for r in shown]
+    rounds = [r for i, r in enumerate(by_round) if i in (0, len(by_round) - 1) or i % -(-len(by_round) // 20) == 0]
+    rows = [[str(r), *(f"{by_round[r][c]:.3f}" if c in by_round[r] else "-" for c in clients)] for r in rounds]
     print_table(console, "weight of each client in the average", ("round", *clients), rows)
     print(f"every round: {path / WEIGHTS}")
     return True

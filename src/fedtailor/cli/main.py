@@ -100,7 +100,7 @@ def run(
         with progress_aside(as_json), resumable(command("resume", path), path, ranks), bar as listener:
             runner.start(checked, path, data_root, listener, ranks=ranks)
         if ranks.rank == 0:
-            _tell(path, as_json=as_json)
+            _print_run(path, as_json=as_json)
 
 
 @app.command()
@@ -121,7 +121,7 @@ def resume(
         with progress_aside(as_json), resumable(command("resume", run), run, ranks), bar as listener:
             runner.resume(run, data_root, listener, ranks=ranks, device=device)
         if ranks.rank == 0:
-            _tell(run, as_json=as_json)
+            _print_run(run, as_json=as_json)
 
 
 @app.command()
@@ -262,7 +262,7 @@ def show(
 
     Task, results, traffic, rejected replies.
     """
-    _tell(run, clients, as_json)
+    _print_run(run, clients, as_json)
 
 
 for meaning in (explain, drift):
@@ -302,7 +302,7 @@ def watch(
             page_server.serve_forever()
 
 
-def _tell(run: Path, clients: bool = False, as_json: bool = False) -> None:
+def _print_run(run: Path, clients: bool = False, as_json: bool = False) -> None:
     from fedtailor.cli.listing import print_run
     from fedtailor.cli.records import run_record
 

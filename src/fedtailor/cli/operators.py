@@ -40,9 +40,9 @@ def status(
     if as_json and watch:
         raise ConfigError("status: --json prints once; leave out --watch")
     while True:
-        found, lines = _of_server(admin) if admin is not None else _of_folder(folder)
+        record, lines = _of_server(admin) if admin is not None else _of_folder(folder)
         if as_json:
-            print_json(found)
+            print_json(record)
             return
         print(("\x1b[2J\x1b[H" if watch and sys.stdout.isatty() else "") + "\n".join(lines), flush=True)
         if not watch:
@@ -54,8 +54,8 @@ def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.deploy.flare import status as flare_status
 
     assert folder is not None
-    found = flare_status.read(folder)
-    return asdict(found) | {"problems": flare_status.problems(found)}, flare_status.told(found)
+    participant = flare_status.read(folder)
+    return asdict(participant) | {"problems": flare_status.problems(participant)}, flare_status.told(participant)
 
 
 def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
@@ -64,30 +64,30 @@ def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.experiments.store import read_json
 
     about = read_json(admin / kits.ABOUT)
-    found: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
-    lines = [f"server {found['server']}"]
+    record: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
+    lines = [f"server {record['server']}"]
     try:
         with office(admin / kits.KIT, kits.ADMIN) as session:
-            connected, running, jobs, seen = session.sites(), session.running(), session.jobs(), session.last_seen()
+            connected, running, jobs, times = session.sites(), session.running(), session.jobs(), session.last_seen()
     except Unreachable as error:
-        return found | {"problems": [str(error)]}, [*lines, f"needs care: {error}"]
+        return record | {"problems": [str(error)]}, [*lines, f"needs care: {error}"]
     for site in sorted({*about["sites"], *connected}):
-        found["sites"][site] = {"connected": site in connected, "last_seen": seen.get(site)}
-        ago = f", seen {max(0.0, time.time() - seen[site]):.0f} s ago" if site in seen else ""
+        record["sites"][site] = {"connected": site in connected, "last_seen": times.get(site)}
+        ago = f", seen {max(0.0, time.time() - times[site]):.0f} s ago" if site in times else ""
         lines.append(f"site {site}: {'connected' if site in connected else 'away'}{ago}")
     latest = {job["job_name"]: job for job in reversed(jobs)}
     for name, job in latest.items():
         is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
-        found["runs"][name] = "interrupted" if is_lost else job["status"].lower()
+        record["runs"][name] = "interrupted" if is_lost else job["status"].lower()
         lines.append(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
-    return found, lines
+    return record, lines
 
 
 def health(folder: Folder) -> None:
     """Check a participant: exit code 0 if it is running, with a valid certificate and free disk space; else 1."""
-    from fedtailor.deploy.flare import status as found
+    from fedtailor.deploy.flare import status as flare_status
 
-    if wrong := found.problems(found.read(folder)):
+    if wrong := flare_status.problems(flare_status.read(folder)):
         print("\n".join(wrong))
         raise typer.Exit(1)
     print(f"{folder}: well")
@@ -95,9 +95,9 @@ def health(folder: Folder) -> None:
 
 def metrics(folder: Folder) -> None:
     """Print the status of a participant in the Prometheus text format, for the textfile collector."""
-    from fedtailor.deploy.flare import status as found
+    from fedtailor.deploy.flare import status as flare_status
 
-    print(found.prometheus(found.read(folder)), end="")
+    print(flare_status.prometheus(flare_status.read(folder)), end="")
 
 
 def pause(
@@ -139,13 +139,13 @@ def certificates(folder: Coordinator, as_json: AsJson = False) -> None:
     from fedtailor.deploy.flare.certificates import ends, revoked
 
     until = {name: f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}" for name, end in ends(folder).items()}
-    gone = revoked(folder)["names"]
+    revoked_names = revoked(folder)["names"]
     if as_json:
-        print_json({"until": until, "revoked": gone})
+        print_json({"until": until, "revoked": revoked_names})
         return
     for name, end in until.items():
         print(f"{name}: until {end}")
-    for name in gone:
+    for name in revoked_names:
         print(f"{name}: revoked")
 
 

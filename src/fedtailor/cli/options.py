@@ -56,20 +56,20 @@ def print_json(value: Any) -> None:
 
 def aligned(lines: list[str]) -> list[str]:
     """Lines for a terminal: rows of Markdown tables are aligned, two blank lines become one."""
-    shown: list[str] = []
+    aligned_lines: list[str] = []
     table: list[list[str]] = []
     for line in [*lines, ""]:
         if line.startswith("|"):
             table += [[cell.strip() for cell in line.strip("|").split("|")]] if not set(line) <= set("|-: ") else []
             continue
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        shown += [
+        aligned_lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
         table = []
-        if line or (shown and shown[-1]):
-            shown.append(line)
-    return shown[:-1] if shown and not shown[-1] else shown
+        if line or (aligned_lines and aligned_lines[-1]):
+            aligned_lines.append(line)
+    return aligned_lines[:-1] if aligned_lines and not aligned_lines[-1] else aligned_lines
 
 
 def _plain(value: Any) -> Any:

@@ -58,11 +58,11 @@ def say(text: str) -> None:
 
 def command(*words: object, **options: object) -> list[str]:
     """The words of a command line, with the options that were given; a list is an option given several times."""
-    said = [str(word) for word in words]
-    for name, given in options.items():
-        for value in given if isinstance(given, list) else [given] if given else []:
-            said += [f"--{name.replace('_', '-')}", str(value)]
-    return said
+    arguments = [str(word) for word in words]
+    for name, values in options.items():
+        for value in values if isinstance(values, list) else [values] if values else []:
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments
 
 
 @contextmanager

@@ -47,9 +47,9 @@ def update(
     trusted(run, trust)
     again = command("update", run, data=data, rows=rows, site=site, time_limit=time_limit, data_root=data_root)
     root = root_of(run)
-    given = None if rows is None else sites_in(read_rows(rows)[1], site, site_column(latest(root)))
+    new_rows = None if rows is None else sites_in(read_rows(rows)[1], site, site_column(latest(root)))
     with progress_aside(as_json), resumable(again, root, begun_by=FIT), grid_shown(console) as listener:
-        result = updated(run, data=data, rows=given, data_root=data_root, listener=listener, time_limit=time_limit)
+        result = updated(run, data=data, rows=new_rows, data_root=data_root, listener=listener, time_limit=time_limit)
     page = root / FILE
     if result.is_new:
         write(result.folder)
@@ -65,25 +65,25 @@ def update(
     print(f"models     {result.folder}\nreport     {page}")
 
 
-def print_update(console: Console, told: dict[str, Any]) -> None:
+def print_update(console: Console, changes: dict[str, Any]) -> None:
     """Rows and figures before and after, of the sites that changed."""
     from fedtailor.cli.listing import print_table, unit
     from fedtailor.studies.tables import number
 
-    metric, sites = told["metric"], told["sites"]
+    metric, sites = changes["metric"], changes["sites"]
     rows = [
         [name, str(row["rows_before"]), str(row["rows_after"]), str(row["same_test_rows"])]
         + [number(metric, row[key]) for key in ("before", "after")]
         for name, row in sites.items()
-        if name in told["changed"]
+        if name in changes["changed"]
     ]
     title = f"changed sites; test {metric}{unit(metric)} of the earlier and the new model on the same rows"
     print_table(console, title, ("site", "rows before", "now", "test rows", "earlier", "new"), rows)
     others = len(sites) - len(rows)
     if others:
         print(f"unchanged  {others} sites have the rows they had; their models moved with the common part")
-    for words, names in (("new sites", told["new_sites"]), ("gone", told["gone"])):
+    for words, names in (("new sites", changes["new_sites"]), ("gone", changes["gone"])):
         if names:
             print(f"{words:<10} {', '.join(names)}")
-    for note in told["notes"]:
+    for note in changes["notes"]:
         print(f"note       {note}")
