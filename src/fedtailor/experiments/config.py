@@ -194,9 +194,9 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> str:
     return f"{key} = {first['input']!r}: {first['msg']}"
 
 
-def _as_list(given: Any) -> str:
+def _as_list(value: Any) -> str:
     """What was probably meant: a shell takes the quotes away from ["id"], and leaves [id]."""
-    if not isinstance(given, str):
-        return json.dumps([given], default=str)
-    parts = [part.strip(" \"'") for part in given.strip(" []").split(",")]
+    if not isinstance(value, str):
+        return json.dumps([value], default=str)
+    parts = [part.strip(" \"'") for part in value.strip(" []").split(",")]
     return json.dumps([int(part) if part.isdecimal() else part for part in parts])

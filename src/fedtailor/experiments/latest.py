@@ -28,8 +28,8 @@ def root_of(path: Path) -> Path:
 
 def number_of(path: Path) -> int:
     """How many updates a fit has had."""
-    here = latest(path)
-    return 0 if here == path else int(here.name.removeprefix(UPDATE))
+    folder = latest(path)
+    return 0 if folder == path else int(folder.name.removeprefix(UPDATE))
 
 
 def make_current(root: Path, folder: Path) -> None:

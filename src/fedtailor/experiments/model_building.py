@@ -167,7 +167,7 @@ def _reads(model: Model, config: RunConfig, federated: FederatedData, outputs: i
     is_usual = isinstance(x, Tensor) and x.is_floating_point()
     if (is_usual and ":" not in name) or not federated.train.is_here or not count(x):
         return  # models that come with fedtailor are made for the shape
-    what = (
+    samples = (
         f"samples of {', '.join(x)}" if isinstance(x, dict) else f"of shape {list(x.shape[1:])}" if is_usual else "text"
     )
     try:
@@ -176,9 +176,9 @@ def _reads(model: Model, config: RunConfig, federated: FederatedData, outputs: i
             y = model(tensors, x)
         model.prepare(tensors, training=mode)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"model.name: {name} does not read {federated.name}, which is {what}: {said}{_place(error, model)}"
+            f"model.name: {name} does not read {federated.name}, which is {samples}: {reason}{_place(error, model)}"
         ) from None
     rows = count(x)
     if has_form and not (isinstance(y, Tensor) and _fits(y, rows, outputs, federated.task)):

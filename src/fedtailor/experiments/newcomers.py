@@ -27,9 +27,9 @@ def hold_out(data: FederatedData, share: float, seed: int) -> tuple[FederatedDat
     if count >= clients:
         raise ConfigError(f"evaluation.unseen = {share:g}: of {clients} clients none would be left to train with")
     order = stream(seed, "unseen").permutation(clients).tolist()
-    seen = data.only(sorted(order[count:]))
+    trained = data.only(sorted(order[count:]))
     note = f"{count} of {clients} clients take no part in training; they are onboarded at the end"
-    return replace(seen, notes=(*seen.notes, note)), data.only(sorted(order[:count]))
+    return replace(trained, notes=(*trained.notes, note)), data.only(sorted(order[:count]))
 
 
 def onboarded(

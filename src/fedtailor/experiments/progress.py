@@ -83,12 +83,12 @@ def grid_shown(console: Console) -> Iterator[CellListener]:
     if not shows_bars(console):
         done: set[str] = set()
 
-        def tell(cell: str, round: int, rounds: int) -> None:
+        def print_cell(cell: str, round: int, rounds: int) -> None:
             if round == rounds and cell not in done:
                 done.add(cell)
                 print(f"{cell}  {round}/{rounds} rounds", flush=True)
 
-        yield tell
+        yield print_cell
         return
     with bars(console) as progress:
         tasks: dict[str, TaskID] = {}

@@ -199,9 +199,9 @@ class Run:
             "best_value": self.chosen.best.value,
             "kept": [self.chosen.kept.round, self.chosen.kept.value],
         }
-        now = {"server": self.server, "clients": self.engine.get_states()}
+        state = {"server": self.server, "clients": self.engine.get_states()}
         moments = {"moments": self.fed.sums.moments} if self.fed.sums.moments else {}  # of the server's optimizer
-        trees = {"state": (self.round, self._whole(now) | moments)}
+        trees = {"state": (self.round, self._whole(state) | moments)}
         if self.chosen.best.snapshot is not None:
             trees["best"] = (self.chosen.best.round, self._whole(self.chosen.best.snapshot))
         if self.chosen.kept.snapshot is not None:
@@ -320,16 +320,16 @@ class Run:
                     keep(names[c], {k: v[c] for k, v in rows.items()})
         return test
 
-    def _onboard(self, folder: RunFolder, newcomers: FederatedData, seen: dict[str, Any]) -> dict[str, Any]:
+    def _onboard(self, folder: RunFolder, newcomers: FederatedData, trained: dict[str, Any]) -> dict[str, Any]:
         """Onboard clients that took no part: what they reach, and by how much those who trained are better off."""
-        wanted = self.config.evaluation.unseen_epochs
-        served = list(onboarded(self.engine.experiment, newcomers, self.server, EPOCHS if wanted is None else wanted))
+        epochs = self.config.evaluation.unseen_epochs
+        served = list(onboarded(self.engine.experiment, newcomers, self.server, EPOCHS if epochs is None else epochs))
         with folder.personal_models("unseen") as keep:
             for client, (model, _) in zip(newcomers.clients, served, strict=True):
                 keep(client, model)
-        test = {k: [float(metrics["test"][k]) for _, metrics in served] for k in seen}
+        test = {k: [float(metrics["test"][k]) for _, metrics in served] for k in trained}
         summary = self._summaries(test)
-        gap = {k: seen[k]["mean"] - summary[k]["mean"] for k in seen}
+        gap = {k: trained[k]["mean"] - summary[k]["mean"] for k in trained}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
 
 

@@ -126,7 +126,7 @@ def start(
     def prepared_run() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
-        experiment, where = _placed(experiment, config, options.get("device"), ranks)
+        experiment, placement = _placed(experiment, config, options.get("device"), ranks)
         trust.remember(config)
         if ranks.count > 1 and experiment.aggregation != Privacy(server_steps=experiment.server_steps):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
@@ -140,16 +140,16 @@ def start(
             choice = engines.choose(experiment, config.federation.clients_per_round, _workers(config, cores))
             name, why = choice.name, choice.why
         run = _begun(name, experiment, config, path, ranks, cores)
-        held.callback(run.engine.close)
+        stack.callback(run.engine.close)
         run.server = run.server if options.get("server") is None else options["server"]
-        where |= {"engine_why": why, **_stack(run, where["device"])}
-        return run, about(experiment, config, name, data_root, ranks.count) | where
+        placement |= {"engine_why": why, **_stack(run, placement["device"])}
+        return run, about(experiment, config, name, data_root, ranks.count) | placement
 
-    with ExitStack() as held:
-        held.enter_context(machine.prepared(config.federation.threads or 1))
-        run, made_by = ranks.agreed(prepared_run)
+    with ExitStack() as stack:
+        stack.enter_context(machine.prepared(config.federation.threads or 1))
+        run, run_about = ranks.agreed(prepared_run)
         prepared = run.engine.experiment.data.preparation
-        ranks.agreed(lambda: RunFolder.create(path, config, made_by, prepared) if ranks.rank == 0 else None)
+        ranks.agreed(lambda: RunFolder.create(path, config, run_about, prepared) if ranks.rank == 0 else None)
         return _train(RunFolder(path), run, listener, options)
 
 
@@ -177,28 +177,28 @@ def resume(
 
     def reopened() -> Run | None:
         folder = RunFolder.open(path)
-        config, made_by = folder.config, folder.about
+        config, run_about = folder.config, folder.about
         if folder.results is not None:
             refuse_other_code(folder)
             return None
         _refuse_other_streams(folder)
         tracking.check(config.tracking)
-        held.enter_context(machine.prepared(made_by["threads"]))
+        stack.enter_context(machine.prepared(run_about["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
         experiment, _ = _placed(experiment, config, options.get("device"), ranks)
-        run = _begun(made_by["engine"], experiment, config, path, ranks, cores)
-        held.callback(run.engine.close)
+        run = _begun(run_about["engine"], experiment, config, path, ranks, cores)
+        stack.callback(run.engine.close)
         return run
 
-    with ExitStack() as held:
+    with ExitStack() as stack:
         run = ranks.agreed(reopened)
         return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options)
 
 
 def _refuse_other_streams(folder: RunFolder) -> None:
     """The rounds that are left would be those of another run."""
-    made_by = folder.about
-    if made_by.get("streams", STREAMS if "checked_lines" in made_by else 1) != STREAMS:
+    run_about = folder.about
+    if run_about.get("streams", STREAMS if "checked_lines" in run_about else 1) != STREAMS:
         config = shlex.quote(str(folder.path / CONFIG))
         raise RunError(
             f"{folder.path}: begun by an earlier fedtailor, which drew other random numbers; run it anew: "
@@ -212,14 +212,14 @@ def reload_experiment(
 ) -> Experiment:
     """The experiment that a run was started with; other data or other code of the user's is a `RunError`."""
     refuse_other_code(folder)
-    made_by = folder.about
-    if data_root is None and made_by["data_root"] is not None:
-        data_root = Path(made_by["data_root"])
+    run_about = folder.about
+    if data_root is None and run_about["data_root"] is not None:
+        data_root = Path(run_about["data_root"])
     config = config_of(folder)
     experiment = build_experiment(config, data_root, loaded)
     present = (list(experiment.data.clients), experiment.data.train.sizes.tolist(), digest(config.data))
-    files = made_by.get("files") or present[2]  # older folders do not tell
-    if present != (made_by["clients"], made_by["train_samples"], files):
+    files = run_about.get("files") or present[2]  # older folders do not tell
+    if present != (run_about["clients"], run_about["train_samples"], files):
         raise RunError(f"{folder.path}: the data is no longer what the run was started with", code="run.changed")
     return experiment
 
@@ -230,8 +230,8 @@ def config_of(folder: RunFolder) -> RunConfig:
     path: Path | None = getattr(config.data, "path", None)
     if path is None or path.exists():
         return config
-    kept = (base / "data" / ("" if path.name == "data" else path.name) for base in (folder.path, folder.path.parent))
-    for moved in filter(Path.exists, kept):
+    places = (base / "data" / ("" if path.name == "data" else path.name) for base in (folder.path, folder.path.parent))
+    for moved in filter(Path.exists, places):
         return config.model_copy(update={"data": config.data.model_copy(update={"path": moved})})
     return config
 
@@ -299,13 +299,13 @@ def _train(folder: RunFolder, run: Run, listener: Listener | None, options: Opti
     callbacks = Callbacks(options.get("callbacks", ()) if ranks.rank == 0 else (), followed)
     last = config.rounds if until is None else min(until, config.rounds)
     is_first = ranks.rank == 0
-    with ExitStack() as held:
-        ranks.agreed(lambda: held.enter_context(folder.locked()) if is_first else None)
+    with ExitStack() as stack:
+        ranks.agreed(lambda: stack.enter_context(folder.locked()) if is_first else None)
         ranks.agreed(lambda: run.load(folder))
-        tell = held.enter_context(tracking.followed(folder, config)) if is_first else None
-        if tell is not None:
+        track = stack.enter_context(tracking.followed(folder, config)) if is_first else None
+        if track is not None:
             for line in folder.metrics():  # a tracker may have lost the last of them
-                tell(line)
+                track(line)
         length = (folder.path / METRICS).stat().st_size if (folder.path / METRICS).exists() else 0
         is_over = run.is_stopped
         for round in range(run.round + 1, last + 1):
@@ -313,9 +313,9 @@ def _train(folder: RunFolder, run: Run, listener: Listener | None, options: Opti
                 break
             callbacks.round_begins(round)
             line, value = run.step(round)
-            if tell is not None:
+            if track is not None:
                 length = folder.append_metrics(line)
-                tell(line)
+                track(line)
             if listener is not None:
                 clients, faults = len(run.fed.present), len(run.fed.record.faults)
                 before = run.engine.experiment.algorithm.preparation

@@ -133,8 +133,8 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        kept = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
-        rest, arithmetic = self.model_dump(include=kept), Arithmetic(self.kernels, self.precision, self.compile)
+        names = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        rest, arithmetic = self.model_dump(include=names), Arithmetic(self.kernels, self.precision, self.compile)
         work = Work(self.steps, self.accumulate, self.keep_state, self.refit)
         return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
 

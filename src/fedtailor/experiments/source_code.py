@@ -60,8 +60,8 @@ def notes(code: Code) -> list[str]:
 
 def refuse_other_code(folder: RunFolder) -> None:
     """Fail if own code of a run is not what it was then, or is not trusted; nothing of it was run until here."""
-    if what := changed_code(folder):
-        why = f"{what} since the run was started; put back what it was, or start a new run"
+    if change := changed_code(folder):
+        why = f"{change} since the run was started; put back what it was, or start a new run"
         raise RunError(f"{folder.path}: {why}", code="run.changed")
 
 
@@ -82,8 +82,8 @@ def changed_since(before: Any, config: RunConfig, origin: str) -> str:
     """The same for what a file recorded. First by the files alone; what is not trusted is not imported to find out."""
     if before is not None and not _is_code(before):
         raise RunError(f"{origin}: what it says of its code is damaged")
-    if before is not None and (what := difference(before, before | named_code(config))):
-        return what
+    if before is not None and (change := difference(before, before | named_code(config))):
+        return change
     trust.require(config, origin)
     return "" if before is None else difference(before, code_of(config))
 

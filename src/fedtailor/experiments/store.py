@@ -315,8 +315,8 @@ def _instead_of_a_run(path: Path) -> str:
     is_fit = (path / FIT).is_file()
     if not inside and not is_fit:
         return f"not a run folder (no {CONFIG}); fedtailor run CONFIG makes one"
-    what, command = ("a fit", "fedtailor fit") if is_fit else ("a folder of runs", "command")
-    hint = f"{what}, not a single run; continue with the same {command} and --out {shlex.quote(str(path))}"
+    kind, command = ("a fit", "fedtailor fit") if is_fit else ("a folder of runs", "command")
+    hint = f"{kind}, not a single run; continue with the same {command} and --out {shlex.quote(str(path))}"
     if not inside:
         return hint
     names = ", ".join(inside[:8]) + (", ..." if inside[8:] else "")

@@ -26,7 +26,7 @@ log = logging.getLogger("fedtailor")
 TENSORBOARD, MLFLOW, WANDB = "tensorboard", "mlflow.json", "wandb.json"  # in the folder of a run
 
 Values = dict[str, float]
-Told = Callable[[dict[str, Any]], None]  # a recorded round
+RoundListener = Callable[[dict[str, Any]], None]  # a recorded round
 
 
 def check(section: TrackingSection) -> None:
@@ -38,7 +38,7 @@ def check(section: TrackingSection) -> None:
 
 
 @contextmanager
-def followed(folder: RunFolder, config: RunConfig) -> Iterator[Told]:
+def followed(folder: RunFolder, config: RunConfig) -> Iterator[RoundListener]:
     """Tell the trackers of a configuration about rounds, and at the end about the results."""
     wanted, directions = config.tracking, recorded_metrics(folder.about)
     opened = [
