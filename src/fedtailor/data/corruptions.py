@@ -32,9 +32,9 @@ def corrupt_clients(
     def corrupted(rows: Rows, split: str) -> Rows:
         x = rows.x.clone()
         for i, (client, own) in enumerate(zip(data.clients, chosen, strict=True)):
-            here = slice(int(rows.starts[i]), int(rows.starts[i + 1]))
-            pixels = (x[here] * sd + mean).clamp(0, 1)
-            x[here] = (corrupt(pixels, *own, stream(seed, client, "corruption", split)) - mean) / sd
+            span = slice(int(rows.starts[i]), int(rows.starts[i + 1]))
+            pixels = (x[span] * sd + mean).clamp(0, 1)
+            x[span] = (corrupt(pixels, *own, stream(seed, client, "corruption", split)) - mean) / sd
         return replace(rows, x=x)
 
     named = ", ".join(f"{c} {kind} {severity}" for c, (kind, severity) in zip(data.clients, chosen, strict=True))
@@ -92,14 +92,14 @@ def _gaussian_blur(x: Tensor, sd: float, rng: Rng) -> Tensor:
     """Beyond the edge, the image goes on with its last pixel."""
     radius = int(4 * sd + 0.5)
 
-    def along(size: int) -> Tensor:
+    def matrix_of(size: int) -> Tensor:
         weights = torch.zeros(size, size, dtype=torch.float64)
         for offset in range(-radius, radius + 1):
             at = (torch.arange(size) + offset).clamp(0, size - 1)
             weights[torch.arange(size), at] += exp(-0.5 * (offset / sd) ** 2)
         return weights / weights.sum(1, keepdim=True)
 
-    return _separable(x, along)
+    return _separable(x, matrix_of)
 
 
 def _defocus(x: Tensor, constants: tuple[float, float], rng: Rng) -> Tensor:
@@ -143,20 +143,20 @@ def _saturate(x: Tensor, constants: tuple[float, float], rng: Rng) -> Tensor:
 def _pixelate(x: Tensor, factor: float, rng: Rng) -> Tensor:
     """Fewer pixels, each the mean of those it covers, drawn as squares."""
 
-    def along(size: int) -> Tensor:
+    def matrix_of(size: int) -> Tensor:
         fewer = max(1, int(size * factor))
         centres = (torch.arange(fewer, dtype=torch.float64)[:, None] + 0.5) * (size / fewer)
         distance = (torch.arange(size) + 0.5 - centres) / (size / fewer)
         covered = ((distance > -0.5) & (distance <= 0.5)).to(torch.float64)
-        shown = ((torch.arange(size) + 0.5) * (fewer / size)).floor().long()
-        return (covered / covered.sum(1, keepdim=True))[shown]
+        source = ((torch.arange(size) + 0.5) * (fewer / size)).floor().long()
+        return (covered / covered.sum(1, keepdim=True))[source]
 
-    return _separable(x, along)
+    return _separable(x, matrix_of)
 
 
-def _separable(x: Tensor, along: Callable[[int], Tensor]) -> Tensor:
+def _separable(x: Tensor, matrix_of: Callable[[int], Tensor]) -> Tensor:
     """The same linear map over rows and over columns."""
-    return along(x.shape[-2]).to(x) @ x @ along(x.shape[-1]).to(x).mT
+    return matrix_of(x.shape[-2]).to(x) @ x @ matrix_of(x.shape[-1]).to(x).mT
 
 
 def _jpeg(x: Tensor, quality: int, rng: Rng) -> Tensor:

@@ -118,10 +118,10 @@ def _fetch(remote: Remote, root: Path, base_url: str | None, progress: Progress 
         folder.mkdir(parents=True, exist_ok=True)
         with _temporary(folder / remote.file) as part:
             _stream(url, part, remote.file, progress)
-            found = _checksum(part, remote.checksum)
-            if found != remote.checksum:
+            checksum = _checksum(part, remote.checksum)
+            if checksum != remote.checksum:
                 raise DataError(
-                    f"{remote.file}: wrong checksum, expected {remote.checksum}, found {found}; try again later "
+                    f"{remote.file}: wrong checksum, expected {remote.checksum}, found {checksum}; try again later "
                     f"(from {url})"
                 )
             if archive:

@@ -29,8 +29,8 @@ def row_keys(data: FederatedData) -> Keys:
     keys: Keys = {}
     for i, site in enumerate(data.clients):
         parts = {name: getattr(data, name).of(i) for name in ("train", "val", "test")}
-        kept = slice(None) if data.preparation is None else ~data.preparation.is_statistic
-        hashes = {n: _hashes(x.numpy()[:, kept], _written(y.numpy(), data.classes)) for n, (x, y) in parts.items()}
+        features = slice(None) if data.preparation is None else ~data.preparation.is_statistic
+        hashes = {n: _hashes(x.numpy()[:, features], _written(y.numpy(), data.classes)) for n, (x, y) in parts.items()}
         keys[site] = {"train": hashes["train"] + hashes["val"], "test": hashes["test"]}
     return keys
 
@@ -106,14 +106,14 @@ class EarlierRows:
         limited = config.model_copy(update={"max_samples": most or None})
         added = split(len(fresh), labels, limited, seed=seed, client=client)
         used = len(added.train) + len(added.val) + len(added.test)
-        kept = len(known["train"]) + len(known["test"])
+        retained = len(known["train"]) + len(known["test"])
         whole = Split(
             np.sort(np.concatenate([known["train"], fresh[added.train]])),
             fresh[added.val],
             np.sort(np.concatenate([known["test"], fresh[added.test]])),
         )
         self.raw[site.name] = site
-        self.changes[site.name] = Change(old, kept + used, used, old - kept, known["test"])
+        self.changes[site.name] = Change(old, retained + used, used, old - retained, known["test"])
         return whole
 
     def _sides(self, site: Any, classes: Sequence[str], before: Mapping[str, list[str]]) -> list[str]:

@@ -87,10 +87,10 @@ def read_idx(path: Path, dimensions: int) -> NDArray[Any]:
         )
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
     dtype = np.dtype(_IDX_TYPES[content[2]])
-    expected, found = math.prod(shape) * dtype.itemsize, len(content) - header
-    if found != expected:
+    expected, actual = math.prod(shape) * dtype.itemsize, len(content) - header
+    if actual != expected:
         raise DataError(
-            f"{path}: its header promises {shape[0]} records ({expected} bytes) but {found} bytes follow; "
+            f"{path}: its header promises {shape[0]} records ({expected} bytes) but {actual} bytes follow; "
             "remove it and fetch it again"
         )
     try:
@@ -116,16 +116,16 @@ def read_npz(path: Path, names: Sequence[str], *, equal: bool = True) -> dict[st
     try:
         content = read_bytes(path)
         _check_sizes(content)
-        with np.load(io.BytesIO(content), allow_pickle=False) as found:
-            arrays = {name: found[name] for name in names}
+        with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in names}
     except KeyError:
         raise DataError(f"{path}: must have the arrays {', '.join(names)}; put the right file there") from None
     except (*BROKEN_ARCHIVE, *BROKEN_HEADER, OSError, EOFError, ValueError, AttributeError, TypeError) as e:
         raise DataError(f"{path}: not an .npz file, or a damaged one ({e}); put the right file there") from e
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if equal and len(set(lengths.values())) > 1:
-        found = ", ".join(f"{count} of {name}" for name, count in lengths.items())
-        raise DataError(f"{path}: its arrays differ in length: {found}; put the right file there")
+        counts = ", ".join(f"{count} of {name}" for name, count in lengths.items())
+        raise DataError(f"{path}: its arrays differ in length: {counts}; put the right file there")
     return arrays
 
 

@@ -13,17 +13,17 @@ from fedtailor.data.tables import client_name
 
 def digest(config: SourceConfig) -> str | None:
     """Of the files that a source reads from a path; None for published data, which is checked when it is downloaded."""
-    given: Path | str | None = getattr(config, "path", None)
-    if not isinstance(given, Path | str) or not (path := expanded(given)).exists():
+    source_path: Path | str | None = getattr(config, "path", None)
+    if not isinstance(source_path, Path | str) or not (path := expanded(source_path)).exists():
         return None
     is_read = client_name if isinstance(config, FolderConfig | TextConfig) else bool
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))
     if isinstance(config, ImageFolderConfig):
         files = [*([path] if path.is_file() else []), *(entry.path for entry in entries(config))]
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for file in files:
         with file.open("rb") as content:
-            held = hashlib.file_digest(content, "blake2b").hexdigest()
+            file_hash = hashlib.file_digest(content, "blake2b").hexdigest()
         name = file.relative_to(path) if file.is_relative_to(path) else file
-        found.update(f"{'' if file == path else name}\n{held}\n".encode())
-    return found.hexdigest()
+        hasher.update(f"{'' if file == path else name}\n{file_hash}\n".encode())
+    return hasher.hexdigest()

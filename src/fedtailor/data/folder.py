@@ -136,9 +136,9 @@ def fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dat
 
 def check_numbers(table: Table, column: str, is_date: bool) -> None:
     """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
-    found = table.columns[column].of_kind(is_date)
+    values = table.columns[column].of_kind(is_date)
     report_text({"": table}, column, "remove the row")
-    if found.number.count() and found.is_date != is_date:
+    if values.number.count() and values.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
 
@@ -148,8 +148,8 @@ def read_sites(config: FolderConfig) -> dict[str, Table]:
     if config.client_column is None:
         return _read_folder(path, config.ignore)
     if not path.is_file():
-        what = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {what} that holds all clients")
+        problem = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {problem} that holds all clients")
     if client_name(path) is None:
         raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
     if config.client_column == config.target:
@@ -165,9 +165,9 @@ def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
 def files_of(folder: Path) -> dict[str, Path]:
     """Files by client name, sorted."""
     if not folder.is_dir():
-        one = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
-        what = one if folder.exists() else "no such folder"
-        raise DataError(f"{folder}: {what}")
+        hint = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
+        problem = hint if folder.exists() else "no such folder"
+        raise DataError(f"{folder}: {problem}")
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         name = client_name(path)

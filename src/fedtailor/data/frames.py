@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 
-def as_frame(rows: Any, what: str = "rows") -> pl.DataFrame:
-    """A polars frame of whatever holds columns by name; `what` names it in messages."""
+def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
+    """A polars frame of whatever holds columns by name; `origin` names it in messages."""
     import polars as pl
 
     if isinstance(rows, pl.DataFrame):
@@ -24,10 +24,10 @@ def as_frame(rows: Any, what: str = "rows") -> pl.DataFrame:
         return pl.DataFrame({str(name): _series(str(name), list(values)) for name, values in rows.items()})
     if hasattr(rows, "columns") and hasattr(rows, "iloc"):  # pandas
         names = [str(name) for name in rows.columns]
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise DataError(f'{what}: column "{twice[0]}" appears more than once; rename or remove one')
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f'{origin}: column "{repeated[0]}" appears more than once; rename or remove one')
         return pl.DataFrame([_of_pandas(name, rows.iloc[:, i]) for i, name in enumerate(names)])
-    raise DataError(f"{what}: is a {type(rows).__name__}; give a frame of polars or pandas, or columns by name")
+    raise DataError(f"{origin}: is a {type(rows).__name__}; give a frame of polars or pandas, or columns by name")
 
 
 def _of_pandas(name: str, series: Any) -> pl.Series:

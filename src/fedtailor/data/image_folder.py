@@ -35,14 +35,14 @@ def load(
     config: ImageFolderConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
     """Read all images at the size asked for, and split each client's."""
-    found = entries(config)
-    clients, classes = sorted({e.client for e in found}), sorted({e.label for e in found})
+    images = entries(config)
+    clients, classes = sorted({e.client for e in images}), sorted({e.label for e in images})
     if len(classes) < 2:
         raise DataError(f'{config.path}: all images are of the class "{classes[0]}"; there is nothing to tell')
     number, owner = ({name: i for i, name in enumerate(names)} for names in (classes, clients))
-    labels = np.array([number[e.label] for e in found], np.int64)
-    parts = partitions.natural(np.array([owner[e.client] for e in found], np.int64))
-    pool = Pool(np.stack([read(e.path, config) for e in found]), labels, tuple(classes), dtype=dtype)
+    labels = np.array([number[e.label] for e in images], np.int64)
+    parts = partitions.natural(np.array([owner[e.client] for e in images], np.int64))
+    pool = Pool(np.stack([read(e.path, config) for e in images]), labels, tuple(classes), dtype=dtype)
     scaled = f"images scaled to {config.size} x {config.size}, {config.colours}"
     notes = ("partition: the clients of the folder", scaled, *partitions.describe(parts, labels))
     return assemble(config.path.stem, pool, parts, tuple(clients), config, seed, notes)
@@ -55,16 +55,16 @@ def entries(config: ImageFolderConfig) -> list[Entry]:
         return _listed(path)
     if not path.is_dir():
         raise DataError(f"{path}: no folder client/class/image, and no .csv or .parquet file with a column of paths")
-    found = [
+    images = [
         Entry(client.name, label.name, file)
         for client in _folders(path)
         for label in _folders(client)
         for file in sorted(label.iterdir())
         if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
     ]
-    if not found:
+    if not images:
         raise DataError(f"{path}: has no images as client/class/image; known endings: {', '.join(ENDINGS)}")
-    return found
+    return images
 
 
 def _folders(path: Path) -> list[Path]:

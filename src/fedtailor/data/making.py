@@ -48,16 +48,16 @@ def federated(
         clients = dict(zip(client_names(len(clients)), clients, strict=True))
     if not clients:
         raise DataError(f"{name}: has no clients")
-    given = {str(client): _splits(of, f'{name}: client "{client}"') for client, of in clients.items()}
-    if len(given) < len(clients):
+    samples = {str(client): _splits(of, f'{name}: client "{client}"') for client, of in clients.items()}
+    if len(samples) < len(clients):
         raise DataError(f"{name}: two clients have the same name as text; each needs a name of its own")
-    features = _features([part for of in given.values() for part in of.values()], target)
+    features = _features([part for of in samples.values() for part in of.values()], target)
     pairs = {
         client: {
             s: pair(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, lazy, collate)
             for s, v in of.items()
         }
-        for client, of in given.items()
+        for client, of in samples.items()
     }
     named = {str(v) for of in pairs.values() for _, y in of.values() if isinstance(y, np.ndarray) for v in y}
     if named and (numbers := [c for c, of in pairs.items() for _, y in of.values() if isinstance(y, Tensor)]):
@@ -82,23 +82,23 @@ def federated(
         raise DataError(f"{name}: no client has a training sample")
     kind = _kind(task, rows["train"].y, name)
     return FederatedData(
-        name, kind, tuple(given), rows["train"], rows["val"], rows["test"], outputs or _outputs(kind, rows, classes),
+        name, kind, tuple(samples), rows["train"], rows["val"], rows["test"], outputs or _outputs(kind, rows, classes),
         classes, features,
     )  # fmt: skip
 
 
-def _splits(given: Any, where: str) -> Mapping[str, Any]:
+def _splits(samples: Any, where: str) -> Mapping[str, Any]:
     """Of a client: its splits by name, or "" for samples that are not split yet."""
-    if not (isinstance(given, Mapping) and set(given) <= set(SPLITS)):
-        return {"": given}
-    if "train" not in given:
+    if not (isinstance(samples, Mapping) and set(samples) <= set(SPLITS)):
+        return {"": samples}
+    if "train" not in samples:
         raise DataError(f"{where}: has no training samples")
-    return given
+    return samples
 
 
-def _features(given: list[Any], target: str) -> tuple[str, ...]:
+def _features(parts: list[Any], target: str) -> tuple[str, ...]:
     """The columns of the first table, without the target."""
-    table = next((v for v in given if is_frame(v)), None)
+    table = next((v for v in parts if is_frame(v)), None)
     return () if table is None else tuple(str(k) for k in table.columns if str(k) != target)
 
 
@@ -151,8 +151,8 @@ def _equally_long(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list
     longest = max(x[MASK].shape[1] for x in every)
 
     def padded(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        here = x[MASK].shape[1]
-        ends = {k: (0, 0) * (v.dim() - 2) + (0, longest - here) for k, v in x.items() if v.shape[1:2] == (here,)}
+        length = x[MASK].shape[1]
+        ends = {k: (0, 0) * (v.dim() - 2) + (0, longest - length) for k, v in x.items() if v.shape[1:2] == (length,)}
         return {k: torch.nn.functional.pad(v, ends[k]) if k in ends else v for k, v in x.items()}
 
     return {s: [(padded(x), y) for x, y in each] for s, each in parts.items()}

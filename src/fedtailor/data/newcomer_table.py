@@ -18,15 +18,15 @@ from fedtailor.data.target import numbers, target_of
 
 def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, name: str, seed: int) -> FederatedData:
     """The newcomer as a federation of one; columns, classes and common scales are those of the run."""
-    told = preparation.target
+    target_column = preparation.target
     columns = preparation.columns
-    table = with_names_of(table, (told.name, *(c.name for c in columns)))
+    table = with_names_of(table, (target_column.name, *(c.name for c in columns)))
     kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
     dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
-    fit_in({name: table}, told.name, kinds, dates)
-    target = Target(told.task, told.classes, name=told.name, is_log=told.is_log)
-    y = target_of(table, told.name, target)
-    is_class = told.task == "classification"
+    fit_in({name: table}, target_column.name, kinds, dates)
+    target = Target(target_column.task, target_column.classes, name=target_column.name, is_log=target_column.is_log)
+    y = target_of(table, target_column.name, target)
+    is_class = target_column.task == "classification"
     cut = split(len(y), y if is_class else None, config, seed=seed, client=name)
     numeric = {c: numbers(table.columns[c].of_kind(c in dates)) for c, is_category in kinds.items() if not is_category}
     own = {
@@ -39,16 +39,16 @@ def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, na
     notes: list[str] = []
     x = mine.encode(name, numeric, categorical, str(table.path), notes)
     if not is_class:
-        y = told.standardised(y)
+        y = target_column.standardised(y)
     return FederatedData(
         name=Path(config.path).stem or "folder",
-        task=told.task,
+        task=target_column.task,
         clients=(name,),
         train=rows_of([x], [y], [cut.train]),
         val=rows_of([x], [y], [cut.val]),
         test=rows_of([x], [y], [cut.test]),
-        outputs=len(told.classes) if is_class else 1,
-        classes=told.classes,
+        outputs=len(target_column.classes) if is_class else 1,
+        classes=target_column.classes,
         features=mine.features,
         notes=tuple(notes),
         preparation=mine,
@@ -67,5 +67,5 @@ def _scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
     scale = Scale(median=median, mean=sites[0].mean, sd=sites[0].sd, **limits)
     if config.standardise == "pooled":
         return scale
-    mean, sd = moments_of([np.where(np.isnan(train), median, scale.kept(train))])
+    mean, sd = moments_of([np.where(np.isnan(train), median, scale.clipped(train))])
     return scale.model_copy(update={"mean": mean, "sd": sd})

@@ -22,46 +22,51 @@ NUMBERS = "biuf"  # kinds of numpy's types
 GIVE = "give (x, y), a table, a Dataset, or the splits train, val and test"
 
 
-def is_frame(given: Any) -> bool:
+def is_frame(value: Any) -> bool:
     """Whether it is a table of pandas or polars."""
-    return hasattr(given, "columns") and hasattr(given, "to_numpy")
+    return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
 def pair(
-    given: Any, where: str, target: str, features: Sequence[str], lazy: bool, collate: Callable[[Any], Any] | None
+    samples: Any, where: str, target: str, features: Sequence[str], lazy: bool, collate: Callable[[Any], Any] | None
 ) -> tuple[Tree, Targets]:
     """Samples and targets of a client; of a table, `features` in this order."""
     x: Tree
-    if isinstance(given, tuple) and len(given) == 2:
-        x, y = inputs(given[0], where), _targets(given[1], f"{where}, y")
-    elif is_frame(given):
-        x, y = _table(given, where, target, features)
-    elif hasattr(given, "with_format") and hasattr(given, "column_names"):  # a Hugging Face Dataset
-        columns = {k: given[k] for k in given.column_names}
+    if isinstance(samples, tuple) and len(samples) == 2:
+        x, y = inputs(samples[0], where), _targets(samples[1], f"{where}, y")
+    elif is_frame(samples):
+        x, y = _table(samples, where, target, features)
+    elif hasattr(samples, "with_format") and hasattr(samples, "column_names"):  # a Hugging Face Dataset
+        columns = {k: samples[k] for k in samples.column_names}
         x = _named({k: v for k, v in columns.items() if k != target}, where)
         y = _targets(_column(columns, target, where), f"{where}, {target}")
-    elif _is_dataset(given):
-        x, y = _dataset(given, where, target, lazy, collate)
+    elif _is_dataset(samples):
+        x, y = _dataset(samples, where, target, lazy, collate)
     else:
-        raise DataError(f"{where}: {GIVE}; it is a {type(given).__name__}")
+        raise DataError(f"{where}: {GIVE}; it is a {type(samples).__name__}")
     if count(x) != len(y):
         raise DataError(f"{where}: {count(x)} samples and {len(y)} targets")
     return x, y
 
 
-def inputs(given: Any, where: str) -> Tree:
+def inputs(samples: Any, where: str) -> Tree:
     """Tensors; sequences of unequal length side by side, with a mask of what is not padding."""
-    if isinstance(given, MappedArray | DatasetSamples | Chosen):
-        return given
-    if isinstance(given, Mapping):
-        return {str(k): _numbers(v, f"{where}, {k}") for k, v in given.items()}
-    if isinstance(given, list) and given and not np.isscalar(given[0]) and len({np.shape(v) for v in given}) > 1:
-        each = [_numbers(v, where) for v in given]
+    if isinstance(samples, MappedArray | DatasetSamples | Chosen):
+        return samples
+    if isinstance(samples, Mapping):
+        return {str(k): _numbers(v, f"{where}, {k}") for k, v in samples.items()}
+    if (
+        isinstance(samples, list)
+        and samples
+        and not np.isscalar(samples[0])
+        and len({np.shape(v) for v in samples}) > 1
+    ):
+        each = [_numbers(v, where) for v in samples]
         if len({v.shape[1:] for v in each}) > 1:
             raise DataError(f"{where}: sequences may differ in their first dimension only")
         mask = pad_sequence([torch.ones(len(v), dtype=torch.int64) for v in each], batch_first=True)
         return {"input_ids": pad_sequence(each, batch_first=True), MASK: mask}
-    return _numbers(given, where)
+    return _numbers(samples, where)
 
 
 def _named(columns: Mapping[str, Any], where: str) -> Tree:
@@ -75,8 +80,8 @@ def _named(columns: Mapping[str, Any], where: str) -> Tree:
     return {MASK: padded[0][MASK]} | x if padded else x
 
 
-def _table(given: Any, where: str, target: str, features: Sequence[str]) -> tuple[Tensor, Targets]:
-    columns = {str(k): given[k].to_numpy() for k in given.columns}
+def _table(frame: Any, where: str, target: str, features: Sequence[str]) -> tuple[Tensor, Targets]:
+    columns = {str(k): frame[k].to_numpy() for k in frame.columns}
     y = _targets(_column(columns, target, where), f'{where}, column "{target}"')
     if other := set(features) ^ (columns.keys() - {target}):
         raise DataError(f'{where}: all tables need the same columns; "{min(other)}" is not in all of them')
@@ -94,19 +99,19 @@ def _column(columns: Mapping[str, Any], target: str, where: str) -> Any:
     return columns[target]
 
 
-def _is_dataset(given: Any) -> bool:
+def _is_dataset(value: Any) -> bool:
     return (
-        hasattr(given, "__getitem__")
-        and hasattr(given, "__len__")
-        and not isinstance(given, Mapping | np.ndarray | Tensor | str)
+        hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, Mapping | np.ndarray | Tensor | str)
     )
 
 
 def _dataset(
-    given: Any, where: str, target: str, lazy: bool, collate: Callable[[Any], Any] | None
+    dataset: Any, where: str, target: str, lazy: bool, collate: Callable[[Any], Any] | None
 ) -> tuple[Tree, Targets]:
     """Items are pairs, or dicts of which one entry is the target."""
-    items = [given[i] for i in range(len(given))]
+    items = [dataset[i] for i in range(len(dataset))]
     if not items:
         return torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)
     pick: Callable[[Any], Any]
@@ -119,30 +124,30 @@ def _dataset(
         raise DataError(f"{where}: an item of a Dataset must be a pair (x, y), or a dict with the target")
     targets = torch.stack(y) if isinstance(y[0], Tensor) else _targets(y, f"{where}, y")
     if lazy or collate is not None:
-        samples = DatasetSamples(given, range(len(given)), pick, collate or torch.utils.data.default_collate)
+        samples = DatasetSamples(dataset, range(len(dataset)), pick, collate or torch.utils.data.default_collate)
         return (samples if lazy else samples.read(torch.arange(len(items)))), targets
-    held = [pick(item) for item in items]
-    if isinstance(held[0], Mapping):
-        return _named({str(k): [np.asarray(one[k]) for one in held] for k in held[0]}, where), targets
-    return inputs([np.asarray(one) for one in held], where), targets
+    picked = [pick(item) for item in items]
+    if isinstance(picked[0], Mapping):
+        return _named({str(k): [np.asarray(one[k]) for one in picked] for k in picked[0]}, where), targets
+    return inputs([np.asarray(one) for one in picked], where), targets
 
 
-def _targets(given: Any, where: str) -> Targets:
+def _targets(values: Any, where: str) -> Targets:
     """Numbers, whole ones as int64; or names of classes."""
-    if not isinstance(given, Tensor):
-        given = np.asarray(given)
-        if given.dtype.kind in "OUS" and given.ndim == 1 and all(isinstance(v, str) for v in given):
-            return given.astype(np.str_)
-    y = _numbers(given, where)
+    if not isinstance(values, Tensor):
+        values = np.asarray(values)
+        if values.dtype.kind in "OUS" and values.ndim == 1 and all(isinstance(v, str) for v in values):
+            return values.astype(np.str_)
+    y = _numbers(values, where)
     return y if y.is_floating_point() else y.long()
 
 
-def _numbers(given: Any, where: str) -> Tensor:
-    if isinstance(given, Tensor):
-        v = given
+def _numbers(values: Any, where: str) -> Tensor:
+    if isinstance(values, Tensor):
+        v = values
     else:
         try:
-            array = np.asarray(given)
+            array = np.asarray(values)
         except ValueError:
             raise DataError(f"{where}: must be numbers of one shape") from None
         if array.dtype.kind not in NUMBERS:

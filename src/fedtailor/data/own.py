@@ -16,12 +16,14 @@ def load(config: OwnConfig, *, seed: int, root: Path | None = None) -> Federated
     function, options = imported("data.source", config.load), dict(config.model_extra or {})
     if not callable(function):
         raise DataError(f'data.source: "{config.load}" is not a function load(seed, **options)')
-    known = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key in options:
-        if key not in known and not takes_any:
-            raise DataError(f'data.{key}: "{config.load}" has no option "{key}"; {nearest(key, set(known) - {"seed"})}')
-    made = function(seed=seed, **options)
-    if not isinstance(made, FederatedData):
-        raise DataError(f'data.source: "{config.load}" returned a {type(made).__name__}, not a FederatedData')
-    return made
+        if key not in parameters and not takes_any:
+            raise DataError(
+                f'data.{key}: "{config.load}" has no option "{key}"; {nearest(key, set(parameters) - {"seed"})}'
+            )
+    data = function(seed=seed, **options)
+    if not isinstance(data, FederatedData):
+        raise DataError(f'data.source: "{config.load}" returned a {type(data).__name__}, not a FederatedData')
+    return data

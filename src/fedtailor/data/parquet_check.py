@@ -53,9 +53,9 @@ def _column(content: bytes, meta: dict[int, Any], most: int) -> None:
         raise ValueError("pages have more values than their column")
 
 
-def _within(number: int, most: int, what: str) -> int:
+def _within(number: int, most: int, unit: str) -> int:
     if not 0 <= number <= most:
-        raise ValueError(f"promises {number} {what}")
+        raise ValueError(f"promises {number} {unit}")
     return number
 
 

@@ -40,7 +40,7 @@ class _Type:
     def build(self, state: Any) -> None:
         self.order = str(state[1]).replace("|", "=")
 
-    def made(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[Any]:
         if not _NUMBERS.fullmatch(self.code) or self.order not in "<>=":
             raise _Refused(f'an array of type "{self.code}"')
         return np.dtype(self.order + self.code)
@@ -58,7 +58,7 @@ class _Array:
         if kind.code.startswith("O") and isinstance(content, list):
             self.value = content[0] if shape == () and len(content) == 1 else content
         elif isinstance(content, bytes):
-            self.value = np.frombuffer(content, kind.made()).reshape(shape, order="F" if is_fortran else "C").copy()
+            self.value = np.frombuffer(content, kind.dtype()).reshape(shape, order="F" if is_fortran else "C").copy()
         else:
             raise _Refused("an array without content")
 

@@ -17,14 +17,14 @@ from fedtailor.errors import DataError
 
 def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
     """What has to be put right, and what was noticed and needs nothing; files that cannot be read are left aside."""
-    found: list[str] = []
+    messages: list[str] = []
 
     def attempt(work: Callable[..., Any], *args: Any) -> Any:
         try:
             return work(*args)
         except DataError as error:
-            if str(error) not in found:
-                found.append(str(error))
+            if str(error) not in messages:
+                messages.append(str(error))
             return None
 
     path = expanded(config.path)
@@ -36,7 +36,7 @@ def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
     else:
         tables = attempt(read_sites, config) or {}
     if not tables:
-        return found, []
+        return messages, []
     tidy = tidied(tables, config)
     tables, config = tidy.tables, tidy.config
     without = [t for t in tables.values() if config.target not in t.columns]
@@ -45,28 +45,28 @@ def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
     tables = {name: t for name, t in tables.items() if config.target in t.columns}
     columns = dict.fromkeys(c for t in tables.values() for c in t.columns if c != config.target)
     for column in columns:
-        there = {name: t for name, t in tables.items() if column in t.columns}
-        if len(there) < len(tables):
+        with_column = {name: t for name, t in tables.items() if column in t.columns}
+        if len(with_column) < len(tables):
             attempt(common_columns, tables, config.model_copy(update={"ignore": _others(columns, column, config)}))
         if column in config.ignore:
             continue
-        before = len(found)
-        attempt(is_categorical, there, column, column in config.categorical)
-        if len(found) == before:
+        before = len(messages)
+        attempt(is_categorical, with_column, column, column in config.categorical)
+        if len(messages) == before:
             continue
-        for name, table in there.items():  # the same at other sites
+        for name, table in with_column.items():  # the same at other sites
             each = table.columns[column]
             if each.doubtful_date or each.doubtful_number:
                 attempt(is_categorical, {name: table}, column, False)
             elif each.number.count():
                 attempt(report_text, {name: table}, column, as_categories(column))
-    held = attempt(with_target, tables, config) if tables else None
-    if held is not None:
-        attempt(read_target, held[0], config)
-    if found or not tables:
-        return found, list(tidy.notes)
+    targeted = attempt(with_target, tables, config) if tables else None
+    if targeted is not None:
+        attempt(read_target, targeted[0], config)
+    if messages or not tables:
+        return messages, list(tidy.notes)
     data = attempt(prepared, tables, config, 0)
-    return found, list(tidy.notes) if data is None else [*tidy.notes, *data.notes]
+    return messages, list(tidy.notes) if data is None else [*tidy.notes, *data.notes]
 
 
 def _others(columns: dict[str, None], column: str, config: FolderConfig) -> tuple[str, ...]:

@@ -60,7 +60,9 @@ def _parse(path: Path) -> dict[str, str]:
     """The lines of each role, "play: role", one speech after the other."""
     try:
         plays = json.loads(read_bytes(path))
-        return {f"{play}: {role}": "\n".join(said) for play, roles in plays.items() for role, said in roles.items()}
+        return {
+            f"{play}: {role}": "\n".join(speeches) for play, roles in plays.items() for role, speeches in roles.items()
+        }
     except (ValueError, AttributeError, TypeError):
         raise DataError(
             f"{path}: must be JSON of the form {{play: {{role: [speech, ...]}}}}; put it there again"

@@ -28,10 +28,10 @@ class Split:
 
 def split(samples: int, labels: NDArray[np.int64] | None, config: SplitConfig, *, seed: int, client: str) -> Split:
     """Split one client's samples, by label where labels are given; depends on nothing but this client."""
-    kept = np.arange(samples)
+    indices = np.arange(samples)
     if config.max_samples is not None and config.max_samples < samples:
-        kept = np.sort(_shuffle(kept, labels, stream(seed, client, "subsample"))[: config.max_samples])
-    order = _shuffle(kept, labels, stream(seed, client, "split"))
+        indices = np.sort(_shuffle(indices, labels, stream(seed, client, "subsample"))[: config.max_samples])
+    order = _shuffle(indices, labels, stream(seed, client, "split"))
     n_test, n_val = _counts(len(order), config.test, config.val)
     test, val, train = np.split(order, [n_test, n_test + n_val])
     return Split(np.sort(train[: config.max_train]), np.sort(val), np.sort(test))
@@ -71,9 +71,9 @@ def client_names(count: int) -> tuple[str, ...]:
     return tuple(f"client-{i:0{width}d}" for i in range(count))
 
 
-def _shuffle(kept: Indices, labels: NDArray[np.int64] | None, rng: np.random.Generator) -> Indices:
+def _shuffle(indices: Indices, labels: NDArray[np.int64] | None, rng: np.random.Generator) -> Indices:
     """A random order in which every stretch holds the classes in about the proportions of the whole."""
-    order = rng.permutation(kept)
+    order = rng.permutation(indices)
     if labels is None:
         return order
     place = np.empty(len(order))

@@ -45,17 +45,17 @@ def with_statistics(
     for code, part, fold in zip(codes, parts, folds, strict=True):
         np.add.at(by_fold, (fold, code), part)
     total = by_fold.sum(0)
-    everywhere = _said(total, total.sum(0), target)
-    elsewhere = np.stack([_said(total - own, (total - own).sum(0), target) for own in by_fold])
+    everywhere = _statistics(total, total.sum(0), target)
+    elsewhere = np.stack([_statistics(total - own, (total - own).sum(0), target) for own in by_fold])
     everywhere[-1], elsewhere[:, -1] = 0.0, 0.0  # categories of very few rows
-    made = column.model_copy(
+    encoded = column.model_copy(
         update={
             "categories": tuple(known),
             "statistics": tuple(tuple(row) for row in everywhere[:-1].tolist()),
             "statistic_names": _names(column.name, target),
         }
     )
-    return made, [elsewhere[fold, code] for fold, code in zip(folds, codes, strict=True)]
+    return encoded, [elsewhere[fold, code] for fold, code in zip(folds, codes, strict=True)]
 
 
 def _sums(y: NDArray[Any], target: TargetColumn) -> Floats:
@@ -65,7 +65,7 @@ def _sums(y: NDArray[Any], target: TargetColumn) -> Floats:
     return np.column_stack([np.ones(len(y)), y[:, 0]])
 
 
-def _said(sums: Floats, total: Floats, target: TargetColumn) -> Floats:
+def _statistics(sums: Floats, total: Floats, target: TargetColumn) -> Floats:
     """Of each category [categories, statistics], from its sums; 0 is what all rows say."""
     if target.task == "classification":
         shares = (total + 1) / (total + 1).sum()

@@ -143,13 +143,13 @@ class DatasetSamples:
         """Some samples, collated as a DataLoader does."""
         numbers = [self.at[i] for i in rows.tolist()]
         many = getattr(self.dataset, "__getitems__", None)
-        found = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
+        items = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
         try:
-            batch = self.collate([self.pick(item) for item in found])
+            batch = self.collate([self.pick(item) for item in items])
         except (RuntimeError, TypeError) as error:
-            said = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             raise DataError(
-                f"items of a Dataset do not make a batch; collate= pads or converts them ({said})"
+                f"items of a Dataset do not make a batch; collate= pads or converts them ({reason})"
             ) from None
         return tree_map(self._widened, batch)
 
@@ -175,13 +175,13 @@ class Several:
         if not len(rows):
             return tree_map(lambda v: v[:0], self.read(torch.tensor([0])))
         part = torch.searchsorted(self.ends, rows, right=True)
-        found: list[tuple[Tensor, Tree]] = []
+        pieces: list[tuple[Tensor, Tree]] = []
         for p in part.unique().tolist():
             at = (part == p).nonzero()[:, 0]
             begin = int(self.ends[p]) - len(self.parts[p])
-            found.append((at, self.parts[p].read(rows[at] - begin)))
-        order = torch.cat([at for at, _ in found]).argsort()
-        return tree_map(lambda *each: torch.cat(each)[order], *(values for _, values in found))
+            pieces.append((at, self.parts[p].read(rows[at] - begin)))
+        order = torch.cat([at for at, _ in pieces]).argsort()
+        return tree_map(lambda *each: torch.cat(each)[order], *(values for _, values in pieces))
 
     def to(self, dtype: torch.dtype) -> Several:
         return Several([p.to(dtype) for p in self.parts])

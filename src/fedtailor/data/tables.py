@@ -280,8 +280,8 @@ def _column(path: Path, series: pl.Series) -> Column:
         if (days := _days(text)) is not None:
             return Column(text, days, is_date=True)
         number = text.cast(pl.Float64, strict=False)
-        if number.null_count() > text.null_count() and (found := amounts(text)) is not None:
-            return Column(text, found[0], unit=found[1])
+        if number.null_count() > text.null_count() and (amount := amounts(text)) is not None:
+            return Column(text, amount[0], unit=amount[1])
     elif kind.is_numeric():
         series = series.fill_nan(None) if kind.is_float() else series
         text, number = series.cast(pl.String), series.cast(pl.Float64)
@@ -310,7 +310,7 @@ def _days(text: pl.Series) -> pl.Series | None:
             clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
             written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]
             return written.str.to_datetime("%Y-%m-%d %H:%M:%S", strict=False).dt.epoch("s").cast(pl.Float64) / 86_400
-    return found if (found := named_days(text)) is not None else compact_days(text)
+    return days if (days := named_days(text)) is not None else compact_days(text)
 
 
 def _number_name(number: float) -> str:

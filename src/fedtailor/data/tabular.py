@@ -88,14 +88,14 @@ def assemble(
         cuts = [earlier.cut(site, target.classes, config, seed) for site in sites]
     else:
         cuts = [split(len(site.y), site.y if labelled else None, config, seed=seed, client=site.name) for site in sites]
-    made: list[str] = []
+    new_notes: list[str] = []
     learnt: list[NumberColumn | CategoryColumn] = []
     for column in columns:
         if column in sites[0].numeric:
             scales, filled, wild = _scales(column, sites, cuts, standardise, settled)
-            made.extend(wild)
+            new_notes.extend(wild)
             if filled:
-                made.append(f'column "{column}": {filled} missing values filled with training medians')
+                new_notes.append(f'column "{column}": {filled} missing values filled with training medians')
             learnt.append(
                 NumberColumn(
                     name=column,
@@ -109,35 +109,40 @@ def assemble(
             learnt.append(CategoryColumn(name=column, categories=(), absent=(absent or {}).get(column, ())))
         else:
             known = _categories(column, sites[:settled]) if categories is None else categories[column]
-            gone = (absent or {}).get(column, ())
-            learnt.append(CategoryColumn(name=column, categories=tuple(known), absent=gone))
-    made.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")
+            absent_at = (absent or {}).get(column, ())
+            learnt.append(CategoryColumn(name=column, categories=tuple(known), absent=absent_at))
+    new_notes.append(f"numeric columns standardised: {standardise}; categories are 0/1 columns")
     if dates:
-        made.append(f"dates are days since 1970-01-01: {', '.join(dates)}")
+        new_notes.append(f"dates are days since 1970-01-01: {', '.join(dates)}")
     targets = [site.y for site in sites]
-    told = TargetColumn(name=target.name, task=target.task, classes=target.classes, is_log=target.is_log)
+    target_column = TargetColumn(name=target.name, task=target.task, classes=target.classes, is_log=target.is_log)
     is_scaled = not labelled and target.standardise and target.task == "regression"
     if is_scaled:
-        inner = [told.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
+        inner = [target_column.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
         mean, sd = moments_of(inner[:settled])
-        told = told.model_copy(update={"mean": mean, "sd": sd})
+        target_column = target_column.model_copy(update={"mean": mean, "sd": sd})
     own: dict[str, list[Floats]] = {}  # of training rows, without their own targets
-    inner_targets = targets if labelled else [told.standardised(t) for t in targets]
-    where = [cut.train for cut in cuts][:settled]
+    inner_targets = targets if labelled else [target_column.standardised(t) for t in targets]
+    training_rows = [cut.train for cut in cuts][:settled]
     for i, each in enumerate(learnt):
         if each.name in many and isinstance(each, CategoryColumn):
             labels = [site.categorical[each.name] for site in sites[:settled]]
-            learnt[i], own[each.name] = with_statistics(each, labels, inner_targets[:settled], where, told, seed)
-            made.append(f'column "{each.name}" has very many texts: they count by {", ".join(learnt[i].features)}')
-    preparation = Preparation(columns=tuple(learnt), target=told)
+            learnt[i], own[each.name] = with_statistics(
+                each, labels, inner_targets[:settled], training_rows, target_column, seed
+            )
+            new_notes.append(f'column "{each.name}" has very many texts: they count by {", ".join(learnt[i].features)}')
+    preparation = Preparation(columns=tuple(learnt), target=target_column)
     if earlier is not None:
         preparation = earlier.revised(preparation)
-        made.extend(earlier.notes)
-        told = preparation.target
+        new_notes.extend(earlier.notes)
+        target_column = preparation.target
     if is_scaled:
-        made.append(f"target standardised: ({'log y' if told.is_log else 'y'} - {told.mean:.6g}) / {told.sd:.6g}")
+        new_notes.append(
+            f"target standardised: ({'log y' if target_column.is_log else 'y'} - {target_column.mean:.6g}) / "
+            f"{target_column.sd:.6g}"
+        )
     if not labelled:
-        targets = [told.standardised(t) for t in targets]
+        targets = [target_column.standardised(t) for t in targets]
     matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
     at = 0
     for each in preparation.columns:
@@ -154,7 +159,7 @@ def assemble(
         outputs=len(target.classes) if labelled else 1,
         classes=target.classes,
         features=preparation.features,
-        notes=(*notes, split_note(config), *made),
+        notes=(*notes, split_note(config), *new_notes),
         preparation=preparation,
     )
 
@@ -246,9 +251,9 @@ def moments_of(parts: Sequence[Floats]) -> tuple[float, float]:
 
 
 def _categories(column: str, sites: Sequence[Site]) -> list[str]:
-    found = {value for site in sites for value in site.categorical[column]}
-    return sort_values(value for value in found if value is not None and value != MISSING) + (
-        [MISSING] if found & {None, MISSING} else []
+    values = {value for site in sites for value in site.categorical[column]}
+    return sort_values(value for value in values if value is not None and value != MISSING) + (
+        [MISSING] if values & {None, MISSING} else []
     )
 
 

@@ -30,19 +30,19 @@ def with_target(tables: dict[str, Table], config: FolderConfig) -> tuple[dict[st
     """Rows and sites without a target are left out, and named."""
     if config.target not in next(iter(tables.values())).columns:
         return tables, ()
-    kept, gone, rows = {}, [], 0
+    complete, left_out, rows = {}, [], 0
     for name, table in tables.items():
-        there = table.columns[config.target].text.is_not_null()
-        rows += table.rows - int(there.sum())
-        if there.any():
-            kept[name] = table if there.all() else table.only(there)
+        has_target = table.columns[config.target].text.is_not_null()
+        rows += table.rows - int(has_target.sum())
+        if has_target.any():
+            complete[name] = table if has_target.all() else table.only(has_target)
         else:
-            gone.append(name)
-    if not kept:
+            left_out.append(name)
+    if not complete:
         raise DataError(f'{config.path}: target column "{config.target}" has no value in any row; choose another')
     notes = [f'{rows} rows without a value of "{config.target}" are left out'] if rows else []
-    notes += [f"left out, without any target: {', '.join(gone)}"] if gone else []
-    return kept, tuple(notes)
+    notes += [f"left out, without any target: {', '.join(left_out)}"] if left_out else []
+    return complete, tuple(notes)
 
 
 def complete_target(tables: dict[str, Table], target: str) -> None:
@@ -80,14 +80,14 @@ def read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target,
             _refuse_constant(columns[0].text[0], config)
         hint = suggested(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
         is_log, standardise = config.target_scale == "log", config.standardise_target and task == "regression"
-        told = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
-        return told, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
+        target = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
+        return target, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
     classes = sort_values(distinct_labels(c.names() for c in columns))
     if len(classes) == 1:
         _refuse_constant(classes[0], config)
-    made = Target("classification", tuple(classes), name=config.target)
+    target = Target("classification", tuple(classes), name=config.target)
     hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
-    return made, [codes(c.names(), classes) for c in columns], note + hint
+    return target, [codes(c.names(), classes) for c in columns], note + hint
 
 
 def _check_numbers(table: Table, target: str, y: Floats, task: str, is_log: bool) -> None:
@@ -98,11 +98,11 @@ def _check_numbers(table: Table, target: str, y: Floats, task: str, is_log: bool
         checks = [(no_count, "which is no count: 0, 1, 2, ...", "set data.task = 'regression'")]
     if is_log:
         checks.append((y <= 0, "which has no logarithm", "leave out data.target_scale"))
-    for wrong, what, remedy in checks:
+    for wrong, fault, remedy in checks:
         if wrong.any():
             row = int(np.argmax(wrong))
             raise DataError(
-                f'{table.path}: target column "{target}" has {y[row]:g} in data row {row + 1}, {what}; correct it, or '
+                f'{table.path}: target column "{target}" has {y[row]:g} in data row {row + 1}, {fault}; correct it, or '
                 f"{remedy}"
             )
 
@@ -154,16 +154,16 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     elif not all(((c.number % 1) == 0).all() for c in columns):
         return "regression", "inferred: its values are not whole numbers"
     distinct = len(distinct_labels(c.names() for c in columns))
-    what = "texts" if has_text else "whole numbers"
+    kind = "texts" if has_text else "whole numbers"
     if distinct <= FEW:
-        return "classification", f"inferred: {distinct} distinct {what}, at most {FEW}"
+        return "classification", f"inferred: {distinct} distinct {kind}, at most {FEW}"
     if has_text:
         raise DataError(
             f'{next(iter(tables.values())).path}: target column "{target}" has {distinct} distinct texts over all '
             f"files, more than {FEW}; if they are classes set data.task = 'classification', else choose another "
             "data.target"
         )
-    return "regression", f"inferred: {distinct} distinct {what}, more than {FEW}"
+    return "regression", f"inferred: {distinct} distinct {kind}, more than {FEW}"
 
 
 def refuse_mixed_text(tables: dict[str, Table], column: str, remedy: str) -> None:

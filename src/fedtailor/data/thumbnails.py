@@ -37,9 +37,9 @@ def _mini_imagenet(root: Path, use: str) -> Pool:
     path = locate(root, MINI_IMAGENET, "mini-imagenet")
     arrays = _arrays(path, "split")
     split = check_labels(path, arrays["split"], len(SPLITS))
-    kept = np.isin(split, [SPLITS.index(part) for part in TRAIN_TEST[use]])
+    is_used = np.isin(split, [SPLITS.index(part) for part in TRAIN_TEST[use]])
     classes = tuple(str(k) for k in range(100))
-    return _pool(path, arrays["x"][kept], arrays["y"][kept], classes)
+    return _pool(path, arrays["x"][is_used], arrays["y"][is_used], classes)
 
 
 def _pacs(root: Path, config: PacsConfig, seed: int, dtype: torch.dtype) -> FederatedData:

@@ -59,8 +59,8 @@ def tidied(tables: Tables, config: FolderConfig) -> Tidied:
     notes += [f'column "{c}" has numbers and texts: {_words(tables, c)} are categories' for c in mixed]
     config = config.model_copy(update={"ignore": (*config.ignore, *ids), "categorical": (*config.categorical, *mixed)})
     for column in (config.target, *(c for c in features if c not in ids)):
-        tables, told = _same_writing(tables, column)
-        notes += told
+        tables, rewritten = _same_writing(tables, column)
+        notes += rewritten
     many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables, c))
     return Tidied(tables, config, tuple(notes), absent, many)
 
@@ -77,37 +77,37 @@ def renamed_columns(names: Sequence[str], wanted: Iterable[str]) -> dict[str, st
         forms.setdefault(alike(name), []).append(name)
     out = {}
     for name in wanted:
-        found = forms.get(alike(name), [])
-        if name not in names and len(found) == 1:
-            out[found[0]] = name
+        candidates = forms.get(alike(name), [])
+        if name not in names and len(candidates) == 1:
+            out[candidates[0]] = name
     return out
 
 
 def _same_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str]]:
     counts = Counter(name for table in tables.values() for name in table.names)
-    said = (config.target, *config.ignore, *config.categorical)
+    configured = (config.target, *config.ignore, *config.categorical)
     best: dict[str, str] = {}
-    for name in (*said, *(name for name, _ in counts.most_common())):
+    for name in (*configured, *(name for name, _ in counts.most_common())):
         best.setdefault(alike(name), name)
-    out, told = {}, dict[tuple[str, str], list[str]]()
+    out, renamed = {}, dict[tuple[str, str], list[str]]()
     for site, table in tables.items():
         twice = {form for form, n in Counter(map(alike, table.names)).items() if n > 1}
         new = {n: best[alike(n)] for n in table.names if alike(n) not in twice and best[alike(n)] != n}
         for pair in new.items():
-            told.setdefault(pair, []).append(site)
+            renamed.setdefault(pair, []).append(site)
         columns = {new.get(name, name): column for name, column in table.columns.items()}
         names = tuple(new.get(name, name) for name in table.names)
         out[site] = replace(table, names=names, columns=columns) if new else table
-    return out, [f'column "{old}" at {_some(sites)} is read as "{new}"' for (old, new), sites in told.items()]
+    return out, [f'column "{old}" at {_some(sites)} is read as "{new}"' for (old, new), sites in renamed.items()]
 
 
 def _plain_dates(tables: Tables) -> Tables:
     """Numbers of eight digits are dates if they are at all sites, or if another site writes dates in another way."""
     names = dict.fromkeys(name for table in tables.values() for name in table.columns)
     for name in names:
-        found = [table.columns[name] for table in tables.values() if name in table.columns]
-        if len({c.is_date for c in found if c.number.count()}) > 1:
-            is_date = any(c.is_date and not is_compact(c.text) for c in found)
+        columns = [table.columns[name] for table in tables.values() if name in table.columns]
+        if len({c.is_date for c in columns if c.number.count()}) > 1:
+            is_date = any(c.is_date and not is_compact(c.text) for c in columns)
             tables = {
                 site: _with(table, name, table.columns[name].of_kind(is_date)) if name in table.columns else table
                 for site, table in tables.items()
@@ -148,8 +148,8 @@ def _with(table: Table, name: str, column: Column) -> Table:
 
 def _features(tables: Tables, config: FolderConfig) -> list[str]:
     known = dict.fromkeys(name for table in tables.values() for name in table.columns)
-    there = [c for c in known if all(c in table.columns for table in tables.values())]
-    return [c for c in there if c != config.target and c not in config.ignore]
+    common = [c for c in known if all(c in table.columns for table in tables.values())]
+    return [c for c in common if c != config.target and c not in config.ignore]
 
 
 def _is_id(name: str, columns: Sequence[Column]) -> bool:
@@ -199,8 +199,8 @@ def _same_writing(tables: Tables, name: str) -> tuple[Tables, list[str]]:
         form = " ".join(text.casefold().split())
         if best.setdefault(form, text) != text:
             other[text] = best[form]
-    told = [f'column "{name}": "{old}" is read as "{new}"' for old, new in list(other.items())[:5]]
-    return _replaced(tables, name, other), told
+    notes = [f'column "{name}": "{old}" is read as "{new}"' for old, new in list(other.items())[:5]]
+    return _replaced(tables, name, other), notes
 
 
 def _has_many(tables: Tables, name: str) -> bool:
@@ -224,12 +224,12 @@ def _replaced(tables: Tables, name: str, new: Mapping[str, str]) -> Tables:
 
 def refuse_other_units(tables: Tables, name: str) -> None:
     """Fail if a column is written with % or a currency at one site and without at another."""
-    found = {t.columns[name].unit: t.path for t in tables.values() if t.columns[name].number.count()}
-    if len(found) > 1:
-        (one, at), (other, there) = list(found.items())[:2]
+    by_unit = {t.columns[name].unit: t.path for t in tables.values() if t.columns[name].number.count()}
+    if len(by_unit) > 1:
+        (one, one_path), (other, other_path) = list(by_unit.items())[:2]
         raise DataError(
-            f'{there}: column "{name}" has {f"values in {other}" if other else "plain numbers"}, but '
-            f"{f'values in {one}' if one else 'plain numbers'} in {at.name}; use one unit everywhere"
+            f'{other_path}: column "{name}" has {f"values in {other}" if other else "plain numbers"}, but '
+            f"{f'values in {one}' if one else 'plain numbers'} in {one_path.name}; use one unit everywhere"
         )
 
 

@@ -28,9 +28,9 @@ def amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
     """Numbers with a currency, a percent sign or commas, and the unit; None if this column is not written so."""
     import polars as pl
 
-    there = text.drop_nulls()
-    fits = there.filter(there.str.contains(_UNITS))
-    if len(fits) < MOST * len(there) or not len(fits) or fits.str.contains(r"^[+-]?\d+(\.\d+)?$").all():
+    present = text.drop_nulls()
+    fits = present.filter(present.str.contains(_UNITS))
+    if len(fits) < MOST * len(present) or not len(fits) or fits.str.contains(r"^[+-]?\d+(\.\d+)?$").all():
         return None
     marks = {i: text.str.extract(_UNITS, i) for i in (1, 3, 5)}
     mark = marks[1].fill_null(marks[3]).fill_null(marks[5]).fill_null("")
@@ -54,9 +54,9 @@ def amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
 
 def doubtful_number(text: pl.Series) -> str | None:
     """A value such as 1,200 if every comma may be one of thousands or of decimals."""
-    there = text.drop_nulls().str.strip_chars_start("+-")
-    commas = there.filter(there.str.contains(",", literal=True))
-    if not len(commas) or not commas.str.contains(_THREE).all() or not there.str.contains(r"^[\d.,]+$").all():
+    present = text.drop_nulls().str.strip_chars_start("+-")
+    commas = present.filter(present.str.contains(",", literal=True))
+    if not len(commas) or not commas.str.contains(_THREE).all() or not present.str.contains(r"^[\d.,]+$").all():
         return None
     return str(commas[0])
 
@@ -82,8 +82,8 @@ def compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
     first = first_of(text)
     if first is None or not re.search(_COMPACT, first):
         return None
-    there = text.drop_nulls()
-    if len(there) < fewest or not there.str.contains(_COMPACT).all():
+    present = text.drop_nulls()
+    if len(present) < fewest or not present.str.contains(_COMPACT).all():
         return None
     days = text.str.to_date("%Y%m%d", strict=False)
     return days.cast(pl.Int32).cast(pl.Float64) if days.null_count() == text.null_count() else None
