@@ -126,7 +126,7 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     presence.note({"ada": "", "bo": "does not answer", "cy": ""})
     assert "more" not in read_json(folder / "runs/one/sites.json")["ada"]
     monkeypatch.setattr(processes, "running", lambda folder: 7)
-    text = "\n".join(status.told(found := status.read(folder), now + 10))
+    text = "\n".join(status.status_lines(found := status.read(folder), now + 10))
     assert "server server: runs as process 7, version" in text
     assert "run one: round 2 of 5" in text
     assert "  ada: seen 10 s ago, version 0.1.0, clock +90 s, 5.0 GB free, certificate until " in text

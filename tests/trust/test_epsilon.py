@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedtailor.deploy.flare.audit import told
+from fedtailor.deploy.flare.audit import audit_lines
 from fedtailor.deploy.flare.epsilon import ACCOUNT, SitePrivacy
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.site import AUDIT
@@ -53,7 +53,7 @@ def test_a_spent_budget_is_refused_by_every_run_and_every_process(tmp_path: Path
     assert made.call()[0]["refused"] == refused
     assert refusals(made)[-1] == refused
     assert read_json(made.folder / ACCOUNT)["replies"] == [[NOISE, 3]]
-    assert "privacy budget: epsilon " in told(made.folder / AUDIT)[0]
+    assert "privacy budget: epsilon " in audit_lines(made.folder / AUDIT)[0]
 
 
 def test_what_is_counted_is_what_the_accountant_says() -> None:
@@ -121,4 +121,4 @@ def test_an_account_that_is_gone_or_older_is_missed(tmp_path: Path) -> None:
     for left in (older, None):
         account.unlink() if left is None else account.write_text(left)
         with pytest.raises(RunError, match=r"epsilon\.json: gone, or older"):
-            told(made.folder / AUDIT)
+            audit_lines(made.folder / AUDIT)

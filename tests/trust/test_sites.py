@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedtailor.core import codec
-from fedtailor.deploy.flare.audit import told
+from fedtailor.deploy.flare.audit import audit_lines
 from fedtailor.deploy.flare.imprints import imprinted
 from fedtailor.deploy.flare.messages import ENVELOPE, config_for, data_schema
 from fedtailor.deploy.flare.policy import Policy
@@ -292,13 +292,13 @@ def test_the_record_is_told_in_words(tmp_path: Path) -> None:
     made.call()
     made.ask({"op": "get_states"})
     evaluated(made)
-    text = "\n".join(told(made.folder / AUDIT))
+    text = "\n".join(audit_lines(made.folder / AUDIT))
     assert "run-1: " in text
     assert "  local: once, " in text
     assert "  evaluate: once, " in text
     assert '  refused once: no operation "get_states"' in text
     with pytest.raises(RunError, match="no record yet"):
-        told(tmp_path / "nothing")
+        audit_lines(tmp_path / "nothing")
 
 
 def test_t2_a_model_that_no_machine_holds_is_refused(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
 
     assert folder is not None
     participant = flare_status.read(folder)
-    return asdict(participant) | {"problems": flare_status.problems(participant)}, flare_status.told(participant)
+    return asdict(participant) | {"problems": flare_status.problems(participant)}, flare_status.status_lines(
+        participant
+    )
 
 
 def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
@@ -180,7 +182,7 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Summarize a site's audit log: what it was asked for, what left, what that reveals, what it refused."""
-    from fedtailor.deploy.flare.audit import read, told
+    from fedtailor.deploy.flare.audit import audit_lines, read
     from fedtailor.deploy.flare.epsilon import spent_text
     from fedtailor.deploy.flare.site import AUDIT
 
@@ -189,7 +191,7 @@ def audit(
         print_json([asdict(run) for run in read(record)])
         return
     if page is None:
-        print("\n".join(told(record)))
+        print("\n".join(audit_lines(record)))
         return
     from fedtailor.experiments.store import write_atomically
     from fedtailor.report.audit_page import audit_html

@@ -31,13 +31,13 @@ class Audit:
         answer, out = codec.decode(reply, sys.maxsize)  # this site wrote it
         try:
             header, tree = codec.decode(request, places)
-            what = header.get("op")
+            op = header.get("op")
         except codec.BrokenMessage:
             about |= {k: answer[k] for k in ("refused", "error") if k in answer}
             self.line(about | {"asked": "nothing that can be read", "came": {"bytes": len(request)}})
             return
-        what = what or header.get("function") or ("secure sum" if "sum" in header else "gradients")
-        line = about | {"asked": what, "round": header.get("round")} | {k: header[k] for k in ("step",) if k in header}
+        op = op or header.get("function") or ("secure sum" if "sum" in header else "gradients")
+        line = about | {"asked": op, "round": header.get("round")} | {k: header[k] for k in ("step",) if k in header}
         line["came"] = {"bytes": len(request), "keys": _shapes(tree)}
         line["left"] = {"bytes": len(reply), "keys": _shapes(out)}
         line |= {k: answer[k] for k in ("refused", "error") if k in answer}
@@ -122,44 +122,44 @@ def _of_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
     for line in lines:
         if "refused" not in line and "left" in line:
             kinds.setdefault(" ".join(filter(None, (line["asked"], line.get("step")))), []).append(line)
-    found = []
-    for name, its in kinds.items():
-        came, left = (sum(line[way]["bytes"] for line in its) for way in ("came", "left"))
-        found.append(Kind(name, len(its), came, left, its[-1]["left"]["keys"]))
+    summaries = []
+    for name, messages in kinds.items():
+        received, sent = (sum(line[way]["bytes"] for line in messages) for way in ("came", "left"))
+        summaries.append(Kind(name, len(messages), received, sent, messages[-1]["left"]["keys"]))
     rounds = {line["round"] for line in lines if line.get("round") is not None}
     refused = Counter(line["refused"] for line in lines if "refused" in line).most_common()
-    return RunRecord(run, lines[0]["time"], lines[-1]["time"], len(lines), len(rounds), found, refused)
+    return RunRecord(run, lines[0]["time"], lines[-1]["time"], len(lines), len(rounds), summaries, refused)
 
 
 def inferred(record: RunRecord) -> list[str]:
     """What somebody could conclude from what left, in words; docs/explanation/privacy.md says more."""
-    said = []
+    words = []
     names = {kind.name for kind in record.kinds}
     calls = [kind for kind in record.kinds if kind.name not in CONTROLS and not kind.name.startswith("secure sum")]
     is_sealed = any(name.startswith("secure sum") for name in names)
     if any(name in ("hello", "start") for name in names):
-        said.append("the number of training rows, and the names of features and classes")
+        words.append("the number of training rows, and the names of features and classes")
     if any(kind.keys for kind in calls if kind.name != "gradients"):
         times = sum(kind.times for kind in calls)
         replies = f"{times} single {'reply' if times == 1 else 'replies'}"
-        said.append(
+        words.append(
             f"{replies}: which classes there are, whether a known row was used, and with few rows per step some of the "
             "rows themselves"
         )
     if is_sealed:
-        said.append("sums with the partners of this site: of its own reply only what a sum over all of them tells")
+        words.append("sums with the partners of this site: of its own reply only what a sum over all of them tells")
     if "gradients" in names:
-        said.append("derivatives by what was sent here, from which moments of the features follow")
-    asked = sum(kind.times for kind in record.kinds if kind.name == "evaluate")
-    metrics = f"{asked} set{'' if asked == 1 else 's'} of metrics: how well models fit validation and test rows"
-    return [*said, *([metrics] if asked else [])]
+        words.append("derivatives by what was sent here, from which moments of the features follow")
+    count = sum(kind.times for kind in record.kinds if kind.name == "evaluate")
+    metrics = f"{count} set{'' if count == 1 else 's'} of metrics: how well models fit validation and test rows"
+    return [*words, *([metrics] if count else [])]
 
 
 def times_in_words(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
 
 
-def told(path: Path) -> list[str]:
+def audit_lines(path: Path) -> list[str]:
     """The record for people: for each run what was asked for how often, what left, what follows, what was refused."""
     spent = spent_text(path.parent)
     text = [f"privacy budget: {spent}"] if spent else []
@@ -171,6 +171,6 @@ def told(path: Path) -> list[str]:
             f"  {kind.name}: {times_in_words(kind.times)}, {kind.left:,} bytes left; last: {kind.shapes}"
             for kind in record.kinds
         ]
-        text += [f"  could be inferred: {what}" for what in inferred(record)]
+        text += [f"  could be inferred: {conclusion}" for conclusion in inferred(record)]
         text += [f"  refused {times_in_words(times)}: {why}" for why, times in record.refused]
     return text

@@ -51,9 +51,9 @@ class Spent:
         self.budget = budget
         self.path = folder / SPENT
         self.most = budget.evaluations_per_run or 2 * rounds + 12
-        kept: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
-        self.evaluations = {int(k): int(v) for k, v in kept.get("evaluations", {}).items()}  # by round
-        self.calls = {int(k): int(v) for k, v in kept.get("calls", {}).items()}
+        saved: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
+        self.evaluations = {int(k): int(v) for k, v in saved.get("evaluations", {}).items()}  # by round
+        self.calls = {int(k): int(v) for k, v in saved.get("calls", {}).items()}
 
     def save(self) -> None:
         """Whatever is asked next, this was answered."""
@@ -61,20 +61,20 @@ class Spent:
 
     def evaluate(self, round: int) -> None:
         """One more evaluation, or a refusal."""
-        here, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
-        if here >= self.budget.evaluations_per_round:
-            raise Refused(f"metrics were told {here} times in round {round}, as often as the policy allows")
+        count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
+        if count >= self.budget.evaluations_per_round:
+            raise Refused(f"metrics were told {count} times in round {round}, as often as the policy allows")
         if total >= self.most:
             raise Refused(f"metrics were told {total} times in this run, as often as the policy allows")
-        self.evaluations[round] = here + 1
+        self.evaluations[round] = count + 1
         self.save()
 
     def call(self, round: int) -> None:
         """One more call of the algorithm's functions, or a refusal."""
-        here = self.calls.get(round, 0)
-        if here >= self.budget.calls_per_round:
-            raise Refused(f"{here} calls were answered in round {round}, as many as the policy allows")
-        self.calls[round] = here + 1
+        count = self.calls.get(round, 0)
+        if count >= self.budget.calls_per_round:
+            raise Refused(f"{count} calls were answered in round {round}, as many as the policy allows")
+        self.calls[round] = count + 1
 
 
 def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> None:

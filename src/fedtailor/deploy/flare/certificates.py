@@ -22,8 +22,8 @@ from fedtailor.privacy.identity import fingerprint, read_revoked, signed, statem
 def ends(folder: Path) -> dict[str, float]:
     """When the certificate of each participant ends, of those whose folder is here."""
     about = _about(folder)
-    found = {name: certificate_end(folder / name / KIT) for name in ("server", *about["sites"], "admin")}
-    return {name: end for name, end in found.items() if end is not None}
+    times = {name: certificate_end(folder / name / KIT) for name in ("server", *about["sites"], "admin")}
+    return {name: end for name, end in times.items() if end is not None}
 
 
 def renew(folder: Path, name: str) -> Path:

@@ -31,26 +31,26 @@ def certificate_end(kit: Path) -> float | None:
     return None
 
 
-def told(about: dict[str, Any], now: float) -> list[str]:
+def words(about: dict[str, Any], now: float) -> list[str]:
     """A condition in words, as far as it is known; `now` is the reader's clock when it was told."""
-    words = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
+    parts = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
     if isinstance(about.get("now"), int | float):
         skew = about["now"] - now
-        words += [f"clock {skew:+.0f} s"] if abs(skew) >= 0.5 else []
+        parts += [f"clock {skew:+.0f} s"] if abs(skew) >= 0.5 else []
     if isinstance(about.get("free"), int | float):
-        words.append(f"{about['free'] / 2**30:.1f} GB free")
+        parts.append(f"{about['free'] / 2**30:.1f} GB free")
     if isinstance(about.get("certificate_ends"), int | float):
-        words.append(f"certificate until {datetime.fromtimestamp(about['certificate_ends'], UTC):%Y-%m-%d}")
-    return words
+        parts.append(f"certificate until {datetime.fromtimestamp(about['certificate_ends'], UTC):%Y-%m-%d}")
+    return parts
 
 
 def problems(about: dict[str, Any], now: float) -> list[str]:
     """What an operator has to do something about."""
-    found = []
+    messages = []
     ends = about.get("certificate_ends")
     if isinstance(ends, int | float) and ends - now < SOON * 86400:
         days = f"its certificate ends in {(ends - now) / 86400:.0f} days"
-        found.append("its certificate has ended" if ends < now else days)
+        messages.append("its certificate has ended" if ends < now else days)
     if isinstance(about.get("free"), int | float) and about["free"] < FULL:
-        found.append(f"only {about['free'] / 2**20:.0f} MB of disk are free")
-    return found
+        messages.append(f"only {about['free'] / 2**20:.0f} MB of disk are free")
+    return messages

@@ -70,38 +70,39 @@ class Account:
         if bare := exposed(experiment.algorithm, function, experiment.model, args, tuple(placed)):
             raise Refused(f'{function} sends "{bare}", which is no new version of what was sent: no noise covers it')
         replies = self._replies()
-        now, replies[self.privacy.noise] = self.privacy.cost(replies), replies.get(self.privacy.noise, 0) + 1
-        if (then := self.privacy.cost(replies)) > self.privacy.epsilon:
+        spent, replies[self.privacy.noise] = self.privacy.cost(replies), replies.get(self.privacy.noise, 0) + 1
+        if (total := self.privacy.cost(replies)) > self.privacy.epsilon:
             count = sum(replies.values()) - 1
             raise Refused(
-                f"the privacy budget is spent: epsilon {now:.2f} of {self.privacy.epsilon:g} after {count} replies, "
-                f"{then:.2f} with one more"
+                f"the privacy budget is spent: epsilon {spent:.2f} of {self.privacy.epsilon:g} after {count} replies, "
+                f"{total:.2f} with one more"
             )
-        known = {"epsilon": then, "of": self.privacy.epsilon, "delta": self.privacy.delta}
-        write_json(self.path, known | {"replies": [[noise, times] for noise, times in replies.items()]})
+        account = {"epsilon": total, "of": self.privacy.epsilon, "delta": self.privacy.delta}
+        write_json(self.path, account | {"replies": [[noise, times] for noise, times in replies.items()]})
         self.path.with_name(COUNT).write_text(str(sum(replies.values())))
 
     def _replies(self) -> dict[float, int]:
-        known = _kept(self.path)
-        return {} if known is None else {float(noise): int(times) for noise, times in known["replies"]}
+        account = _account(self.path)
+        return {} if account is None else {float(noise): int(times) for noise, times in account["replies"]}
 
 
-def _kept(path: Path) -> dict[str, Any] | None:
+def _account(path: Path) -> dict[str, Any] | None:
     """The account; None if nothing was ever spent. A `RunError` if it is gone, or is an older one."""
     beside = path.with_name(COUNT)
     try:
         count = int(beside.read_text()) if beside.exists() else 0
     except ValueError:
         raise RunError(f"{beside}: damaged; it says of how many replies {path.name} tells") from None
-    known = dict(read_json(path)) if path.exists() else None
-    if count > (0 if known is None else sum(times for _, times in known["replies"])):
+    account = dict(read_json(path)) if path.exists() else None
+    if count > (0 if account is None else sum(times for _, times in account["replies"])):
         raise RunError(f"{path}: gone, or older than what has left; it says what is spent of the privacy budget")
-    return known
+    return account
 
 
 def spent_text(folder: Path) -> str:
     """What the account of a site says, for people; "" if there is none."""
-    if (known := _kept(folder / ACCOUNT)) is None:
+    if (account := _account(folder / ACCOUNT)) is None:
         return ""
-    count = sum(times for _, times in known["replies"])
-    return f"epsilon {known['epsilon']:.2f} of {known['of']:g} at delta {known['delta']:g}: {count} replies with noise"
+    count = sum(times for _, times in account["replies"])
+    epsilon = f"epsilon {account['epsilon']:.2f} of {account['of']:g} at delta {account['delta']:g}"
+    return f"{epsilon}: {count} replies with noise"

@@ -81,13 +81,13 @@ class Coordinator:
         """Called when all sites of the job are ready."""
         log, collector = logging.getLogger("fedtailor"), Collector()
 
-        def tell(progress: Progress) -> None:
+        def listen(progress: Progress) -> None:
             collector.note(progress.round)
             for news in progress.news:
                 log.warning(news)
 
         try:
-            coordinate(_Collab(), parse(json.loads(self.config)), self.run, Path(os.environ[SERVER_FOLDER]), tell)
+            coordinate(_Collab(), parse(json.loads(self.config)), self.run, Path(os.environ[SERVER_FOLDER]), listen)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
             raise

@@ -37,9 +37,9 @@ class Buffer:
     come: dict[int, Late] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)  # in this round: client -> rounds late
 
-    def state(self, client: int, kept: int) -> int:
+    def state(self, client: int, kept_round: int) -> int:
         """The round whose state a client goes on from."""
-        return self.come[client].call.round if client in self.come else kept
+        return self.come[client].call.round if client in self.come else kept_round
 
     def replies(self, call: Call, clients: Sequence[int]) -> dict[int, Tree]:
         """Late replies of some of these clients, as replies to this call."""
@@ -67,12 +67,12 @@ def check(experiment: Experiment) -> None:
     """Refuse methods of which a late reply cannot be counted."""
     algorithm = experiment.algorithm
     name = algorithm.title or type(algorithm).__name__
-    made = calls_made(experiment)
-    if sum(len(ways) for ways in made.values()) != 1 or any(True in way for ways in made.values() for way in ways):
+    calls = calls_made(experiment)
+    if sum(len(ways) for ways in calls.values()) != 1 or any(True in way for ways in calls.values() for way in ways):
         raise ConfigError(f'federation.late = "buffer": {name} asks more than one thing, or each client its own')
     if experiment.model.has_common_statistics:
         raise ConfigError('federation.late = "buffer": variances may become negative; set model.buffers = "private"')
-    (function,) = made
+    (function,) = calls
     sends = client_functions(algorithm)[function].sends  # type: ignore[attr-defined]
     for spec in sends if isinstance(sends, tuple) else (sends,):
         if spec is not None and spec != COUNT and not spec.is_model:

@@ -25,8 +25,8 @@ class Presence:
         """What sites say of themselves as a job begins; only what is known is kept of it."""
         now = time.time()
         for site, about in greetings.items():
-            told = about.pop("condition", None)
-            known = told if isinstance(told, dict) else {}
+            condition = about.pop("condition", None)
+            known = condition if isinstance(condition, dict) else {}
             known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
             self.sites[site] = known | {"asked": now, "seen": now}
 

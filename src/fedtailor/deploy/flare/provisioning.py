@@ -125,9 +125,9 @@ def _refuse_revoked(folder: Path, sites: list[str]) -> None:
     """A name whose certificate was revoked does not come back: the old one still opens a connection."""
     from fedtailor.deploy.flare.certificates import revoked
 
-    gone = set(revoked(folder)["names"]) & set(sites)
-    if gone:
-        raise ConfigError(f'--site "{min(gone)}": its certificate was revoked; take another name for it')
+    revoked_sites = set(revoked(folder)["names"]) & set(sites)
+    if revoked_sites:
+        raise ConfigError(f'--site "{min(revoked_sites)}": its certificate was revoked; take another name for it')
 
 
 def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
@@ -213,8 +213,8 @@ def how_to_start(role: str, folder: Path) -> Started:
     else:
         _keep_jobs_in(folder / KIT, (folder / "store").resolve())
         paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
-    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": here})
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": search_path})
 
 
 def _without_spaces(folder: Path) -> Path:

@@ -134,18 +134,18 @@ def check(header: dict[str, Any]) -> None:
     if name is not None and (not isinstance(name, str) or name not in OPERATIONS):
         raise Refused(f'no operation "{str(name)[:40]}"')
     form = OPERATIONS[name] if name is not None else _of_training(header)
-    what = name or form.__name__.lower()
+    operation = name or form.__name__.lower()
     try:
         form.model_validate(header)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise Refused(f'{what} with "{key[:40]}" is not known here') from None
-        raise Refused(f"{what}: {key[:80]}: {first['msg']}") from None
+            raise Refused(f'{operation} with "{key[:40]}" is not known here') from None
+        raise Refused(f"{operation}: {key[:80]}: {first['msg']}") from None
     if form is SumStep:
-        step, given = header["step"], {k for k in SumStep.model_fields if header.get(k) is not None}
-        if wrong := sorted((given - {"round", "sum", "step"}) ^ NEEDED[step]):
+        step, present = header["step"], {k for k in SumStep.model_fields if header.get(k) is not None}
+        if wrong := sorted((present - {"round", "sum", "step"}) ^ NEEDED[step]):
             raise Refused(f'a secure sum: step "{step}" with or without "{wrong[0]}"')
 
 

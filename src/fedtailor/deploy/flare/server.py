@@ -53,7 +53,7 @@ class Flare(Remote):
         self.lines = lines
         self.schema = schema
         self.first = -experiment.algorithm.preparation
-        self._kept = [self.first for _ in self.everybody]
+        self._kept_rounds = [self.first for _ in self.everybody]
         self._needed: list[set[int]] = [set() for _ in self.everybody]
         self._round = self.first
         self._goal = 0  # replies that close a call
@@ -78,12 +78,12 @@ class Flare(Remote):
 
     def _take_late(self) -> None:
         """Replies that have come since: their sites keep the state after them, and they wait to be counted."""
-        come, self.lines.late = self.lines.late, {}
+        late, self.lines.late = self.lines.late, {}
         if self._buffer is None:
             return
         self._buffer.used = {}
-        for client in [c for c in self._buffer.sent if self._name(c) in come]:
-            call, reply = self._buffer.sent.pop(client), come[self._name(client)]
+        for client in [c for c in self._buffer.sent if self._name(c) in late]:
+            call, reply = self._buffer.sent.pop(client), late[self._name(client)]
             if "error" in _header(reply):
                 continue
             keep = {client: {"op": "keep", "round": call.round}}
@@ -93,9 +93,9 @@ class Flare(Remote):
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """All sites at the same time."""
-        asked = {self._name(client): (client, request) for client, request in requests}
-        replies = self.lines.ask(((name, request) for name, (_, request) in asked.items()), self._goal)
-        for name, (client, _) in asked.items():
+        by_name = {self._name(client): (client, request) for client, request in requests}
+        replies = self.lines.ask(((name, request) for name, (_, request) in by_name.items()), self._goal)
+        for name, (client, _) in by_name.items():
             yield client, replies[name]
 
     def _tell_each(self, headers: dict[int, Header]) -> Iterator[tuple[int, Header, str]]:
@@ -139,9 +139,12 @@ class Flare(Remote):
         return away
 
     def _begin(self, round: int, clients: Iterable[int]) -> dict[int, str]:
-        kept = {c: self._kept[c] if self._buffer is None else self._buffer.state(c, self._kept[c]) for c in clients}
+        rounds = {
+            c: self._kept_rounds[c] if self._buffer is None else self._buffer.state(c, self._kept_rounds[c])
+            for c in clients
+        }
         headers = {
-            c: {"op": "begin", "round": round, "kept": kept[c], "needed": sorted(self._needed[c])} for c in clients
+            c: {"op": "begin", "round": round, "kept": rounds[c], "needed": sorted(self._needed[c])} for c in clients
         }
         return {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
 
@@ -154,7 +157,7 @@ class Flare(Remote):
         }
         if not lost:
             for client, answer, _ in answers:
-                self._kept[client] = answer["kept"]
+                self._kept_rounds[client] = answer["kept"]
             if self._buffer is not None:
                 self._buffer.commit()
         return lost
@@ -166,24 +169,26 @@ class Flare(Remote):
         if keep and self.config.federation.goal:
             away = set(self.lines.away)
             self.lines.settle()
-            back = away - set(self.lines.away)
-            self.undo([c for c in self.everybody if self._name(c) in back])  # what they computed late does not count
+            names = away - set(self.lines.away)
+            self.undo([c for c in self.everybody if self._name(c) in names])  # what they computed late does not count
         return super().evaluate(clients, round, server, splits, keep)
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Sites go back to what they kept last; who cannot be reached does so when its next round begins."""
         chosen = self.everybody if clients is None else clients
-        for _ in self._tell_each({c: {"op": "restore", "kept": self._kept[c]} for c in chosen}):
+        for _ in self._tell_each({c: {"op": "restore", "kept": self._kept_rounds[c]} for c in chosen}):
             pass
 
     def get_states(self) -> Tree:
         """For each client the round whose state it kept last."""
-        return {"kept": torch.tensor(self._kept, device="cpu")}
+        return {"kept": torch.tensor(self._kept_rounds, device="cpu")}
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then."""
-        self._kept = self._padded(rows)
-        for client, _, wrong in self._tell_each({c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept)}):
+        self._kept_rounds = self._padded(rows)
+        for client, _, wrong in self._tell_each(
+            {c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept_rounds)}
+        ):
             if wrong:
                 self._leave_out(client, wrong)
 
@@ -193,12 +198,12 @@ class Flare(Remote):
     def saved(self, states: Sequence[Tree]) -> None:
         """Sites may forget, when the next round begins, what no checkpoint needs."""
         every = [self._padded(tree) for tree in states]
-        self._needed = [{kept[client] for kept in every} for client in self.everybody]
+        self._needed = [{rounds[client] for rounds in every} for client in self.everybody]
 
     def _padded(self, rows: Tree) -> list[int]:
         """One that was not there yet then is at its start."""
-        kept: list[int] = rows["kept"].tolist()
-        return kept + [self.first] * (len(self.everybody) - len(kept))
+        rounds: list[int] = rows["kept"].tolist()
+        return rounds + [self.first] * (len(self.everybody) - len(rounds))
 
 
 def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:

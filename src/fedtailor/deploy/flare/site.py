@@ -77,8 +77,8 @@ def read_site(path: Path) -> SiteFile:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ConfigError(f"{path}: {key}: {what}") from None
+        reason = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{path}: {key}: {reason}") from None
     base = path.resolve().parent
     data = site.data.model_copy(update={"path": base / expanded(site.data.path)})
     places = {"folder": base / expanded(site.folder), "kit": base / expanded(site.kit)}

@@ -60,8 +60,8 @@ class SiteRpc:
             for future, site in list(waiting.items()):  # a long computation, or nobody there?
                 if site not in pings:
                     pings[site] = in_thread(self.ping, site)
-                elif pings[site].done() and isinstance(gone := self._result(site, pings.pop(site)), OSError):
-                    replies[site] = gone
+                elif pings[site].done() and isinstance(error := self._result(site, pings.pop(site)), OSError):
+                    replies[site] = error
                     del waiting[future]
         return replies
 
@@ -69,9 +69,9 @@ class SiteRpc:
         try:
             reply: bytes = future.result()
             return reply
-        except OSError as gone:
-            self.away[site] = f"does not answer ({gone})"
-            return gone
+        except OSError as error:
+            self.away[site] = f"does not answer ({error})"
+            return error
 
     def _left_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
         """A site that still computes is away until it has answered; then it begins the next round with the others."""

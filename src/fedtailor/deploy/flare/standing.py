@@ -25,10 +25,10 @@ def standing(folder: Path) -> dict[str, Any]:
 
 def check(folder: Path, run: str = "") -> None:
     """Refuse whatever the server asks while the site takes no part."""
-    told = standing(folder)
-    if told["state"] in WORDS:
-        raise Refused(WORDS[told["state"]])
-    if run and run in told["withdrawn"]:
+    record = standing(folder)
+    if record["state"] in WORDS:
+        raise Refused(WORDS[record["state"]])
+    if run and run in record["withdrawn"]:
         raise Refused(f"this site has withdrawn from the run {run}")
 
 
@@ -43,8 +43,9 @@ def withdraw(folder: Path, run: str) -> Path:
     if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
         known = ", ".join(runs(folder)) or "none"
         raise RunError(f'{folder}: no run "{run}"; there are: {known}')
-    told, about = standing(folder), _rounds(folder, run)
-    write_json(folder / STANDING, told | {"withdrawn": sorted({*told["withdrawn"], run})})  # before anything is deleted
+    record, about = standing(folder), _rounds(folder, run)
+    withdrawn = sorted({*record["withdrawn"], run})
+    write_json(folder / STANDING, record | {"withdrawn": withdrawn})  # before anything is deleted
     deleted = []
     for file in sorted(p for p in path.rglob("*") if p.is_file()):
         digest = hashlib.sha256(file.read_bytes()).hexdigest()

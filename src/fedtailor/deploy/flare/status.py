@@ -53,16 +53,16 @@ def read(folder: Path) -> Status:
     if not (folder / SITE).exists():
         about = condition.condition(folder, folder / KIT)
         paths = {file.parent for name in (CONFIG, ABOUT) for file in folder.glob(f"{RUNS}/*/{name}")}
-        found = [_run(path) for path in sorted(paths)]
-        return Status(folder.name, "server", process, about, found)
+        run_states = [_run(path) for path in sorted(paths)]
+        return Status(folder.name, "server", process, about, run_states)
     private = read_site(folder / SITE).folder
     about = condition.condition(private, folder / KIT)
     record = private / AUDIT
     lines = lines_of(record)
     last = datetime.fromisoformat(lines[-1]["time"]).timestamp() if lines else None
     refused = sum("refused" in line for line in lines)
-    kept, state = runs(private), standing(private)["state"]
-    return Status(folder.name, "site", process, about, [], state, kept, len(lines), refused, last)
+    kept_runs, state = runs(private), standing(private)["state"]
+    return Status(folder.name, "site", process, about, [], state, kept_runs, len(lines), refused, last)
 
 
 def _run(path: Path) -> RunStatus:
@@ -72,18 +72,18 @@ def _run(path: Path) -> RunStatus:
     return RunStatus(path.name, len(run.metrics()), run.config.rounds, (path / RESULTS).exists(), known)
 
 
-def told(status: Status, now: float | None = None) -> list[str]:
+def status_lines(status: Status, now: float | None = None) -> list[str]:
     """In words."""
     now = time.time() if now is None else now
     runs_as = f"runs as process {status.process}" if status.process else "does not run"
-    words = [runs_as, *([] if status.role == "server" else [status.state]), *condition.told(status.condition, now)]
+    words = [runs_as, *([] if status.role == "server" else [status.state]), *condition.words(status.condition, now)]
     lines = [f"{status.role} {status.name}: {', '.join(words)}"]
     for run in status.runs:
         end = "finished" if run.is_finished else f"round {run.rounds} of {run.of}"
         lines.append(f"run {run.name}: {end}")
         for site, about in sorted(run.sites.items()):
             ago = f"seen {_ago(now - about['seen'])} ago" if isinstance(about.get("seen"), int | float) else "not seen"
-            skewed = condition.told(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
+            skewed = condition.words(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
             away = [about["away"]] if about.get("away") else []
             lines.append(f"  {site}: {', '.join([ago, *away, *skewed])}")
     if status.role == "site":
@@ -96,8 +96,8 @@ def told(status: Status, now: float | None = None) -> list[str]:
 def problems(status: Status, now: float | None = None) -> list[str]:
     """Why a participant is not well; empty if it is."""
     now = time.time() if now is None else now
-    found = [] if status.process else [f"{status.name} does not run"]
-    return found + [f"{status.name}: {problem}" for problem in condition.problems(status.condition, now)]
+    messages = [] if status.process else [f"{status.name} does not run"]
+    return messages + [f"{status.name}: {problem}" for problem in condition.problems(status.condition, now)]
 
 
 def prometheus(status: Status, now: float | None = None) -> str:

@@ -22,7 +22,7 @@ def party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: P
         raise Refused("the policy wants secure sums, and there is no certificate here to sign keys with")
     if policy.sums_of and not policy.partners:
         raise Refused("the policy wants secure sums, and names no partners that they may be made with")
-    kept = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohort": []}
-    opened = Opened(kept["round"], kept["cohort"])
+    saved = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohort": []}
+    opened = Opened(saved["round"], saved["cohort"])
     opened.save = lambda its: write_json(folder / OPENED, {"round": its.round, "cohort": sorted(its.cohort)})
     return Party(number, max(2, policy.sums_of), identity, run, opened, owners(policy.partners))
