@@ -1,4 +1,4 @@
-"""Tailor beside strong baselines on ten federations: python benchmarks/tailor.py [--seeds 3] [--columns NAME ...]
+"""Tailor beside strong baselines on thirteen federations: python benchmarks/tailor.py [--seeds 3] [--columns NAME ...]
 
 Federations are small, so that the table can be made on one core: MLPs with one hidden layer on images, linear models on
 schools and meters; every method has the same local steps. Finished runs are kept in the folder --out, seed by seed, and
