@@ -85,7 +85,7 @@ class _Pages:
         self.since = 0
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        values = np.array(self.array[rows], dtype=self.array.dtype.newbyteorder("="))
+        values = np.asarray(self.array[rows], dtype=self.array.dtype.newbyteorder("="))  # rows are copied already
         self.since += values.nbytes
         if self.since > KEPT and hasattr(mmap, "MADV_DONTNEED"):
             self.array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
@@ -180,6 +180,8 @@ class Several:
             at = (part == p).nonzero()[:, 0]
             begin = int(self.ends[p]) - len(self.parts[p])
             pieces.append((at, self.parts[p].read(rows[at] - begin)))
+        if len(pieces) == 1:
+            return pieces[0][1]
         order = torch.cat([at for at, _ in pieces]).argsort()
         return tree_map(lambda *each: torch.cat(each)[order], *(values for _, values in pieces))
 
