@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests start, too: two tests run side by side
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read as torch is loaded: threads that wait leave others the core
 
 import pytest
