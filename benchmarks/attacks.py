@@ -114,7 +114,7 @@ def page(cells: Cells, methods: list[str], seeds: list[int], command: str) -> st
                 lines.append(f"| {method} | {attack} | {' | '.join(row)} |")
     lines += [
         "",
-        "A backdoor: test samples of other classes, with the trigger, that are taken for class 0, in percent:",
+        "Success of the backdoor: test samples of other classes that the trigger turns into class 0, in percent:",
         "",
     ]
     lines += [f"| method | {' | '.join(MEANS)} |", f"|---|{'---|' * len(MEANS)}"]

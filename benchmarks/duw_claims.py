@@ -1,4 +1,4 @@
-"""What Figures 2 and 3 of the DUW paper claim, asserted from the saved curves and tables of weights.
+"""Claims of Figures 2 and 3 of the DUW paper, checked on the saved curves and weight tables.
 
 fedtailor reproduce duw/figure2
 fedtailor reproduce duw/figure3

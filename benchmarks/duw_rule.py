@@ -1,4 +1,4 @@
-"""A rule of weights learned on DUW's environment II (5 clients), used on 10 others with a label skew of their own.
+"""A weighting rule learned in DUW's environment II (5 clients), used on 10 others with a label skew of their own.
 
     FEDTAILOR_DATA=... python benchmarks/duw_rule.py
 

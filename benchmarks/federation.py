@@ -1,4 +1,4 @@
-"""A real federation on 127.0.0.1: equal to the loop engine, how long a trip takes, faults, and what is refused.
+"""A real federation on 127.0.0.1: equality with the loop engine, trip times, faults, and refusals.
 
 Every part prints one line and can be run alone; what was shown already is not run again (it is kept in --out).
 Example: python benchmarks/federation.py fedrep site_killed

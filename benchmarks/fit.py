@@ -1,4 +1,4 @@
-"""`fit` beside what an analyst has, on tables with a site column; everybody gets the same rows.
+"""`fit` against standard analyses, on tables with a site column; every method gets the same rows.
 
     python benchmarks/fit.py --seeds 5 --out build/fit.json
     python benchmarks/fit.py --table file.csv --site S --target T

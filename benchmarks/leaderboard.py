@@ -1,4 +1,4 @@
-"""Every method on PFLlib's Fashion-MNIST columns, by three habits of reporting
+"""Every method on PFLlib's Fashion-MNIST columns, under three reporting conventions
 
 FEDTAILOR_DATA=... python benchmarks/leaderboard.py [--model dnn] [--runs FOLDER] [--only NAME ...] [--finished]
                    [--json FILE]
@@ -199,9 +199,7 @@ def main() -> None:
         made = {column: [asdict(one) for one in rows] for column, rows in found.items()}
         asked.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     for column, rows in found.items():
-        ended = [f"- Did not finish, for its numbers left all bounds: {', '.join(failed[column])}."] * bool(
-            failed[column]
-        )
+        ended = [f"- Diverged and did not finish: {', '.join(failed[column])}."] * bool(failed[column])
         lines = [*table(rows), "", *summary(rows, int(loaded[column].test.sizes.sum())), *ended]
         print("\n".join([f"### {column}", "", *lines, ""]))
 

@@ -228,16 +228,17 @@ def page(cells: dict[str, dict[str, float]], seeds: list[int]) -> str:
 
     views = ("guessed", *VIEWS)
     made = f"Version {__version__}, seeds {', '.join(map(str, seeds))}, mean and spread over seeds"
-    lines = [f"{made}; what has no spread is of one seed.", ""]
+    lines = [f"{made}; figures without a spread are from one seed.", ""]
     lines += [
-        "## Rows read back, in percent",
+        "## Rows recovered by inversion, in percent",
         "",
         f"| data | method | training | {' | '.join(views)} |",
         "|---" * 7 + "|",
     ]
     lines += [row(("inversion", d, m, step), views) for d in DATA for m in METHODS for step in STEPS]
     ways = (*VIEWS, "personal")
-    lines += ["", "## Membership: area under the curve, in percent", "", f"| data | method | {' | '.join(ways)} |"]
+    lines += ["", "## Membership inference: area under the ROC curve, in percent", ""]
+    lines += [f"| data | method | {' | '.join(ways)} |"]
     lines += ["|---" * 6 + "|", *(row(("membership", d, m), ways) for d in DATA for m in METHODS)]
     return "\n".join([*lines, "", "```sh", "python benchmarks/leakage.py", "```", ""])
 

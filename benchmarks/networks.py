@@ -208,9 +208,9 @@ WORDS = {
     "latency": "every packet takes 50 ms",
     "loss": "one packet in 20 is lost",
     "down": "a site's link is down for 30 s",
-    "half-open": "nothing of a site arrives for 30 s, while it goes on to receive",
+    "half-open": "nothing from a site arrives for 30 s, but it still receives",
     "down-all": "a site's link is down for 30 s, and every round needs all sites",
-    "half-open-all": "nothing of a site arrives for 30 s, and every round needs all sites",
+    "half-open-all": "nothing from a site arrives for 30 s, and every round needs all sites",
     "many": "server and sites as processes",
     "many-direct": "both ends in one process, without FLARE",
 }
@@ -219,7 +219,7 @@ WORDS = {
 def page(found: dict[str, Any]) -> str:
     """Two tables, of what was run."""
     lines = [f"Version {__version__}, seed 0; `python -m benchmarks.networks`.", ""]
-    lines += ["| network | largest difference from loop | rounds that the site missed | took |", "|---|---|---|---|"]
+    lines += ["| network | largest difference from loop | rounds missed by the site | took |", "|---|---|---|---|"]
     for part in found:
         if "difference" in found[part]:
             of = found[part]

@@ -102,7 +102,7 @@ def main() -> None:
     asked.to.mkdir(parents=True, exist_ok=True)
     rows = json.loads((asked.source / "speed.json").read_text(encoding="utf-8"))
     intro = (Path(__file__).parent.parent / "docs/results/speed.intro.md").read_text(encoding="utf-8")
-    parts = [intro, machine(), "", "## Beside the limit", "", "`make bench`", "", *speed_table(rows)]
+    parts = [intro, machine(), "", "## Against the limit", "", "`make bench`", "", *speed_table(rows)]
     grown = {
         name: [(row["clients"], row["ours_s"]) for row in rows if "clients" in row and row["workload"].startswith(k)]
         for k, name in (("E", "a round of 100 clients, of all that there are"), ("D", "an epoch of Learn2pFed"))
