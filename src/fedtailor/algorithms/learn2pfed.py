@@ -55,7 +55,7 @@ class Learn2pFed(UnrolledADMM):
     def client_init(self, me: ClientContext) -> Tree:
         v = ridge.as_vector(me.model, me.model.params)
         data = {"d": ridge.statistics(me.model, me.train)}
-        data |= {"held": ridge.statistics(me.model, me.val)} if self.outer == "holdout" else {}
+        data |= {"held": ridge.moments(me.model, me.val)} if self.outer == "holdout" else {}
         return data | {"v": v, "z": v - v, "a": v - v, "learned": self.first_numbers(v)}
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:

@@ -113,7 +113,7 @@ class Tailor(RandomCoefficients):
             return state
         state |= {"q": me.model.like.new_zeros(mixture.FOLDS, 3, 3)}
         if self.solves(me):
-            return state | {"d": ridge.statistics(me.model, me.train), "held": ridge.statistics(me.model, me.val)}
+            return state | {"d": ridge.statistics(me.model, me.train), "held": ridge.moments(me.model, me.val)}
         return state | {"alone": me.buffers | me.model.params}
 
     def solves(self, me: ClientContext) -> bool:

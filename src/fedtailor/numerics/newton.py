@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STEPS = (1.0, 0.5, 0.1, 0.0)  # parts of a Newton step that are tried; the best is taken
+STEPS = (1.0, 0.5, 0.1, 0.0)  # parts of a Newton step that are tried; the longest of the best is taken
 
 Of = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -74,5 +74,8 @@ def penalised(
 def _furthest_up(value: Callable[[Tensor], Tensor], start: Tensor, step: Tensor) -> Tensor:
     points = torch.stack([start + part * step for part in STEPS])
     values = torch.stack([value(point) for point in points])
-    best = values.nan_to_num(nan=-torch.inf).argmax()
+    values = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    # near the maximum values differ by rounding alone, which would keep the last steps from being whole ones
+    peak = values.max()
+    best = (values >= peak - 16 * torch.finfo(values.dtype).eps * peak.abs()).int().argmax()
     return (torch.nn.functional.one_hot(best, len(STEPS)).to(step.dtype)[:, None] * points.nan_to_num()).sum(0)

@@ -60,12 +60,17 @@ def as_params(model: Model, v: Tensor) -> Params:
     return {weight: v.mT} if bias is None else {weight: v[:-1].mT, bias: v[-1]}
 
 
-def statistics(model: Model, data: View) -> Params:
-    """All that a linear model needs to know of the data: A with its eigenvectors q and eigenvalues s, b, |Y|^2, n."""
+def moments(model: Model, data: View) -> Params:
+    """All that a linear model needs to know of the data: A = X'X, b = X'Y, |Y|^2 and n."""
     x, y = design_of(model, data), data.y * data.mask[:, None]
-    a = x.mT @ x
-    s, q = torch.linalg.eigh(a)
-    return {"A": a, "q": q, "s": s.clamp(min=0), "b": x.mT @ y, "yy": y.square().sum(), "n": data.mask.sum()}
+    return {"A": x.mT @ x, "b": x.mT @ y, "yy": y.square().sum(), "n": data.mask.sum()}
+
+
+def statistics(model: Model, data: View) -> Params:
+    """The moments, and the eigenvectors q and eigenvalues s of A."""
+    d = moments(model, data)
+    s, q = torch.linalg.eigh(d["A"])
+    return d | {"q": q, "s": s.clamp(min=0)}
 
 
 def ridge(d: Params, rho: Tensor, center: Tensor) -> Tensor:
