@@ -33,7 +33,7 @@ from fedtailor.version import __version__
 F64, CLIENTS, FEATURES = torch.float64, 20, 5
 SPREADS = (0.01, 0.1, 0.3, 1.0, 3.0, 30.0)  # R^2
 SAMPLES = (10, 50)
-SEEDS = tuple(range(10))
+SEEDS = tuple(range(30))
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {  # title -> name, options, rounds
     "FedAvg": ("fedavg", {"epochs": 2}, 40),
     "Local": ("local", {"epochs": 2}, 40),

@@ -189,7 +189,7 @@ def test_linear_models_of_numbers_have_the_degrees_of_empirical_bayes_and_end_wi
     x, y = (torch.cat(parts) for parts in zip(data.train.of(3), data.val.of(3), strict=True))
     x = torch.cat([x.flatten(1), torch.ones(len(x), 1, dtype=F64)], dim=1)
     for output in range(y.shape[1]):
-        degree = other["noise"] / other["t"][:, output]
+        degree = algorithm.roots(other)[:, output] ** -2
         own = torch.linalg.solve(x.T @ x + degree.diag(), x.T @ y[:, output] + degree * other["w"][:, output])
         weight, bias = (served[f"alone.{k}"][output] for k in model.params)
         kept = torch.cat([weight, bias[None]])

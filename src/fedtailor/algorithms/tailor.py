@@ -196,10 +196,15 @@ class Tailor(RandomCoefficients):
         common = beside["common"]
         if self.solves(me):
             d = {k: me.state["d"][k] + (me.state["held"][k] if uses_all else 0) for k in ("A", "b")}
-            own = ridge.as_params(me.model, ridge.shrunk(d, self.roots(beside["spread"]), beside["spread"]["w"]))
+            own = ridge.as_params(me.model, ridge.shrunk(d, **beside["shrinkage"]))
         else:
             own = me.state["alone"]
         return [own, common | {k: common[k] + x for k, x in self.shift(me).items()}]
+
+    def shown(self, server: Tree) -> Tree:
+        """What clients need of the server for the models beside the fitted one."""
+        solved = {"shrinkage": self.shrinkage(server["spread"])} if "spread" in server else {}
+        return {"common": server["common"]} | solved
 
     @on_client()
     def deviate(self, me: ClientContext) -> tuple[Tree, Tree]:
@@ -219,7 +224,7 @@ class Tailor(RandomCoefficients):
         x = fed.tape(theta["x"]) if is_time and self.learned else theta["x"]
         w = fed.mean(*fed.map(self.local, w, x))
         if is_time and (self.learned or self.mixes):
-            losses, counts, errors = fed.map(self.judge, w, x, new)
+            losses, counts, errors = fed.map(self.judge, w, x, self.shown(new) if self.mixes else {})
             loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
             errors = fed.sum(errors).detach()
             if self.learned:
@@ -252,10 +257,9 @@ class Tailor(RandomCoefficients):
         fitted = self.fitted(me, server["w"], server["theta"]["x"])
         if not self.mixes:
             return fitted
-        weights = mixture.weights(me, [fitted, *self.others(me, server)], server["m"], server["strength"])
-        alone, common = (
-            beside(name, m) for name, m in zip(BESIDE, self.others(me, server, uses_all=True), strict=True)
-        )
+        shown = self.shown(server)
+        weights = mixture.weights(me, [fitted, *self.others(me, shown)], server["m"], server["strength"])
+        alone, common = (beside(name, m) for name, m in zip(BESIDE, self.others(me, shown, uses_all=True), strict=True))
         return fitted | alone | common | weights
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
