@@ -65,7 +65,7 @@ class RandomCoefficients(Algorithm, ABC):
         """Before anything is known: w, t and noise; the inverse of the clients' mean A and its diagonal a; counts."""
         w = ridge.as_vector(model, model.params)
         zero = w.new_zeros(())
-        spread = {"w": w, "t": torch.zeros_like(w), "noise": zero, "samples": zero, "clients": zero}
+        spread = {"w": w, "t": torch.zeros_like(w), "noise": zero, "samples": zero, "clients": zero, "rounding": zero}
         return spread | {"inverse": w.new_zeros((len(w), len(w))), "a": torch.zeros_like(w[:, :1])}
 
     def em_step(self, fed: Federation, spread: Params) -> Params:
@@ -82,7 +82,7 @@ class RandomCoefficients(Algorithm, ABC):
         # MacKay's form of the M-step: a parameter that is common loses its variance geometrically
         freedom = fed.mean(freed)
         t = torch.where(freedom > 1e-12, fed.mean(squares) / freedom.clamp(min=1e-12), torch.zeros_like(t))
-        return spread | {"w": w, "t": t, "noise": (fed.sum(rest) / count).clamp(min=tiny(w))}
+        return spread | {"w": w, "t": t, "noise": (fed.sum(rest) / count).clamp(min=spread["rounding"])}
 
     def first_fit(self, fed: Federation) -> Params:
         """Least squares of all samples, and how far from it the clients' own are."""
@@ -90,13 +90,14 @@ class RandomCoefficients(Algorithm, ABC):
         inverse = torch.linalg.pinv(total["A"], hermitian=True, rtol=1e-12)
         w, clients = inverse @ total["b"], total["n"].new_tensor(len(fed.cohort))
         spread = {"w": w, "inverse": inverse * clients, "a": torch.diagonal(total["A"])[:, None] / clients}
-        spread |= {"samples": total["n"] / clients, "clients": clients}
+        rounding = (torch.finfo(w.dtype).eps * total["yy"] / total["n"]).clamp(min=tiny(w))  # no less is seen of errors
+        spread |= {"samples": total["n"] / clients, "clients": clients, "rounding": rounding}
         squares, rest, count = fed.map(self.least_squares, w)
         rest, count = fed.sum(rest), fed.sum(count)
         if count > 0:
-            return spread | {"t": fed.mean(squares), "noise": (rest / count).clamp(min=tiny(w))}
+            return spread | {"t": fed.mean(squares), "noise": (rest / count).clamp(min=rounding)}
         # nobody has more samples than parameters: alone they leave no error to learn from, but all together do
-        noise = (ridge.squared_error(total, w) / total["n"]).clamp(min=tiny(w))
+        noise = (ridge.squared_error(total, w) / total["n"]).clamp(min=rounding)
         return spread | {"t": noise.expand_as(w), "noise": noise}
 
     @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER))
