@@ -55,7 +55,7 @@ def test_a_step_of_empirical_bayes_by_hand() -> None:
     alone = np.array([np.linalg.lstsq(a, b, rcond=None)[0] for a, b in zip(x, y, strict=True)])
     noise = sum(((a @ v - b) ** 2).sum() for a, b, v in zip(x, y, alone, strict=True)) / sum(len(b) - 4 for b in y)
     w = np.linalg.lstsq(np.concatenate(x), np.concatenate(y), rcond=None)[0]
-    t = ((alone - w) ** 2).mean(0)
+    t = noise / np.mean([np.diag(a.T @ a) for a in x], axis=0)
     posterior = [np.linalg.inv(a.T @ a / noise + np.diag(1 / t)) for a in x]
     v = np.array([c @ (a.T @ b / noise + w / t) for a, b, c in zip(x, y, posterior, strict=True)])
     freedom = np.mean([1 - np.diag(c) / t for c in posterior], axis=0)

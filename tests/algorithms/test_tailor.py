@@ -189,8 +189,9 @@ def test_linear_models_of_numbers_have_the_degrees_of_empirical_bayes_and_end_wi
     x, y = (torch.cat(parts) for parts in zip(data.train.of(3), data.val.of(3), strict=True))
     x = torch.cat([x.flatten(1), torch.ones(len(x), 1, dtype=F64)], dim=1)
     for output in range(y.shape[1]):
-        degree = algorithm.roots(other)[:, output] ** -2
-        own = torch.linalg.solve(x.T @ x + degree.diag(), x.T @ y[:, output] + degree * other["w"][:, output])
+        r, w = algorithm.roots(other)[:, output].diag(), other["w"][:, output]
+        inner = r @ x.T @ x @ r + torch.eye(len(w), dtype=F64)
+        own = w + r @ torch.linalg.solve(inner, r @ x.T @ (y[:, output] - x @ w))
         weight, bias = (served[f"alone.{k}"][output] for k in model.params)
         kept = torch.cat([weight, bias[None]])
         torch.testing.assert_close(kept, own, rtol=1e-8, atol=1e-8)

@@ -85,31 +85,31 @@ class RandomCoefficients(Algorithm, ABC):
         return spread | {"w": w, "t": t, "noise": (fed.sum(rest) / count).clamp(min=spread["rounding"])}
 
     def first_fit(self, fed: Federation) -> Params:
-        """Least squares of all samples, and how far from it the clients' own are."""
+        """Least squares of all samples, and the error that is left by each client's own."""
         total = dict(zip(("A", "b", "yy", "n"), fed.sum(fed.map(self.in_common)), strict=True))
         inverse = torch.linalg.pinv(total["A"], hermitian=True, rtol=1e-12)
         w, clients = inverse @ total["b"], total["n"].new_tensor(len(fed.cohort))
         spread = {"w": w, "inverse": inverse * clients, "a": torch.diagonal(total["A"])[:, None] / clients}
         rounding = (torch.finfo(w.dtype).eps * total["yy"] / total["n"]).clamp(min=tiny(w))  # no less is seen of errors
         spread |= {"samples": total["n"] / clients, "clients": clients, "rounding": rounding}
-        squares, rest, count = fed.map(self.least_squares, w)
-        rest, count = fed.sum(rest), fed.sum(count)
-        if count > 0:
-            return spread | {"t": fed.mean(squares), "noise": (rest / count).clamp(min=rounding)}
-        # nobody has more samples than parameters: alone they leave no error to learn from, but all together do
-        noise = (ridge.squared_error(total, w) / total["n"]).clamp(min=rounding)
-        return spread | {"t": noise.expand_as(w), "noise": noise}
+        rest, count = (fed.sum(reply) for reply in fed.map(self.left_alone))
+        if count == 0:  # nobody has more samples than parameters: alone they leave no error, but all together do
+            rest, count = ridge.squared_error(total, w), total["n"]
+        noise = (rest / count).clamp(min=rounding)
+        # clients differ as much as the error of a client's own estimate; not the distance of those, which for one that
+        # does not determine its parameters may be anything
+        t = torch.where(spread["a"] > 0, noise / spread["a"].clamp(min=tiny(w)), torch.zeros_like(w))
+        return spread | {"noise": noise, "t": t}
 
     @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER))
     def in_common(self, me: ClientContext) -> tuple[Tree, Tree]:
         d = me.state["d"]
         return me.state, (d["A"], d["b"], d["yy"], d["n"] * d["b"].shape[-1])
 
-    @on_client(sends=(VECTOR, NUMBER, NUMBER))
-    def least_squares(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
+    @on_client(sends=(NUMBER, NUMBER))
+    def left_alone(self, me: ClientContext) -> tuple[Tree, Tree]:
         d = me.state["d"]
-        v = ridge.least_squares(d)
-        return me.state, ((v - w).square(), ridge.squared_error(d, v), ridge.residual_freedom(d))
+        return me.state, (ridge.squared_error(d, ridge.least_squares(d)), ridge.residual_freedom(d))
 
     @on_client(sends=(VECTOR, VECTOR, VECTOR, NUMBER, NUMBER))
     def posterior(self, me: ClientContext, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:
