@@ -9,7 +9,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	$(BIN)/lint-imports --no-cache && $(BIN)/python tools/structure.py src/fedtailor
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-times test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
+.PHONY: help setup demo test test-thorough test-times test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -32,11 +32,14 @@ demo: $(READY) ## Compare Local, FedAvg, FedRep and Ditto on non-iid digits (und
 	$(BIN)/fedtailor demo
 
 # lint runs beside the tests, its output comes after theirs; compiled once, our modules cost the processes of tests less
-test: $(ALL_READY) ## Lint, type-check and run all tests (real-data tests when FEDTAILOR_DATA is set)
+test: $(ALL_READY) ## Lint, type-check and run the tests (real-data tests when FEDTAILOR_DATA is set)
 	@$(BIN)/python -m compileall -q src tests
 	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal; tests=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not thorough'; tests=$$?; \
 	wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((lint ? lint : tests))
+
+test-thorough: $(ALL_READY) ## The other tests: every algorithm on every engine, case and device, and whole programs
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 
 TESTS ?= tests
 test-times: $(ALL_READY) ## Processor seconds of each test, TESTS=tests/contract for some

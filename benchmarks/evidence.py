@@ -34,6 +34,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "benchmarks/duw_claims.py",
         "benchmarks/duw_rule.py",
         "duw/table3",
+        "duw/table3-rounds",
         "duw/figure2",
         "benchmarks/duw_cost.py",
     ),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from tests.skip_list import KEPT, reason_of, summary
+from tests.thorough import is_thorough
 
 torch.set_num_threads(1)  # tensors here are tiny; threads only cost, and tests run side by side
 HOME = tempfile.TemporaryDirectory()
@@ -28,8 +29,12 @@ def without_fsync() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `data` read the real data sets; they run wherever FEDTAILOR_DATA names the folder, as in CI."""
+    for item in items:
+        if is_thorough(item):
+            item.add_marker("thorough")
     if "FEDTAILOR_DATA" not in os.environ:
         for item in items:
             if item.get_closest_marker("data"):

@@ -17,10 +17,17 @@ LONG = "tests/devices/test_algorithms.py"
 
 
 @pytest.mark.skipif(sim.compiler() is None, reason="no C++ compiler: the second device cannot be made")
-@pytest.mark.parametrize("files", [[LONG], [file for file in FILES if file != LONG]], ids=["algorithms", "others"])
-def test_on_the_second_device(files: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        pytest.param([LONG], "not thorough", id="algorithms"),
+        pytest.param([LONG], "thorough", id="all algorithms", marks=pytest.mark.thorough),
+        pytest.param([file for file in FILES if file != LONG], "", id="others"),
+    ],
+)
+def test_on_the_second_device(files: list[str], chosen: str) -> None:
     assert files
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files]
     environment = os.environ | {"FEDTAILOR_SECOND_DEVICE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -1,0 +1,61 @@
+"""Which tests are thorough: make test leaves them to make test-thorough; CI runs both.
+
+Most are products: every algorithm with every engine, case or device. Of these make test runs a few algorithms of each
+kind, and every algorithm in its usual case.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+FEW = (  # one or more of each kind: one model, private parts, two models, entries, degrees, weights, closed forms
+    *("fedavg", "fedrep", "ditto", "fedselect", "fedeq", "learn2pfed", "learn2pfed-net", "tailor", "duw-fedavg"),
+    "empiricalbayes",
+)
+PRODUCTS = {  # by test, the name of the parameter that is the algorithm
+    "tests/contract/test_engines.py::test_engines_agree_and_learn": "algorithm",
+    "tests/contract/test_engines.py::test_order_of_clients_is_irrelevant": "algorithm",
+    "tests/contract/test_engines.py::test_absent_clients_are_untouched": "algorithm",
+    "tests/contract/test_engines.py::test_a_part_of_the_clients_is_as_a_federation_of_that_part": "algorithm",
+    "tests/contract/test_engines.py::test_saved_states_continue_as_the_straight_run": "algorithm",
+    "tests/contract/test_pool.py::test_every_algorithm": "algorithm",
+    "tests/contract/test_pool.py::test_every_algorithm_stacked_in_the_workers": "algorithm",
+    "tests/deploy/test_flare.py::test_sites_and_loop_agree": "algorithm",
+    "tests/devices/test_algorithms.py::test_the_cpu_s_numbers": "algorithm",
+    "tests/devices/test_algorithms.py::test_begun_on_one_and_resumed_on_the_other": "algorithm",
+    "tests/docs/test_algorithms.py::test_page": "page",
+    "tests/experiments/test_runner.py::test_resumed_run_is_the_straight_run": "name",
+    "tests/privacy/test_federation.py::test_every_algorithm_that_only_sums_can_do_without_replies": "algorithm",
+    "tests/silent/test_engines.py::test_models_that_padding_would_disturb": "algorithm",
+    "tests/silent/test_engines.py::test_threads_and_workers_do_not_change_a_bit": "algorithm",
+}
+PROGRAMS = (  # processes, sites and kernels of notebooks that run for a while
+    "tests/docs/test_federation.py",
+    "tests/docs/test_notebooks.py",
+    "tests/e2e/test_federation.py",
+    "tests/e2e/test_processes.py",
+)
+
+
+def is_thorough(item: pytest.Item) -> bool:
+    """Whether it runs whole programs, or is one of a product that a few algorithms stand for."""
+    name, _, _ = item.nodeid.partition("[")
+    if name.startswith(PROGRAMS):
+        return True
+    call = getattr(item, "callspec", None)
+    if name not in PRODUCTS or call is None:
+        return False
+    algorithm, engine, case = (call.params.get(k) for k in (PRODUCTS[name], "engine", "case"))
+    if algorithm in FEW or engine == "vmap2":  # two stacks with padding: where a new algorithm most often differs
+        return False
+    return not ("test_engines_agree" in name and _is_usual(algorithm, case))
+
+
+@cache
+def _is_usual(algorithm: str, case: str) -> bool:
+    from fedtailor.testing.contract import CASES  # not before the tests of devices have made theirs
+    from tests.helpers import usual, variants
+
+    return CASES[case] in ({}, usual(variants()[algorithm]))
