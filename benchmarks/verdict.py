@@ -37,7 +37,7 @@ KINDS = {  # columns of benchmarks/tailor.py
 PAGES = {  # tables of other pages: title, page, heading
     "label skew, 20 clients": ("baselines", "fashion-mnist"),
     "label skew, digits": ("baselines", "mnist"),
-    "hospitals, searched": ("foundation", "heart-disease"),
+    "hospitals, other settings": ("foundation", "heart-disease"),
     "100 writers": ("foundation", "qmnist"),
     "superclasses": ("cifar100", "cifar100"),
     "leaderboard, Dirichlet 0.1": ("leaderboard", "Dirichlet 0.1"),
@@ -134,7 +134,8 @@ def advice(kinds: Sequence[Kind], columns: dict[str, dict[str, dict[str, float]]
 def read_table(page: Path, heading: str) -> dict[str, float]:
     """A figure of every row of the table under a heading; nothing if there is no such page.
 
-    It is the first one, or that of the round which validation selects where there are several habits of reporting.
+    It is the first figure, or that of the round which validation selects where there are several habits of reporting.
+    Tables that follow, of tests for instance, are others.
     """
     if not page.exists():
         return {}
@@ -143,7 +144,7 @@ def read_table(page: Path, heading: str) -> dict[str, float]:
     rows: dict[str, float] = {}
     at = 1
     for line in lines[len(lines) if start is None else start + 1 :]:
-        if line.startswith("#"):
+        if line.startswith("#") or (rows and not line.startswith("|")):  # the next section, or the end of the table
             break
         cells = [cell.strip(" *") for cell in line.split("|")[1:-1]]
         at = cells.index(SELECTED) if SELECTED in cells else at

@@ -41,6 +41,7 @@ def test_costs_are_over_those_of_fedavg() -> None:
 
 def test_tables_of_other_pages_are_read_by_their_headings(tmp_path: Path) -> None:
     one = "## one\n\n| a | b |\n|---|---:|\n| X | **91.2 ± 1.0** |\n| Y | 90 |\n"
+    one += "\nTests:\n\n| a | better |\n|---|---:|\n| X | 3 |\n"  # another table, below the one that is read
     text = f"# Page\n\n{one}\n## two\n\n| a | b |\n|---|---|\n| X | 1 |\n"
     (tmp_path / "page.md").write_text(text)
     assert verdict.read_table(tmp_path / "page.md", "one") == {"X": 91.2, "Y": 90.0}
