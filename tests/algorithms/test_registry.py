@@ -1,7 +1,7 @@
 """Algorithms by name: what is found, and what is said when it is not."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,9 +121,15 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reply_positive(Mine(), "other") == []
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "jointls": {"personal_features": (0,)},
+    "empiricalbayes": {"hierarchical": False},  # these clients differ by chance alone, which it would find
+}
+
+
 def own_parts(name: str) -> dict[str, set[str]]:
     """Names of tensors of the clients' personal models after training: "own" differ between clients, "same" do not."""
-    algorithm = brief(make(name, {"personal_features": (0,)} if name == "jointls" else {}))
+    algorithm = brief(make(name, OPTIONS.get(name, {})))
     case = usual(algorithm)
     data = make_data(case.get("task", "classification"), sizes=case.get("sizes", SIZES))
     model = make_model(case.get("model", "mlp"), data, "mean")
