@@ -31,11 +31,18 @@ PRODUCTS = {  # by test, the name of the parameter that is the algorithm
     "tests/silent/test_engines.py::test_models_that_padding_would_disturb": "algorithm",
     "tests/silent/test_engines.py::test_threads_and_workers_do_not_change_a_bit": "algorithm",
 }
-PROGRAMS = (  # processes, sites and kernels of notebooks that run for a while
+PROGRAMS = (  # processes, sites, browsers, and pages of the docs that run for a while
+    "tests/benchmarks/test_speed.py",
     "tests/docs/test_federation.py",
+    "tests/docs/test_fit.py",
+    "tests/docs/test_how_to.py",
+    "tests/docs/test_new_algorithm.py",
     "tests/docs/test_notebooks.py",
+    "tests/docs/test_site.py",
     "tests/e2e/test_federation.py",
     "tests/e2e/test_processes.py",
+    "tests/engines/test_torchrun.py",
+    "tests/report/test_browser.py",
 )
 
 

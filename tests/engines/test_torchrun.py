@@ -47,11 +47,8 @@ def torchrun(ranks: int, *command: str, **environment: str) -> subprocess.Comple
     )
 
 
-@pytest.mark.parametrize(
-    "cases", [("tapes", "faults", "few"), pytest.param(("algorithms",), marks=pytest.mark.thorough)], ids="-".join
-)
-def test_every_algorithm_on_two_ranks(cases: tuple[str, ...]) -> None:
-    done = torchrun(2, "tests.engines.ranks", "loop", *cases)
+def test_every_algorithm_on_two_ranks() -> None:
+    done = torchrun(2, "tests.engines.ranks", "loop", "algorithms", "tapes", "faults", "few")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " cases on 2 ranks, 0 wrong" in done.stdout
 
