@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.leaderboard import finished  # noqa: E402
 from fedtailor import algorithms  # noqa: E402
-from fedtailor.core.samples import FederatedData  # noqa: E402
+from fedtailor.core.data import FederatedData  # noqa: E402
 from fedtailor.experiments.building import load  # noqa: E402
 from fedtailor.experiments.config import RunConfig, parse  # noqa: E402
 from fedtailor.experiments.model_building import model_of  # noqa: E402

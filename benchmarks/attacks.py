@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.engines.attacked import with_trigger
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner

@@ -23,9 +23,9 @@ import torch
 from fedtailor.algorithms.duw_fedavg import DUWFedAvg
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.engines import make
 from fedtailor.models import build
 from fedtailor.training.solver import Solver

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedtailor import algorithms, data
+from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.engines import make
 from fedtailor.experiments.config import parse
 from fedtailor.metrics.memory import megabytes

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.engines import make
 from fedtailor.models import build

@@ -23,7 +23,7 @@ from statistics import mean
 from typing import Any
 
 from fedtailor import algorithms
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import load

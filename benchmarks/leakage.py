@@ -30,10 +30,10 @@ from torch import Tensor
 from fedtailor import engines
 from fedtailor.core.client import Call
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import assemble, load

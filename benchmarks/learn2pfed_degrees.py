@@ -21,10 +21,9 @@ import torch
 from fedtailor import algorithms, engines
 from fedtailor.algorithms._shared.learnables import SCALARS
 from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.rows import Rows
-from fedtailor.core.samples import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
 from fedtailor.errors import RoundAbandoned, UserError

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.learn2pfed import Learn2pFed
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.engines import make, malloc
 from fedtailor.models import build
 from fedtailor.training.solver import Solver

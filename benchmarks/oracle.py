@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from fedtailor import algorithms, engines
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.rows import Rows
-from fedtailor.core.samples import FederatedData
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
 from fedtailor.version import __version__

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from benchmarks.tailor import run
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.rows import Rows
-from fedtailor.core.samples import FederatedData
 from fedtailor.experiments.config import parse
 from fedtailor.version import __version__
 

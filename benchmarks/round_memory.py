@@ -17,10 +17,10 @@ import psutil
 import torch
 
 from fedtailor import algorithms, engines
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
 

@@ -22,9 +22,9 @@ import torch
 from fedtailor.core import codec
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.models import build

@@ -18,10 +18,10 @@ from benchmarks.speed_limits import Workers
 from benchmarks.speed_tasks import CLASSES, LR, SHAPE, Task, noise
 from fedtailor import engines
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.files import data_root
 from fedtailor.data.images import DIGITS, mnist
 from fedtailor.engines import EngineName, malloc

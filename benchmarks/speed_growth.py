@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.learn2pfed_epoch import CELLS, F64, data, ours
 from benchmarks.speed_core import Figure, Options, Ours, in_turns, on_threads
 from fedtailor import algorithms
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.engines import EngineName, malloc
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse

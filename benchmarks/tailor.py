@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from fedtailor import engines
+from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import assemble, load

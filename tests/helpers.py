@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree, items
 from fedtailor.testing.federations import ENGINES as ENGINES
 from fedtailor.testing.federations import EVEN_SIZES as EVEN_SIZES

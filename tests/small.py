@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import RunConfig, parse, with_settings
 from fedtailor.experiments.store import RunFolder

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from fedtailor.core.algorithm import common as common
     from fedtailor.core.algorithm import on_client as on_client
     from fedtailor.core.context import ClientContext as ClientContext
+    from fedtailor.core.data import FederatedData as FederatedData
+    from fedtailor.core.data import Rows as Rows
     from fedtailor.core.federation import Federation as Federation
     from fedtailor.core.model import Model as Model
-    from fedtailor.core.samples import FederatedData as FederatedData
-    from fedtailor.core.samples import Rows as Rows
     from fedtailor.core.trees import Params as Params
     from fedtailor.core.trees import Tree as Tree
     from fedtailor.data.making import federated as federated
@@ -48,7 +48,7 @@ _PUBLIC = {  # by module: torch is imported by the first use
     "fedtailor.core.context": ("ClientContext",),
     "fedtailor.core.federation": ("Federation",),
     "fedtailor.core.model": ("Model",),
-    "fedtailor.core.samples": ("FederatedData", "Rows"),
+    "fedtailor.core.data": ("FederatedData", "Rows"),
     "fedtailor.core.trees": ("Params", "Tree"),
 }
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import saved
 from fedtailor.data.configs import SourceConfig
 from fedtailor.data.frames import as_frame

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fedtailor.algorithms.cfl import CFL
 from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree, schema
 from fedtailor.errors import ConfigError
 from tests.helpers import (

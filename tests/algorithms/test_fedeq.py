@@ -14,9 +14,9 @@ from fedtailor.algorithms.fedper import FedPer
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.client import onboard
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from fedtailor.training.solver import Solver

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedtailor.algorithms.fedpac import FedPAC, collaboration
 from fedtailor.algorithms.fedrep import FedRep
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (

@@ -12,8 +12,8 @@ from fedtailor.algorithms import make
 from fedtailor.algorithms._shared.learnables import SCALARS, degrees
 from fedtailor.algorithms.learn2pfed import Learn2pFed
 from fedtailor.core.client import initial, personal
+from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import items, tree_map
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig

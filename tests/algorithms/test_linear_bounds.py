@@ -12,7 +12,7 @@ from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.joint_ls import JointLS
 from fedtailor.algorithms.learn2pfed import Learn2pFed
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data import load
 from fedtailor.data.configs import PolynomialConfig
 from fedtailor.models import build

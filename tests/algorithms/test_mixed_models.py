@@ -16,8 +16,8 @@ from fedtailor.algorithms.linear_alone import LinearAlone
 from fedtailor.algorithms.mixed_logit import MixedLogit
 from fedtailor.algorithms.mixed_model import MixedModel
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.models import build
 from tests.helpers import federate, models, run

@@ -10,8 +10,8 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 
 from fedtailor.algorithms.linear_alone import LinearAlone
 from fedtailor.algorithms.mixed_poisson import MixedPoisson
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.models import build
 from tests.algorithms.test_mixed_models import _flat, fitted
 

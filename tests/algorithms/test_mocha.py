@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.mocha import MOCHA
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.errors import ConfigError
 from tests.helpers import F64, assert_equal, federate, make_data, make_model, models, run, states
 

@@ -7,8 +7,8 @@ from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.local import Local
 from fedtailor.algorithms.scaffold import SCAFFOLD
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from fedtailor.training.solver import Solver

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import oracle_classes
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 
 
 def linear_error(data: FederatedData, client: int) -> float:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.errors import RoundAbandoned
 from fedtailor.training.solver import Solver

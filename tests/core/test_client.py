@@ -9,8 +9,8 @@ import torch
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.model import Model
+from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.core.trees import Params, Tree
 from tests.helpers import EVERYWHERE, F64, SIZES, assert_equal, evaluate, federate, make_data, make_model
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import PRIOR, BufferPolicy, Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.models import build
 from tests.helpers import EVERYWHERE, F64, assert_equal, everything, federate, make_data, models, run
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.core.data import SPLITS
 from fedtailor.core.model import Model
-from fedtailor.core.samples import SPLITS
 from fedtailor.core.task import classification_loss, regression_loss
 from fedtailor.errors import ConfigError
 from tests.helpers import F64, Normed, assert_equal, federate, make_data, make_model, run

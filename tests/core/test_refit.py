@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedtailor.algorithms import make
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
 from fedtailor.experiments.config import parse
 from fedtailor.training.solver import Work

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.cifar100 import RECORD
 from fedtailor.data.configs import Cifar100Config

@@ -11,8 +11,8 @@ from scipy.fft import dctn, idctn  # type: ignore[import-untyped]
 from scipy.ndimage import convolve, gaussian_filter  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data import load
 from fedtailor.data.base_configs import Corruption
 from fedtailor.data.configs import Cifar10Config, DigitsConfig, PartitionConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import ElectricityConfig
 from fedtailor.errors import DataError

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
 from fedtailor.errors import DataError

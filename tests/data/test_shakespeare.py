@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms import make
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import ShakespeareConfig
 from fedtailor.errors import ConfigError, DataError

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import SOURCES, DataConfig, files, load
 from fedtailor.data.configs import (
     Cifar10Config,

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from fedtailor.cli.checking import in_words
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.problems import problems

@@ -17,8 +17,8 @@ from cryptography.x509.oid import NameOID
 from fedtailor.algorithms import algorithms
 from fedtailor.core import codec
 from fedtailor.core.algorithm import reply_names
+from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree, items, tree_map
 from fedtailor.data.site import write_prepared
 from fedtailor.deploy.flare.messages import ENVELOPE, PING

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms import make
+from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import build_experiment

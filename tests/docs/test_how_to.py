@@ -9,8 +9,7 @@ import pytest
 
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
-from fedtailor.core.metric import HIGHER_IS_BETTER
-from fedtailor.core.task import TASKS
+from fedtailor.core.task import HIGHER_IS_BETTER, TASKS
 from fedtailor.experiments.sections import FederationSection
 from fedtailor.experiments.store import RunFolder
 from fedtailor.experiments.study_sections import SearchSection

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor import algorithms
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, EquilibriumError
 from fedtailor.models import build

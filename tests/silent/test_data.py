@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.errors import DataError
 from tests.helpers import federate, make_data, make_model, run
 

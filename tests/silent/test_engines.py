@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedtailor import algorithms, engines
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream, torch_stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import items
 from fedtailor.models.networks import CNN, MLP, Linear
 from fedtailor.training.arithmetic import Arithmetic

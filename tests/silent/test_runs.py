@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 import fedtailor as ft
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import load, saved
 from fedtailor.data.configs import DigitsConfig
 from fedtailor.errors import ConfigError, RunError

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 import fedtailor as ft
 from fedtailor.cli.main import app
-from fedtailor.core.metric import usual_metrics
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
-from fedtailor.core.task import TASKS
+from fedtailor.core.task import TASKS, usual_metrics
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
 from fedtailor.studies import fit as fitting

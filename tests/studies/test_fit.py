@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedtailor import data
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse

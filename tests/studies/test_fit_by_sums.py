@@ -13,8 +13,8 @@ import torch
 
 from fedtailor import engines
 from fedtailor.core import codec
+from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import items
 from fedtailor.engines.wire import Site
 from fedtailor.experiments.building import assemble, load

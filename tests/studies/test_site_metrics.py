@@ -11,7 +11,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 import fedtailor as ft
-from fedtailor.core.samples import Rows
+from fedtailor.core.data import Rows
 from fedtailor.core.task import TASKS
 from fedtailor.data.splits import starts
 from fedtailor.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedtailor as ft
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.errors import DataError
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.serving.by_site import predicted_by_site

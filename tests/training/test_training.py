@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.models import build
 from fedtailor.training.batches import Batch, single

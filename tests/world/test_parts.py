@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import parse

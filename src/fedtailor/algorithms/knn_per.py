@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, common, on_client
 from fedtailor.core.context import ClientContext, View
+from fedtailor.core.data import take
 from fedtailor.core.model import Model
-from fedtailor.core.rows import take
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.errors import ConfigError
 

@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedtailor.core.data import (
+    Rows,
+    count,
+    take,
+)
 from fedtailor.core.experiment import AfterStep, Experiment, LocalSolver, OwnLoss, OwnSteps
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
-from fedtailor.core.rows import Rows, count, take
 from fedtailor.core.trees import Params, Tree, leaves, moved, number, rebuild, tree_map
 
 AT_ONCE = 256  # samples of a pass over a whole split

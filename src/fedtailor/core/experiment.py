@@ -13,13 +13,11 @@ from torch import Tensor
 from fedtailor.core import codec
 from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation, ServerSteps
 from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.data import FederatedData, count
 from fedtailor.core.environment import Environment
-from fedtailor.core.metric import Metric, usual_metrics
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
-from fedtailor.core.rows import count
-from fedtailor.core.samples import FederatedData
-from fedtailor.core.task import Loss, Task, default_task
+from fedtailor.core.task import Loss, Metric, Task, default_task, usual_metrics
 from fedtailor.core.trees import Params, Tree, leaves, moved, tree_map
 
 if TYPE_CHECKING:

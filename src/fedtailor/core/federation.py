@@ -15,6 +15,7 @@ from fedtailor.core.aggregation import SumLog
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.client import Call
 from fedtailor.core.context import View
+from fedtailor.core.data import take
 from fedtailor.core.engine import Engine, Taping, is_stacking
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import LocalSolver
@@ -24,7 +25,6 @@ from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.record import Attendance, Record
 from fedtailor.core.replies import ReplyStream
 from fedtailor.core.reply_validation import Limits
-from fedtailor.core.rows import take
 from fedtailor.core.server_steps import stepped
 from fedtailor.core.tape import Tape
 from fedtailor.core.traffic import FusedRound, Traffic, count_fused

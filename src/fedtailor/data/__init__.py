@@ -38,7 +38,7 @@ from fedtailor.data.configs import (
 if TYPE_CHECKING:
     import torch
 
-    from fedtailor.core.samples import FederatedData
+    from fedtailor.core.data import FederatedData
 
 __all__ = ["SOURCES", "DataConfig", "SourceInfo", "has_validation", "load"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import Clinc150Config
 from fedtailor.data.files import data_root, locate, read_bytes

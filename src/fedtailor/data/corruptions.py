@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.errors import DataError
 
 Rng = np.random.Generator

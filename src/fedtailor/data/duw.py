@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtailor.core.data import FederatedData
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import DuwMnistConfig, StanfordDogsConfig
 from fedtailor.data.files import check_labels, data_root, locate, read_bytes, read_npz

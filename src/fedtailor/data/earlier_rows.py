@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SplitConfig
 from fedtailor.data.preparation import CategoryColumn, Floats, NumberColumn, Preparation
 from fedtailor.data.splits import Indices, Split, split

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import ElectricityConfig
 from fedtailor.data.files import data_root, locate, read_bytes
 from fedtailor.data.splits import starts

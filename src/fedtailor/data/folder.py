@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.earlier_rows import EarlierRows
 from fedtailor.data.files import expanded

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import HeartDiseaseConfig
 from fedtailor.data.files import data_root, locate, read_bytes
 from fedtailor.data.preparation import Floats

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data import partitions
 from fedtailor.data.configs import (
     Cifar10Config,

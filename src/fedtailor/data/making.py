@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.core.rows import Chosen, Rows
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import Chosen, FederatedData, Rows
 from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.configs import SplitConfig

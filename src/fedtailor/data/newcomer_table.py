@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.folder import fit_in, with_names_of
 from fedtailor.data.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale

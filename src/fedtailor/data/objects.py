@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fedtailor.core.rows import Chosen, count
+from fedtailor.core.data import Chosen, count
 from fedtailor.core.trees import Tree
 from fedtailor.data.stored import DatasetSamples, MappedArray
 from fedtailor.errors import DataError, nearest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import OwnConfig
 from fedtailor.errors import DataError, nearest
 from fedtailor.plugins import imported

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import PFLlibConfig, SplitConfig
 from fedtailor.data.files import expanded
 from fedtailor.data.pickled_arrays import read_dict

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import PolynomialConfig
 from fedtailor.data.splits import client_names, starts
 from fedtailor.errors import DataError

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fedtailor.core.rows import Chosen, Rows
-from fedtailor.core.samples import SPLITS, FederatedData
+from fedtailor.core.data import SPLITS, Chosen, FederatedData, Rows
 from fedtailor.data.configs import SavedConfig
 from fedtailor.data.files import expanded
 from fedtailor.data.preparation import Preparation

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SchoolConfig
 from fedtailor.data.files import data_root, locate, read_bytes
 from fedtailor.data.mat_file import read_cells

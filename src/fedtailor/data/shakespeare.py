@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.data.configs import ShakespeareConfig
 from fedtailor.data.files import data_root, locate, read_bytes
 from fedtailor.data.splits import split_in_time, split_note, starts

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
 from fedtailor.data.folder import complete_target, numbers, report_text
 from fedtailor.data.preparation import Preparation

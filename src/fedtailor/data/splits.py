@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtailor.core.data import Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import Rows
 from fedtailor.data.configs import SplitConfig
 
 Indices = NDArray[np.int64]

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.rows import Chosen
+from fedtailor.core.data import Chosen
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.files import expanded
 from fedtailor.errors import DataError

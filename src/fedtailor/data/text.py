@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import TextConfig
 from fedtailor.data.files import expanded

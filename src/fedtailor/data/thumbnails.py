@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import MiniImageNetConfig, PacsConfig
 from fedtailor.data.files import check_labels, data_root, locate, read_npz

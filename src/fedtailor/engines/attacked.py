@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.client import Call
+from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Reply
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.privacy.noise import changed_parts

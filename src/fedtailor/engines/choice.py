@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from fedtailor.core.data import count
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import undrawn
-from fedtailor.core.rows import count
 from fedtailor.core.trees import Params, moved
 from fedtailor.engines.machine import can_fork, cores
 from fedtailor.engines.measuring import round_seconds

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from fedtailor.core.data import SPLITS, FederatedData
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.samples import SPLITS, FederatedData
 from fedtailor.core.trees import leaves
 from fedtailor.errors import ClientError, ConfigError, RunError
 

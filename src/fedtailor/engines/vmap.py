@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedtailor.core.data import take
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.rows import take
 from fedtailor.core.trees import Params, moved
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fedtailor import algorithms, data
 from fedtailor.core import task as tasks
+from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.task import Task
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from fedtailor import models
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
+from fedtailor.core.data import FederatedData, Shape, count
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model, mixed
 from fedtailor.core.random import torch_stream
-from fedtailor.core.rows import count
-from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.core.task import Task
 from fedtailor.core.trees import Tree, schema
 from fedtailor.errors import ConfigError

@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedtailor.core.client import onboard
+from fedtailor.core.data import FederatedData
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
 from fedtailor.metrics.evaluation import evaluate

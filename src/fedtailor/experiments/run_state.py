@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
 from fedtailor.core.federation import Federation
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.traffic import Traffic
 from fedtailor.core.trees import Params, Tree, moved, tree_map
 from fedtailor.engines import devices

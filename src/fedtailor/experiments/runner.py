@@ -19,11 +19,11 @@ from typing import Any, TypedDict, Unpack, cast
 import torch
 
 from fedtailor import engines
+from fedtailor.core.data import FederatedData, Shape
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import ALONE, ProcessGroup
 from fedtailor.core.random import STREAMS
-from fedtailor.core.samples import FederatedData, Shape
 from fedtailor.core.trees import Tree
 from fedtailor.data.fingerprint import digest
 from fedtailor.engines import devices, machine

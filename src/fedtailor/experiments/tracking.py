@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedtailor.core.metric import recorded_metrics
+from fedtailor.core.task import recorded_metrics
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.locking import lock

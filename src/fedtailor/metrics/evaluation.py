@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.context import AT_ONCE
+from fedtailor.core.data import Rows, take
 from fedtailor.core.engine import Metrics
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.metric import Metric
 from fedtailor.core.random import seeded, undrawn
-from fedtailor.core.rows import Rows, take
+from fedtailor.core.task import Metric
 from fedtailor.core.trees import Params, Tree, leaves, tree_map, wide, widest
 from fedtailor.errors import RunError
 from fedtailor.training.batches import Batch, brought, on_device, whole

@@ -12,8 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.metric import Metric, bounded, hits, usual_metrics
-from fedtailor.core.task import IGNORED, Quantile, Task, regression_loss
+from fedtailor.core.task import (
+    IGNORED,
+    Metric,
+    Quantile,
+    Task,
+    bounded,
+    hits,
+    regression_loss,
+    usual_metrics,
+)
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported

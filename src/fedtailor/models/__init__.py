@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedtailor.core.data import Shape
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior, is_under
 from fedtailor.core.random import torch_stream
-from fedtailor.core.samples import Shape
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models import adapters
 from fedtailor.models.checkpointing import recompute

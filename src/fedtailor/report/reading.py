@@ -12,7 +12,7 @@ from typing import Any
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.core.metric import recorded_metrics
+from fedtailor.core.task import recorded_metrics
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.rounds_file import read_line

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.core.algorithm import reply_names
-from fedtailor.core.metric import recorded_metrics
+from fedtailor.core.task import recorded_metrics
 from fedtailor.experiments.store import CONFIG
 from fedtailor.report import figures
 from fedtailor.report.formatting import count, duration

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core.client import onboard
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import stream
-from fedtailor.core.rows import Rows
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params, Tree
 from fedtailor.numerics.mixed_model import posterior
 

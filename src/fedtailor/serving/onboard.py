@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import Params
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.folder import load_newcomer

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
-from fedtailor.core.rows import between, count
 from fedtailor.core.trees import Params, Tree
 from fedtailor.data.files import read_npz
 from fedtailor.data.folder import check_numbers, numbers

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Params, Tree
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder

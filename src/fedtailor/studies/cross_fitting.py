@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fedtailor import engines
 from fedtailor.algorithms._shared.parts import folds_of_rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
 from fedtailor.core.per_client import PerClient
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.preparation import NumberColumn
 from fedtailor.studies.importance import Predict, sampled, stacked, unstacked
 

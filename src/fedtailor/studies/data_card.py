@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 
 FAR = 0.5  # standard deviations, of a mean from that of all sites
 MOST = 3  # features that are named of a site

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.metric import Metric
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
+from fedtailor.core.task import Metric
 from fedtailor.errors import UserError
 from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import find

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.runner import reload_experiment

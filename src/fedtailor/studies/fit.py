@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fedtailor import algorithms, data
-from fedtailor.core.metric import HIGHER_IS_BETTER, METRICS
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
+from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.errors import ClientError, ConfigError, UserError
 from fedtailor.experiments import runner, trust
 from fedtailor.experiments.building import build_experiment, load

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.metric import Metric
+from fedtailor.core.data import Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import Rows
+from fedtailor.core.task import Metric
 from fedtailor.studies.site_metrics import FEWEST_ROWS, OF_UNITS, at_site
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 
 Floats = NDArray[np.float64]
 BINS, MOST_CURVES, MOST_SITES, POINTS = 10, 6, 30, 60

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fedtailor import algorithms
-from fedtailor.core.metric import recorded_metrics
 from fedtailor.core.random import stream
+from fedtailor.core.task import recorded_metrics
 from fedtailor.data import has_validation
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, with_values

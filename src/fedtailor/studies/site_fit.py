@@ -17,7 +17,7 @@ from fedtailor.algorithms._shared.scaling_rounds import unscaled
 from fedtailor.algorithms._shared.stacking_rounds import held_out
 from fedtailor.algorithms._shared.table_fit import TableFit
 from fedtailor.core.context import ClientContext
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Tree
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import assemble

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata  # type: ignore[import-untyped]
 from torch import Tensor
 
-from fedtailor.core.metric import Metric
+from fedtailor.core.data import Rows
 from fedtailor.core.random import stream
-from fedtailor.core.samples import Rows
-from fedtailor.core.task import Task
+from fedtailor.core.task import Metric, Task
 from fedtailor.data.preparation import TargetColumn
 from fedtailor.metrics.library import find, known_metrics
 from fedtailor.metrics.summary import summarise

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.numerics.blending import KNOWN
 from fedtailor.serving.trees import ON_TOP, TREES, TREES_FOLDER, Trees, tree_outputs
 from fedtailor.studies import boosting

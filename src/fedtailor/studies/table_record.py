@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
-from fedtailor.core.samples import FederatedData, Rows
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import known_metrics
 from fedtailor.metrics.summary import share_hurt, summarise

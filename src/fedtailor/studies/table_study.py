@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.data.earlier_rows import row_keys
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import task_of

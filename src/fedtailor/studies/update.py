@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedtailor.core.metric import Metric
-from fedtailor.core.rows import Rows
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData, Rows
+from fedtailor.core.task import Metric
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.earlier_rows import Change, EarlierRows
 from fedtailor.data.fingerprint import digest

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fedtailor import engines
 from fedtailor.core.aggregation import InTheOpen, ServerSteps
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reply_validation import Limits
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.engines.rehearsal import with_optimizer_state

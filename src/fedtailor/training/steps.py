@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fedtailor.core.data import Rows, take
 from fedtailor.core.experiment import AfterStep, OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
-from fedtailor.core.rows import Rows, take
 from fedtailor.core.task import Loss
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.training import compiling, optimizers

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.context import ClientContext
-from fedtailor.core.rows import take
+from fedtailor.core.data import take
 from fedtailor.core.trees import Params, Tree
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.deploy.flare.epsilon import SitePrivacy
 from fedtailor.deploy.flare.refusal import Refused

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.samples import FederatedData
 from fedtailor.core.trees import items, schema
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.trust import names

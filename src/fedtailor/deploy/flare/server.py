@@ -18,9 +18,9 @@ from torch import Tensor
 from fedtailor import algorithms
 from fedtailor.core import codec
 from fedtailor.core.client import Call
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.samples import FederatedData, Rows
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.splits import starts
 from fedtailor.deploy.flare.greeting import unusable

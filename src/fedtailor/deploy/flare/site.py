@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedtailor.algorithms import PROGRAMS
 from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, reply_example
-from fedtailor.core.samples import FederatedData
+from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Tree, schema, schema_difference
 from fedtailor.data.files import expanded
 from fedtailor.data.site import SiteData, load_site

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedtailor.core.rows import take
+from fedtailor.core.data import take
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.batches import Batch
 from fedtailor.training.kernels import dense, layout, structure, winograd
