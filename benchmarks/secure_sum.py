@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.core import codec
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -28,7 +29,6 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.models import build
-from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.training.solver import Solver
 
 ROUNDS = 3

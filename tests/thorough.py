@@ -27,7 +27,7 @@ PRODUCTS = {  # by test, the name of the parameter that is the algorithm
     "tests/devices/test_algorithms.py::test_begun_on_one_and_resumed_on_the_other": "algorithm",
     "tests/docs/test_algorithms.py::test_page": "page",
     "tests/experiments/test_runner.py::test_resumed_run_is_the_straight_run": "name",
-    "tests/privacy/test_federation.py::test_every_algorithm_that_only_sums_can_do_without_replies": "algorithm",
+    "tests/aggregation/test_federation.py::test_every_algorithm_that_only_sums_can_do_without_replies": "algorithm",
     "tests/silent/test_engines.py::test_models_that_padding_would_disturb": "algorithm",
     "tests/silent/test_engines.py::test_threads_and_workers_do_not_change_a_bit": "algorithm",
 }

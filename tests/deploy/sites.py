@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from fedtailor.aggregation.identity import AUTHORITY, CERTIFICATE, KEY
 from fedtailor.algorithms import algorithms
 from fedtailor.core import codec
 from fedtailor.core.algorithm import reply_names
@@ -30,7 +31,6 @@ from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json, read_tree
 from fedtailor.models import MODELS
-from fedtailor.privacy.identity import AUTHORITY, CERTIFICATE, KEY
 
 POLICY: dict[str, Any] = {
     "algorithms": sorted(algorithms()),

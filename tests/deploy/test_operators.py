@@ -11,6 +11,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from fedtailor.aggregation.identity import REVOKED, fingerprint, read_identity, signed, statement_of
 from fedtailor.cli.operators import audit, health, metrics, pause, withdraw
 from fedtailor.cli.operators import status as status_command
 from fedtailor.deploy.flare import certificates, condition, processes, status
@@ -19,7 +20,6 @@ from fedtailor.deploy.flare.server import Presence
 from fedtailor.deploy.flare.standing import RECEIPTS, set_state, standing
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import RunFolder, read_json, write_json
-from fedtailor.privacy.identity import REVOKED, fingerprint, read_identity, signed, statement_of
 from tests.deploy.sites import Authority
 from tests.deploy.test_site import Asked
 from tests.small import config

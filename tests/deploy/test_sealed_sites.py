@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from fedtailor.aggregation.secure_sum_client import Member, Term
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, items
 from fedtailor.deploy.flare.messages import ENVELOPE
 from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.privacy.secure_sum_client import Member, Term
 from tests.deploy.sites import on_loop
 from tests.deploy.test_flare import Federated, configured
 from tests.helpers import assert_equal

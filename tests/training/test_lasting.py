@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor import algorithms
+from fedtailor.aggregation.server_step import ServerOptimizer
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.client import OPTIMIZER
 from fedtailor.core.context import ClientContext
@@ -19,7 +20,6 @@ from fedtailor.errors import ConfigError, RoundAbandoned
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import parse
 from fedtailor.training.kernels import selection
-from fedtailor.training.server import ServerOptimizer
 from fedtailor.training.solver import Solver, Work
 from tests.helpers import (
     F64,

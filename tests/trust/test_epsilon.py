@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from fedtailor.aggregation.noise import spent
 from fedtailor.deploy.flare.audit import audit_lines
 from fedtailor.deploy.flare.epsilon import ACCOUNT, SitePrivacy
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
-from fedtailor.privacy.noise import spent
 from tests.deploy.test_flare import Federated, configured
 from tests.deploy.test_site import Asked
 from tests.trust.test_sites import begun, refusals

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedtailor.privacy import secure_sum, shamir
-from fedtailor.privacy.secure_sum_client import (
+from fedtailor.aggregation import secure_sum, shamir
+from fedtailor.aggregation.secure_sum_client import (
     Asked,
     Member,
     Opened,

@@ -12,12 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedtailor.aggregation import secure_sum
+from fedtailor.aggregation.identity import Identity, owners, read_identity
+from fedtailor.aggregation.secure_sum_client import (
+    Member,
+    Opened,
+    Party,
+    Term,
+    as_bytes,
+    joined,
+    packed,
+    rows_of,
+    split,
+)
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.sums import party
-from fedtailor.privacy import secure_sum
-from fedtailor.privacy.identity import Identity, owners, read_identity
-from fedtailor.privacy.secure_sum_client import Member, Opened, Party, Term, as_bytes, joined, packed, rows_of, split
 from tests.deploy.sites import Authority
 
 NAMES = ("ada", "bo", "cy", "di")

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.aggregation.noise import changed_parts
 from fedtailor.core.client import Call
 from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Reply
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map
 from fedtailor.errors import ConfigError
-from fedtailor.privacy.noise import changed_parts
 
 AttackName = Literal["none", "sign-flip", "scaling", "noise", "label-flip", "backdoor"]
 TRIGGER = 4  # entries of a sample

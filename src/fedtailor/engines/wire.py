@@ -23,7 +23,7 @@ from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, ClientUnreachable, RoundAbandoned
 
 if TYPE_CHECKING:
-    from fedtailor.privacy.secure_sum_client import Member, Party
+    from fedtailor.aggregation.secure_sum_client import Member, Party
 
 Header = dict[str, Any]
 
@@ -87,7 +87,7 @@ class Site:
             return codec.encode(call.reply_header, _first(reply.tree))
         if wrong := self._unusable(call, reply.tree):
             return codec.encode({"error": wrong}, None)
-        from fedtailor.privacy.secure_sum_client import said
+        from fedtailor.aggregation.secure_sum_client import said
 
         try:
             self._member().keep(call.number, _first(reply.tree), said(call.function, placed, tree))
@@ -96,7 +96,7 @@ class Site:
         return codec.encode(call.reply_header, None)
 
     def _member(self) -> Member:
-        from fedtailor.privacy.secure_sum_client import Member, Party  # needs a package that other runs do without
+        from fedtailor.aggregation.secure_sum_client import Member, Party  # needs a package that other runs do without
 
         self._party = self._party or Party(self.client)
         self.sums = self.sums or Member(self._party)

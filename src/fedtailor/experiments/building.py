@@ -6,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedtailor import algorithms, data
+from fedtailor.aggregation import noise
+from fedtailor.aggregation.aggregate_only import Privacy
+from fedtailor.aggregation.dry_run import averages, averages_models, rehearse
 from fedtailor.core import task as tasks
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
@@ -19,9 +22,6 @@ from fedtailor.experiments.model_building import width
 from fedtailor.experiments.newcomers import hold_out
 from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
-from fedtailor.privacy import noise
-from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.dry_run import averages, averages_models, rehearse
 
 
 def build_experiment(

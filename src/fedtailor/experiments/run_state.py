@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fedtailor.aggregation import noise
 from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
 from fedtailor.core.federation import Federation
@@ -27,7 +28,6 @@ from fedtailor.experiments.newcomers import EPOCHS, onboarded
 from fedtailor.experiments.store import RESULTS, RunFolder, write_json
 from fedtailor.metrics.summary import summarise
 from fedtailor.numerics import solve_log
-from fedtailor.privacy import noise
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, TypedDict, Unpack, cast
 import torch
 
 from fedtailor import engines
+from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.core.data import FederatedData, Shape
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
@@ -37,7 +38,6 @@ from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.run_state import Run
 from fedtailor.experiments.source_code import code_of, notes, refuse_other_code
 from fedtailor.experiments.store import CONFIG, METRICS, RunFolder
-from fedtailor.privacy.aggregate_only import Privacy
 from fedtailor.training import compiling
 
 ABANDONED_IN_A_ROW = 10

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedtailor.aggregation.aggregate_only import Privacy
+from fedtailor.aggregation.robust import RobustMean
 from fedtailor.core.environment import Environment
 from fedtailor.core.reply_validation import Limits
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
-from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.robust import RobustMean
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.schedules import Schedule, ScheduleName

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from fedtailor.aggregation.server_step import ServerOptimizer, ServerOptimizerName
 from fedtailor.experiments.sections import Section
-from fedtailor.training.server import ServerOptimizer, ServerOptimizerName
 
 
 class ServerSection(Section):

@@ -12,11 +12,11 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from fedtailor.aggregation.identity import fingerprint, read_revoked, signed, statement_of
 from fedtailor.deploy.flare.condition import certificate_end
 from fedtailor.deploy.flare.provisioning import ABOUT, ADMIN, KIT, PROJECT, REVOKED, restrict, write_kits
 from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.store import read_json, write_atomically, write_json
-from fedtailor.privacy.identity import fingerprint, read_revoked, signed, statement_of
 
 
 def ends(folder: Path) -> dict[str, float]:

@@ -25,7 +25,7 @@ def certificate_end(kit: Path) -> float | None:
     """When the certificate in a kit ends, as seconds since 1970; None without one."""
     for name in CERTIFICATES:
         if (file := kit / "startup" / name).is_file():
-            from fedtailor.privacy.identity import read_certificate  # needs a package that FLARE needs too
+            from fedtailor.aggregation.identity import read_certificate  # needs a package that FLARE needs too
 
             return read_certificate(file)[0].not_valid_after_utc.timestamp()
     return None

@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedtailor.aggregation import noise
+from fedtailor.aggregation.aggregate_only import Privacy
+from fedtailor.aggregation.local_noise import LocalNoise, exposed
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json, write_json
-from fedtailor.privacy import noise
-from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.local_noise import LocalNoise, exposed
 
 ACCOUNT = "epsilon.json"
 COUNT = "epsilon.count"  # beside the account: of how many replies it must tell, so that lost ones are missed

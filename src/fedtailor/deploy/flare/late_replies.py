@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fedtailor.aggregation.dry_run import calls_made
+from fedtailor.aggregation.noise import changed_parts
 from fedtailor.core.algorithm import COUNT, client_functions
 from fedtailor.core.client import Call
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.errors import ConfigError
-from fedtailor.privacy.dry_run import calls_made
-from fedtailor.privacy.noise import changed_parts
 
 
 @dataclass(frozen=True)

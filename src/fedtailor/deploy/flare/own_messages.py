@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedtailor.aggregation.dry_run import calls_made
 from fedtailor.core.experiment import Experiment
 from fedtailor.deploy.flare.refusal import Refused
-from fedtailor.privacy.dry_run import calls_made
 
 
 def check_message(experiment: Experiment, function: str, placed: Sequence[bool]) -> None:

@@ -245,7 +245,7 @@ def _revoked_names(folder: Path) -> list[str]:
     """Sites that may still connect, for FLARE knows no list of revoked certificates, and are not asked anything."""
     if not (folder / REVOKED).exists():
         return []
-    from fedtailor.privacy.identity import AUTHORITY, read_revoked
+    from fedtailor.aggregation.identity import AUTHORITY, read_revoked
 
     authority = folder / KIT / "startup" / AUTHORITY
     return read_revoked(folder / REVOKED, authority.read_bytes() if authority.exists() else b"")["names"]

@@ -48,7 +48,7 @@ from fedtailor.studies.cross_fitting import all_in_training
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:
-    from fedtailor.privacy.secure_sum_client import Party
+    from fedtailor.aggregation.secure_sum_client import Party
 
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept

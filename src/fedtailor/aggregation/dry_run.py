@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.core.aggregation import InTheOpen
 from fedtailor.core.algorithm import reply_example
 from fedtailor.core.client import Call
@@ -19,7 +20,6 @@ from fedtailor.core.record import Attendance
 from fedtailor.core.server_steps import sent_for
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.errors import ConfigError
-from fedtailor.privacy.aggregate_only import Privacy
 
 
 class _Stage:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedtailor.aggregation import secure_sum, shamir
+from fedtailor.aggregation.secure_sum import Words
+from fedtailor.aggregation.shamir import PRIME, Entropy
 from fedtailor.core.random import stream
-from fedtailor.privacy import secure_sum, shamir
-from fedtailor.privacy.secure_sum import Words
-from fedtailor.privacy.shamir import PRIME, Entropy
 
 CONTEXT = b"a sum"
 

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
-from fedtailor.privacy import shamir
-from fedtailor.privacy.shamir import SHARE, Entropy
+from fedtailor.aggregation import shamir
+from fedtailor.aggregation.shamir import SHARE, Entropy
 
 Words = NDArray[np.uint64]  # numbers modulo 2**64
 KEY = 32  # bytes of a key or a seed

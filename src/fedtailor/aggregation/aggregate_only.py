@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.aggregation.local_noise import LocalNoise
+from fedtailor.aggregation.noise import changed_parts, clipped, noisy
+from fedtailor.aggregation.robust import RobustMean
 from fedtailor.core import codec
 from fedtailor.core.aggregation import IN_THE_OPEN, ServerSteps
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
@@ -24,9 +27,6 @@ from fedtailor.core.random import stream
 from fedtailor.core.reply_validation import Rejected
 from fedtailor.core.trees import Tree, items, leaves, rebuild, wide
 from fedtailor.errors import ConfigError, RoundAbandoned
-from fedtailor.privacy.local_noise import LocalNoise
-from fedtailor.privacy.noise import changed_parts, clipped, noisy
-from fedtailor.privacy.robust import RobustMean
 
 if TYPE_CHECKING:
     from fedtailor.core.federation import Federation
@@ -214,8 +214,8 @@ def secure_total(
 
     A client that is lost before its masked vector has arrived is left out of the sum and of the round.
     """
-    from fedtailor.privacy import secure_sum
-    from fedtailor.privacy.secure_sum_client import LONGEST, Term, as_bytes, packed, rows_of, split
+    from fedtailor.aggregation import secure_sum
+    from fedtailor.aggregation.secure_sum_client import LONGEST, Term, as_bytes, packed, rows_of, split
 
     term = Term(parts[0].call.number, tuple(p.path for p in parts), None if by is None else (by.call.number, by.path))
     sizes = [p.example.numel() for p in parts]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedtailor.aggregation.robust import MEANS, clipped, krum, median, mixed_rows, trimmed
 from fedtailor.core.federation import Federation
 from fedtailor.core.per_client import PerClient
 from fedtailor.core.record import Attendance
@@ -15,7 +16,6 @@ from fedtailor.engines.loop import loop
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
-from fedtailor.privacy.robust import MEANS, clipped, krum, median, mixed_rows, trimmed
 from tests.helpers import assert_equal, make_data
 from tests.small import config
 

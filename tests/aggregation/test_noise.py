@@ -20,6 +20,9 @@ from dp_accounting.rdp import RdpAccountant
 from torch import nn
 
 from fedtailor import algorithms
+from fedtailor.aggregation.aggregate_only import Privacy
+from fedtailor.aggregation.dry_run import rehearse
+from fedtailor.aggregation.noise import changed_parts, clipped, noisy, spent
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -28,9 +31,6 @@ from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
 from fedtailor.models import build
-from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.dry_run import rehearse
-from fedtailor.privacy.noise import changed_parts, clipped, noisy, spent
 from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_model
 from tests.small import DIGITS, config, records, stop_after
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedtailor.aggregation.aggregate_only import Privacy
+from fedtailor.aggregation.dry_run import rehearse
+from fedtailor.aggregation.secure_sum_client import Member, Party, Term, joined, packed
 from fedtailor.core import codec
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -18,9 +21,6 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.errors import ConfigError, RoundAbandoned
-from fedtailor.privacy.aggregate_only import Privacy
-from fedtailor.privacy.dry_run import rehearse
-from fedtailor.privacy.secure_sum_client import Member, Party, Term, joined, packed
 from tests.helpers import assert_equal, everything, federate, make_data, make_model, run, states, usual, variants
 
 VARIANTS = variants()

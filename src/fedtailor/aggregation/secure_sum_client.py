@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.aggregation import secure_sum
+from fedtailor.aggregation.secure_sum import Dealt, Masked
 from fedtailor.core.trees import Tree, items
-from fedtailor.privacy import secure_sum
-from fedtailor.privacy.secure_sum import Dealt, Masked
 
 if TYPE_CHECKING:
-    from fedtailor.privacy.identity import Identity
+    from fedtailor.aggregation.identity import Identity
 
 ADVERT = 2 * secure_sum.KEY
 LONGEST = 65_536  # bytes of a card: keys, certificate, signature

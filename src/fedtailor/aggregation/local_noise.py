@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedtailor.aggregation.noise import changed_parts, clipped, noisy
 from fedtailor.core.algorithm import COUNT, Algorithm, client_functions, reply_example
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Tree
-from fedtailor.privacy.noise import changed_parts, clipped, noisy
 
 
 @dataclass(frozen=True)
