@@ -13,7 +13,13 @@ from torch import Tensor
 
 from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.aggregation.dry_run import rehearse
-from fedtailor.aggregation.secure_sum_client import Member, Party, Term, joined, packed
+from fedtailor.aggregation.member import (
+    Member,
+    Party,
+    joined,
+    packed,
+)
+from fedtailor.aggregation.secure_sum_client import Term
 from fedtailor.core import codec
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext

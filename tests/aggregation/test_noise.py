@@ -22,7 +22,9 @@ from torch import nn
 from fedtailor import algorithms
 from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.aggregation.dry_run import rehearse
-from fedtailor.aggregation.noise import changed_parts, clipped, noisy, spent
+from fedtailor.aggregation.noise import changed_parts, noisy
+from fedtailor.aggregation.robust import clipped
+from fedtailor.aggregation.accountant import spent
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation

@@ -9,8 +9,8 @@ import torch
 
 from fedtailor.aggregation.robust import MEANS, clipped, krum, median, mixed_rows, trimmed
 from fedtailor.core.federation import Federation
-from fedtailor.core.per_client import PerClient
-from fedtailor.core.record import Attendance
+from fedtailor.core.reduce import PerClient
+from fedtailor.core.federation import Attendance
 from fedtailor.engines.attacked import TRIGGER, Attack, with_backdoor, with_flipped_labels
 from fedtailor.engines.loop import loop
 from fedtailor.errors import ConfigError

@@ -12,9 +12,9 @@ from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.per_client import PerClient
-from fedtailor.core.process_group import ALONE
-from fedtailor.core.reply_validation import Limits
+from fedtailor.core.reduce import PerClient
+from fedtailor.core.process_group import SINGLE_PROCESS
+from fedtailor.core.reduce import Limits
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ClientError, RoundAbandoned
@@ -331,8 +331,8 @@ def test_rows_of_some_clients() -> None:
     x = PerClient((4, 7, 9), ({"a": torch.tensor([40, 70, 90])}, torch.tensor([4, 7, 9])))
     first, second = x
     assert first["a"].everywhere().tolist() == [40, 70, 90]
-    assert second.rows(ALONE, (9, 4)).tolist() == [9, 4]
-    assert x[1].rows(ALONE, (4, 7, 9)) is x[1].everywhere()
+    assert second.rows(SINGLE_PROCESS, (9, 4)).tolist() == [9, 4]
+    assert x[1].rows(SINGLE_PROCESS, (4, 7, 9)) is x[1].everywhere()
 
 
 @pytest.mark.parametrize("engine", EVERYWHERE)

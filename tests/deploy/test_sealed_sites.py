@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from fedtailor.aggregation.secure_sum_client import Member, Term
+from fedtailor.aggregation.member import Member
+from fedtailor.aggregation.secure_sum_client import Term
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, items
 from fedtailor.deploy.flare.messages import ENVELOPE

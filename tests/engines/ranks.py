@@ -25,8 +25,8 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.process_group import ALONE, ProcessGroup
-from fedtailor.core.reply_validation import Limits
+from fedtailor.core.process_group import SINGLE_PROCESS, ProcessGroup
+from fedtailor.core.reduce import Limits
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.engines.ranks import Group, Sharded, join, leave
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
@@ -118,7 +118,7 @@ class Case:
         model, solver = task.pop("model", "mlp"), task.pop("solver", SOLVER)
         data = make_data(**task)
         setting = Experiment(self.algorithm, make_model(model, data), data, solver, 3, self.environment)
-        made = engines.make("loop", setting) if ranks is ALONE else Sharded(setting, engine, 64, ranks)
+        made = engines.make("loop", setting) if ranks is SINGLE_PROCESS else Sharded(setting, engine, 64, ranks)
         made.start()
         return Federation(made, self.limits, ranks)
 
@@ -237,7 +237,7 @@ def main(engine: str, parts: Sequence[str]) -> int:
             if ranks.rank:
                 continue
             try:
-                wanted = case.outcome(ALONE, engine)
+                wanted = case.outcome(SINGLE_PROCESS, engine)
                 if not case.algorithm.settles:  # else rounding may add an exchange
                     assert words == wanted[1], f"{words}\n{wanted[1]}"
                 assert_equal(numbers, wanted[0], tolerance(case.algorithm))

@@ -14,7 +14,7 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.reply_validation import Limits
+from fedtailor.core.reduce import Limits
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import worker

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedtailor.aggregation.noise import spent
+from fedtailor.aggregation.accountant import spent
 from fedtailor.deploy.flare.audit import audit_lines
 from fedtailor.deploy.flare.epsilon import ACCOUNT, SitePrivacy
 from fedtailor.deploy.flare.policy import Policy

@@ -21,18 +21,18 @@ import pytest
 import torch
 
 from fedtailor.aggregation import secure_sum, shamir
-from fedtailor.aggregation.secure_sum_client import (
+from fedtailor.aggregation.member import (
     Asked,
     Member,
     Opened,
     Party,
-    Term,
     joined,
     packed,
     rows_of,
     statement,
     transcript,
 )
+from fedtailor.aggregation.secure_sum_client import Term
 
 TERMS = (Term(0, ("w",)), Term(1, ("w",)))  # two calls with one message
 Word = tuple[frozenset[int], frozenset[int]]  # cohort and survivors

@@ -14,17 +14,16 @@ from torch import Tensor
 
 from fedtailor.aggregation import secure_sum
 from fedtailor.aggregation.identity import Identity, owners, read_identity
-from fedtailor.aggregation.secure_sum_client import (
+from fedtailor.aggregation.member import (
     Member,
     Opened,
     Party,
-    Term,
     as_bytes,
     joined,
     packed,
     rows_of,
-    split,
 )
+from fedtailor.aggregation.secure_sum_client import Term, split
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.sums import party

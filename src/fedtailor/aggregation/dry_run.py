@@ -1,23 +1,20 @@
-"""A round with made-up replies: finds out before the first real one whether an algorithm can do with sums only."""
+"""A round with made-up replies: finds out before the first real one what an algorithm asks of its federation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from fedtailor.aggregation.aggregate_only import Privacy
-from fedtailor.core.aggregation import InTheOpen
+from fedtailor.aggregation.secure import Secure, declared
 from fedtailor.core.algorithm import reply_example
-from fedtailor.core.client import Call
-from fedtailor.core.engine import Engine, Reply
+from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.federation import Federation
-from fedtailor.core.per_client import PerClient
-from fedtailor.core.record import Attendance
-from fedtailor.core.server_steps import sent_for
+from fedtailor.core.federation import Attendance, Federation
+from fedtailor.core.reduce import Aggregation, Call, Open, PerClient, Reply
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.errors import ConfigError
 
@@ -38,48 +35,50 @@ class _Stage:
         return lambda *args: None
 
 
-def averages(experiment: Experiment) -> bool:
-    """Whether the algorithm takes a mean of its replies."""
-    seen = _Seen()
-    _play(replace(experiment, aggregation=seen))
-    return seen.means > 0
+@dataclass(frozen=True)
+class _UnsealedSums(Open):
+    """Refuses what secure sums refuse, and adds up made-up replies in the open."""
+
+    hides = Secure.hides
+
+    def sum(self, fed: Any, x: PerClient, weight: PerClient | None) -> tuple[Tree, Tensor]:
+        declared(fed, x, weight)
+        return super().sum(fed, x, weight)
 
 
-def averages_models(experiment: Experiment) -> bool:
-    """Whether one of them is of models that it sent, so that a server optimizer has something to do."""
-    seen = _Seen()
-    _play(replace(experiment, aggregation=seen))
-    return seen.of_models > 0
+@dataclass
+class _CountingFederation(Federation):
+    means: int = 0
+    of_models: int = 0
 
-
-class _Seen(InTheOpen):
-    """Counts means."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.means = self.of_models = 0
-
-    def mean(self, fed: Federation, x: PerClient, weight: PerClient | None) -> Tree:
+    def mean(self, x: PerClient, weight: PerClient | None = None, stale: Tree = None) -> Tree:
         self.means += 1
-        self.of_models += sent_for(fed, x) is not None
-        return super().mean(fed, x, weight)
+        self.of_models += self.sent_for(x) is not None
+        return super().mean(x, weight, stale)
 
 
-def rehearse(experiment: Experiment, privacy: Privacy) -> None:
-    """Raise a `ConfigError` if the algorithm looks at single replies, tapes, or sums what cannot be clipped."""
-    hidden = replace(experiment, aggregation=replace(privacy, secure_sum=False))
-    _play(hidden, experiment.algorithm.period)
+def means_taken(experiment: Experiment) -> tuple[int, int]:
+    """How many means of replies a round takes, and how many of them are of models that were sent out."""
+    fed = _play(replace(experiment, aggregation=Aggregation()))
+    return fed.means, fed.of_models
 
 
 def calls_made(experiment: Experiment) -> dict[str, set[tuple[bool, ...]]]:
     """Functions that the algorithm calls, and which parts of their messages are for each client alone."""
-    stage = _Stage(replace(experiment, aggregation=InTheOpen()))
-    _play(stage.experiment, experiment.algorithm.period, stage)
-    return stage.calls
+    fed = _play(replace(experiment, aggregation=Aggregation()), experiment.algorithm.period)
+    return cast(_Stage, fed.engine).calls
 
 
-def _play(experiment: Experiment, rounds: int = 1, stage: _Stage | None = None) -> None:
-    fed = Federation(cast(Engine, stage or _Stage(experiment)))
+def rehearse(experiment: Experiment) -> None:
+    """Raise a `ConfigError` if the algorithm looks at hidden replies, tapes, or makes sums that are refused."""
+    aggregation = experiment.aggregation
+    if aggregation.reduction.is_sealed:
+        aggregation = replace(aggregation, reduction=_UnsealedSums())
+    _play(replace(experiment, aggregation=aggregation), experiment.algorithm.period)
+
+
+def _play(experiment: Experiment, rounds: int = 1) -> _CountingFederation:
+    fed = _CountingFederation(cast(Engine, _Stage(experiment)))
     server = experiment.algorithm.server_init(experiment.model)
     for round in range(1 - experiment.algorithm.preparation, 1 + rounds):
         everybody = tuple(range(len(experiment.data.clients)))
@@ -89,4 +88,5 @@ def _play(experiment: Experiment, rounds: int = 1, stage: _Stage | None = None) 
         except ConfigError:
             raise
         except Exception:  # made-up numbers need not suit an algorithm; what it asked for up to here was allowed
-            return
+            break
+    return fed

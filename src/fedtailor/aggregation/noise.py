@@ -1,151 +1,94 @@
-"""Client-level differential privacy: clipped changes, Gaussian noise on their sum, and what that adds up to.
+"""Gaussian noise on what clients have changed: on every sum, or at a client on its own reply.
 
-McMahan et al., ICLR 2018. Two federations are neighbours if the data of one client is replaced by any other
-(replace-one); cohorts have a fixed size and are drawn without replacement. One client's change has norm `clip` at most,
-so a sum moves by 2 clip at most when its data is replaced: noise of standard deviation z clip has, for the accountant,
-the multiplier z / 2.
+Neighbours are two federations, or two sets of rows at one client, of which one client's rows may all be replaced. A
+change has norm `clip` at most, so two of them are at most 2 clip apart; `accountant` says what the noise is worth.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map, wide
+from fedtailor.aggregation import accountant
+from fedtailor.aggregation.clip import Clip, changed_parts
+from fedtailor.core.algorithm import COUNT, Algorithm, client_functions, reply_example, reply_part
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.random import stream
+from fedtailor.core.reduce import PerClient
+from fedtailor.core.trees import Tree, items, leaves, rebuild, wide
 from fedtailor.errors import ConfigError
-
-INSTALL = "install it with: pip install 'fedtailor[privacy]'"
-
-
-def changed_parts(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> dict[int, int]:
-    """Which part of a reply is a new version of which argument: equal keys, shapes and types, each argument once.
-
-    Only arguments that are the same for all clients count. A part is the whole reply if that is not a tuple.
-    """
-    pairs: dict[int, int] = {}
-    for i, part in enumerate(reply if isinstance(reply, tuple) else (reply,)):
-        tensors = leaves(part)
-        if not any(isinstance(v, Tensor) and v.dim() for v in tensors) or not all(
-            isinstance(v, Tensor) and v.is_floating_point() for v in tensors
-        ):
-            continue
-        for j, (arg, own) in enumerate(zip(args, placed, strict=True)):
-            if not own and j not in pairs.values() and schema(arg) == schema(part):
-                pairs[i] = j
-                break
-    return pairs
-
-
-def clipped(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...], clip: float) -> Tree:
-    """The reply with its change against the message scaled down, all parts together, to a norm of at most `clip`."""
-    which = changed_parts(reply, args, placed)
-    if not which:
-        return reply
-    parts = list(reply) if isinstance(reply, tuple) else [reply]
-    moves = {i: tree_map(torch.sub, parts[i], args[j]) for i, j in which.items()}
-    norm = torch.stack([wide(v).square().sum() for move in moves.values() for v in leaves(move)]).sum().sqrt()
-    scale = (clip / norm).clamp(max=1.0)  # a change of 0 gives infinity, and so 1
-    for i, j in which.items():
-        parts[i] = tree_map(lambda old, move: old + scale.to(move.dtype) * move, args[j], moves[i])
-    return tuple(parts) if isinstance(reply, tuple) else parts[0]
-
-
-def noisy(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
-    """The tree with independent Gaussian noise on every number."""
-    noised = (v + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(v) for v in leaves(tree))
-    return rebuild(tree, noised)
-
-
-def require() -> None:
-    """Raise a `ConfigError` when the accountant is not installed."""
-    try:
-        import dp_accounting  # noqa: F401
-    except ImportError:
-        raise ConfigError(f"privacy.noise: the package dp-accounting is missing; {INSTALL}") from None
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What the noisy sums of a run have cost, at a given delta."""
+class GaussianNoise:
+    """Noise on every sum over the cohort. All clients count the same, and none is looked at alone."""
 
-    epsilon: float  # one client's data replaced; fixed cohorts drawn without replacement, as they are here
-    epsilon_add_remove: float  # one client more or less; as if each client were drawn by itself (Poisson)
+    multiplier: float  # standard deviation, as a multiple of clip
+    clip: float
+    is_secret: bool = False  # from the operating system, not from the run's seed
 
+    def __post_init__(self) -> None:
+        if not self.clip:
+            raise ConfigError("privacy.noise requires privacy.clip, which bounds the influence of one client")
 
-def spent(sums: Mapping[int, int], *, clients: int, cohort: int, noise: float, delta: float) -> Spent:
-    """The cost of rounds in which noisy sums were made; `sums` has: sums in a round -> number of such rounds."""
-    if not any(sums.values()):
-        return Spent(0.0, 0.0)
-    # the bound for a drawn cohort is loose where most clients are drawn; what holds without drawing holds as well
-    fixed = min(_epsilon(sums, "fixed", clients, size, noise, delta) for size in {cohort, clients})
-    return Spent(fixed, _epsilon(sums, "poisson", clients, cohort, noise, delta))
+    def add(self, fed: Federation, x: PerClient, total: Tree) -> Tree:
+        """The sum of replies with noise on every number; refuses parts that are not clipped."""
+        whole = None if x.call is None else changed_parts(x.example, x.call.args, x.call.placed)
+        for path, _ in items(total, "/".join(map(str, x.path))):
+            part = int(path.partition("/")[0]) if isinstance(x.example, tuple) else 0
+            if x.call is None or whole is None or part not in whole:
+                algorithm = fed.engine.experiment.algorithm
+                name = "weights" if x.call is None else reply_part(algorithm, x.call.function, path).name
+                raise ConfigError(
+                    f'privacy.noise: {fed.title} sums "{name}", which is not a new version of what clients were '
+                    "sent, so it cannot be clipped; choose one whose clients only send models, such as fedavg"
+                )
+        number = fed.sums.noisy[fed.round] = fed.sums.noisy.get(fed.round, 0) + 1
+        rng = np.random.default_rng() if self.is_secret else stream(fed.seed, fed.round, number, "noise")
+        return add_noise(total, self.multiplier * self.clip, rng)
 
-
-def renyi_epsilon(sums: Mapping[float, int], delta: float) -> float:
-    """The cost of sums over the same clients; `sums` has: noise multiplier -> number of sums with it."""
-    from dp_accounting.rdp import compute_epsilon
-
-    curves = [(times, _curve("fixed", 1, 1, 1, noise)) for noise, times in sums.items() if times]
-    if not curves:
-        return 0.0
-    return float(compute_epsilon(curves[0][1][0], sum(times * curve for times, (_, curve) in curves), delta)[0])
-
-
-Draw = Literal["fixed", "poisson"]
-
-
-def _epsilon(sums: Mapping[int, int], draw: Draw, clients: int, cohort: int, noise: float, delta: float) -> float:
-    from dp_accounting.rdp import compute_epsilon
-
-    curves = [(rounds, _curve(draw, in_round, clients, cohort, noise)) for in_round, rounds in sums.items()]
-    orders = curves[0][1][0]
-    return float(compute_epsilon(orders, sum(rounds * curve for rounds, (_, curve) in curves), delta)[0])
-
-
-@lru_cache(maxsize=64)
-def _curve(
-    draw: Draw, in_round: int, clients: int, cohort: int, noise: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Orders, and the Renyi divergence at each, of one round with so many sums over the same cohort."""
-    from dp_accounting import (
-        DpEvent,
-        GaussianDpEvent,
-        PoissonSampledDpEvent,
-        SampledWithoutReplacementDpEvent,
-        SelfComposedDpEvent,
-    )
-    from dp_accounting.privacy_accountant import NeighboringRelation
-    from dp_accounting.rdp import RdpAccountant
-
-    if draw == "fixed":
-        relation = NeighboringRelation.REPLACE_ONE
-        event: DpEvent = SelfComposedDpEvent(GaussianDpEvent(noise / 2), in_round)
-        event = SampledWithoutReplacementDpEvent(clients, cohort, event)
-    else:
-        relation = NeighboringRelation.ADD_OR_REMOVE_ONE
-        event = PoissonSampledDpEvent(cohort / clients, SelfComposedDpEvent(GaussianDpEvent(noise), in_round))
-    accountant = RdpAccountant(neighboring_relation=relation)
-    with _quiet():
-        accountant.compose(event)
-    return accountant.orders, accountant.rdp
+    def check(self, experiment: Any) -> None:
+        """Raise a `ConfigError` if it does not suit the experiment."""
+        accountant.require()
+        if experiment.environment.missing == "stale":
+            raise ConfigError('privacy.noise: not with environment.missing = "stale", which counts by sample counts')
+        if experiment.model.has_common_statistics:
+            raise ConfigError('privacy.noise: variances with noise may be negative; set model.buffers = "private"')
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The accountant warns of orders that it leaves out, which only makes its figure larger."""
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+@dataclass(frozen=True)
+class LocalNoise:
+    """Clipping and noise, of standard deviation `noise` times `clip`, that a client adds to its own reply.
+
+    Whoever sums it, in secret or in the open, sees no more than that. The noise comes from the operating system, never
+    from a run's seed.
+    """
+
+    clip: float
+    noise: float
+
+    def apply(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
+        """The reply as it may leave."""
+        reply = Clip(self.clip).apply(reply, args, placed)
+        parts, rng = list(reply) if isinstance(reply, tuple) else [reply], np.random.default_rng()
+        for i in changed_parts(reply, args, placed):
+            parts[i] = add_noise(parts[i], self.noise * self.clip, rng)
+        return tuple(parts) if isinstance(reply, tuple) else parts[0]
+
+
+def add_noise(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
+    """The tree with independent Gaussian noise on every number, added in double precision."""
+    each = (wide(v) + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(wide(v)) for v in leaves(tree))
+    return rebuild(tree, (new.to(v.dtype) for new, v in zip(each, leaves(tree), strict=True)))
+
+
+def exposed(algorithm: Algorithm, function: str, model: Model, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> str:
+    """The name of a part of the reply that would leave without local noise; "" if there is none but sample counts."""
+    sends = client_functions(algorithm)[function].sends  # type: ignore[attr-defined]
+    covered = changed_parts(reply_example(algorithm, function, model), args, placed)
+    each = enumerate(sends if isinstance(sends, tuple) else (sends,))
+    return next((spec.name for i, spec in each if i not in covered and spec not in (None, COUNT)), "")

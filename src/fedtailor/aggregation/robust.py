@@ -10,41 +10,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedtailor.core.aggregation import IN_THE_OPEN
+from fedtailor.core.federation import Federation
+from fedtailor.core.reduce import Open, PerClient
 from fedtailor.core.trees import Tree, leaves, rebuild
 from fedtailor.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedtailor.core.federation import Federation
-    from fedtailor.core.per_client import PerClient
 
 MeanName = Literal["clients", "median", "trimmed", "geometric", "krum", "clipped"]
 STEPS = 32  # of the geometric median
 
 
 @dataclass(frozen=True)
-class RobustMean:
-    """`fed.mean` of replies, if up to a share of the clients may lie."""
+class Robust:
+    """A reduction for federations in which up to a share of the clients may lie; weights do not count."""
 
     name: MeanName
     liars: float  # share of the clients
     neighbours: bool = True  # rows are means of their nearest ones first
 
-    def total(self, fed: Federation, x: PerClient) -> Tree:
-        """`fed.sum` of replies: as many times the mean as there are clients; whole numbers are added up."""
-        tree, exact = x.rows(fed.group), IN_THE_OPEN.total(fed, x)
-        n = [len(v) for v in leaves(tree)]
-        parts = zip(leaves(self.mean(fed, x)), leaves(exact), n, strict=True)
-        return rebuild(exact, (count * mean if mean.is_floating_point() else added for mean, added, count in parts))
+    hides = ""
+    is_sealed = False
 
-    def mean(self, fed: Federation, x: PerClient) -> Tree:
-        """The mean; recorded are how far each client is from it, in multiples of the median distance, and who is
-        left out altogether."""
+    def sum(self, fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[Tree, Tensor]:
+        """As many times the robust mean as there are clients; whole numbers are added up."""
+        exact, count = Open().sum(fed, x, None)
+        means = zip(leaves(exact), leaves(self._mean(fed, x)), strict=True)
+        return rebuild(exact, (count * v if v.is_floating_point() else added for added, v in means)), count
+
+    def _mean(self, fed: Federation, x: PerClient) -> Tree:
+        """Reported are how far each client is from it, in multiples of the median distance, and who is left out."""
         tree = x.rows(fed.group)
         each = leaves(tree)
         if not each:
@@ -57,19 +55,21 @@ class RobustMean:
         _report(fed, "distance", away / away.median().clamp(min=1e-300))
         if self.name == "krum":
             _report(fed, "left_out", rows.new_ones(len(rows)).index_fill(0, nearest(rows, liars), 0.0))
-        sizes = [v[0].numel() for v in each]
-        parts = zip(center.split(sizes), each, strict=True)
-        return rebuild(tree, (_typed(part.reshape(v.shape[1:]), v.dtype) for part, v in parts))
+        parts = zip(center.split([v[0].numel() for v in each]), each, strict=True)
+        return rebuild(tree, (part.reshape(v.shape[1:]).to(v.dtype) for part, v in parts))
+
+    def refuse_tape(self, title: str) -> None:
+        """A robust mean is no linear function of the replies."""
+        raise ConfigError(f"aggregation.mean: {title} differentiates through its rounds, and so through its means")
+
+    def check(self, experiment: Any) -> None:
+        """It suits every experiment in which a mean is taken."""
 
 
 def _report(fed: Federation, name: str, values: Tensor) -> None:
     """Of several means of a round each client's largest number."""
     before = values.new_tensor(fed.record.reported.get(name, [0.0] * len(values)))
     fed.report(**{name: list(torch.maximum(before, values) if len(before) == len(values) else values)})
-
-
-def _typed(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return (value if dtype.is_floating_point else value.round()).to(dtype)
 
 
 def clients_mean(rows: Tensor, liars: int) -> Tensor:

@@ -10,7 +10,7 @@ from fedtailor.algorithms._shared.duw import DUW
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.experiment import LocalSolver
 from fedtailor.core.federation import Federation
-from fedtailor.core.per_client import PerClient
+from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from fedtailor.algorithms._shared.duw import DUW
 from fedtailor.algorithms.fednova import FedNova
 from fedtailor.core.federation import Federation
-from fedtailor.core.per_client import PerClient
+from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params
 
 

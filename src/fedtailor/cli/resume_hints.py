@@ -33,10 +33,10 @@ def refuse_torchrun(command: str) -> None:
 @contextmanager
 def joined(timeout: float) -> Iterator[ProcessGroup]:
     """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
-    from fedtailor.core.process_group import ALONE, under_torchrun
+    from fedtailor.core.process_group import SINGLE_PROCESS, under_torchrun
 
     if not under_torchrun():
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     from fedtailor.engines.ranks import join, leave
 

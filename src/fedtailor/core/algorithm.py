@@ -5,32 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from fedtailor.core.context import ClientContext, LocalSolver
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, items
 from fedtailor.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fedtailor.core.context import ClientContext
-    from fedtailor.core.experiment import LocalSolver
-    from fedtailor.core.federation import Federation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class ReplySpec:
-    """One thing that may leave a client: its name for people, and an example that fixes keys, shapes and types."""
+    """One part of what leaves a client: its name for people, an example that fixes keys, shapes and types, and sums.
+
+    `sums` declares which sums of a secure federation the part may enter: "" is the plain sum, a name is the sum
+    weighted by the part of the same reply with this name. Each may be opened once per call; a site refuses any other.
+    """
 
     name: str
     example: Callable[[Any, Model], Tree]  # (algorithm, model) -> tree
     positive: bool = False
-    is_model: bool = (
-        False  # a new version of a model that was sent, or of a part of one; its mean may be a server's step
-    )
+    is_model: bool = False  # a new version of a model that was sent, or of a part; its mean may be a server's step
+    sums: tuple[str, ...] = ()
+
+    def summed(self) -> ReplySpec:
+        """The same, which may also enter a plain sum."""
+        return replace(self, sums=(*self.sums, ""))
+
+    def weighted_by(self, weight: ReplySpec) -> ReplySpec:
+        """The same, which may also enter a sum weighted by another part of the reply; that opens the weights' sum."""
+        return replace(self, sums=(*self.sums, weight.name))
 
 
 def _scalar(algorithm: Any, model: Model) -> Tensor:
@@ -77,7 +84,12 @@ PARTIAL = ("head", "body", "layers", "entries")  # of KEEPS: a private part on a
 def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callable[[F], F]:
     """Mark a method `(self, me, *message) -> (private state, reply)` as one that runs beside a client's data.
 
-    `sends` declares the reply. A reply that differs from the declaration is rejected; without one nothing leaves.
+    Args:
+        sends: Declares the reply and the sums that each part may enter, such as
+            `(MODEL.weighted_by(COUNT), COUNT)`. A reply that differs is rejected; without one nothing leaves.
+
+    Returns:
+        A decorator for the method.
     """
 
     def mark(fn: F) -> F:
@@ -113,6 +125,9 @@ class Algorithm:
         for old, new in {"join": "onboard_init", "adapt": "onboard", "fits": "onboards_fitted"}.items():
             if old in vars(cls):  # else it would never be called, without a word
                 raise TypeError(f"{cls.__name__}.{old}: this is called {new} now")
+        for name, kind in vars(cls).get("__annotations__", {}).items():
+            if hasattr(Algorithm, name) and not str(kind).startswith(("ClassVar", "typing.ClassVar")):
+                raise TypeError(f"{cls.__name__}.{name}: an option cannot be called so, it would hide Algorithm.{name}")
 
     @property
     def preparation(self) -> int:
@@ -142,8 +157,16 @@ class Algorithm:
         """The first private state of a client that comes to a federation already trained, from one local step."""
         return self.client_init(me)
 
-    def round(self, fed: Federation, server: Tree, /) -> Tree:
-        """One round; returns the server's new state."""
+    def round(self, fed: Any, server: Tree, /) -> Tree:  # Any: a Federation is built on algorithms
+        """The server's half of one round.
+
+        Args:
+            fed: The `Federation`: `map`, `sum`, `mean`, `gather`, `scatter`, `tape` and `backward`.
+            server: The server's state before the round, as `server_init` or the last round returned it.
+
+        Returns:
+            The server's state after the round; the one before must not be changed in place.
+        """
         raise NotImplementedError
 
     def personal(self, me: ClientContext, server: Tree, /) -> Params:
@@ -233,12 +256,33 @@ def reply_positive(algorithm: Algorithm, name: str) -> list[str]:
     return [""] if sends is not None and sends.positive else []
 
 
+def reply_part(algorithm: Algorithm, name: str, path: str) -> ReplySpec:
+    """The declaration of the part of a reply that a leaf belongs to, by the path of the leaf."""
+    sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
+    part: ReplySpec = sends[int(path.partition("/")[0])] if isinstance(sends, tuple) else sends
+    return part
+
+
 def is_model(algorithm: Algorithm, name: str, path: tuple[str | int, ...]) -> bool:
     """Whether the part of a reply at this path is declared as a version of the model that was sent."""
     sends = client_functions(algorithm)[name].sends  # type: ignore[attr-defined]
     if not isinstance(sends, tuple):
         return sends is not None and sends.is_model and path == ()
     return len(path) == 1 and isinstance(path[0], int) and sends[path[0]].is_model
+
+
+def declared_sums(algorithm: Algorithm) -> dict[str, list[tuple[str, list[str]]]]:
+    """By client function, each part that it sends and the sums that the part may enter: what sites must agree on."""
+    functions = client_functions(algorithm)
+    return {name: [(p.name, sorted(p.sums)) for p in _parts(fn.sends)] for name, fn in sorted(functions.items())}  # type: ignore[attr-defined]
+
+
+def is_declared_sum(algorithm: Algorithm, function: str, path: str, weight: str | None) -> bool:
+    """Whether the leaf of a reply at `path` may enter the sum weighted by the leaf at `weight`, or the plain one."""
+    by = "" if weight is None else reply_part(algorithm, function, weight).name
+    part = reply_part(algorithm, function, path)
+    is_weight = weight is None and any(part.name in p.sums for p in _parts(client_functions(algorithm)[function].sends))  # type: ignore[attr-defined]
+    return by in part.sums or is_weight
 
 
 def _parts(sends: ReplySpec | tuple[ReplySpec, ...] | None) -> tuple[ReplySpec, ...]:

@@ -22,43 +22,10 @@ from fedtailor.core.context import ClientContext, OptimizerState
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import PRIOR, label_prior
 from fedtailor.core.random import seeded, undrawn
+from fedtailor.core.reduce import Call
 from fedtailor.core.trees import Params, Tree, as_tensors, detach, items, leaves, rebuild, tree_map
 
 OWN, OPTIMIZER = "own", "optimizer"  # parts of a private state, where clients keep the state of their optimizers
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call to the cohort: which function, when, and the message."""
-
-    function: str
-    round: int
-    number: int  # of the call within its round
-    args: tuple[Tree, ...]
-    placed: tuple[bool, ...]  # per argument: one row per client, or the same for all
-    taped: bool = False
-    sealed: float | None = None  # the reply stays at the client, to be summed there; its largest norm
-
-    def key(self, seed: int) -> tuple[str | int, ...]:
-        """Begins the name of every random stream that the call uses."""
-        return seed, self.round, self.number
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """What a request says beside its message."""
-        header = {
-            "function": self.function,
-            "round": self.round,
-            "call": self.number,
-            "placed": list(self.placed),
-            "taped": self.taped,
-        }
-        return header if self.sealed is None else header | {"sealed": self.sealed}
-
-    @property
-    def reply_header(self) -> dict[str, Any]:
-        """What a reply, or a cotangent that travels back, says beside its tensors."""
-        return {"round": self.round, "call": self.number}
 
 
 @dataclass(frozen=True)
@@ -93,7 +60,10 @@ def invoke(
         if not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(f"{call.function} must return (private state, reply)")
         new = out[0] if me.optimizers is None else {OWN: out[0], OPTIMIZER: me.optimizers.slots}
-        return new, experiment.aggregation.leaving(out[1], args, call.placed)
+        reply = out[1]
+        for step in experiment.aggregation.at_client:
+            reply = step.apply(reply, args, call.placed)
+        return new, reply
 
     args, kept = call.args, state
     if call.taped:

@@ -5,22 +5,95 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fedtailor.core.data import (
+    FederatedData,
     Rows,
     count,
     take,
 )
-from fedtailor.core.experiment import AfterStep, Experiment, LocalSolver, OwnLoss, OwnSteps
+from fedtailor.core.environment import Environment
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
+from fedtailor.core.task import Loss, Task
 from fedtailor.core.trees import Params, Tree, leaves, moved, number, rebuild, tree_map
 
 AT_ONCE = 256  # samples of a pass over a whole split
+
+
+# (tensors of the model, x, y) -> one number per sample; one that has parameters named so is also given `weight`, which
+# is 0 for padding of a stack, and `index`, the rows of the client's training samples
+OwnLoss = Callable[..., Tensor]
+AfterStep = Callable[[Params], Params]
+
+
+class OwnSteps(NamedTuple):
+    """What an algorithm has its clients do otherwise in their local steps."""
+
+    loss: OwnLoss | None = None  # in place of the task's
+    after_step: AfterStep | None = None
+
+
+class LocalSolver(Protocol):
+    """How a client takes its local steps; `training.solver.Solver` is one."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def momentum(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def is_plain(self) -> bool: ...
+    @property
+    def is_even(self) -> bool: ...
+    @property
+    def refit(self) -> int: ...
+    def lr_in(self, round: int) -> float: ...
+
+    @property
+    def keeps_state(self) -> bool: ...
+    @property
+    def optimizer_state(self) -> Tree: ...
+
+    def train(
+        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
+    ) -> tuple[Params, Params, Tree]:
+        """Parameters, buffers and the optimizer's memory after the last step, in the nth training of a call."""
+
+    def steps(self, me: ClientContext, epochs: int) -> Tensor:
+        """How many steps that takes."""
+
+
+class Setting(Protocol):
+    """What a client function may know of its run; `Experiment` is one."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def data(self) -> FederatedData: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def loss(self) -> Loss: ...
+    @property
+    def solver(self) -> LocalSolver: ...
+    @property
+    def environment(self) -> Environment: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def optimizer_state(self) -> Tree: ...
 
 
 class View(NamedTuple):
@@ -49,7 +122,7 @@ class ClientContext:
 
     def __init__(
         self,
-        experiment: Experiment,
+        experiment: Setting,
         members: Sequence[int],
         key: tuple[str | int, ...],
         round: int,

@@ -6,30 +6,17 @@ What only some engines can do are protocols of their own, asked for with isinsta
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor
 
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.reduce import Call, Reply
 from fedtailor.core.trees import Params, Tree
-
-if TYPE_CHECKING:
-    from fedtailor.core.client import Call
-    from fedtailor.core.experiment import Experiment
 
 Metrics = dict[str, dict[str, Tensor]]  # split -> metric -> one number per client
 Evaluated = tuple[tuple[int, ...], Metrics, Params]  # a group of clients, its metrics, its models stacked
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came back from some clients: a stacked reply, or the error of a single one."""
-
-    clients: tuple[int, ...]
-    tree: Tree = None
-    error: Exception | None = None
-    norms: list[float] | None = None  # of each client's reply, where they are known
 
 
 class Engine(Protocol):

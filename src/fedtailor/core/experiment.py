@@ -1,77 +1,24 @@
-"""What all clients of a run have in common, and the data that each of them finds beside itself."""
+"""What all clients of a run share, the data that each of them holds, and how unequal they are otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.aggregation import IN_THE_OPEN, Aggregation, ServerSteps
-from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
+from fedtailor.core.context import LocalSolver
 from fedtailor.core.data import FederatedData, count
 from fedtailor.core.environment import Environment
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
+from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Loss, Metric, Task, default_task, usual_metrics
-from fedtailor.core.trees import Params, Tree, leaves, moved, tree_map
-
-if TYPE_CHECKING:
-    from fedtailor.core.algorithm import Algorithm
-    from fedtailor.core.context import ClientContext
-
-# (tensors of the model, x, y) -> one number per sample; one that has parameters named so is also given `weight`, which
-# is 0 for padding of a stack, and `index`, the rows of the client's training samples
-OwnLoss = Callable[..., Tensor]
-AfterStep = Callable[[Params], Params]
-
-
-class OwnSteps(NamedTuple):
-    """What an algorithm has its clients do otherwise in their local steps."""
-
-    loss: OwnLoss | None = None  # in place of the task's
-    after_step: AfterStep | None = None
-
-
-class LocalSolver(Protocol):
-    """How a client takes its local steps: all that core knows of it. `training.steps.Solver` is one."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def optimizer(self) -> str: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def clip(self) -> float: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def is_plain(self) -> bool: ...
-    @property
-    def is_even(self) -> bool: ...
-    @property
-    def refit(self) -> int: ...
-    def lr_in(self, round: int) -> float: ...
-
-    @property
-    def keeps_state(self) -> bool: ...
-    @property
-    def optimizer_state(self) -> Tree: ...
-
-    def train(
-        self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps
-    ) -> tuple[Params, Params, Tree]:
-        """Parameters, buffers and the optimizer's memory after the last step, in the nth training of a call."""
-
-    def steps(self, me: ClientContext, epochs: int) -> Tensor:
-        """How many steps that takes."""
+from fedtailor.core.trees import Tree, leaves, moved, tree_map
 
 
 class Mixing(NamedTuple):
@@ -92,7 +39,7 @@ class Experiment:
     seed: int
     environment: Environment = field(default_factory=Environment)
     unseen: FederatedData | None = None  # clients that take no part; they come when everything is learned
-    aggregation: Aggregation = IN_THE_OPEN
+    aggregation: Aggregation = field(default_factory=Aggregation)
     task: Task = field(default=None)  # type: ignore[assignment]  # that of the data, if it is not given
     metrics: tuple[Metric, ...] = ()  # the first decides; those of the task, if none are given
 
@@ -117,11 +64,6 @@ class Experiment:
         """The same for clients of one architecture, by its name; nothing where all have the same."""
         known = self.model.architectures
         return {} if known is None else {name: replace(self, model=model) for name, model in known.models.items()}
-
-    @property
-    def server_steps(self) -> ServerSteps | None:
-        """From the mean of models to the next one; None: the mean is it."""
-        return self.aggregation.server_steps
 
     @property
     def optimizer_state(self) -> Tree:

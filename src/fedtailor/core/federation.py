@@ -1,43 +1,108 @@
-"""The server's half of a federation: map, sum, mean, scatter, gather, tape and backward."""
+"""The server's half of a federation: a round from top to bottom, and what an algorithm may do in it.
+
+`run_round` asks the cohort, lets the algorithm make its calls, and keeps the new states, or undoes them and begins
+again without clients that were lost. `map` sends a call; `sum` and `mean` add up the replies as they arrive.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fedtailor.core import calling, rounds
-from fedtailor.core.aggregation import SumLog
-from fedtailor.core.algorithm import client_functions, reply_example
-from fedtailor.core.client import Call
-from fedtailor.core.context import View
+from fedtailor.core import codec
+from fedtailor.core.algorithm import client_functions, is_model, reply_example, reply_positive
+from fedtailor.core.context import LocalSolver, View
 from fedtailor.core.data import take
-from fedtailor.core.engine import Engine, Taping, is_stacking
+from fedtailor.core.engine import Engine, Taping, is_losing, is_stacking
 from fedtailor.core.environment import Environment
-from fedtailor.core.experiment import LocalSolver
 from fedtailor.core.model import Model
-from fedtailor.core.per_client import PerClient
-from fedtailor.core.process_group import ALONE, ProcessGroup
-from fedtailor.core.record import Attendance, Record
-from fedtailor.core.replies import ReplyStream
-from fedtailor.core.reply_validation import Limits
-from fedtailor.core.server_steps import stepped
+from fedtailor.core.process_group import SINGLE_PROCESS, ProcessGroup
+from fedtailor.core.reduce import (
+    Call,
+    Limits,
+    PerClient,
+    Rejected,
+    ReplyStream,
+    at_path,
+    in_order,
+    outline,
+    validate,
+)
 from fedtailor.core.tape import Tape
-from fedtailor.core.traffic import FusedRound, Traffic, count_fused
-from fedtailor.core.trees import Tree, changed, detach, is_ragged, items, leaves, moved, tree_map, wide, widest
+from fedtailor.core.traffic import FusedRound, Traffic, bytes_down, count_fused
+from fedtailor.core.trees import (
+    Tree,
+    changed,
+    detach,
+    is_ragged,
+    items,
+    leaves,
+    moved,
+    schema,
+    tree_map,
+    wide,
+    widest,
+)
+from fedtailor.errors import ClientError, RoundAbandoned
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A client whose reply was not used, and why."""
+
+    client: str
+    round: int
+    function: str
+    reason: str
+
+
+@dataclass
+class Record:
+    """What is reported to people: faults and gathered replies of the run, figures of the round."""
+
+    faults: list[Fault] = field(default_factory=list)
+    gathered: set[str] = field(default_factory=set)
+    reported: dict[str, float | list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Attendance:
+    """Who takes part in the round."""
+
+    round: int = 0
+    asked: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()  # those asked whose replies were all accepted so far
+    missed: list[tuple[int, ...]] = field(default_factory=list)  # of each exchange of the round
+
+
+@dataclass
+class SumLog:
+    """What outlasts a sum: how many had noise, whether replies were opened, and the memory of server steps."""
+
+    noisy: dict[int, int] = field(default_factory=dict)  # by round
+    secure: int = 0  # in this round
+    moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
+    new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
 
 
 @dataclass
 class Federation:
-    """What an algorithm's `round` is given."""
+    """What an algorithm's `round` is given: the cohort as one value, and what may be done with it.
+
+    Args:
+        engine: Where the clients are.
+        limits: Which replies are not believed, and how few are too few.
+        group: The processes that run this federation together.
+    """
 
     engine: Engine
     limits: Limits = field(default_factory=Limits)
-    group: ProcessGroup = ALONE
+    group: ProcessGroup = SINGLE_PROCESS
     traffic: Traffic = field(default_factory=Traffic)
     record: Record = field(default_factory=Record)
     sums: SumLog = field(default_factory=SumLog)
@@ -46,40 +111,290 @@ class Federation:
     _pending: ReplyStream | None = None
     _tape: Tape | None = None
 
-    # what an algorithm does
+    # a round
+
+    def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
+        """One round of the algorithm.
+
+        Args:
+            round: Its number, from 1 on; rounds up to 0 prepare the run.
+            cohort: Who is asked to take part.
+            server: The server's state.
+
+        Returns:
+            The server's new state; the engine keeps the clients' new states.
+
+        Raises:
+            RoundAbandoned: Too few replies could be used. Everything is as before.
+        """
+        here = self.attendance = Attendance(round, tuple(cohort), tuple(cohort))
+        if round > 0:  # a preparing round has several exchanges, each with failures of its own
+            here.present = self._arriving(0, here.present)
+            if not here.present:
+                return server  # nobody answered: everything is as before
+        missed, is_first = here.missed, True
+        while True:
+            self._begin_attempt()
+            here.missed = list(missed)
+            self._go_without(self.engine.begin_round(round), "begin")
+            new, lost = self._attempt(server)
+            if not lost:
+                if round > 0:
+                    self.sums.moments = self.sums.moments | self.sums.new_moments
+                return new
+            self.engine.undo()  # their replies are in `new`, their new states are nowhere: again without them
+            if self.sums.secure:  # a second sum, of the same replies but theirs, would show theirs
+                self.record.faults += [Fault(self.names[c], round, "end", why) for c, why in lost.items()]
+                names = ", ".join(self.names[c] for c in lost)
+                raise RoundAbandoned(f"round {round}: lost after their replies were summed: {names}")
+            if not is_first or len(self.present) - len(lost) >= self.limits.least:
+                self._go_without(lost, "end")
+            is_first = False  # too few would be left: once more with all, for they may just have gone
+
+    def _begin_attempt(self) -> None:
+        """Forget what an attempt at the round has left behind."""
+        self._calls, self._tape, self._pending, self.record.reported = 0, None, None, {}
+        self.sums.secure, self.sums.new_moments = 0, {}
+
+    def _attempt(self, server: Tree) -> tuple[Tree, Mapping[int, str]]:
+        """The algorithm's round to its last reply: the new server state, and whose new private state is lost."""
+        versions = [v._version for v in leaves(server)]
+        try:
+            with torch.enable_grad():  # a tape must record whatever the caller's mode
+                new = self.engine.experiment.algorithm.round(self, server)
+                self._finish_pending()
+                self._cut_moments()
+                # machines of different kinds must not drift apart
+                new, self.sums.new_moments = self.group.broadcast((detach(new), self.sums.new_moments))
+            self._refuse_written(server, versions)
+            return new, self.engine.end_round(self.present) if is_losing(self.engine) else {}
+        except BaseException as error:
+            self.engine.undo()
+            if isinstance(error, RoundAbandoned):  # the run goes on, from the state before
+                self._refuse_written(server, versions)
+            raise
+
+    def _refuse_written(self, server: Tree, versions: list[int]) -> None:
+        if versions != [v._version for v in leaves(server)]:
+            name = type(self.engine.experiment.algorithm).__name__
+            raise TypeError(f"{name}.round changes the state of the server in place; return a new tree")
+
+    def _go_without(self, clients: Mapping[int, str], when: str) -> None:
+        """Go on without clients that are away, if enough are left."""
+        if not clients:
+            return
+        here = self.attendance
+        self.record.faults += [Fault(self.names[c], here.round, when, clients[c]) for c in here.present if c in clients]
+        here.present = tuple(c for c in here.present if c not in clients)
+        if len(here.present) < self.limits.least:
+            raise RoundAbandoned(
+                f"round {here.round}: only {len(here.present)} of {len(here.asked)} clients are available"
+            )
+
+    def _arriving(self, exchange: int, clients: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `clients` whose replies arrive in an exchange of the round."""
+        if not self.environment.fails:
+            return clients
+        samples = self.engine.experiment.data.train.bounds(clients)[1]
+        arrived = self.environment.answers(self.round, exchange, clients, samples)
+        self.attendance.missed.append(tuple(c for c in clients if c not in set(arrived)))
+        return arrived
+
+    # a call
 
     def map(self, fn: Callable[..., Any], *message: Tree | PerClient) -> PerClient:
-        """Every client of the cohort runs `fn(me, *message)` and keeps its new private state; the replies come back."""
+        """Run a client function at every client of the cohort; each keeps its new private state.
+
+        Args:
+            fn: A method of the algorithm that is marked with `@on_client`.
+            message: What it is given beside `me`: the same for all, or from `scatter` a row for each client.
+
+        Returns:
+            The replies, which arrive when they are needed.
+        """
         call = self._next(fn, message, taped=self._tape is not None)
-        return self._asked(call) if self._tape is None else self._tape.call(self, call)
+        if self._tape is None:
+            return self._send(call)
+        return PerClient(self.present, self._tape.call(call), self.group, call, self._example(call))
 
     def map_untaped(self, fn: Callable[..., Any], *message: Tree | PerClient) -> PerClient:
         """As `map`, for a function that only looks at the private state: a running tape does not record it."""
-        return self._asked(self._next(fn, tuple(m if isinstance(m, PerClient) else detach(m) for m in message)))
+        return self._send(self._next(fn, tuple(m if isinstance(m, PerClient) else detach(m) for m in message)))
+
+    def _next(self, fn: Callable[..., Any], message: tuple[Tree | PerClient, ...], *, taped: bool = False) -> Call:
+        self._finish_pending()
+        experiment, order = self.engine.experiment, self._in_turn(taped=taped)
+        if client_functions(experiment.algorithm).get(fn.__name__) is not getattr(fn, "__func__", None):
+            raise TypeError(f"fed.map: {fn.__name__} is not a method of this algorithm marked with @on_client")
+        args = tuple(m.rows(self.group, order) if isinstance(m, PerClient) else m for m in message)
+        placed = tuple(isinstance(m, PerClient) for m in message)
+        if taped and is_ragged((args, reply_example(experiment.algorithm, fn.__name__, experiment.model))):
+            raise TypeError(f"fed.map: {fn.__name__} has a ragged message or reply; those cannot be taped")
+        self._calls += 1
+        self.traffic.trips += 1
+        largest = self.limits.max_norm if experiment.aggregation.reduction.is_sealed else None
+        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, largest)
+
+    def _send(self, call: Call) -> PerClient:
+        if call.sealed is not None:
+            for _ in self._usable_replies(call):  # they stay where they are
+                pass
+            return PerClient(self.present, None, self.group, call, self._example(call))
+        self._pending = ReplyStream(
+            call, self._example(call), self.group, self._usable_replies(call), lambda: self.present
+        )
+        return PerClient.of_stream(self._pending)
+
+    def _usable_replies(self, call: Call) -> Iterator[tuple[tuple[int, ...], Tree]]:
+        """Replies as they come; in the end who did not give a usable one is out of the cohort."""
+        self._pending = None
+        experiment, asked = self.engine.experiment, self.present
+        wanted, positive = schema(None), list[str]()  # a sealed reply stays where it is
+        if call.sealed is None:
+            wanted, positive = schema(self._example(call)), reply_positive(experiment.algorithm, call.function)
+        rejected: list[Rejected] = []
+        errors: dict[int, Exception] = {}
+        down, up = bytes_down(call, len(self.group.mine(asked))), 0
+        for reply in self.engine.call(call, self._in_turn(taped=call.taped)):
+            if reply.error is not None:
+                errors[reply.clients[0]] = reply.error
+            else:
+                up += codec.total_size(call.reply_header, reply.tree, len(reply.clients))
+            good, tree, others = validate(reply, wanted, positive, self.limits.max_norm)
+            rejected += others
+            del reply  # one at a time
+            if good:
+                yield good, tree
+            del tree
+        each_rank = self.group.all_gather_object([down, up, rejected])
+        self.traffic.down += sum(down for down, _, _ in each_rank)
+        self.traffic.up += sum(up for _, up, _ in each_rank)
+        everywhere = [Rejected(*one) for _, _, some in each_rank for one in some]
+        self.leave_out(call, everywhere)
+        if len(self.present) < self.limits.least or (call.taped and self.present != asked):
+            self._abandon(call, asked, everywhere, errors)
+
+    def leave_out(self, call: Call, rejected: Sequence[Rejected]) -> None:
+        """Go on without clients whose replies to a call cannot be used."""
+        position = {c: i for i, c in enumerate(self.present)}
+        for client, reason, _ in sorted(rejected, key=lambda r: position[r.client]):
+            self.attendance.present = tuple(c for c in self.present if c != client)
+            self.engine.undo([client])
+            self.record.faults.append(Fault(self.names[client], call.round, call.function, reason))
+
+    def _abandon(
+        self, call: Call, asked: Sequence[int], rejected: Sequence[Rejected], errors: Mapping[int, Exception]
+    ) -> NoReturn:
+        mistakes = sorted((r for r in rejected if r.is_mistake), key=lambda r: asked.index(r.client))
+        if mistakes and len(mistakes) == len(asked):  # more rounds would not mend it
+            first = mistakes[0]
+            where = f"{self.names[first.client]}, {call.function}: " if first.reason.startswith("reply ") else ""
+            raise ClientError(f"every client failed; the first: {where}{first.reason}") from errors.get(first.client)
+        needed = "a taped round needs all" if call.taped else f"{self.limits.min_replies} needed"
+        last = self.record.faults[-1]
+        raise RoundAbandoned(
+            f"round {self.round}: {len(self.present)} of {len(asked)} clients gave a usable reply to {call.function}; "
+            f"{needed}; {last.client}: {last.reason}"
+        )
+
+    def _in_turn(self, *, taped: bool) -> tuple[int, ...]:
+        """Those with most samples first: so several processes end together, and sums have one order everywhere.
+
+        Rows of a message are in this order. A tape goes back in that of the cohort.
+        """
+        if taped:
+            return self.present
+        sizes = dict(zip(self.present, self.engine.experiment.data.train.bounds(self.present)[1], strict=True))
+        return tuple(sorted(self.present, key=lambda c: -sizes[c]))
+
+    def _finish_pending(self) -> None:
+        """Let the replies of the last call come, if nobody has asked for them."""
+        if self._pending is not None:
+            self._pending.finish()
+
+    def _example(self, call: Call) -> Tree:
+        """A reply to the call as it is declared."""
+        return reply_example(self.engine.experiment.algorithm, call.function, self.model)
+
+    # sums of replies
 
     def sum(self, x: PerClient) -> Tree:
-        """The sum over the cohort; all that the server needs to see of it."""
-        return self.engine.experiment.aggregation.total(self, x)
+        """The sum over the cohort; all that the server needs to see of it.
+
+        Args:
+            x: Replies, or a part of them.
+
+        Returns:
+            A tree as one client's, with the sums.
+        """
+        aggregation = self.engine.experiment.aggregation
+        total, _ = aggregation.reduction.sum(self, x, None)
+        return total if aggregation.noise is None else aggregation.noise.add(self, x, total)
 
     def mean(self, x: PerClient, weight: PerClient | None = None, stale: Tree = None) -> Tree:
-        """The mean over the cohort, weighted by one number per client.
+        """The mean over the cohort.
 
-        `stale` counts for those who were asked and did not answer, by their samples, if the environment has it so.
+        Args:
+            x: Replies, or a part of them.
+            weight: One number per client, most often a part of the same replies; without it all count the same, as
+                they do where sums have noise.
+            stale: Counts for those who were asked and did not answer, by their samples, if the environment has it so.
+
+        Returns:
+            A tree as one client's, with the means; of models, the next model of a server optimizer.
         """
-        mean = self._stale_mean(x, weight, stale)
-        return mean if self.engine.experiment.server_steps is None else stepped(self, x, mean)
+        aggregation = self.engine.experiment.aggregation
+        if aggregation.noise is None:
+            total, by = aggregation.reduction.sum(self, x, weight)
+        else:
+            total, by = aggregation.reduction.sum(self, x, None)
+            total = aggregation.noise.add(self, x, total)
 
-    def _stale_mean(self, x: PerClient, weight: PerClient | None, stale: Tree) -> Tree:
-        mean = self.engine.experiment.aggregation.mean(self, x, weight)
-        if stale is None or self.environment.missing != "stale":
-            return mean
-        here = set(self.cohort)
-        missing = tuple(c for c in self.asked if c not in here)
-        if not missing:
+        def divide(v: Tensor) -> Tensor:
+            is_fresh = v.is_floating_point() and not v.requires_grad  # a model is large
+            return v.div_(by.to(v.dtype)) if is_fresh else v / (by.to(v.dtype) if v.is_floating_point() else by)
+
+        mean = self._count_stale(x, tree_map(divide, total), stale)
+        return mean if aggregation.server_step is None else self._step(x, mean)
+
+    def _count_stale(self, x: PerClient, mean: Tree, stale: Tree) -> Tree:
+        missing = tuple(c for c in self.asked if c not in set(self.cohort))
+        if stale is None or not missing or self.environment.missing != "stale":
             return mean
         absent, present = self.samples(missing), self.samples([c for c in x.clients if c not in set(missing)])
         share = present.sum() / (present.sum() + absent.sum())
         return tree_map(lambda old, new: torch.lerp(old, new, share.to(new.dtype)), stale, mean)
+
+    def _step(self, x: PerClient, mean: Tree) -> Tree:
+        """What a server optimizer makes of a mean: its next model, or the mean itself where that is none of models."""
+        experiment, sent = self.engine.experiment, self.sent_for(x)
+        if experiment.aggregation.server_step is None or sent is None or x.call is None:
+            return mean
+        key = ".".join(map(str, (x.call.function, *x.path)))
+        before = self.sums.moments if self.round > 0 else {}  # a preparation is none of the run's steps
+        trained = [k for k in mean if k in experiment.model.trainable]  # statistics are no parameters
+        old, new = {k: sent[k] for k in trained}, {k: mean[k] for k in trained}
+        memory = self.sums.new_moments.get(key, before.get(key))
+        stepped, self.sums.new_moments[key] = experiment.aggregation.server_step.step(old, new, memory)
+        return mean | stepped
+
+    def sent_for(self, x: PerClient) -> Tree:
+        """The model that clients were sent and whose versions they replied; None if `x` is something else."""
+        call, experiment = x.call, self.engine.experiment
+        if call is None or not is_model(experiment.algorithm, call.function, x.path):
+            return None
+        part = at_path(x.example, x.path)
+        if not isinstance(part, dict) or not part.keys() & experiment.model.trainable.keys():
+            return None
+        example = schema(part)
+        same = (arg for arg, own in zip(call.args, call.placed, strict=True) if not own and schema(arg) == example)
+        return next(same, None)
+
+    def _cut_moments(self) -> None:
+        """Let no gradient flow further back than here."""
+        self.sums.new_moments = {k: detach(v) for k, v in self.sums.new_moments.items()}
+
+    # single replies
 
     def keep(self, x: PerClient) -> PerClient:
         """Replies that will be used more than once: large ones are let go of by the first sum over them."""
@@ -88,8 +403,17 @@ class Federation:
         return x
 
     def gather(self, x: PerClient, what: str, clients: Sequence[int] | None = None) -> Tree:
-        """Look at single replies, of all or some clients. `what` names them, for the report of what the server saw."""
-        self.engine.experiment.aggregation.refuse_look(self, what)
+        """Look at single replies, which the run's record says.
+
+        Args:
+            x: Replies, or a part of them.
+            what: Names them, for the report of what the server saw.
+            clients: Whose; all if None.
+
+        Returns:
+            A tree with a leading dimension of clients.
+        """
+        self.engine.experiment.aggregation.refuse_look(self.title, what)
         self.record.gathered.add(what)
         return x.everywhere(clients)
 
@@ -102,30 +426,58 @@ class Federation:
                 )
         return PerClient(self.cohort, rows)
 
+    # gradients through rounds
+
     def tape(self, watched: Tree = None) -> Tree:
         """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
-        self.engine.experiment.aggregation.refuse_tape(self)
-        self._settled()
-        self.sums.cut()
-        self._tape = Tape(tree_map(lambda v: v.detach().requires_grad_(), watched), self.model.like)
+        self.engine.experiment.aggregation.refuse_tape(self.title)
+        self._finish_pending()
+        self._cut_moments()
+        leaves_of_graph = tree_map(lambda v: v.detach().requires_grad_(), watched)
+        self._tape = Tape(leaves_of_graph, self.model.like, self._all_replies, self._pull_back)
         return self._tape.watched
 
     def backward(self, loss: Tensor) -> Tree:
         """Send cotangents back along the tape. Then every client has `me.grad`; returns the gradient by `watched`."""
         if self._tape is None:
             raise RuntimeError("fed.backward without fed.tape")
-        self._settled()
+        self._finish_pending()
         tape, self._tape = self._tape, None
         gradient = tape.backward(loss)
-        self.sums.cut()
+        self._cut_moments()
         assert isinstance(self.engine, Taping)
         self.engine.finish_backward()
         return gradient
 
-    def report(self, **values: float | Tensor | list[Tensor]) -> None:
-        """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
-        for name, value in values.items():
-            self.record.reported[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
+    def _all_replies(self, call: Call) -> Tree:
+        """The usable replies in the order of the cohort; of those on this rank."""
+        return in_order(list(self._usable_replies(call)), self.group.mine(self.present), self._example(call))
+
+    def _pull_back(self, call: Call, cotangent: Tree) -> tuple[Tree, ...]:
+        """The cotangent of a call's message from that of its replies."""
+        message, clients = outline(call.args, call.placed), self.present
+        down = codec.size(call.reply_header, cotangent, stacked=True)
+        self.traffic.count(len(clients), down, up=codec.size(call.reply_header, message))
+        totals: list[Tree] = [None] * len(call.args)
+        parts: list[list[tuple[tuple[int, ...], Tree]]] = [[] for _ in call.args]
+        assert isinstance(self.engine, Taping)
+        for some, args in self.engine.pull_back(call.number, clients, cotangent):
+            for i, (arg, own) in enumerate(zip(args, call.placed, strict=True)):
+                if own:
+                    parts[i].append((some, arg))
+                else:
+                    totals[i] = arg if totals[i] is None else tree_map(torch.add, totals[i], arg)
+        for i, (arg, own) in enumerate(zip(call.args, call.placed, strict=True)):
+            if not own and totals[i] is None:  # no client of the cohort is on this rank
+                totals[i] = tree_map(torch.zeros_like, arg)
+        totals = self.group.total(totals)  # the same message went to the clients of all ranks
+        here = self.group.mine(clients)
+        return tuple(
+            in_order(part, here, example) if own else total
+            for part, total, own, example in zip(parts, totals, call.placed, message, strict=True)
+        )
+
+    # rounds of another form
 
     @contextmanager
     def exchange(self, number: int, *, ask_all: bool = False) -> Iterator[tuple[int, ...]]:
@@ -134,7 +486,7 @@ class Federation:
         With `ask_all` the others reply too, as a tape needs it, and it is up to the algorithm not to use that.
         """
         everybody = self.cohort
-        here = rounds.arriving(self, number, everybody)
+        here = self._arriving(number, everybody)
         if ask_all:
             yield here
             return
@@ -151,17 +503,21 @@ class Federation:
         """Where the cohort's states lie stacked in this process: a round as one computation on all of them.
 
         `compute` gets the states, `server`, and a function for the training samples, which are stacked too.
-        It must give what the calls give, and counts as much traffic. None where clients are on their own or a number
-        is out of bounds: then make the calls, which find out whose it is.
+        It must give what the calls give, and counts as much traffic. None where clients are on their own, a number is
+        out of bounds or memory is too small: then make the calls, which find out whose it is.
         """
         cohort, engine, experiment = self.cohort, self.engine, self.engine.experiment
-        has_memory = experiment.server_steps is not None or experiment.optimizer_state is not None
-        if experiment.aggregation.calls_only or has_memory or not is_stacking(engine):
+        has_memory = experiment.aggregation.server_step is not None or experiment.optimizer_state is not None
+        if not experiment.aggregation.is_plain or has_memory or not is_stacking(engine):
             return None
         held = engine.stacked_states(cohort)
         if held is None or len(cohort) < self.limits.least:
             return None
-        if (fused := _computed(compute, held, server, self._stacked)) is None:
+        try:
+            fused = compute(held, server, self._stacked_samples)
+        except torch.OutOfMemoryError:  # all clients at once are more than a device holds
+            return None
+        if fused is None:
             return None
         new = [*(v for v in changed(fused.state, held) if v is not None), *leaves(fused.server)]
         sums = torch.stack([wide(fused.largest), *(wide(v.sum()) for v in new)])  # of what is not finite is not
@@ -174,27 +530,43 @@ class Federation:
             self._calls += exchange.times
         return fused.server
 
+    def _stacked_samples(self) -> View:
+        rows = self.engine.experiment.data.train
+        at, mask = rows.padded(self.cohort)
+        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
+        return View(x, y, mask.to(y.device, self.model.dtype))
+
     # what an algorithm may know
+
+    def report(self, **values: float | Tensor | list[Tensor]) -> None:
+        """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
+        for name, value in values.items():
+            self.record.reported[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
 
     @property
     def round(self) -> int:
-        """Its number."""
+        """The number of this round, from 1 on; up to 0 while a run is prepared."""
         return self.attendance.round
 
     @property
     def cohort(self) -> tuple[int, ...]:
-        """Who takes part, as far as their replies were usable."""
-        self._settled()
+        """Clients whose replies were accepted."""
+        self._finish_pending()
+        return self.attendance.present
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """As `cohort`, but does not wait for replies that are on their way."""
         return self.attendance.present
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """Who was asked to take part."""
+        """Clients that were asked to take part."""
         return self.attendance.asked
 
     @property
     def clients(self) -> int:
-        """How many clients there are in all."""
+        """The number of all clients."""
         return len(self.names)
 
     @property
@@ -209,12 +581,12 @@ class Federation:
 
     @property
     def task(self) -> str:
-        """The kind of what is predicted."""
+        """The kind of targets, such as "classification"."""
         return self.engine.experiment.task.kind
 
     @property
     def seed(self) -> int:
-        """From which all randomness of the run follows."""
+        """All randomness of the run follows from it."""
         return self.engine.experiment.seed
 
     @property
@@ -228,7 +600,7 @@ class Federation:
         return self.engine.experiment.solver
 
     def samples(self, clients: Sequence[int]) -> Tensor:
-        """Training samples of clients, as they told when they came."""
+        """Numbers of training samples of clients, as reported when they joined."""
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
         return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
 
@@ -236,104 +608,8 @@ class Federation:
         """The numbers of clients, for tables of the server that have a place for each."""
         return self.model.like.new_tensor(clients, dtype=torch.int64)
 
-    # how it comes about
-
     @property
-    def present(self) -> tuple[int, ...]:
-        """As `cohort`, while replies are on their way."""
-        return self.attendance.present
-
-    def _stacked(self) -> View:
-        """The cohort's training samples, for `fused_round`."""
-        rows = self.engine.experiment.data.train
-        at, mask = rows.padded(self.cohort)
-        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
-        return View(x, y, mask.to(y.device, self.model.dtype))
-
-    def forget_pending(self) -> None:
-        """The replies to the last call are on their way."""
-        self._pending = None
-
-    def _settled(self) -> None:
-        """Let the replies of the last call come, if nobody has asked for them."""
-        if self._pending is not None:
-            self._pending.finish()
-
-    def _next(self, fn: Callable[..., Any], message: tuple[Tree | PerClient, ...], *, taped: bool = False) -> Call:
-        self._settled()
-        experiment, order = self.engine.experiment, calling.in_turn(self, taped=taped)
-        if client_functions(experiment.algorithm).get(fn.__name__) is not getattr(fn, "__func__", None):
-            raise TypeError(f"fed.map: {fn.__name__} is not a method of this algorithm marked with @on_client")
-        args = tuple(m.rows(self.group, order) if isinstance(m, PerClient) else m for m in message)
-        placed = tuple(isinstance(m, PerClient) for m in message)
-        if taped and is_ragged((args, reply_example(experiment.algorithm, fn.__name__, experiment.model))):
-            raise TypeError(f"fed.map: {fn.__name__} has a ragged message or reply; those cannot be taped")
-        self._calls += 1
-        self.traffic.trips += 1
-        largest = self.limits.max_norm if experiment.aggregation.secure_sum else None
-        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, largest)
-
-    def _asked(self, call: Call) -> PerClient:
-        experiment = self.engine.experiment
-        example = reply_example(experiment.algorithm, call.function, experiment.model)
-        if experiment.aggregation.is_closed:
-            rows = calling.all_replies(self, call)
-            closed = experiment.aggregation.closed(self, call, rows)
-            return PerClient.of_call(self.present, closed, self.group, call, example)
-        self._pending = ReplyStream(self, call, example)
-        return PerClient.of_stream(self._pending)
-
-    def weighted_sum(self, x: PerClient, weight: PerClient | None = None) -> tuple[Tree, Tensor | None]:
-        """The sum over the cohort of replies that may be looked at, and of the weights."""
-        if x.stream is not None:
-            totals, weights = x.stream.weighted_sum(x.path, weight)
-            return self.group.total(totals), None if weights is None else self.group.total(weights)
-        if weight is None:
-            return self.group.total(tree_map(lambda v: v.sum(0), x.rows(self.group))), None
-        both = tuple(c for c in x.clients if c in set(weight.clients))  # a client may be lost between two calls
-        w = weight.rows(self.group, both)
-        parts = tree_map(lambda v: torch.tensordot(w.to(v.dtype), v, dims=1), x.rows(self.group, both))
-        return self.group.total(parts), self.group.total(w.sum())
-
-    def open_mean(self, x: PerClient, weight: PerClient | None) -> Tree:
-        """The mean of replies that may be looked at."""
-        totals, weights = self.weighted_sum(x, weight)
-        by = self.model.like.new_tensor(len(x.clients), dtype=torch.int64) if weights is None else weights
-
-        def divided(v: Tensor) -> Tensor:
-            is_own = x.stream is not None and v.is_floating_point()  # made here, and nobody else has it
-            return v.div_(by.to(v.dtype)) if is_own else v / (by.to(v.dtype) if v.is_floating_point() else by)
-
-        return tree_map(divided, totals)
-
-    def run_round(self, round: int, cohort: Sequence[int], server: Tree) -> Tree:
-        """One round of the algorithm; when it is abandoned everything is as before and `RoundAbandoned` is raised."""
-        return rounds.run(self, round, cohort, server)
-
-    def begin_attempt(self) -> None:
-        """Forget what an attempt at the round has left behind."""
-        self._calls, self._tape, self._pending, self.record.reported = 0, None, None, {}
-        self.sums.secure, self.sums.new_moments = 0, {}
-
-    def play(self, server: Tree) -> Tree:
-        """The algorithm's round, to its last reply."""
-        with torch.enable_grad():  # a tape must record whatever the caller's mode
-            new = self.engine.experiment.algorithm.round(self, server)
-            self._settled()
-            self.sums.cut()
-            # machines of different kinds must not drift apart
-            server, self.sums.new_moments = self.group.broadcast((detach(new), self.sums.new_moments))
-            return server
-
-
-def _computed(
-    compute: Callable[[Tree, Tree, Callable[[], View]], FusedRound | None],
-    held: Tree,
-    server: Tree,
-    samples: Callable[[], View],
-) -> FusedRound | None:
-    """None also where all clients at once are more than a device holds."""
-    try:
-        return compute(held, server, samples)
-    except torch.OutOfMemoryError:
-        return None
+    def title(self) -> str:
+        """The name of the algorithm in tables."""
+        algorithm = self.engine.experiment.algorithm
+        return algorithm.title or type(algorithm).__name__

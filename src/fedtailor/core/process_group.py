@@ -62,7 +62,7 @@ class ProcessGroup(Protocol):
         """Do `work` on every rank; what the user has to put right on one is an error on all of them."""
 
 
-class Alone:
+class SingleProcess:
     """One process: all clients are here, and nothing has to be sent."""
 
     rank = 0
@@ -96,4 +96,4 @@ class Alone:
         return work()
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()

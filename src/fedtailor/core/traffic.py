@@ -10,8 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.client import Call
-from fedtailor.core.per_client import outline, row
+from fedtailor.core.reduce import Call, outline, row
 from fedtailor.core.trees import Tree, is_ragged
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from fedtailor.core.client import Call
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.per_client import in_order
-from fedtailor.core.process_group import ALONE, ProcessGroup, under_torchrun
+from fedtailor.core.process_group import SINGLE_PROCESS, ProcessGroup, under_torchrun
+from fedtailor.core.reduce import in_order
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map, widest
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
@@ -34,7 +34,7 @@ INLINE = 256  # bytes that are told in one message; longer texts need a second o
 def join(timeout: float) -> ProcessGroup:
     """The ranks that torchrun started, of which this process is one; without torchrun, this process alone."""
     if not under_torchrun():
-        return ALONE
+        return SINGLE_PROCESS
     signal.signal(signal.SIGTERM, _ended)
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     if gpus:

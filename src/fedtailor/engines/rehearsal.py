@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedtailor.core.context import ClientContext
-from fedtailor.core.experiment import Experiment, LocalSolver, OwnSteps
+from fedtailor.core.context import ClientContext, OwnSteps
+from fedtailor.core.experiment import Experiment, LocalSolver
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.inprocess import InProcess

@@ -16,14 +16,13 @@ from fedtailor.core.algorithm import reply_example, reply_positive
 from fedtailor.core.client import Call
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.per_client import row
-from fedtailor.core.reply_validation import reply_faults
+from fedtailor.core.reduce import reply_faults, row
 from fedtailor.core.trees import Tree, moved, schema, schema_difference, tree_map
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, ClientUnreachable, RoundAbandoned
 
 if TYPE_CHECKING:
-    from fedtailor.aggregation.secure_sum_client import Member, Party
+    from fedtailor.aggregation.member import Member, Party
 
 Header = dict[str, Any]
 
@@ -66,7 +65,7 @@ class Site:
         header, tree = codec.decode(request, _places(self.inside.experiment))
         if "sum" in header:
             return codec.encode(*self._member().answer(header, tree))
-        if self.inside.experiment.aggregation.secure_sum and (
+        if self.inside.experiment.aggregation.reduction.is_sealed and (
             header.get("sealed") is None or "function" not in header or header["taped"]
         ):
             return codec.encode({"error": "replies leave this client in secure sums only"}, None)
@@ -87,19 +86,21 @@ class Site:
             return codec.encode(call.reply_header, _first(reply.tree))
         if wrong := self._unusable(call, reply.tree):
             return codec.encode({"error": wrong}, None)
-        from fedtailor.aggregation.secure_sum_client import said
+        from fedtailor.aggregation.member import message_digest
 
         try:
-            self._member().keep(call.number, _first(reply.tree), said(call.function, placed, tree))
+            self._member().keep(
+                call.number, call.function, _first(reply.tree), message_digest(call.function, placed, tree)
+            )
         except ValueError as error:
             return codec.encode({"error": str(error)}, None)
         return codec.encode(call.reply_header, None)
 
     def _member(self) -> Member:
-        from fedtailor.aggregation.secure_sum_client import Member, Party  # needs a package that other runs do without
+        from fedtailor.aggregation.member import Member, Party  # needs a package that other runs do without
 
         self._party = self._party or Party(self.client)
-        self.sums = self.sums or Member(self._party)
+        self.sums = self.sums or Member(self._party, self.inside.experiment.algorithm)
         return self.sums
 
     def _unusable(self, call: Call, reply: Tree) -> str | None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedtailor import algorithms, data
-from fedtailor.aggregation import noise
-from fedtailor.aggregation.aggregate_only import Privacy
-from fedtailor.aggregation.dry_run import averages, averages_models, rehearse
+from fedtailor.aggregation.dry_run import means_taken, rehearse
+from fedtailor.aggregation.robust import Robust
 from fedtailor.core import task as tasks
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
+from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Task
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state
@@ -82,7 +82,6 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         )
     if config.attack.name in IN_DATA:
         federated = IN_DATA[config.attack.name](federated, attack_of(config))
-    privacy = _aggregation(config)
     experiment = Experiment(
         algorithm,
         model,
@@ -91,32 +90,23 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         config.seed,
         environment,
         unseen,
-        aggregation=privacy,
+        aggregation=aggregation_of(config),
         task=task,
         metrics=metrics_of(task, config.evaluation.metrics, config.evaluation.decide),
     )
-    if experiment.server_steps is not None and not averages_models(experiment):
-        name = algorithm.title or config.algorithm.name
-        raise ConfigError(
-            f'server.optimizer = "{config.server.optimizer}": {name} takes no mean of models that it sent out'
-        )
     if config.early_stopping.patience and not int(federated.val.sizes.sum()) and int(federated.train.sizes.sum()):
         raise ConfigError("early_stopping: needs validation samples, and there are none; set data.val above 0")
     experiment = with_optimizer_state(experiment)
-    if privacy.is_closed:
-        _can_be_private(experiment, config, privacy)
-    if privacy.robust is not None:
-        rehearse(experiment, privacy)
-        if not averages(experiment):
-            name = algorithm.title or config.algorithm.name
-            raise ConfigError(f'aggregation.mean = "{config.aggregation.mean}": {name} takes no mean over its clients')
+    _check_aggregation(experiment, config)
     return experiment
 
 
 def robust_notes(experiment: Experiment) -> list[str]:
     """What a run says of a robust mean that has little to keep."""
-    is_robust = getattr(experiment.aggregation, "robust", None) is not None
-    if not is_robust or getattr(experiment.algorithm, "consensus", "") != "admm":
+    if (
+        not isinstance(experiment.aggregation.reduction, Robust)
+        or getattr(experiment.algorithm, "consensus", "") != "admm"
+    ):
         return []
     return [
         f'aggregation.mean: with algorithm.consensus = "admm" {experiment.algorithm.title} stays near training alone '
@@ -129,40 +119,38 @@ def attack_of(config: RunConfig) -> Attack:
     return Attack(config.attack.name, config.attack.share, config.attack.strength, config.seed)
 
 
-def _aggregation(config: RunConfig) -> Privacy:
-    """How replies are summed; what does not go together is refused."""
-    privacy, robust = config.privacy.build(), config.aggregation.build()
-    if robust is not None and privacy.is_closed:
-        raise ConfigError(f"aggregation.mean: looks at single replies, which {privacy.option} hides")
-    if config.attack.name != "none" and privacy.secure_sum:
+def aggregation_of(config: RunConfig) -> Aggregation:
+    """What happens to replies, slot by slot."""
+    slots, robust = config.privacy.build(), config.aggregation.build()
+    if robust is not None:
+        if slots.hides:
+            raise ConfigError(f"aggregation.mean: looks at single replies, which {slots.hides} hides")
+        slots = replace(slots, reduction=robust)
+    if config.attack.name != "none" and slots.reduction.is_sealed:
         raise ConfigError("attack: a simulation of clients that lie does not reach into secure sums")
-    is_attacked = config.attack.name != "none"
-    return replace(privacy, robust=robust, is_attacked=is_attacked, server_steps=config.server.build())
+    return replace(slots, server_step=config.server.build())
 
 
-def _can_be_private(experiment: Experiment, config: RunConfig, privacy: Privacy) -> None:
-    """Refuse before the first round what could not be kept."""
-    if privacy.noise:
-        noise.require()
-        if config.environment.missing == "stale":
-            raise ConfigError('privacy.noise: not with environment.missing = "stale", which counts by sample counts')
-        if experiment.model.has_common_statistics:
-            raise ConfigError('privacy.noise: variances with noise may be negative; set model.buffers = "private"')
-    if privacy.secure_sum:
-        try:
-            import cryptography  # noqa: F401
-        except ImportError:
-            raise ConfigError(f"privacy.secure_sum: the package cryptography is missing; {noise.INSTALL}") from None
-        if config.data.source == "sites":  # over a network, and who takes part is not known yet
-            pass
-        elif config.federation.engine not in ("auto", "wire"):
+def _check_aggregation(experiment: Experiment, config: RunConfig) -> None:
+    """Refuse before the first round what the algorithm, the engine or the machine cannot do."""
+    aggregation, name = experiment.aggregation, experiment.algorithm.title or config.algorithm.name
+    if aggregation.server_step is not None and not means_taken(experiment)[1]:
+        raise ConfigError(
+            f'server.optimizer = "{config.server.optimizer}": {name} takes no mean of models that it sent out'
+        )
+    aggregation.check(experiment)
+    if aggregation.reduction.is_sealed and config.data.source != "sites":  # over a network nobody knows who takes part
+        if config.federation.engine not in ("auto", "wire"):
             raise ConfigError(
                 f'privacy.secure_sum: not with federation.engine = "{config.federation.engine}", where server and '
                 'clients share their memory; use "wire"'
             )
-        elif (config.federation.clients_per_round or len(experiment.data.clients)) < 2:
+        if (config.federation.clients_per_round or len(experiment.data.clients)) < 2:
             raise ConfigError("privacy.secure_sum: a sum over one client is its reply; at least 2 are needed")
-    rehearse(experiment, privacy)
+    if aggregation.hides or config.aggregation.mean != "weighted":
+        rehearse(experiment)
+    if config.aggregation.mean != "weighted" and not means_taken(experiment)[0]:
+        raise ConfigError(f'aggregation.mean = "{config.aggregation.mean}": {name} takes no mean over its clients')
 
 
 def task_of(config: RunConfig, federated: FederatedData) -> Task:

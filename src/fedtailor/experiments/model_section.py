@@ -10,13 +10,13 @@ from pydantic import Field, ValidationError
 
 from fedtailor.core.model import BufferPolicy
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.experiments.sections import Open
+from fedtailor.experiments.sections import OpenSection
 from fedtailor.models.adapters import AdapterConfig
 
 SAME = ("buffers", "prior", "dtype")  # for all clients
 
 
-class ModelSection(Open):
+class ModelSection(OpenSection):
     """Which model, and its options."""
 
     name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')

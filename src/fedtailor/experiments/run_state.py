@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedtailor.aggregation import noise
+from fedtailor.aggregation import accountant
 from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
 from fedtailor.core.federation import Federation
@@ -141,10 +141,10 @@ class Run:
         every = self.ranks.all_gather_object(own) if self.device.type != "cpu" else [own]
         return max((peak for peak in every if peak is not None), default=None)
 
-    def _spent(self) -> noise.Spent:
+    def _spent(self) -> accountant.PrivacyCost:
         """What the noisy sums up to here have cost."""
         clients, wanted = len(self.engine.experiment.data.clients), self.config.federation.clients_per_round
-        return noise.spent(
+        return accountant.spent(
             Counter(self.fed.sums.noisy.values()),
             clients=clients,
             cohort=wanted or clients,

@@ -19,11 +19,10 @@ from typing import Any, TypedDict, Unpack, cast
 import torch
 
 from fedtailor import engines
-from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.core.data import FederatedData, Shape
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.process_group import ALONE, ProcessGroup
+from fedtailor.core.process_group import SINGLE_PROCESS, ProcessGroup
 from fedtailor.core.random import STREAMS
 from fedtailor.core.trees import Tree
 from fedtailor.data.fingerprint import digest
@@ -121,14 +120,14 @@ def start(
     **options: Unpack[Options],
 ) -> RunFolder:
     """A new run in a new folder, to its end or as far as the options say."""
-    ranks, cores = options.get("ranks", ALONE), options.get("cores", 0)
+    ranks, cores = options.get("ranks", SINGLE_PROCESS), options.get("cores", 0)
 
     def prepared_run() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
         experiment, placement = _placed(experiment, config, options.get("device"), ranks)
         trust.remember(config)
-        if ranks.count > 1 and experiment.aggregation != Privacy(server_steps=experiment.server_steps):
+        if ranks.count > 1 and (not experiment.aggregation.is_plain or config.attack.name != "none"):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
             raise ConfigError(f"{why}; run in one process")
         if ranks.count > 1 and experiment.model.architectures is not None:
@@ -166,14 +165,14 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
     if folder.config != config:
         raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
     refuse_other_code(folder)
-    return _train(folder, Run(config, engine, ALONE, _disk(config, path)), listener, {})
+    return _train(folder, Run(config, engine, SINGLE_PROCESS, _disk(config, path)), listener, {})
 
 
 def resume(
     path: Path, data_root: Path | None = None, listener: Listener | None = None, **options: Unpack[Options]
 ) -> RunFolder:
     """Go on with a run from its last checkpoint; a finished one is left as it is."""
-    ranks, cores = options.get("ranks", ALONE), options.get("cores", 0)
+    ranks, cores = options.get("ranks", SINGLE_PROCESS), options.get("cores", 0)
 
     def reopened() -> Run | None:
         folder = RunFolder.open(path)

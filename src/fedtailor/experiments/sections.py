@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedtailor.aggregation.aggregate_only import Privacy
-from fedtailor.aggregation.robust import RobustMean
+from fedtailor.aggregation.clip import Clip
+from fedtailor.aggregation.noise import GaussianNoise
+from fedtailor.aggregation.robust import Robust
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core.environment import Environment
-from fedtailor.core.reply_validation import Limits
+from fedtailor.core.reduce import Aggregation, Limits, Open
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
 from fedtailor.errors import ConfigError
@@ -27,7 +29,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Open(BaseModel):
+class OpenSection(BaseModel):
     """A section whose further keys are options of what it names, checked when that is built."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -38,7 +40,7 @@ class Open(BaseModel):
         return dict(self.model_extra or {})
 
 
-class AlgorithmSection(Open):
+class AlgorithmSection(OpenSection):
     """Which algorithm, and its hyper-parameters."""
 
     name: str = Field(
@@ -46,7 +48,7 @@ class AlgorithmSection(Open):
     )
 
 
-class TaskSection(Open):
+class TaskSection(OpenSection):
     """What is learned from the targets, and its options, such as quantiles or weights."""
 
     name: str = Field(
@@ -247,35 +249,34 @@ class PrivacySection(Section):
     """Protection of individual clients. Secure sums and noise need algorithms that only sum replies."""
 
     secure_sum: bool = Field(
-        default=Privacy.secure_sum,
+        default=False,
         description="Secure aggregation: the server sees masked sums only; needs the wire engine.",
     )
     fraction_bits: int = Field(
-        default=Privacy.fraction_bits,
+        default=Secure.fraction_bits,
         ge=8,
         le=52,
         description="Fractional bits of the fixed-point numbers in a secure sum.",
     )
-    clip: float = Field(
-        default=Privacy.clip, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping."
-    )
+    clip: float = Field(default=0.0, ge=0, description="Clip each client's update to this L2 norm; 0: no clipping.")
     noise: float = Field(
-        default=Privacy.noise,
+        default=0.0,
         ge=0,
         description="Noise multiplier: noise std / clip. Clients then weigh equally.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
     secret_noise: bool = Field(
-        default=Privacy.secret_noise,
+        default=False,
         description="Draw noise from the system, not the seed; runs are then not repeatable.",
     )
 
-    def build(self) -> Privacy:
-        """Refuses what does not fit together."""
-        if self.noise and not self.clip:
-            raise ConfigError("privacy.noise requires privacy.clip, which bounds the influence of one client")
-        is_closed = self.secure_sum or self.noise > 0
-        return Privacy(self.secure_sum, self.fraction_bits, self.clip, self.noise, self.secret_noise, is_closed)
+    def build(self) -> Aggregation:
+        """The slots that protect clients."""
+        return Aggregation(
+            at_client=(Clip(self.clip),) if self.clip else (),
+            reduction=Secure(self.fraction_bits) if self.secure_sum else Open(),
+            noise=GaussianNoise(self.noise, self.clip, self.secret_noise) if self.noise else None,
+        )
 
 
 class AggregationSection(Section):
@@ -293,9 +294,9 @@ class AggregationSection(Section):
         "many as may lie.",
     )
 
-    def build(self) -> RobustMean | None:
+    def build(self) -> Robust | None:
         """None for the weighted mean."""
-        return None if self.mean == "weighted" else RobustMean(self.mean, self.liars, self.neighbours)
+        return None if self.mean == "weighted" else Robust(self.mean, self.liars, self.neighbours)
 
 
 class AttackSection(Section):

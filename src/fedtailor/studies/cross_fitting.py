@@ -19,7 +19,7 @@ from fedtailor import engines
 from fedtailor.algorithms._shared.parts import folds_of_rows
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
-from fedtailor.core.per_client import PerClient
+from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params, Tree
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig

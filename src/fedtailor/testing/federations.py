@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor import engines
-from fedtailor.core.aggregation import InTheOpen, ServerSteps
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.environment import Environment
@@ -19,7 +18,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.random import stream, torch_stream
-from fedtailor.core.reply_validation import Limits
+from fedtailor.core.reduce import Aggregation, Limits, ServerStep
 from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Params, Tree, items, tree_map
 from fedtailor.engines.rehearsal import with_optimizer_state
@@ -166,11 +165,17 @@ def federate(
     solver: Solver = SOLVER,
     limits: Limits | None = None,
     environment: Environment | None = None,
-    server_steps: ServerSteps | None = None,
+    server_step: ServerStep | None = None,
 ) -> Federation:
     """A federation whose clients have their first state."""
     setting = Experiment(
-        algorithm, model, data, solver, 3, environment or Environment(), aggregation=InTheOpen(server_steps)
+        algorithm,
+        model,
+        data,
+        solver,
+        3,
+        environment or Environment(),
+        aggregation=Aggregation(server_step=server_step),
     )
     setting = with_optimizer_state(setting)
     running = engines.make(experiment=setting, **(POOL if engine == "pool" else ENGINES[engine]))

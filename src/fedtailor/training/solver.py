@@ -8,9 +8,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from fedtailor.core.context import ClientContext
+from fedtailor.core.context import ClientContext, OwnSteps
 from fedtailor.core.data import Rows
-from fedtailor.core.experiment import OwnSteps
 from fedtailor.core.random import brief_stream
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.arithmetic import Arithmetic

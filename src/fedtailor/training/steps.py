@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fedtailor.core.context import AfterStep, OwnLoss
 from fedtailor.core.data import Rows, take
-from fedtailor.core.experiment import AfterStep, OwnLoss
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.task import Loss

@@ -16,7 +16,7 @@ from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.per_client import PerClient
+from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params, Tree, tree_map
 
 

@@ -15,8 +15,8 @@ from fedtailor.core.algorithm import Algorithm, ReplySpec, client_functions, on_
 from fedtailor.core.context import ClientContext, View
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.per_client import PerClient
 from fedtailor.core.random import stream
+from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Tree
 
 NEVER = -1  # the fold of rows that are always trained on

@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedtailor.aggregation import noise
-from fedtailor.aggregation.aggregate_only import Privacy
-from fedtailor.aggregation.local_noise import LocalNoise, exposed
+from fedtailor.aggregation import accountant
+from fedtailor.aggregation.noise import LocalNoise, exposed
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree
 from fedtailor.deploy.flare.refusal import Refused
@@ -42,8 +41,8 @@ class SitePrivacy(BaseModel):
 
     def cost(self, replies: dict[float, int]) -> float:
         """Epsilon of so many replies by noise multiplier."""
-        noise.require()
-        return noise.renyi_epsilon(replies, self.delta)
+        accountant.require()
+        return accountant.renyi_epsilon(replies, self.delta)
 
 
 class Account:
@@ -57,9 +56,8 @@ class Account:
         """The experiment as it runs here."""
         if not self.privacy.epsilon:
             return experiment
-        assert isinstance(experiment.aggregation, Privacy)
-        local = LocalNoise(self.privacy.clip, self.privacy.noise)
-        return replace(experiment, aggregation=replace(experiment.aggregation, local=local))
+        steps = (*experiment.aggregation.at_client, LocalNoise(self.privacy.clip, self.privacy.noise))
+        return replace(experiment, aggregation=replace(experiment.aggregation, at_client=steps))
 
     def spend(self, experiment: Experiment, function: str | None, placed: list[bool], args: Tree, taped: bool) -> None:
         """One more reply, before it is made; or a refusal."""

@@ -127,7 +127,7 @@ class Flare(Remote):
         until = time.monotonic() + self.lines.deadline
         away = self._begin(round, self.everybody)
         self.presence.note({self._name(c): "" for c in self.everybody} | {self._name(c): w for c, w in away.items()})
-        least = 2 if self.experiment.aggregation.secure_sum else 1
+        least = 2 if self.experiment.aggregation.reduction.is_sealed else 1
         while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
             if time.monotonic() > until:
                 why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())

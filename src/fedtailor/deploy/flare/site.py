@@ -48,7 +48,7 @@ from fedtailor.studies.cross_fitting import all_in_training
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:
-    from fedtailor.aggregation.secure_sum_client import Party
+    from fedtailor.aggregation.member import Party
 
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept
@@ -211,7 +211,7 @@ class SiteService:
             raise Refused("the server describes other data than this site has")
         experiment = self._account.noised(assemble(config, self._data))
         policy.check_sends(experiment.algorithm)
-        policy.check_sums(is_sealed=experiment.aggregation.secure_sum)
+        policy.check_sums(is_sealed=experiment.aggregation.reduction.is_sealed)
         mine, theirs = promise(experiment), header["promise"]
         for part in mine:
             if mine[part] != theirs.get(part):
@@ -226,7 +226,7 @@ class SiteService:
         elif read_json(folder / RUN) != identity:
             raise Refused(f"a run {self._run} of another configuration is kept here")
         torch.set_num_threads(config.federation.threads or 1)
-        party = self._party(header["client"], folder) if experiment.aggregation.secure_sum else None
+        party = self._party(header["client"], folder) if experiment.aggregation.reduction.is_sealed else None
         client = Client(experiment, 0, self._kind_of, party)
         client.inside.start()
         self._job = Job(experiment, client, states, Spent(policy.budget, folder, config.rounds), header["first"])
@@ -305,7 +305,7 @@ class SiteService:
         if job is None:
             raise Refused("a call before a run was started")
         job.refuse_other_round(header["round"])
-        is_sealed = job.experiment.aggregation.secure_sum
+        is_sealed = job.experiment.aggregation.reduction.is_sealed
         if "sum" in header:
             if not is_sealed:
                 raise Refused("a secure sum in a run without them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedtailor.aggregation.identity import owners, read_identity
-from fedtailor.aggregation.secure_sum_client import Opened, Party
+from fedtailor.aggregation.member import Opened, Party
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.experiments.store import read_json, write_json

@@ -18,7 +18,7 @@ from fedtailor.core import codec
 from fedtailor.core.client import Call, initial
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.per_client import outline
+from fedtailor.core.reduce import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
 from fedtailor.engines import devices, machine
 from fedtailor.engines.devices import CPU

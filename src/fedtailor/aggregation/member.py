@@ -1,9 +1,9 @@
 """A client's part in secure sums: it keeps its replies, answers the steps of a sum, and refuses what would open one.
 
 What all clients of a sum must agree on is hashed into one transcript: the run, the round, the call and the message that
-they answered, the term, and everybody's keys. Keys are derived from it, so clients that were told different things
-cannot open anything together. Before the last step every client signs the transcript and who is counted, and opens
-nothing without the same word from as many as the threshold.
+they answered, the term, the sums that the algorithm declares, and everybody's keys. Keys are derived from it, so
+clients that were told different things cannot open anything together. Before the last step every client signs the
+transcript and who is counted, and opens nothing without the same word from as many as the threshold.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedtailor.aggregation import secure_sum
+from fedtailor.aggregation.identity import Identity
 from fedtailor.aggregation.secure_sum import Dealt, Masked
+from fedtailor.core.algorithm import Algorithm, declared_sums, is_declared_sum
 from fedtailor.core.trees import Tree, items
-
-if TYPE_CHECKING:
-    from fedtailor.aggregation.identity import Identity
 
 ADVERT = 2 * secure_sum.KEY
 LONGEST = 65_536  # bytes of a card: keys, certificate, signature
@@ -31,25 +30,20 @@ FRACTION_BITS = 52  # of a double
 
 
 @dataclass(frozen=True)
-class Term:
+class SumTerm:
     """What of a client's replies enters a sum, times its weight if one is named; the weight then is the last number."""
 
     call: int
     paths: tuple[str, ...]
-    weight: tuple[int, str] | None = None  # call and path
+    weight: str | None = None  # path of another leaf of the same reply
 
     @property
     def header(self) -> dict[str, Any]:
-        return {"call": self.call, "paths": list(self.paths), "weight": self.weight and list(self.weight)}
+        return {"call": self.call, "paths": list(self.paths), "weight": self.weight}
 
     @staticmethod
-    def read(header: Mapping[str, Any]) -> Term:
-        weight = header["weight"]
-        return Term(header["call"], tuple(header["paths"]), None if weight is None else (weight[0], weight[1]))
-
-    @property
-    def calls(self) -> list[int]:
-        return sorted({self.call, *(self.weight or ())[:1]})
+    def read(header: Mapping[str, Any]) -> SumTerm:
+        return SumTerm(header["call"], tuple(header["paths"]), header["weight"])
 
 
 @dataclass(frozen=True)
@@ -59,12 +53,13 @@ class Asked:
     run: str
     round: int
     number: int
-    term: Term
-    messages: tuple[str, ...]  # hashes of what the calls of the term were asked with
+    term: SumTerm
+    message: str  # a hash of what the call of the term was asked with
+    declared: str  # a hash of all sums that the algorithm declares
 
     @property
     def text(self) -> bytes:
-        return json.dumps([self.run, self.round, self.number, self.term.header, self.messages]).encode()
+        return json.dumps([self.run, self.round, self.number, self.term.header, self.message, self.declared]).encode()
 
 
 def transcript(asked: Asked, cards: Mapping[int, bytes], threshold: int, fraction_bits: int) -> bytes:
@@ -80,7 +75,7 @@ def statement(kind: bytes, text: bytes, clients: Iterable[int] = ()) -> bytes:
     return b"fedtailor %s|%s|%s" % (kind, json.dumps(sorted(clients)).encode(), hashlib.sha256(text).digest())
 
 
-def said(function: str, placed: Sequence[bool], args: Sequence[Tree]) -> str:
+def message_digest(function: str, placed: Sequence[bool], args: Sequence[Tree]) -> str:
     """A hash over a call and the part of its message that is the same for all clients."""
     digest = hashlib.sha256(json.dumps([function, list(placed)]).encode())
     for i, (arg, own) in enumerate(zip(args, placed, strict=True)):
@@ -150,20 +145,28 @@ class _Masked:
     survivors: frozenset[int] = frozenset()  # that were confirmed
 
 
-class Member:
-    """What one client remembers of the sums of one round."""
+@dataclass(frozen=True)
+class _Kept:
+    function: str
+    reply: dict[str, Tensor]
+    message: str
 
-    def __init__(self, party: Party) -> None:
-        self.party = party
-        self._replies: dict[int, dict[str, Tensor]] = {}
-        self._messages: dict[int, str] = {}
+
+class Member:
+    """What one client remembers of the sums of one round. It opens those that its own algorithm declares, each once."""
+
+    def __init__(self, party: Party, algorithm: Algorithm) -> None:
+        self.party, self._algorithm = party, algorithm
+        self._declared = hashlib.sha256(json.dumps(declared_sums(algorithm)).encode()).hexdigest()
+        self._replies: dict[int, _Kept] = {}
+        self._begun: set[tuple[int, str, str | None]] = set()  # call, leaf and weight
         self._stages: dict[int, Any] = {}
 
-    def keep(self, call: int, reply: Tree, message: str = "") -> None:
+    def keep(self, call: int, function: str, reply: Tree, message: str = "") -> None:
         """A reply that stays here until it is asked for as a term of a sum; `message` is a hash of what it answers."""
-        if call in self._replies and self._messages[call] != message:
+        if call in self._replies and self._replies[call].message != message:
             raise ValueError(f"call {call} was answered before, to another message")
-        self._replies[call], self._messages[call] = dict(items(reply)), message
+        self._replies[call] = _Kept(function, dict(items(reply)), message)
 
     def answer(self, header: dict[str, Any], tree: Tree) -> tuple[dict[str, Any], Tree]:
         """One step of a sum; each can be made once, in order."""
@@ -187,12 +190,10 @@ class Member:
         """Fresh keys; the certificate signs that they are for this sum of this round of this run."""
         if number in self._stages:
             raise ValueError(f"sum {number} was begun before")
-        term = Term.read(header["term"])
-        for call, path in [*((term.call, p) for p in term.paths), *([term.weight] if term.weight else [])]:
-            if path not in self._replies.get(call, {}):
-                raise ValueError(f'no reply "{path}" of call {call} is kept here')
-        messages = tuple(self._messages[call] for call in term.calls)
-        asked = Asked(self.party.run, header["round"], number, term, messages)
+        term = SumTerm.read(header["term"])
+        self._refuse_undeclared(term)
+        message = self._replies[term.call].message
+        asked = Asked(self.party.run, header["round"], number, term, message, self._declared)
         keys, advert = secure_sum.advertise()
         self._stages[number] = (keys, asked)
         identity = self.party.identity
@@ -200,6 +201,22 @@ class Member:
             return packed([advert])
         signed = identity.sign(statement(b"keys", asked.text + advert, [self.party.me]))
         return packed([advert, identity.certificate, signed])
+
+    def _refuse_undeclared(self, term: SumTerm) -> None:
+        """Sums of the same replies that differ in their weights are equations: enough of them give each reply."""
+        kept = self._replies.get(term.call)
+        for path in (*term.paths, *(() if term.weight is None else (term.weight,))):
+            if kept is None or path not in kept.reply:
+                raise ValueError(f'no reply "{path}" of call {term.call} is kept here')
+        assert kept is not None
+        for path in term.paths:
+            if not is_declared_sum(self._algorithm, kept.function, path, term.weight):
+                by = "" if term.weight is None else f' weighted by "{term.weight}"'
+                raise ValueError(f'{kept.function} does not declare a sum of "{path}"{by}')
+        begun = [(term.call, path, term.weight) for path in term.paths]
+        if len(set(begun)) < len(begun) or self._begun & set(begun):
+            raise ValueError(f"a sum of call {term.call} was begun before")
+        self._begun |= set(begun)
 
     def _deal(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
         """Shares for partners whose certificates and signatures are good; who they are is fixed from here on."""
@@ -281,11 +298,12 @@ class Member:
         self._stages[number] = None
         return stage
 
-    def _vector(self, term: Term) -> np.ndarray[Any, np.dtype[np.float64]]:
-        parts = [self._replies[term.call][path].double().flatten() for path in term.paths]
+    def _vector(self, term: SumTerm) -> np.ndarray[Any, np.dtype[np.float64]]:
+        reply = self._replies[term.call].reply
+        parts = [reply[path].double().flatten() for path in term.paths]
         vector = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
         if term.weight is not None:
-            weight = self._replies[term.weight[0]][term.weight[1]].double().reshape(1)
+            weight = reply[term.weight].double().reshape(1)
             vector = torch.cat([vector * weight, weight])
         return vector.cpu().numpy()
 

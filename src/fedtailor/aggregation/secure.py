@@ -1,0 +1,216 @@
+"""Secure sums: replies stay at their clients, and the server sees declared sums only.
+
+This is the server's half; `member` is the client's, `secure_sum` the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtailor.aggregation.accountant import INSTALL
+from fedtailor.core import codec
+from fedtailor.core.algorithm import is_declared_sum, reply_part
+from fedtailor.core.engine import Carrying
+from fedtailor.core.federation import Federation
+from fedtailor.core.reduce import INSTEAD, Call, PerClient, Rejected, at_path
+from fedtailor.core.trees import Tree, items, rebuild
+from fedtailor.errors import ConfigError, RoundAbandoned
+
+BOX = 2 * 66 + 16  # bytes of two shares, encrypted
+Request = tuple[int, dict[str, Any], Tree]
+
+
+@dataclass(frozen=True)
+class Secure:
+    """A reduction in which each sum is opened by all clients together, and no reply leaves its client alone."""
+
+    fraction_bits: int = 32  # of the fixed-point numbers in a sum
+
+    hides = "privacy.secure_sum"
+    is_sealed = True
+
+    def sum(self, fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[Tree, Tensor]:
+        """Sums in fixed point, and the sum of the weights or the number of clients."""
+        example, paths, by = declared(fed, x, weight)
+        known = set(fed.present) & set(x.clients if weight is None else weight.clients)
+        clients = tuple(c for c in x.clients if c in known)  # a client may be lost between two calls
+        assert x.call is not None
+        if not paths:
+            return example, fed.model.like.new_tensor(len(clients), dtype=torch.int64)
+        examples = [leaf for _, leaf in items(example)]
+        sums, weights, counted = secure_total(fed, self.fraction_bits, clients, x.call, paths, by, examples)
+        total = rebuild(example, (_typed(v, leaf) for v, leaf in zip(sums, examples, strict=True)))
+        return total, fed.model.like.new_tensor(counted if by is None else weights, dtype=torch.float64)
+
+    def refuse_tape(self, title: str) -> None:
+        """That single replies are hidden says it all."""
+
+    def check(self, experiment: Any) -> None:
+        """Raise a `ConfigError` if what it needs is not installed."""
+        try:
+            import cryptography  # noqa: F401
+        except ImportError:
+            raise ConfigError(f"{self.hides}: the package cryptography is missing; {INSTALL}") from None
+
+
+def declared(fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[Tree, list[str], str | None]:
+    """What a sum of `x` looks like, the paths of its leaves and of the weight; refuses a sum that is not declared."""
+    key, algorithm = Secure.hides, fed.engine.experiment.algorithm
+    if x.call is None or (weight is not None and (weight.call is None or weight.call.number != x.call.number)):
+        raise ConfigError(f"{key}: {fed.title} chooses a weight for each client; {INSTEAD}")
+    example = at_path(x.example, x.path)
+    paths = [path for path, _ in items(example, "/".join(map(str, x.path)))]
+    by = None if weight is None else "/".join(map(str, weight.path))
+    for path in paths:
+        if not is_declared_sum(algorithm, x.call.function, path, by):
+            name = reply_part(algorithm, x.call.function, path).name
+            how, write = "", "summed()"
+            if by is not None:
+                how = f' weighted by "{reply_part(algorithm, x.call.function, by).name}"'
+                write = "weighted_by(...)"
+            raise ConfigError(
+                f'{key}: {fed.title} sums "{name}"{how}, which {x.call.function} does not declare; '
+                f"append .{write} to it in @on_client(sends=...)"
+            )
+    return example, paths, by
+
+
+def _typed(v: Tensor, example: Tensor) -> Tensor:
+    return (v if example.is_floating_point() else v.round()).to(example)
+
+
+def secure_total(
+    fed: Federation,
+    fraction_bits: int,
+    clients: Sequence[int],
+    call: Call,
+    paths: Sequence[str],
+    by: str | None,
+    examples: Sequence[Tensor],
+) -> tuple[list[Tensor], float, int]:
+    """The sums of leaves times weights, of the weights, and over how many clients.
+
+    A client that is lost before its masked vector has arrived is left out of the sum and of the round.
+    """
+    from fedtailor.aggregation import secure_sum
+    from fedtailor.aggregation.member import LONGEST, SumTerm, as_bytes, packed, rows_of, split
+
+    term = SumTerm(call.number, tuple(paths), by)
+    sizes = [v.numel() for v in examples]
+    length = sum(sizes) + (by is not None)
+    asked = _Steps(fed, call)
+
+    ask = ((c, {"term": term.header}, None) for c in clients)
+    cards = {c: as_bytes(v[None])[0] for c, v in asked.step("keys", ask, torch.uint8, (LONGEST,), is_most=True)}
+    everybody = sorted(cards)
+    threshold = max(secure_sum.least(len(everybody)), min(fed.limits.min_replies, len(everybody)))
+    asked.need(everybody, threshold)
+    about = {"clients": everybody, "threshold": threshold, "fraction_bits": fraction_bits}
+    deck = packed(cards[c] for c in everybody)
+    dealt = {
+        c: dict(zip([o for o in everybody if o != c], as_bytes(v), strict=True))
+        for c, v in asked.step("deal", ((c, about, deck) for c in everybody), torch.uint8, (len(everybody) - 1, BOX))
+    }
+    dealers = sorted(dealt)
+    asked.need(dealers, threshold)
+    context = bytes.fromhex(str(asked.said[dealers[0]].get("transcript", "")))  # sites agree, or nothing can be opened
+
+    def inbox(c: int) -> tuple[int, dict[str, Any], Tree]:
+        others = [o for o in dealers if o != c]
+        return c, {"dealers": others}, rows_of(dealt[o][c] for o in others)
+
+    vectors = {
+        c: v.numpy().view(np.uint64) for c, v in asked.step("mask", (inbox(c) for c in dealers), torch.int64, (length,))
+    }
+    survivors = sorted(vectors)
+    asked.need(survivors, threshold)
+
+    # who is lost from here on is part of the sum: the others can open it
+    counted = ((c, {"survivors": survivors}, None) for c in survivors)
+    words = {
+        c: as_bytes(v[None])[0]
+        for c, v in asked.step("confirm", counted, torch.uint8, (LONGEST,), is_last=True, is_most=True)
+    }
+    signers = sorted(words)
+    asked.need(signers, threshold)
+    opening = ((c, {"signers": signers}, packed(words[s] for s in signers)) for c in signers)
+    revealed = {
+        c: dict(zip(dealers, as_bytes(v), strict=True))
+        for c, v in asked.step("reveal", opening, torch.uint8, (len(dealers), secure_sum.SHARE), is_last=True)
+    }
+    asked.need(revealed, threshold)
+    try:
+        adverts = {c: split(card)[0] for c, card in cards.items()}
+        total = secure_sum.opened(adverts, dealers, vectors, revealed, threshold, context)
+    except ValueError as error:
+        raise RoundAbandoned(f"round {fed.round}: a secure sum cannot be opened: {error}") from None
+    numbers = torch.from_numpy(secure_sum.decoded(total, fraction_bits))
+    flat = numbers if by is None else numbers[:-1]
+    sums = [v.reshape(example.shape) for v, example in zip(flat.split(sizes), examples, strict=True)]
+    return sums, float(numbers[-1]), len(survivors)
+
+
+def _has_shape(tensor: Tensor, shape: tuple[int, ...], is_most: bool) -> bool:
+    if is_most:
+        return tensor.dim() == len(shape) and all(n <= m for n, m in zip(tensor.shape, shape, strict=True))
+    return tuple(tensor.shape) == shape
+
+
+class _Steps:
+    """Sends the steps of one secure sum and counts them; who does not answer is left out of the round."""
+
+    def __init__(self, fed: Federation, call: Call) -> None:
+        self.fed, self.call = fed, call
+        fed.sums.secure += 1
+        self.number = fed.sums.secure
+        self.trouble = ""
+        self.said: dict[int, dict[str, Any]] = {}  # what each answered last, beside its tensor
+
+    def step(
+        self,
+        name: str,
+        requests: Iterable[Request],
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        *,
+        is_last: bool = False,
+        is_most: bool = False,  # the shape is the largest, not the only one
+    ) -> Iterator[tuple[int, Tensor]]:
+        fed, head = self.fed, {"round": self.fed.round, "sum": self.number, "step": name}
+        fed.traffic.trips += 1
+
+        def counted() -> Iterator[tuple[int, bytes]]:
+            for client, header, tree in requests:
+                message = codec.encode(head | header, tree)
+                fed.traffic.down += len(message)
+                yield client, message
+
+        assert isinstance(fed.engine, Carrying)
+        for client, reply in fed.engine.exchange(counted()):
+            if isinstance(reply, OSError):
+                reason = f"cannot be reached: {reply}"
+            else:
+                fed.traffic.up += len(reply)
+                header, tree = codec.decode(reply)
+                if isinstance(tree, Tensor) and tree.dtype == dtype and _has_shape(tree, shape, is_most):
+                    self.said[client] = header
+                    yield client, tree
+                    continue
+                reason = f"secure sum: {header.get('error', 'a reply of the wrong form')}"
+            self.trouble = f"; {fed.names[client]}: {reason}"
+            if not is_last:
+                fed.leave_out(self.call, [Rejected(client, reason, is_mistake=False)])
+
+    def need(self, clients: Iterable[int], threshold: int) -> None:
+        """Go on only with enough clients that the sum can be opened and is more than one reply."""
+        if (n := len(list(clients))) < threshold:
+            raise RoundAbandoned(
+                f"round {self.fed.round}: {n} clients are left of a secure sum over {self.call.function}, "
+                f"{threshold} needed{self.trouble}"
+            )
