@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from fedtailor.aggregation.aggregate_only import Privacy
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core import codec
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
+from fedtailor.core.reduce import Aggregation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.models import build
@@ -94,8 +95,8 @@ def measure(clients: int, parameters: int, kind: str) -> Measured:
     data = task(clients, parameters // 10 - 1)
     model = build("linear", data.shape, 10, seed=0, options={}, dtype=torch.float32)
     is_secure = kind != "plain"
-    privacy = Privacy(secure_sum=is_secure, is_closed=is_secure)
-    setting = Experiment(Echo(), model, data, Solver(), 0, aggregation=privacy)
+    slots = Aggregation(reduction=Secure()) if is_secure else Aggregation()
+    setting = Experiment(Echo(), model, data, Solver(), 0, aggregation=slots)
     engine = Clock(setting, lost=1 if kind == "secure, one lost" else None)
     engine.start()
     fed = Federation(engine)

@@ -11,22 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.aggregation.aggregate_only import Privacy
 from fedtailor.aggregation.dry_run import rehearse
 from fedtailor.aggregation.member import (
     Member,
     Party,
+    SumTerm,
     joined,
     packed,
 )
-from fedtailor.aggregation.secure_sum_client import Term
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core import codec
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
+from fedtailor.core.reduce import Aggregation
 from fedtailor.core.trees import Tree, items
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.errors import ConfigError, RoundAbandoned
+from tests.aggregation.declared import Vectors
 from tests.helpers import assert_equal, everything, federate, make_data, make_model, run, states, usual, variants
 
 VARIANTS = variants()
@@ -75,8 +77,8 @@ def federation(algorithm: str | Algorithm, *, is_secure: bool = True, fraction_b
     return fed
 
 
-def privacy(fraction_bits: int = 32) -> Privacy:
-    return Privacy(secure_sum=True, fraction_bits=fraction_bits, is_closed=True)
+def privacy(fraction_bits: int = 32) -> Aggregation:
+    return Aggregation(reduction=Secure(fraction_bits))
 
 
 @pytest.mark.parametrize("algorithm", PLAIN)
@@ -95,13 +97,13 @@ def test_every_algorithm_that_only_sums_can_do_without_replies(algorithm: str) -
     assert_equal(everything(secure, run(secure, rounds)), everything(plain, run(plain, rounds)), tolerance)
     assert isinstance(secure.engine, Wire)
     assert (secure.traffic.up, secure.traffic.down) == (secure.engine.up, secure.engine.down)
-    rehearse(secure.engine.experiment, privacy())
+    rehearse(secure.engine.experiment)
 
 
 @pytest.mark.parametrize("algorithm", LOOKS)
 def test_the_others_are_refused_before_and_in_the_first_round(algorithm: str) -> None:
     fed = federation(algorithm)
-    for attempt in (lambda: rehearse(fed.engine.experiment, privacy()), lambda: run(fed)):
+    for attempt in (lambda: rehearse(fed.engine.experiment), lambda: run(fed)):
         with pytest.raises(ConfigError) as refused:
             attempt()
         assert f"privacy.secure_sum: {LOOKS[algorithm]}; choose one that only sums" in str(refused.value)
@@ -157,9 +159,9 @@ def record(patch: pytest.MonkeyPatch, crossed: list[bytes], kept: list[dict[str,
         crossed.extend((request, reply))
         return reply
 
-    def keeping(self: Member, call: int, reply: Tree, message: str = "") -> None:
+    def keeping(self: Member, call: int, function: str, reply: Tree, message: str = "") -> None:
         kept.append(dict(items(reply)))
-        keep(self, call, reply, message)
+        keep(self, call, function, reply, message)
 
     patch.setattr(Site, "handle", recording)
     patch.setattr(Member, "keep", keeping)
@@ -217,7 +219,7 @@ def test_who_is_lost_after_the_sums_were_opened_ends_the_round(monkeypatch: pyte
         losing = {"end_round": lambda _, clients, lost=lost: next(lost, {}), "saved": lambda _, states: None}
         kind = type(secure.engine)
         monkeypatch.setattr(secure.engine, "__class__", type("Losing", (kind,), losing))  # what it can do is its type's
-        if not secure.engine.experiment.aggregation.secure_sum:  # the server knows every reply anyway
+        if not secure.engine.experiment.aggregation.reduction.is_sealed:  # the server knows every reply anyway
             run(secure, 1)
             assert secure.cohort == (0, 2, 3)
             continue
@@ -244,7 +246,7 @@ class Telling(Algorithm):
     def server_init(self, model: Any) -> Tree:
         return torch.zeros((), dtype=torch.float64)
 
-    @on_client(sends=NUMBER)
+    @on_client(sends=NUMBER.summed())
     def tell(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
         return {}, torch.where(me.n > 1, me.n * self.factor, torch.nan)
 
@@ -283,15 +285,15 @@ def test_a_client_that_seals_its_replies_answers_nothing_else() -> None:
 
 
 def test_a_client_refuses_steps_out_of_order_and_low_thresholds() -> None:
-    member = Member(Party(0))
-    member.keep(0, {"w": torch.ones(3, dtype=torch.float64)})
-    term = Term(0, ("w",)).header
+    member = Member(Party(0), Vectors())
+    member.keep(0, "local", {"w": torch.ones(3, dtype=torch.float64)})
+    term = SumTerm(0, ("w",)).header
 
     def ask(step: str, **more: Any) -> str:
         tree = more.pop("tree", None)
         return str(member.answer({"round": 1, "sum": 1, "step": step} | more, tree)[0].get("error"))
 
-    assert ask("keys", term=Term(0, ("v",)).header) == 'no reply "v" of call 0 is kept here'
+    assert ask("keys", term=SumTerm(0, ("v",)).header) == 'no reply "v" of call 0 is kept here'
     assert ask("mask", dealers=[]) == "sum 1 is not at this step"
     assert ask("keys", term=term) == "None"
     assert ask("keys", term=term) == "sum 1 was begun before"

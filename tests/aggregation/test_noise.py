@@ -20,15 +20,16 @@ from dp_accounting.rdp import RdpAccountant
 from torch import nn
 
 from fedtailor import algorithms
-from fedtailor.aggregation.aggregate_only import Privacy
-from fedtailor.aggregation.dry_run import rehearse
-from fedtailor.aggregation.noise import changed_parts, noisy
-from fedtailor.aggregation.robust import clipped
 from fedtailor.aggregation.accountant import spent
+from fedtailor.aggregation.clip import Clip
+from fedtailor.aggregation.dry_run import rehearse
+from fedtailor.aggregation.noise import GaussianNoise, add_noise, changed_parts
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
+from fedtailor.core.reduce import Aggregation, Open
 from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
@@ -46,17 +47,17 @@ def vector(*values: float) -> torch.Tensor:
 def test_clipping_by_hand() -> None:
     message = {"a": vector(1, 1), "b": vector(1)}
     reply = ({"a": vector(3, 1), "b": vector(0)}, vector(7).squeeze())  # the change is (2, 0), (-1): norm sqrt(5)
-    found, count = clipped(reply, (message,), (False,), 1.0)
+    found, count = Clip(1.0).apply(reply, (message,), (False,))
     s = 1 / math.sqrt(5)
     assert_equal(found, {"a": vector(1 + 2 * s, 1), "b": vector(1 - s)}, 1e-15)
     assert count == 7
-    assert_equal(clipped(reply, (message,), (False,), 2.3), reply, 1e-15)
-    assert_equal(clipped(message, (message,), (False,), 1.0), message, 0.0)  # no change at all
+    assert_equal(Clip(2.3).apply(reply, (message,), (False,)), reply, 1e-15)
+    assert_equal(Clip(1.0).apply(message, (message,), (False,)), message, 0.0)  # no change at all
 
 
 def test_parts_are_clipped_together_and_by_their_own_message() -> None:
     u, v = {"a": vector(0, 0)}, {"b": vector(5)}
-    found = clipped(({"b": vector(9)}, {"a": vector(3, 0)}), (u, v), (False, False), 1.0)  # changes 4 and (3, 0)
+    found = Clip(1.0).apply(({"b": vector(9)}, {"a": vector(3, 0)}), (u, v), (False, False))  # changes 4 and (3)
     assert_equal(found, ({"b": vector(5.8)}, {"a": vector(0.6, 0)}), 1e-12)
 
 
@@ -99,11 +100,11 @@ def changes(engine: str, clip: float) -> torch.Tensor:
 
 def with_clip(fed: Federation, clip: float) -> None:
     """As a run is set up that has `privacy.clip`."""
-    with_privacy(fed, Privacy(clip=clip))
+    with_privacy(fed, Aggregation((Clip(clip),) if clip else ()))
 
 
-def with_privacy(fed: Federation, privacy: Privacy) -> None:
-    setting = replace(fed.engine.experiment, aggregation=privacy)
+def with_privacy(fed: Federation, aggregation: Aggregation) -> None:
+    setting = replace(fed.engine.experiment, aggregation=aggregation)
     for inside in [site.inside for site in getattr(fed.engine, "sites", [])] or [fed.engine]:
         inside.experiment = setting
     fed.engine.experiment = setting
@@ -118,7 +119,7 @@ def test_no_client_changes_more_than_clip(engine: str) -> None:
 
 
 def test_noise_has_the_stated_size() -> None:
-    drawn = noisy({"a": torch.zeros(100_000, dtype=F64), "b": torch.zeros(3, 3)}, 0.7, stream("noise"))
+    drawn = add_noise({"a": torch.zeros(100_000, dtype=F64), "b": torch.zeros(3, 3)}, 0.7, stream("noise"))
     assert abs(drawn["a"].std().item() / 0.7 - 1) < 4 / math.sqrt(2 * 100_000)
     assert abs(drawn["a"].mean().item()) < 4 * 0.7 / math.sqrt(100_000)
     assert drawn["b"].dtype == torch.float32
@@ -130,7 +131,8 @@ def noised(engine: str, noise: float, *, secure: bool = False, round: int = 1, s
     model = build("mlp", data.shape, data.outputs, seed=1, options={"hidden": (1000,)}, dtype=F64)
     fed = federate(algorithms.make("fedavg", {}), data, model, engine)
     # the mean without noise is weighted; here all must count the same
-    with_privacy(fed, Privacy(secure, 40, 0.5, noise or 1e-300, secret, is_closed=True))
+    added = GaussianNoise(noise or 1e-300, 0.5, secret)
+    with_privacy(fed, Aggregation((Clip(0.5),), Secure(40) if secure else Open(), added))
     found: Params = fed.run_round(round, range(4), model.params)
     assert fed.sums.noisy == {round: 1}
     return found
@@ -155,12 +157,15 @@ def test_secret_noise_does_not_follow_from_the_seed() -> None:
     assert not any((one[k] == other[k]).any() for k in one)
 
 
-@pytest.mark.parametrize(("algorithm", "what"), [("fednova", "sample count"), ("jointls", "normal equations")])
+@pytest.mark.parametrize(
+    ("algorithm", "what"), [("fednova", "samples times weight of steps"), ("jointls", "normal equations")]
+)
 def test_sums_of_other_things_than_changes_are_refused(algorithm: str, what: str) -> None:
     data = make_data("regression")
     fed = federate(algorithms.make(algorithm, {}), data, make_model("linear", data))
+    slots = Aggregation((Clip(1.0),), noise=GaussianNoise(1.0, 1.0))
     with pytest.raises(ConfigError, match=f'sums "{what}", which is not a new version of what clients were sent'):
-        rehearse(fed.engine.experiment, Privacy(clip=1.0, noise=1.0, is_closed=True))
+        rehearse(replace(fed.engine.experiment, aggregation=slots))
 
 
 def _cdf(x: float) -> float:
@@ -252,7 +257,7 @@ def test_a_run_with_secure_sums_takes_the_wire(tmp_path: Path) -> None:
         (("privacy.secure_sum=true", "algorithm.name=cfl"), "CFL looks at single replies"),
         (("privacy.secure_sum=true", "federation.clients_per_round=1"), "a sum over one client is its reply"),
         ((*NOISE, "environment.missing=stale"), 'not with environment.missing = "stale"'),
-        ((*NOISE, "algorithm.name=fednova"), 'FedNova sums "sample count"'),
+        ((*NOISE, "algorithm.name=fednova"), 'FedNova sums "samples times weight of steps"'),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_there_is_a_folder(

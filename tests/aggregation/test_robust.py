@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fedtailor.aggregation.robust import MEANS, clipped, krum, median, mixed_rows, trimmed
-from fedtailor.core.federation import Federation
+from fedtailor.core.federation import Attendance, Federation
 from fedtailor.core.reduce import PerClient
-from fedtailor.core.federation import Attendance
 from fedtailor.engines.attacked import TRIGGER, Attack, with_backdoor, with_flipped_labels
 from fedtailor.engines.loop import loop
 from fedtailor.errors import ConfigError
@@ -63,7 +62,7 @@ def test_a_sum_is_robust_as_the_mean_is() -> None:
     fed.attendance = Attendance(1, tuple(range(6)), tuple(range(6)))
     gradients = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1000.0])
     replies = PerClient(tuple(range(6)), {"gradient": gradients, "count": torch.arange(6)})
-    total = experiment.aggregation.total(fed, replies)
+    total, _ = experiment.aggregation.reduction.sum(fed, replies, None)
     assert float(total["gradient"]) == 6.0
     assert int(total["count"]) == 15  # whole numbers are added up
 

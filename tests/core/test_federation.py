@@ -12,9 +12,8 @@ from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
-from fedtailor.core.reduce import PerClient
 from fedtailor.core.process_group import SINGLE_PROCESS
-from fedtailor.core.reduce import Limits
+from fedtailor.core.reduce import Limits, PerClient
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ClientError, RoundAbandoned

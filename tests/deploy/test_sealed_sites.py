@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from fedtailor.aggregation.member import Member
-from fedtailor.aggregation.secure_sum_client import Term
+from fedtailor.aggregation.member import Member, SumTerm
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, items
 from fedtailor.deploy.flare.messages import ENVELOPE
@@ -42,9 +41,9 @@ def test_no_reply_leaves_in_the_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept: list[Tensor] = []
     keep = Member.keep
 
-    def keeping(self: Member, call: int, reply: Tree, message: str = "") -> None:
+    def keeping(self: Member, call: int, function: str, reply: Tree, message: str = "") -> None:
         kept.extend(leaf for _, leaf in items(reply))
-        keep(self, call, reply, message)
+        keep(self, call, function, reply, message)
 
     monkeypatch.setattr(Member, "keep", keeping)
     federated = sealed(tmp_path, "rounds=2")
@@ -99,7 +98,7 @@ def test_a_secure_sum_in_a_run_without_them_is_refused(tmp_path: Path) -> None:
     federated.run()
     site = federated.link.services["client-00"]
     assert site._job is not None
-    request = codec.encode({"round": site._job.round, "sum": 1, "step": "keys", "term": Term(0, ()).header}, None)
+    request = codec.encode({"round": site._job.round, "sum": 1, "step": "keys", "term": SumTerm(0, ()).header}, None)
     reply = site.answer("server", ENVELOPE.pack(site._session.id, site._session.last + 1) + request)
     assert codec.decode_header(reply)["refused"] == "a secure sum in a run without them"
 

@@ -133,7 +133,7 @@ def test_an_abandoned_round_leaves_optimizers_as_they_were() -> None:
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(
-        algorithms.make("fedavg", {}), data, model, "loop", OPTIMIZERS["adam"][0], server_steps=ServerOptimizer("adam")
+        algorithms.make("fedavg", {}), data, model, "loop", OPTIMIZERS["adam"][0], server_step=ServerOptimizer("adam")
     )
     server = run(fed, 2)
     before, moments = states(fed), dict(fed.sums.moments)
@@ -206,7 +206,7 @@ class Given(Algorithm):
 def test_server_steps_are_those_of_the_paper(name: Any) -> None:
     data = make_data()
     model = make_model("mlp", data)
-    fed = federate(Given(), data, model, server_steps=ServerOptimizer(name, 0.3))
+    fed = federate(Given(), data, model, server_step=ServerOptimizer(name, 0.3))
     server: Params = dict(model.params)
     for round in (1, 2, 3):
         server = fed.run_round(round, range(4), server)
@@ -220,7 +220,7 @@ def test_server_steps_agree_on_every_engine(name: str) -> None:
     model = make_model("normed" if name == "fedrep" else "mlp", data)
 
     def outcome(engine: str) -> Any:
-        fed = federate(algorithms.make(name, {}), data, model, engine, server_steps=ServerOptimizer("yogi", 0.1))
+        fed = federate(algorithms.make(name, {}), data, model, engine, server_step=ServerOptimizer("yogi", 0.1))
         server = fed.engine.experiment.algorithm.server_init(model)
         try:
             for round in (1, 2):
@@ -241,7 +241,7 @@ def test_momentum_of_zero_and_a_step_of_one_is_the_mean() -> None:
     data = make_data()
     model = make_model("mlp", data)
     plain = federate(algorithms.make("fedavg", {}), data, model)
-    same = federate(algorithms.make("fedavg", {}), data, model, server_steps=ServerOptimizer("momentum", 1.0, 0.0))
+    same = federate(algorithms.make("fedavg", {}), data, model, server_step=ServerOptimizer("momentum", 1.0, 0.0))
     assert_equal(run(same), run(plain), 1e-12)
 
 
@@ -249,7 +249,7 @@ def test_statistics_are_averaged_and_not_stepped() -> None:
     data = make_data()
     model = make_model("normed", data, buffers="mean")
     plain = federate(algorithms.make("fedavg", {}), data, model)
-    stepped = federate(algorithms.make("fedavg", {}), data, model, server_steps=ServerOptimizer("adam", 0.1))
+    stepped = federate(algorithms.make("fedavg", {}), data, model, server_step=ServerOptimizer("adam", 0.1))
     wanted, found = (fed.run_round(1, range(4), dict(model.params)) for fed in (plain, stepped))
     assert_equal(found["norm.running_mean"], wanted["norm.running_mean"], 1e-12)
     assert not torch.allclose(found["out.weight"], wanted["out.weight"])
@@ -286,7 +286,7 @@ def test_derivatives_go_through_kept_optimizers_and_server_steps(engine: str, se
     solver = Solver("adam", 0.05, batch_size=2, work=Work(accumulate=2, keep_state=True))
 
     def outcome(w: Params) -> Tree:
-        fed = federate(Taped(), data, model, engine, solver, server_steps=ServerOptimizer(server, 0.1))
+        fed = federate(Taped(), data, model, engine, solver, server_step=ServerOptimizer(server, 0.1))
         return fed.run_round(1, range(4), {"w": w})
 
     gradient, step = outcome(model.params)["gradient"], 1e-6
@@ -310,7 +310,7 @@ def test_algorithms_without_a_mean_of_models_are_refused_by_name(name: str) -> N
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "ditto", "fedrep", "lg-fedavg", "scaffold", "fednova", "pfedme"])
 def test_algorithms_that_average_models_take_server_steps(name: str) -> None:
     config = parse({"algorithm": {"name": name}, "server": {"optimizer": "adam"}})
-    assert build_experiment(config).server_steps == ServerOptimizer("adam")
+    assert build_experiment(config).aggregation.server_step == ServerOptimizer("adam")
 
 
 @pytest.mark.parametrize("engine", ["loop", *AGREEING])

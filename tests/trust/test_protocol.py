@@ -10,6 +10,7 @@ with the same message, and gets the same replies.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,15 +27,18 @@ from fedtailor.aggregation.member import (
     Member,
     Opened,
     Party,
+    SumTerm,
     joined,
     packed,
     rows_of,
     statement,
     transcript,
 )
-from fedtailor.aggregation.secure_sum_client import Term
+from fedtailor.core.algorithm import declared_sums
+from tests.aggregation.declared import Vectors
 
-TERMS = (Term(0, ("w",)), Term(1, ("w",)))  # two calls with one message
+TERMS = (SumTerm(0, ("w",)), SumTerm(1, ("w",)))  # two calls with one message
+DECLARED = hashlib.sha256(json.dumps([declared_sums(Vectors()), False]).encode()).hexdigest()
 Word = tuple[frozenset[int], frozenset[int]]  # cohort and survivors
 
 
@@ -127,26 +131,26 @@ class Explored:
         return given
 
     def _fresh(self, party: Party) -> Member:
-        member = Member(party)
+        member = Member(party, Vectors())
         for term in TERMS:
-            member.keep(term.call, {"w": torch.zeros(1, dtype=torch.float64)}, "message")
+            member.keep(term.call, "local", {"w": torch.zeros(1, dtype=torch.float64)}, "message")
         return member
 
     def _key(self, member: Member, words: frozenset[Word]) -> Any:
         opened = member.party.opened
         stages = tuple(_named(member._stages.get(n, "not begun")) for n in self.sums)
-        return stages, opened.round, opened.cohort, words
+        return stages, frozenset(member._begun), opened.round, opened.cohort, words
 
     def _after(self, member: Member, move: tuple[Any, ...]) -> tuple[Member, Word | None]:
         """The site after a message, and its word if that was one."""
         step, *rest = move
         number = rest[0] if rest else 0
         opened = Opened(member.party.opened.round, member.party.opened.cohort)
-        after = Member(replace(member.party, opened=opened))
-        after._replies, after._messages = member._replies, member._messages
+        after = Member(replace(member.party, opened=opened), Vectors())
+        after._replies = member._replies
         if step == "begin":
             return after, None
-        after._stages = dict(member._stages)  # what is in it does not change
+        after._stages, after._begun = dict(member._stages), set(member._begun)  # what is in them does not change
         term = self._term(member, number)
         if (move, term) not in self.messages:
             self.messages[move, term] = self._message(term, step, *rest)
@@ -157,7 +161,7 @@ class Explored:
             return after, (frozenset(stage.dealt.names), stage.survivors)
         return after, None
 
-    def _term(self, member: Member, number: int) -> Term:
+    def _term(self, member: Member, number: int) -> SumTerm:
         """What a sum that has begun is of."""
         stage = member._stages.get(number)
         asked = stage[1] if isinstance(stage, tuple) else getattr(getattr(stage, "dealt", stage), "asked", None)
@@ -169,13 +173,13 @@ class Explored:
         return stage == {"keys": "none", "deal": "tuple", "mask": "_Dealt"}.get(step, "_Masked")
 
     def _message(
-        self, term: Term, step: str, number: int, cohort: Any = (), chosen: Any = ()
+        self, term: SumTerm, step: str, number: int, cohort: Any = (), chosen: Any = ()
     ) -> tuple[dict[str, Any], Any]:
         """What the server says; every box and word of a partner that it names is a good one."""
         if step == "keys":
             return {"term": cohort.header}, None
         cards, threshold = {c: card_of(c) for c in cohort}, secure_sum.least(len(cohort))
-        context = transcript(Asked("", 1, number, term, ("message",)), cards, threshold, 32)
+        context = transcript(Asked("", 1, number, term, "message", DECLARED), cards, threshold, 32)
         if step == "deal":
             about = {"clients": list(cohort), "threshold": threshold, "fraction_bits": 32}
             return about, packed(cards[c] for c in cohort)
@@ -226,7 +230,7 @@ def two_openings(sites: int) -> tuple[set[frozenset[int]], Any]:
     return found, None
 
 
-@pytest.mark.parametrize(("sites", "sums", "least_states"), [(2, 2, 150), (3, 2, 3000), (4, 1, 1600)])
+@pytest.mark.parametrize(("sites", "sums", "least_states"), [(2, 2, 110), (3, 2, 2500), (4, 1, 1600)])
 def test_t10_no_two_openings_differ_in_one_site(
     sites: int, sums: int, least_states: int, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,19 +18,21 @@ from fedtailor.aggregation.member import (
     Member,
     Opened,
     Party,
+    SumTerm,
     as_bytes,
     joined,
     packed,
     rows_of,
+    split,
 )
-from fedtailor.aggregation.secure_sum_client import Term, split
 from fedtailor.deploy.flare.policy import Policy
 from fedtailor.deploy.flare.refusal import Refused
 from fedtailor.deploy.flare.sums import party
+from tests.aggregation.declared import Vectors
 from tests.deploy.sites import Authority
 
 NAMES = ("ada", "bo", "cy", "di")
-TERM = Term(0, ("w",)).header
+TERM = SumTerm(0, ("w",)).header
 Lie = Callable[[int, dict[str, Any], Any], tuple[dict[str, Any], Any]]
 
 
@@ -103,9 +105,9 @@ def parties(identities: Mapping[int, Identity], sums_of: int = 2, run: str = "ru
 
 def begun(parties: Mapping[int, Party], message: Callable[[int], str] = lambda i: "the same") -> dict[int, Member]:
     """A round at every site, after a call that each answered with its number."""
-    members = {i: Member(its) for i, its in parties.items()}
+    members = {i: Member(its, Vectors()) for i, its in parties.items()}
     for i, member in members.items():
-        member.keep(0, {"w": torch.full((3,), float(10**i))}, message(i))
+        member.keep(0, "local", {"w": torch.full((3,), float(10**i))}, message(i))
     return members
 
 
@@ -131,12 +133,16 @@ def test_t7_replies_to_the_same_message_are_not_summed_over_fewer_sites(identiti
     """The call is made a second time in the round, by another number: its replies are the same."""
     members = begun(parties(identities))
     for i, member in members.items():
-        member.keep(1, {"w": torch.full((3,), float(10**i))}, "the same")
+        member.keep(1, "local", {"w": torch.full((3,), float(10**i))}, "the same")
     server = Server(members)
     assert server.total(range(4)) == [1111.0] * 3
-    assert server.total(range(4), number=2, term=Term(1, ("w",)).header) == [1111.0] * 3
+    assert server.total(range(4), number=2, term=SumTerm(1, ("w",)).header) == [1111.0] * 3
+    with pytest.raises(Refusal, match="a sum of call 1 was begun before"):
+        server.total(range(3), number=3, term=SumTerm(1, ("w",)).header)
+    for i, member in members.items():
+        member.keep(2, "local", {"w": torch.full((3,), float(10**i))}, "the same")
     with pytest.raises(Refusal, match="replies of round 1 were summed over other clients before"):
-        server.total(range(3), number=3, term=Term(1, ("w",)).header)
+        server.total(range(3), number=4, term=SumTerm(2, ("w",)).header)
 
 
 def test_t7_a_site_remembers_across_its_processes(authority: Authority, tmp_path: Path) -> None:

@@ -155,9 +155,10 @@ class _Kept:
 class Member:
     """What one client remembers of the sums of one round. It opens those that its own algorithm declares, each once."""
 
-    def __init__(self, party: Party, algorithm: Algorithm) -> None:
-        self.party, self._algorithm = party, algorithm
-        self._declared = hashlib.sha256(json.dumps(declared_sums(algorithm)).encode()).hexdigest()
+    def __init__(self, party: Party, algorithm: Algorithm, *, all_count_the_same: bool = False) -> None:
+        self.party, self._algorithm, self._all_count_the_same = party, algorithm, all_count_the_same
+        declared = [declared_sums(algorithm), all_count_the_same]
+        self._declared = hashlib.sha256(json.dumps(declared).encode()).hexdigest()
         self._replies: dict[int, _Kept] = {}
         self._begun: set[tuple[int, str, str | None]] = set()  # call, leaf and weight
         self._stages: dict[int, Any] = {}
@@ -210,7 +211,8 @@ class Member:
                 raise ValueError(f'no reply "{path}" of call {term.call} is kept here')
         assert kept is not None
         for path in term.paths:
-            if not is_declared_sum(self._algorithm, kept.function, path, term.weight):
+            same = self._all_count_the_same
+            if not is_declared_sum(self._algorithm, kept.function, path, term.weight, all_count_the_same=same):
                 by = "" if term.weight is None else f' weighted by "{term.weight}"'
                 raise ValueError(f'{kept.function} does not declare a sum of "{path}"{by}')
         begun = [(term.call, path, term.weight) for path in term.paths]

@@ -67,8 +67,9 @@ def declared(fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[T
     example = at_path(x.example, x.path)
     paths = [path for path, _ in items(example, "/".join(map(str, x.path)))]
     by = None if weight is None else "/".join(map(str, weight.path))
+    same = fed.engine.experiment.aggregation.noise is not None
     for path in paths:
-        if not is_declared_sum(algorithm, x.call.function, path, by):
+        if not is_declared_sum(algorithm, x.call.function, path, by, all_count_the_same=same):
             name = reply_part(algorithm, x.call.function, path).name
             how, write = "", "summed()"
             if by is not None:

@@ -57,7 +57,7 @@ class APFL(Algorithm):
     def onboard_init(self, me: ClientContext, w: Params) -> Tree:
         return self.client_init(me) | {"v": {k: w[k] for k in me.model.trainable}}
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         v, alpha = me.state["v"], me.state["alpha"]
         slope = torch.func.grad(lambda a: me.loss(blend(v, w, a)))(alpha)

@@ -39,7 +39,7 @@ class Ditto(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         v = me.sgd(me.state, epochs=self.personal_epochs, prox=(w, self.lam))
         statistics_of_v = me.buffers

@@ -35,7 +35,7 @@ class DRFedAvg(Algorithm):
 
     server_init = FedAvg.server_init
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         loss = me.loss(w) * (me.steps(self.epochs) if self.summed else 1)
         return {}, (me.sgd(w, epochs=self.epochs), me.n * loss.clamp(min=1e-6) ** (self.q + 1))

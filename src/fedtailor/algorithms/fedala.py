@@ -61,11 +61,11 @@ class FedALA(Algorithm):
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         return self.client_init(me) | {"theta": {k: server["common"][k] for k in last_layers(me.model, self.layers)}}
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def first(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
         return self.trained(me, common, self.first_steps)
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
         return self.trained(me, common, 1)
 

@@ -55,7 +55,7 @@ class FedALT(Algorithm):
         mixer = {k: torch.zeros_like(me.model.trainable[a.a][:2].expand(2, -1)) for k, a in adapters(me.model).items()}
         return {"v": me.model.params, "mixer": mixer, "sent": torch.full_like(me.n, -1)}
 
-    @on_client(sends=ADAPTERS)
+    @on_client(sends=ADAPTERS.summed())
     def local(self, me: ClientContext, total: Params, count: Tensor, rounds: Tensor) -> tuple[Tree, Tree]:
         v, mixer = self.fitted(me, rest(me.state, total, count, rounds), self.epochs)
         return {"v": v, "mixer": mixer, "sent": rounds + 1}, {k: v[k] for k in total}

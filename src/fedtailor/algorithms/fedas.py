@@ -62,7 +62,7 @@ class FedAS(Algorithm):
     def onboard_init(self, me: ClientContext, theta: Params) -> Params:
         return me.model.params | theta
 
-    @on_client(sends=(BODY, COUNT))
+    @on_client(sends=(BODY.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         phi = {k: me.state[k] for k in me.model.head}
         if self.align_epochs:

@@ -32,7 +32,7 @@ class FedAvg(Algorithm):
     def server_init(self, model: Model) -> Params:
         return model.params
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, (me.sgd(w, epochs=self.epochs), me.n)
 

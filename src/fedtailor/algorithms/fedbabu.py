@@ -34,7 +34,7 @@ class FedBABU(Algorithm):
     server_init = FedRep.server_init
     round = FedRep.round
 
-    @on_client(sends=(BODY, COUNT))
+    @on_client(sends=(BODY.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         return {}, (me.sgd(body, epochs=self.epochs, frozen=me.model.head), me.n)
 

@@ -49,7 +49,7 @@ class FedBN(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return batch_norm(me.model)
 
-    @on_client(sends=(SHARED, COUNT))
+    @on_client(sends=(SHARED.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, shared: Params) -> tuple[Tree, Tree]:
         w = me.sgd(shared | me.state, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in shared}, me.n)

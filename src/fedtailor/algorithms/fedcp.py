@@ -66,7 +66,7 @@ class FedCP(Algorithm):
     def onboard_init(self, me: ClientContext, server: Tree) -> Params:
         return dict(server["head"])
 
-    @on_client(sends=(SHARED, COUNT))
+    @on_client(sends=(SHARED.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, common: Tree) -> tuple[Tree, Tree]:
         some, _, counted = some_samples(me, self.samples)
         before, _ = features_and_logits(me.model, me.buffers | common["body"] | me.state, some)

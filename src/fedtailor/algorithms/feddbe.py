@@ -58,13 +58,13 @@ class FedDBE(Algorithm):
     def client_init(self, me: ClientContext) -> Tree:
         return {"z_p": torch.zeros_like(weight_of_head(me.model)[0])}
 
-    @on_client(sends=(MODEL, MEAN, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), MEAN.weighted_by(COUNT), COUNT))
     def first(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         w, (x, _, mask) = me.sgd(w, epochs=self.epochs), me.train
         z_g, _ = features_and_logits(me.model, me.buffers | w, x)
         return me.state, (w, mask @ z_g / me.n, me.n)
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params, z_bar: Tensor) -> tuple[Tree, Tree]:
         some, _, counted = some_samples(me, self.samples)
 

@@ -58,7 +58,7 @@ class FedDPA(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return {k: me.model.trainable[k] for k in names(me.model)}
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         v = self.fitted(me, w, self.own_epochs)
         return v, (me.sgd(w, epochs=self.epochs), me.n)

@@ -47,7 +47,7 @@ class FedDyn(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return {k: torch.zeros_like(v) for k, v in me.model.trainable.items()}
 
-    @on_client(sends=MODEL)
+    @on_client(sends=MODEL.summed())
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         u = me.state
         center = {k: theta[k] + u[k] for k in u}  # the linear term and the pull together are a pull to here

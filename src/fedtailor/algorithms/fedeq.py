@@ -78,7 +78,7 @@ class FeDEQ(Algorithm):
     def onboard_init(self, me: ClientContext, theta: Params) -> Tree:
         return self.client_init(me) | {"theta": theta}
 
-    @on_client(sends=(BODY, COUNT))
+    @on_client(sends=(BODY.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         s, w = me.state, me.state["w"]
         begun = theta if self.start == "common" else s["theta"]
@@ -96,7 +96,7 @@ class FeDEQ(Algorithm):
         n = me.n if self.mean == "samples" else torch.ones_like(me.n)
         return {"theta": theta_i, "w": w, "u": u, "round": torch.full_like(s["round"], me.round)}, (sent, n)
 
-    @on_client(sends=(NUMBER, NUMBER, NUMBER))
+    @on_client(sends=(NUMBER.summed(), NUMBER.summed(), NUMBER.summed()))
     def diagnose(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         s, u = me.state, me.state["u"]
         apart = {k: s["theta"][k] - theta[k] for k in u}

@@ -73,7 +73,7 @@ class FedL2P(Algorithm):
         own = me.sgd(w, epochs=self.tune_epochs, mask=steps)
         return {k: v if k in steps else torch.lerp(w[k], v.detach(), beta[layers[k]]) for k, v in own.items()}
 
-    @on_client(sends=(NUMBER, NUMBER))
+    @on_client(sends=(NUMBER.summed(), NUMBER.summed()))
     def judge(self, me: ClientContext, w: Params, lam: Tensor) -> tuple[Tree, Tree]:
         statistics = me.buffers
         own = with_derivable_statistics(me.model, self.tuned(me, w, lam) | me.buffers)

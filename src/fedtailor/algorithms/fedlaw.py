@@ -46,7 +46,7 @@ class FedLAW(Algorithm):
     server_init, personal = FedAvg.server_init, FedAvg.personal
     local: ClassVar[Any] = FedAvg.local
 
-    @on_client(sends=(NUMBER, NUMBER))
+    @on_client(sends=(NUMBER.summed(), NUMBER.summed()))
     def judge(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         count = me.val.mask.sum()
         return me.state, (count * me.loss(w, "val"), count)

@@ -6,7 +6,7 @@ plain SGD, more with momentum; d = (w - w_k) / a normalised move; p = n / N.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -18,6 +18,9 @@ from fedtailor.core.experiment import LocalSolver
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
+
+BY_STEPS = replace(COUNT, name="samples by weight of steps")
+TIMES_STEPS = replace(COUNT, name="samples times weight of steps")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class FedNova(Algorithm):
 
     server_init = FedAvg.server_init
 
-    @on_client(sends=(MODEL, COUNT, COUNT))
+    @on_client(sends=(MODEL.weighted_by(BY_STEPS), BY_STEPS, TIMES_STEPS.summed()))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         a = self.weight_of_steps(me)
         return {}, (me.sgd(w, epochs=self.epochs, prox=(w, self.mu) if self.mu else None), me.n / a, me.n * a)

@@ -65,7 +65,7 @@ class FedPAC(Algorithm):
         c = torch.zeros_like(weight_of_head(model))
         return {"body": model.body, "c": c, "is_known": c[:, 0]}
 
-    @on_client(sends=(BODY, HEAD, H, NUMBER, SUMS, COUNTS, COUNT))
+    @on_client(sends=(BODY.weighted_by(COUNT), HEAD, H, NUMBER, SUMS.summed(), COUNTS.summed(), COUNT))
     def local(self, me: ClientContext, body: Params, c: Tensor, is_known: Tensor) -> tuple[Tree, Tree]:
         sums, squares, _ = class_sums(me, body | me.state)
         h = sums / me.n

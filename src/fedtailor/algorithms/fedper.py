@@ -39,7 +39,7 @@ class FedPer(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.without(self.server_init(me.model))
 
-    @on_client(sends=(common(BODY), COUNT))
+    @on_client(sends=(common(BODY).weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         w = me.sgd(body | me.state, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in body}, me.n)

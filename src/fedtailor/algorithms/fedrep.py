@@ -39,7 +39,7 @@ class FedRep(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.head
 
-    @on_client(sends=(BODY, COUNT))
+    @on_client(sends=(BODY.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, body: Params) -> tuple[Tree, Tree]:
         head = me.sgd(me.state, epochs=self.head_epochs, frozen=body)
         body = me.sgd(body, epochs=self.body_epochs, frozen=head)

@@ -56,7 +56,7 @@ class FedRoD(Algorithm):
         weight = torch.zeros_like(weight_of_head(me.model))
         return {WEIGHT: weight, BIAS: weight[:, 0]}
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         _, y, mask = me.train
         counts = ((y[:, None] == torch.arange(len(me.state[BIAS]), device=y.device)) * mask[:, None]).sum(0)

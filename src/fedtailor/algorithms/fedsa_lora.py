@@ -48,7 +48,7 @@ class FedSALoRA(Algorithm):
         kept = {*names(me.model, B), *me.model.head}
         return {k: v for k, v in me.model.params.items() if k in kept}
 
-    @on_client(sends=(SHARED, COUNT))
+    @on_client(sends=(SHARED.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, shared: Params) -> tuple[Tree, Tree]:
         w = me.sgd(shared | me.state, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in shared}, me.n)

@@ -54,7 +54,7 @@ class IFCA(Algorithm):
         losses = [me.loss({k: v[j] for k, v in theta.items()}) for j in range(self.clusters)]
         return torch.stack(losses).argmin(0)
 
-    @on_client(sends=(MODEL, MEMBERS))
+    @on_client(sends=(MODEL.weighted_by(MEMBERS), MEMBERS))
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         j = self.cluster(me, theta)
         trained = me.sgd(row(theta, j), epochs=self.epochs)

@@ -62,7 +62,7 @@ class JointLS(Algorithm):
         a = own[:, None] * d["A"] * own[None]
         return torch.linalg.pinv(a, hermitian=True, rtol=1e-12) @ (own[:, None] * rest)
 
-    @on_client(sends=(NORMAL, VECTOR))
+    @on_client(sends=(NORMAL.summed(), VECTOR.summed()))
     def local(self, me: ClientContext) -> tuple[Tree, Tree]:
         d, common = me.state, 1 - self.own(me.state["b"])
         a = d["A"] - d["A"] @ self.fitted(d, d["A"])

@@ -57,7 +57,7 @@ class KNNPer(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.without(self.server_init(me.model))  # nothing, unless architectures differ
 
-    @on_client(sends=(common(MODEL), COUNT))
+    @on_client(sends=(common(MODEL).weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         new = me.sgd(w | me.state, epochs=self.epochs)
         return {k: new[k] for k in me.state}, ({k: new[k] for k in w}, me.n)

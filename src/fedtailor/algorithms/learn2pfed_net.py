@@ -83,7 +83,7 @@ class Learn2pFedNet(Algorithm):
         s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the common ones
         return self.fitted(me, s, server["w"], {})[0]
 
-    @on_client(sends=(SHARED, DEGREES, COUNT))
+    @on_client(sends=(SHARED.weighted_by(COUNT), DEGREES.summed(), COUNT))
     def local(self, me: ClientContext, w: Params, common: Params) -> tuple[Tree, Tree]:
         s, slope = self.fitted(me, me.state, w, common)
         part = {k: s["v"][k] - (0 if self.consensus == "average" else s["z"][k] + s["a"][k]) for k in w}

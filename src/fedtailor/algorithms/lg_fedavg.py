@@ -39,7 +39,7 @@ class LGFedAvg(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.without(self.server_init(me.model))
 
-    @on_client(sends=(common(HEAD), COUNT))
+    @on_client(sends=(common(HEAD).weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, head: Params) -> tuple[Tree, Tree]:
         w = me.sgd(me.state | head, epochs=self.epochs)
         return {k: w[k] for k in me.state}, ({k: w[k] for k in head}, me.n)

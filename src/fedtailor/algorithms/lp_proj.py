@@ -65,7 +65,7 @@ class LpProj(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
-    @on_client(sends=PROJECTION)
+    @on_client(sends=PROJECTION.summed())
     def local(self, me: ClientContext, u: Tensor) -> tuple[Tree, Tree]:
         theta, first, parts = me.state, me.model.params, self.projection(me.model)
 

@@ -78,16 +78,16 @@ class MixedModel(Algorithm):
         fed.report(noise=found.noise, deviance=found.deviance, exchanges=found.exchanges)
         return {"beta": found.beta, "factor": found.factor, "covariance": found.covariance, "noise": found.noise}
 
-    @on_client(sends=WITHIN)
+    @on_client(sends=WITHIN.summed())
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, within(ridge.design_of(me.model, me.train), me.train.mask)
 
-    @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER, NUMBER))
+    @on_client(sends=(NORMAL.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)))
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:
         d = me.state
         return d, tuple(mixed_model.marginal(d["a"], d["b"], d["c"], d["count"], factor))
 
-    @on_client(sends=(NORMAL, NORMAL))
+    @on_client(sends=(NORMAL.summed(), NORMAL.summed()))
     def slope(self, me: ClientContext, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tree, Tree]:
         return me.state, mixed_model.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 

@@ -36,7 +36,7 @@ class MRMTL(Algorithm):
     server_init, client_init = Ditto.server_init, Ditto.client_init
     personal, onboard = Ditto.personal, Ditto.onboard
 
-    @on_client(sends=MODEL)
+    @on_client(sends=MODEL.summed())
     def local(self, me: ClientContext, w_bar: Params) -> tuple[Tree, Tree]:
         w = me.sgd(me.state, epochs=self.epochs, prox=(w_bar, self.lam))
         return w, w

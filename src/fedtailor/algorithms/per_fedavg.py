@@ -56,7 +56,7 @@ class PerFedAvg(Algorithm):
         if self.alpha < 0 or self.samples < 1:
             raise ConfigError("algorithm: Per-FedAvg needs alpha of at least 0 and samples of at least 1")
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         x, y, weight = some_samples(me, self.samples)
 

@@ -63,7 +63,7 @@ class PFedBayes(Algorithm):
         rho = {k: v.log() / 2 for k, v in server["variance"].items()}
         return {"mu": {k: server["mu"][k] for k in me.model.trainable}, "rho": rho}
 
-    @on_client(sends=(MODEL, SPREAD))
+    @on_client(sends=(MODEL.summed(), SPREAD.summed()))
     def local(self, me: ClientContext, server: Tree) -> tuple[Tree, Tree]:
         state, statistics = self.posterior(me, server, self.epochs)
         apart = {k: (v - server["mu"][k]).square() + (2 * state["rho"][k]).exp() for k, v in state["mu"].items()}

@@ -60,7 +60,7 @@ class PFedGate(Algorithm):
         count, inputs = sum(n for n, _ in cut(me.model, self.blocks).values()), me.train.x.shape[1:].numel()
         return {"A": me.n.new_zeros(count, inputs), "b": me.n.new_full((count,), self.start)}
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         trained = self.trained(me, theta, {}, self.epochs)
         return {"A": trained[A], "b": trained[B]}, ({k: trained[k] for k in theta}, me.n)

@@ -62,7 +62,7 @@ class PFedLA(Algorithm):
         theta = me.sgd(theta_bar, epochs=self.epochs)
         return theta, theta
 
-    @on_client(sends=NUMBER)
+    @on_client(sends=NUMBER.summed())
     def judge(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, me.loss(me.state, "val")
 

@@ -55,7 +55,7 @@ class PFedMe(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return me.model.params
 
-    @on_client(sends=MODEL)
+    @on_client(sends=MODEL.summed())
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         theta = w
         for _ in range(self.local_rounds):

@@ -54,7 +54,7 @@ class SCAFFOLD(Algorithm):
     def client_init(self, me: ClientContext) -> Params:
         return {k: torch.zeros_like(v) for k, v in me.model.trainable.items()}
 
-    @on_client(sends=(MODEL, CHANGE))
+    @on_client(sends=(MODEL.summed(), CHANGE.summed()))
     def local(self, me: ClientContext, x: Params, c: Params) -> tuple[Tree, Tree]:
         c_i, step = me.state, me.steps(self.epochs).clamp(min=1) * me.lr
         y = tilted_sgd(me, x, {k: c[k] - c_i[k] for k in c}, self.epochs)  # line 10

@@ -137,14 +137,14 @@ class Tailor(RandomCoefficients):
         start = w | {k: torch.lerp(me.state["v"][k], w[k], x) for k, x in s.items()}
         return start | {k: start[k] + x for k, x in shift.items()}
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
         s, _, shift = self.numbers(me, theta)
         own = me.sgd(self.begun(me, w, s, shift), epochs=self.epochs)
         own |= {k: own[k] - x for k, x in shift.items()}  # the prior stays here
         return me.state | {"v": own}, (own, me.n)
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def together(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
         """FedAvg's model with the label prior, which predicts beside the fitted one."""
         statistics, shift = me.buffers, self.shift(me)
@@ -170,7 +170,7 @@ class Tailor(RandomCoefficients):
         steps = {k: x.expand_as(start[k]) for k, x in eta.items()}  # a mask scales a step
         return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
 
-    @on_client(sends=(NUMBER, NUMBER, ERRORS))
+    @on_client(sends=(NUMBER.summed(), NUMBER.summed(), ERRORS.summed()))
     def judge(self, me: ClientContext, w: Params, theta: Tensor, beside: Tree) -> tuple[Tree, Tree]:
         statistics, count, state = me.buffers, me.val.mask.sum(), me.state
         fitted = self.fitted(me, w, theta)
@@ -183,7 +183,7 @@ class Tailor(RandomCoefficients):
         me.buffers = statistics  # those of training, not of this trial
         return state, (loss * count, count, q.sum(0))
 
-    @on_client(sends=HELD_OUT)
+    @on_client(sends=HELD_OUT.summed())
     def weigh(self, me: ClientContext, m: Tensor) -> tuple[Tree, Tree]:
         return me.state, mixture.held_out(me, me.state["q"], m)
 

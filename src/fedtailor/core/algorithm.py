@@ -277,8 +277,15 @@ def declared_sums(algorithm: Algorithm) -> dict[str, list[tuple[str, list[str]]]
     return {name: [(p.name, sorted(p.sums)) for p in _parts(fn.sends)] for name, fn in sorted(functions.items())}  # type: ignore[attr-defined]
 
 
-def is_declared_sum(algorithm: Algorithm, function: str, path: str, weight: str | None) -> bool:
-    """Whether the leaf of a reply at `path` may enter the sum weighted by the leaf at `weight`, or the plain one."""
+def is_declared_sum(
+    algorithm: Algorithm, function: str, path: str, weight: str | None, *, all_count_the_same: bool = False
+) -> bool:
+    """Whether the leaf of a reply at `path` may enter the sum weighted by the leaf at `weight`, or the plain one.
+
+    Where all count the same, as with noise on sums, plain sums take the place of weighted ones.
+    """
+    if all_count_the_same:
+        return weight is None and bool(reply_part(algorithm, function, path).sums)
     by = "" if weight is None else reply_part(algorithm, function, weight).name
     part = reply_part(algorithm, function, path)
     is_weight = weight is None and any(part.name in p.sums for p in _parts(client_functions(algorithm)[function].sends))  # type: ignore[attr-defined]

@@ -100,7 +100,9 @@ class Site:
         from fedtailor.aggregation.member import Member, Party  # needs a package that other runs do without
 
         self._party = self._party or Party(self.client)
-        self.sums = self.sums or Member(self._party, self.inside.experiment.algorithm)
+        experiment = self.inside.experiment
+        same = experiment.aggregation.noise is not None
+        self.sums = self.sums or Member(self._party, experiment.algorithm, all_count_the_same=same)
         return self.sums
 
     def _unusable(self, call: Call, reply: Tree) -> str | None:

@@ -105,11 +105,11 @@ class DUW(Algorithm, ABC):
         answers = answers.index_add(0, fed.places(rows), arrived.to(answers.dtype))
         return unfolding.average(w, moves, score, counts, answers, through=self.gradient == "exact")
 
-    @on_client(sends=NUMBER)
+    @on_client(sends=NUMBER.summed())
     def end(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return me.state, self.outer_loss(me, w)  # the client's part of L at the common model w
 
-    @on_client(sends=(MODEL, NUMBER))
+    @on_client(sends=(MODEL.summed(), NUMBER.summed()))
     def end_and_slope(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         trained = {k: v for k, v in w.items() if k in me.model.trainable}
         slope, loss = torch.func.grad_and_value(lambda part: self.outer_loss(me, w | part))(trained)

@@ -172,7 +172,7 @@ class GeneralisedMixed(Algorithm, ABC):
             factor, beta, start.noise, covariance, start.deviance, start.parameters, start.exchanges
         )
 
-    @on_client(sends=WITHIN)
+    @on_client(sends=WITHIN.summed())
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, within(ridge.design_of(me.model, me.train), me.train.mask)
 
@@ -186,13 +186,13 @@ class GeneralisedMixed(Algorithm, ABC):
     def linearise(self, me: ClientContext, beta: Tensor, factor: Tensor) -> tuple[Tree, Tree]:
         return self.working(me, beta, factor)[0], None
 
-    @on_client(sends=NUMBER)
+    @on_client(sends=NUMBER.summed())
     def evidence(self, me: ClientContext, beta: Tensor, factor: Tensor) -> tuple[Tree, Tree]:
         state, likelihood = self.working(me, beta, factor)
         _, logdet = mixed_model.posterior(state["a"], factor)
         return state, likelihood - state["z"].square().sum() / 2 - logdet / 2
 
-    @on_client(sends=(NUMBER, VECTOR, SQUARE))
+    @on_client(sends=(NUMBER.summed(), VECTOR.summed(), SQUARE.summed()))
     def ascent(self, me: ClientContext, beta: Tensor, factor: Tensor) -> tuple[Tree, Tree]:
         """Laplace's approximation at this client, and its gradient: the mode moves with beta and the factor."""
         x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
@@ -223,12 +223,12 @@ class GeneralisedMixed(Algorithm, ABC):
         c = (v * (b + gradient[:, None])).sum()
         return {"a": curvature, "b": b, "c": c, "z": z}, self.family.log_likelihood(x, y, mask, own)
 
-    @on_client(sends=(SQUARE, VECTOR, NUMBER, NUMBER, NUMBER))
+    @on_client(sends=(SQUARE.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)))
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:
         d = me.state
         return d, tuple(mixed_model.marginal(d["a"], d["b"], d["c"], me.n.to(d["c"].dtype), factor))
 
-    @on_client(sends=(SQUARE, SQUARE))
+    @on_client(sends=(SQUARE.summed(), SQUARE.summed()))
     def slope(self, me: ClientContext, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tree, Tree]:
         return me.state, mixed_model.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 

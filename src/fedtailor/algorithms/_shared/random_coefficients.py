@@ -101,17 +101,17 @@ class RandomCoefficients(Algorithm, ABC):
         t = torch.where(spread["a"] > 0, noise / spread["a"].clamp(min=tiny(w)), torch.zeros_like(w))
         return spread | {"noise": noise, "t": t}
 
-    @on_client(sends=(NORMAL, VECTOR, NUMBER, NUMBER))
+    @on_client(sends=(NORMAL.summed(), VECTOR.summed(), NUMBER.summed(), NUMBER.summed()))
     def in_common(self, me: ClientContext) -> tuple[Tree, Tree]:
         d = me.state["d"]
         return me.state, (d["A"], d["b"], d["yy"], d["n"] * d["b"].shape[-1])
 
-    @on_client(sends=(NUMBER, NUMBER))
+    @on_client(sends=(NUMBER.summed(), NUMBER.summed()))
     def left_alone(self, me: ClientContext) -> tuple[Tree, Tree]:
         d = me.state["d"]
         return me.state, (ridge.squared_error(d, ridge.least_squares(d)), ridge.residual_freedom(d))
 
-    @on_client(sends=(VECTOR, VECTOR, VECTOR, NUMBER, NUMBER))
+    @on_client(sends=(*3 * (VECTOR.summed(),), NUMBER.summed(), NUMBER.summed()))
     def posterior(self, me: ClientContext, w: Tensor, t: Tensor, noise: Tensor) -> tuple[Tree, Tree]:
         d, r = me.state["d"], (t / noise).sqrt()
         c, v = ridge.covariance(d, r), ridge.shrunk(d, r, w)

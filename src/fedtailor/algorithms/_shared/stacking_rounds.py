@@ -55,15 +55,15 @@ def _zeros(*dims: str) -> Any:
     return example
 
 
-ERRORS = ReplySpec("losses of candidates", _zeros("candidates", "folds"))
-COUNTS = ReplySpec("rows by fold", _zeros("folds"))
-GRADIENTS = ReplySpec("derivatives of the loss by weights", _zeros("parts", "candidates"))
-CURVATURES = ReplySpec("derivatives of the loss by weights", _zeros("parts", "candidates", "candidates"))
-OWN = ReplySpec("derivatives of the loss by weights", _zeros("parts", "pulls", "candidates", "candidates"))
-LOSSES = ReplySpec("losses of candidates", _zeros("options"))
-CERTAINTY = ReplySpec("moments of gains", _zeros("sums"))
-BELOW = ReplySpec("moments of gains", _zeros("thresholds"))
-WEIGHTS = ReplySpec("weights of candidates", _zeros("candidates"))
+ERRORS = ReplySpec("losses of candidates", _zeros("candidates", "folds")).summed()
+COUNTS = ReplySpec("rows by fold", _zeros("folds")).summed()
+GRADIENTS = ReplySpec("derivatives of the loss by weights", _zeros("parts", "candidates")).summed()
+CURVATURES = ReplySpec("derivatives of the loss by weights", _zeros("parts", "candidates", "candidates")).summed()
+OWN = ReplySpec("derivatives of the loss by weights", _zeros("parts", "pulls", "candidates", "candidates")).summed()
+LOSSES = ReplySpec("losses of candidates", _zeros("options")).summed()
+CERTAINTY = ReplySpec("moments of gains", _zeros("sums")).summed()
+BELOW = ReplySpec("moments of gains", _zeros("thresholds")).summed()
+WEIGHTS = ReplySpec("weights of candidates", _zeros("candidates")).summed()
 
 
 def _alone(program: TableFit, like: Tensor) -> Tensor:

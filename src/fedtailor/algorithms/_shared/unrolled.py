@@ -95,7 +95,7 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
     return FusedRound(new_states, server | {"w": w, "common": common}, largest, exchanges)
 
 
-@on_client(sends=(NUMBER, NUMBER, NUMBER))
+@on_client(sends=(NUMBER.summed(), NUMBER.summed(), NUMBER.summed()))
 def diagnose(self: UnrolledADMM, me: ClientContext, w: Tensor, before: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
     """This client's part of the augmented Lagrangian with the penalty rho |.|^2, and its squared residuals."""
     s = me.state
@@ -114,7 +114,7 @@ def reported_diagnoses(cells: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, 
     return {"augmented_lagrangian": lagrangian} | residuals
 
 
-@on_client(sends=NUMBER)
+@on_client(sends=NUMBER.summed())
 def slope(self: UnrolledADMM, me: ClientContext) -> tuple[Tree, Tree]:
     """Squared norm of the gradient of the outer loss by this client's numbers."""
     return me.state, me.grad["learned"]["raw"].square().sum()

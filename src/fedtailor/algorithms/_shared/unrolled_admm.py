@@ -75,7 +75,7 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
             return self.step(common, torch.cat([replies, torch.zeros_like(scalars)], dim=-1))
         return common | {"raw": torch.cat([replies, scalars], dim=-1)}
 
-    @on_client(sends=(VECTOR, NUMBER))
+    @on_client(sends=(VECTOR.summed(), NUMBER.summed()))
     def cell(self, me: ClientContext, w: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
         s = me.state
         x = self.numbers(s, w, cell)
@@ -85,7 +85,7 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
         c = x["p"] * x["gamma"]
         return s | {"v": v, "z": z, "a": a}, (c * (v - z - a), c.squeeze())
 
-    @on_client(sends=(NUMBER, NUMBER))
+    @on_client(sends=(NUMBER.summed(), NUMBER.summed()))
     def outer_loss(self, me: ClientContext, w: Tensor) -> tuple[Tree, Tree]:
         s = me.state
         data = s["held"] if self.outer == "holdout" else s["d"]
@@ -109,7 +109,7 @@ class UnrolledADMM(learnables.Learnables, Algorithm, ABC):
     diagnose: ClassVar[Any] = unrolled.diagnose
     slope: ClassVar[Any] = unrolled.slope
 
-    @on_client(sends=DEGREES)
+    @on_client(sends=DEGREES.summed())
     def learn(self, me: ClientContext) -> tuple[Tree, Tree]:
         gradient = me.grad["learned"]["raw"]
         learned = self.step(me.state["learned"], gradient)
