@@ -24,8 +24,8 @@ from fedtailor.data.folder import prepared
 from fedtailor.data.frames import as_frame
 from fedtailor.data.tables import table_of
 from fedtailor.experiments.store import RunFolder
-from fedtailor.serving.personal import Personal, personal
-from fedtailor.studies.fit import fit as fitted
+from fedtailor.tables.fit import fit as fitted
+from fedtailor.tables.serve import Personal, personal
 
 ONE = "all"  # the site of rows that name none
 TARGET = "target of fit"

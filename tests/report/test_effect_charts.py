@@ -11,8 +11,8 @@ from fedtailor.experiments.store import read_json, write_json
 from fedtailor.report.effect_charts import caterpillar
 from fedtailor.report.fit_page import fairness, fit_page, served_sentence
 from fedtailor.report.fit_story import by_size, headline, who
-from fedtailor.studies import fit as fitting
-from fedtailor.studies.effects import EFFECTS
+from fedtailor.tables import fit as fitting
+from fedtailor.tables.effects import EFFECTS
 from tests.made_sites import make_sites
 
 

@@ -22,11 +22,11 @@ from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
 from fedtailor.report.reading import recorded
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import sites_of
-from fedtailor.serving.trees import TREES_FOLDER, Trees
 from fedtailor.studies.compare import GRID
 from fedtailor.studies.explain import explain
-from fedtailor.studies.fit import fit
+from fedtailor.tables.boosted_trees import TREES_FOLDER, Trees
+from fedtailor.tables.fit import fit
+from fedtailor.tables.serve import sites_of
 from tests.deploy.sites import Authority
 from tests.deploy.test_site import Asked
 from tests.made_sites import make_sites

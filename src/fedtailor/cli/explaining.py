@@ -32,7 +32,7 @@ def explain(
     from fedtailor.cli.listing import print_shares, print_weights
     from fedtailor.cli.records import shares_record
     from fedtailor.experiments.store import FIT
-    from fedtailor.studies.explain_fit import explain_fit
+    from fedtailor.tables.explain_fit import explain_fit
 
     trusted(run, trust)
     if (run / FIT).exists():
@@ -63,7 +63,7 @@ def drift(
     By site and column: how far values have moved, new categories, missing values; and whether predictions
     have moved. Compared with counts that the fit keeps; the training rows are not needed.
     """
-    from fedtailor.studies.drift import drift_of
+    from fedtailor.tables.drift import drift_of
 
     trusted(run, trust)
     drifts = drift_of(run, data, site, client_column, data_root)
@@ -94,9 +94,9 @@ def print_drift(console: Console, drifts: Mapping[str, Any]) -> None:
 def print_effects(console: Console, effects: Mapping[str, Any], site: str, path: Path) -> None:
     """Coefficients, importance, and words."""
     from fedtailor.cli.listing import print_table
-    from fedtailor.studies.effect_words import about_model, importance_words, shared_words
-    from fedtailor.studies.effects import EFFECTS
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
+    from fedtailor.tables.effects import EFFECTS
+    from fedtailor.tables.words import about_model, importance_words, shared_words
 
     coefficients = effects["coefficients"]
     if coefficients:
@@ -127,7 +127,7 @@ def print_effects(console: Console, effects: Mapping[str, Any], site: str, path:
 
 def title_of(coefficients: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
     """What the coefficients are of."""
-    from fedtailor.studies.effect_words import is_factor
+    from fedtailor.tables.words import is_factor
 
     if coefficients["scale"] == "log-odds":
         return f"odds of {output['class']} against {output['against']}: by which factor they change"
@@ -142,8 +142,8 @@ def coefficient_rows(
     """A line per term: per unit of its column, with the interval; and what differs between sites."""
     import math
 
-    from fedtailor.studies.effect_words import is_factor, unit_of
-    from fedtailor.studies.terms import INTERCEPT
+    from fedtailor.tables.coefficients import INTERCEPT
+    from fedtailor.tables.words import is_factor, unit_of
 
     is_odds, is_single = is_factor(coefficients["scale"]), len(coefficients["sites"]) == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from fedtailor.cli.listing import print_table, unit
-from fedtailor.studies.sentences import sentences
+from fedtailor.tables.words import sentences
 
 FOLDED = 40  # sites of a fit that a terminal shows
 
@@ -20,7 +20,7 @@ def gain_of(record: dict[str, Any], row: dict[str, Any]) -> float:
 
 def print_fit(console: Console, record: dict[str, Any]) -> None:
     """Every site alone, in common and personalized; what is shared, in words."""
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
     print("\n".join(record["notes"]))

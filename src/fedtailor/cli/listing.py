@@ -164,9 +164,9 @@ def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
 def print_run(console: Console, path: Path, clients: bool) -> None:
     """A run, or a comparison, in a few lines."""
     from fedtailor.experiments.store import FIT, RunFolder, read_json
-    from fedtailor.studies import table_files
+    from fedtailor.studies import result_tables
     from fedtailor.studies.compare import GRID, TABLE, local_reference
-    from fedtailor.studies.tables import number, private_words, size
+    from fedtailor.studies.result_tables import number, private_words, size
 
     quoted = shlex.quote(str(path))
     if (path / FIT).exists():
@@ -180,7 +180,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
     if (path / GRID).exists():
         if not (path / TABLE).exists():
             raise RunError(f"{path}: an unfinished comparison; continue with: fedtailor compare CONFIG --out {quoted}")
-        print(table_files.read(path, TABLE), end="")
+        print(result_tables.read(path, TABLE), end="")
         return
     folder = RunFolder.open(path)
     config, about, results = folder.config, folder.about, folder.results
@@ -222,7 +222,7 @@ def print_run(console: Console, path: Path, clients: bool) -> None:
 
 def _print_results(console: Console, results: dict[str, Any], local: dict[str, Any] | None) -> None:
     from fedtailor.metrics.summary import share_hurt
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     metric, higher = results["metric"], results["higher_is_better"]
     rows = []
@@ -244,7 +244,7 @@ def _print_results(console: Console, results: dict[str, Any], local: dict[str, A
 
 def print_newcomer(name: str, newcomer: Newcomer) -> None:
     """Its samples, its metrics, and where its model is."""
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
     print(f"newcomer   {name}: {samples} samples")
@@ -276,7 +276,7 @@ def unit(metric: str) -> str:
 
 
 def _print_clients(console: Console, about: dict[str, Any], results: dict[str, Any]) -> None:
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     figures: dict[str, list[float]] = results["last"]["clients"]
     if any(len(each) != len(about["clients"]) for each in figures.values()):

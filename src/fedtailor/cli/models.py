@@ -73,8 +73,8 @@ def fit(
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT, new_path
     from fedtailor.report.write import write
-    from fedtailor.studies.fit import fit as fitted
-    from fedtailor.studies.fit_folder import source_of
+    from fedtailor.tables.fit import fit as fitted
+    from fedtailor.tables.fit_sources import source_of
 
     source = source_of(sites, target, client_column, task=task, target_scale=target_scale)
     path = out or new_path(Path("runs"), f"{sites.resolve().stem.replace(':', '.')}-fit")
@@ -127,8 +127,8 @@ def predict(
     classification, class probabilities.
     """
     from fedtailor.data.tables import client_name
-    from fedtailor.serving.by_site import predicted_by_site, site_column
-    from fedtailor.serving.personal import check_ending, personal, predicted, write_frame
+    from fedtailor.serving.predict import check_ending, predicted, predicted_by_site, write_frame
+    from fedtailor.tables.serve import personal, site_column
 
     if out is not None:
         check_ending(out)

@@ -35,13 +35,13 @@ def run_record(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    from fedtailor.studies import table_files
+    from fedtailor.studies import result_tables
 
     file = path / "table.json"
     if not file.exists():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(table_files.read(path, file.name))
+        rows: list[dict[str, Any]] = json.loads(result_tables.read(path, file.name))
     except ValueError as error:
         raise RunError(f"{file}: cannot be read ({error}); the same fedtailor compare writes it again") from None
     return rows

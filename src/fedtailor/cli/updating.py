@@ -40,9 +40,9 @@ def update(
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT
     from fedtailor.report.write import FILE, write
-    from fedtailor.serving.by_site import site_column
-    from fedtailor.studies.update import sites_in
-    from fedtailor.studies.update import update as updated
+    from fedtailor.tables.serve import site_column
+    from fedtailor.tables.update import sites_in
+    from fedtailor.tables.update import update as updated
 
     trusted(run, trust)
     again = command("update", run, data=data, rows=rows, site=site, time_limit=time_limit, data_root=data_root)
@@ -68,7 +68,7 @@ def update(
 def print_update(console: Console, changes: dict[str, Any]) -> None:
     """Rows and figures before and after, of the sites that changed."""
     from fedtailor.cli.listing import print_table, unit
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     metric, sites = changes["metric"], changes["sites"]
     rows = [

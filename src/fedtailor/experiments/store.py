@@ -331,3 +331,10 @@ def new_path(root: Path, name: str) -> Path:
     """A folder under `root` that does not exist yet: name, name-2, name-3, ..."""
     names = (name if n == 1 else f"{name}-{n}" for n in count(1))
     return next(path for path in (root / each for each in names) if not path.exists())
+
+
+def part_of(folder: Path, name: Any) -> Path:
+    """A folder in another one, by the name that a file gives; a way out of it is a `RunError`."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise RunError(f"{folder}: names {name!r}, which is no folder in it")
+    return folder / name

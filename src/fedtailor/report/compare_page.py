@@ -15,7 +15,7 @@ from fedtailor.report.formatting import count, duration, value
 from fedtailor.report.page_model import Figure, Page, Section, Table, cells
 from fedtailor.report.reading import Recorded, recorded, split_name
 from fedtailor.report.task_charts import Task, fairness, gain_chart, hurt, learning, table, traffic
-from fedtailor.studies import table_files
+from fedtailor.studies import result_tables
 from fedtailor.studies.compare import GRID, TABLE
 from fedtailor.studies.grid import folder_name
 
@@ -104,7 +104,7 @@ def written(path: Path) -> tuple[list[str], list[str]]:
     """Rows and, of a published table, columns in the table that was written."""
     if not (path / TABLE).is_file():
         return [], []
-    lines = [line.strip("| ").split(" | ") for line in table_files.read(path, TABLE).splitlines()]
+    lines = [line.strip("| ").split(" | ") for line in result_tables.read(path, TABLE).splitlines()]
     rows = [line[0].strip() for line in lines[2:] if len(line) > 1]
     published = not (path / GRID).exists()
     return rows, sorted((column.strip() for column in lines[0]), key=len, reverse=True) if published and lines else []
@@ -201,7 +201,7 @@ def printed(path: Path) -> list[Section]:
     """The table of a published one, with the paper's figures; a comparison's is above."""
     if (path / GRID).exists() or not (path / TABLE).is_file():
         return []
-    text = table_files.read(path, TABLE)
+    text = result_tables.read(path, TABLE)
     return [Section("printed", "Table as printed", code=((TABLE, text),))]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from fedtailor.report.figures import percent
 from fedtailor.report.formatting import label, signed
 from fedtailor.report.page_model import Chart, Section, Table, Value, cells
-from fedtailor.studies.effect_words import about_model, importance_words, shared_words, sharing_words, size_words
-from fedtailor.studies.terms import INTERCEPT
+from fedtailor.tables.coefficients import INTERCEPT
+from fedtailor.tables.words import about_model, importance_words, shared_words, sharing_words, size_words
 
 MOST_TERMS, MOST_SHOWN, MOST_LINES, MOST_COLUMNS = 25, 12, 6, 12
 ALL = "all sites"

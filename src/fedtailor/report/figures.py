@@ -11,7 +11,7 @@ from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Chart, Value
 from fedtailor.report.reading import Recorded, gains, known
 from fedtailor.report.unusual import SCORES
-from fedtailor.studies.tables import size
+from fedtailor.studies.result_tables import size
 
 SPLITS = {"val": "validation", "test": "test"}
 MOST_ROUNDS = 1500  # points of a curve that a chart can show

@@ -25,8 +25,8 @@ from fedtailor.report.fit_charts import card, quality
 from fedtailor.report.fit_story import OWN, story
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
-from fedtailor.studies.effects import EFFECTS
-from fedtailor.studies.tables import number
+from fedtailor.studies.result_tables import number
+from fedtailor.tables.effects import EFFECTS
 
 OWN_MODEL = "its own model"
 MANY = 12  # sites, above which the chart comes before the table

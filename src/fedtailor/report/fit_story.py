@@ -10,9 +10,9 @@ from typing import Any
 from fedtailor.report.figures import percent
 from fedtailor.report.formatting import count, label, signed, value
 from fedtailor.report.page_model import Chart, Figure, Section
-from fedtailor.studies.effect_words import importance_words, joined, shared_words
-from fedtailor.studies.site_metrics import is_noise
-from fedtailor.studies.tables import number
+from fedtailor.studies.result_tables import number
+from fedtailor.tables.site_metrics import is_noise
+from fedtailor.tables.words import importance_words, joined, shared_words
 
 NAMED = 3  # sites that are named
 NAMES = {"baseline": "baseline", "alone": "alone", "common": "in common", "personal": "personal models"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fedtailor.studies.tables import number
+from fedtailor.studies.result_tables import number
 
 
 def unit(metric: str) -> str:

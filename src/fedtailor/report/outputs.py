@@ -12,7 +12,7 @@ from fedtailor.report import paper
 from fedtailor.studies import significance
 from fedtailor.studies.compare import Row
 from fedtailor.studies.grid import Cell
-from fedtailor.studies.tables import check_columns, narrow
+from fedtailor.studies.result_tables import check_columns, narrow
 
 
 @dataclass(frozen=True)

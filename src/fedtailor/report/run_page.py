@@ -17,7 +17,7 @@ from fedtailor.report.reading import Recorded, beside, gains, known, recorded
 from fedtailor.report.run_sharing import learned_weights, sharing
 from fedtailor.report.run_summary import References, state, summary
 from fedtailor.report.unusual import unusual
-from fedtailor.studies.tables import number, private_words, size
+from fedtailor.studies.result_tables import number, private_words, size
 
 WORST = 10  # clients in the table
 MOST_FAULTS = 20

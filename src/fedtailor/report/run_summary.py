@@ -8,7 +8,7 @@ from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.report.formatting import count, duration, signed, value
 from fedtailor.report.page_model import Figure, Section, Table, cells
 from fedtailor.report.reading import Recorded, gains, known
-from fedtailor.studies.tables import number, size
+from fedtailor.studies.result_tables import number, size
 
 KINDS = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
 

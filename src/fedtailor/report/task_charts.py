@@ -13,7 +13,7 @@ from fedtailor.report.page_model import Cell, Chart, Table, Value
 from fedtailor.report.reading import Recorded, gains, known
 from fedtailor.studies.compare import Row, rows
 from fedtailor.studies.grid import Cell as GridCell
-from fedtailor.studies.tables import cells_of, header, size
+from fedtailor.studies.result_tables import cells_of, header, size
 
 MOST_DOTS = 6000  # clients in the chart of gains
 

@@ -21,8 +21,7 @@ from fedtailor.experiments.model_building import width
 from fedtailor.experiments.newcomers import EPOCHS, onboarded
 from fedtailor.experiments.runner import config_of, reload_experiment
 from fedtailor.experiments.source_code import refuse_other_code
-from fedtailor.experiments.store import FIT, RunFolder, read_json
-from fedtailor.serving.described import part_of
+from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json
 from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part

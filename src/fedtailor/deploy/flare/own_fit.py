@@ -11,7 +11,7 @@ from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import FIT, read_json
-from fedtailor.studies.site_fit import is_fit, site_fit
+from fedtailor.tables.site_fit import is_fit, site_fit
 
 OWN = "fit"  # the folder of the site's fit, beside its states
 

@@ -42,9 +42,9 @@ from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.model_description import check_options
 from fedtailor.experiments.store import read_json, write_json, write_tree
-from fedtailor.serving.described import check_options
-from fedtailor.studies.cross_fitting import all_in_training
+from fedtailor.tables.candidates import all_in_training
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:
