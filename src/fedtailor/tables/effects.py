@@ -23,11 +23,10 @@ from fedtailor.data.preparation import NumberColumn
 from fedtailor.errors import UserError
 from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import find
-from fedtailor.studies.table_fit import ALONE
 from fedtailor.tables import blend
 from fedtailor.tables.blend import Selection
 from fedtailor.tables.calibration import applied
-from fedtailor.tables.candidates import folds_of, site_of_rows
+from fedtailor.tables.candidates import ALONE, folds_of, site_of_rows
 from fedtailor.tables.coefficients import coefficients_of, within
 from fedtailor.tables.site_metrics import FEWEST_ROWS, OF_UNITS, at_site, in_units
 

@@ -19,11 +19,11 @@ from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import known_metrics
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies.grid import Cell
-from fedtailor.studies.table_fit import ALONE, COMMON, ON_TOP, TREES
 from fedtailor.tables import blend
 from fedtailor.tables.blend import LEAST, Selection
+from fedtailor.tables.boosted_trees import ON_TOP, TREES
 from fedtailor.tables.calibration import applied, calibration
-from fedtailor.tables.candidates import folds_of, site_of_rows
+from fedtailor.tables.candidates import ALONE, COMMON, folds_of, site_of_rows
 from fedtailor.tables.intervals import LEVELS, errors, half_widths
 from fedtailor.tables.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
 
