@@ -83,7 +83,9 @@ class Learn2pFed(learnables.Learnables, Algorithm):
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
-        s["learned"]["raw"] = learnables.pulled(s["learned"]["raw"], learnables.degrees(server["common"]["raw"]), 1.0)
+        s["learned"]["raw"] = learnables.pull_degrees(
+            s["learned"]["raw"], learnables.degrees(server["common"]["raw"]), 1.0
+        )
         v = ridge.shrunk(self.evidence(s), self.roots_of(s, server), server["w"])
         return s | {"v": v, "z": v - server["w"]}
 
@@ -181,7 +183,9 @@ class Learn2pFed(learnables.Learnables, Algorithm):
     @on_client()
     def agree(self, me: ClientContext, common: Tensor) -> tuple[Tree, Tree]:
         learned = me.state["learned"]
-        return me.state | {"learned": learned | {"raw": learnables.pulled(learned["raw"], common, self.pull)}}, None
+        return me.state | {
+            "learned": learned | {"raw": learnables.pull_degrees(learned["raw"], common, self.pull)}
+        }, None
 
     def roots_of(self, state: Tree, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""

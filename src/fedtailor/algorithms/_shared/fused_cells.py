@@ -83,7 +83,7 @@ def fused_epoch(algorithm: Any, state: Tree, server: Tree, samples: Callable[[],
     common = algorithm.common_step(server["common"], replies.sum(0) if algorithm.pull else replies.mean(0))
     if algorithm.pull:
         degrees = learnables.degrees(common["raw"])
-        learned = learned | {"raw": learnables.pulled(learned["raw"], degrees, algorithm.pull)}
+        learned = learned | {"raw": learnables.pull_degrees(learned["raw"], degrees, algorithm.pull)}
         exchanges.append(Exchange("agree", (degrees,), 1, taped=False))
     new_states = state | {"v": v, "z": z, "a": a, "learned": learned}
     return FusedRound(new_states, server | {"w": w, "common": common}, largest, exchanges)
@@ -124,7 +124,7 @@ class _Block:
         self.direct = torch.zeros_like(self.raw)  # by the learned numbers, not by way of the cells
         self.v, self.z, self.a = state["v"], state["z"], state["a"]
         sets = self.raw.unbind(1) if algorithm.per_cell else [self.raw]
-        self.sets = [_numbers(state["d"], learnables.read(one, shape, algorithm.positive)) for one in sets]
+        self.sets = [_numbers(state["d"], learnables.positive_numbers(one, shape, algorithm.positive)) for one in sets]
         self.numbers = self.sets * (1 if algorithm.per_cell else algorithm.cells)
         self.cells: list[CellTrace] = []
         self.bars: list[Bars] = []
