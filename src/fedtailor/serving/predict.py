@@ -1,4 +1,4 @@
-"""Rows of several sites in one file, each predicted by the model of its site."""
+"""Predictions for the rows of a file: of one site, or each by the model of its site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Boosted trees as plain arrays: made of scikit-learn's, saved as tensors, and predicted without it."""
+"""Boosted trees at sites with enough rows: alone, and on top of the shared model. They predict without scikit-learn.
+
+On top, trees see the shared model's outputs beside the features. For numbers they learn the residuals, for counts the
+factor by which the shared model's rate is multiplied. They are stored as plain arrays.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The linear candidates of a fit to tables: alone, in common and mixed, each solved, and cross-fitted within a time."""
+"""The linear candidates of a fit: alone, common and mixed models, each cross-fitted within a time limit.
+
+Folds are cut inside each site. All sites train together on all but their own part of a fold, and predict it, so that
+every training row is predicted by models that have not seen it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor import engines
-from fedtailor.algorithms._shared.parts import folds_of_rows
-from fedtailor.algorithms._shared.table_fit import usable
+from fedtailor.algorithms._programs.parts import folds_of_rows
+from fedtailor.algorithms._programs.table_fit import usable
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
 from fedtailor.core.reduce import PerClient

@@ -1,6 +1,6 @@
-"""Coefficients of the linear part of a fit, common and by site, with intervals; from what the mixed model keeps.
+"""Coefficients of the linear part of a fit, common and by site, with confidence intervals, from the mixed model.
 
-The server's covariance is made of sums over sites. That of a site's own coefficients needs its X'X, and is computed
+The server's covariance consists of sums over sites. That of a site's own coefficients needs its X'X, and is computed
 where that is.
 """
 

@@ -1,7 +1,9 @@
 """Whether new rows are like those a fit was trained on: by site and column, and of the predictions.
 
-The population stability index compares counts by interval or category; a drift is told where it is large and a
-chi-square test says that it is beyond chance, at 1 % over all columns of a site.
+A fit keeps a card of its training rows (training.json): counts by interval and category, means, missing values, per
+site and without any row; intervals are common, from counts that are summed over sites. The population stability index
+compares counts; drift is reported where it is large and a chi-square test rejects chance, at 1 % over all columns of a
+site.
 """
 
 from __future__ import annotations

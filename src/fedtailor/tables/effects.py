@@ -1,6 +1,9 @@
-"""Permutation importance: how much worse predictions of a site's held-out rows get when a column is shuffled there.
+"""What a fit means: coefficients, permutation importance of columns, and curves of predictions by column.
 
-Breiman, Mach. Learn. 45, 2001. Rows are shuffled within their site and never leave it; over sites only sums are taken.
+Importance: how much worse predictions of held-out rows get when a column is shuffled (Breiman, Mach. Learn. 45, 2001).
+Rows are shuffled within their site and never leave it; over sites only sums are taken. Curves: accumulated local
+effects of numbers (Apley, Zhu, J. R. Stat. Soc. B 82, 2020), means by category; of every interval a site adds a sum of
+differences and a count.
 """
 
 from __future__ import annotations

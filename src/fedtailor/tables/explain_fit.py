@@ -1,4 +1,4 @@
-"""What the folder of a fit says of its models; of one that does not say it yet, it is computed and kept."""
+"""What the folder of a fit says of its models; effects that it does not have yet are computed and kept."""
 
 from __future__ import annotations
 

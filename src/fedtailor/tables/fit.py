@@ -1,4 +1,8 @@
-"""A fit of tables from beginning to end: candidates, choice, record; the same call on a finished one reads it."""
+"""A fit from beginning to end; the same call on a finished one reads its record.
+
+Tables are fitted by linear and mixed models and boosted trees. Other data, and a model that is named, go to `halving`.
+Everything is chosen on validation data or out-of-fold predictions; test data is read only for the figures.
+"""
 
 from __future__ import annotations
 

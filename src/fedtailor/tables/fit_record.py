@@ -1,4 +1,4 @@
-"""What is recorded of a fit to tables: who is served by what, how sure that is, and the figures on test rows."""
+"""The record of a fit of tables: which models serve each site, how certain that is, and test figures."""
 
 from __future__ import annotations
 

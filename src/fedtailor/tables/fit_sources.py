@@ -1,4 +1,4 @@
-"""What a fit is made of and where it lies: its folder belongs to one fit, of the same data and code."""
+"""What a fit reads: files, frames or a source that the user names, and the new rows of an update."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Own data in one line: sensible settings, every site alone and in common beside it, and a personal model for each.
+"""Fits of other data than tables: candidates are compared by successive halving on validation data.
 
-Tables are fitted by solved models and trees (`table_fit`). Elsewhere, or with a model that is named, candidates are
-compared by successive halving: half of them are dropped at each budget, the others go on from their checkpoints. Then
-each site gets the one that serves it best. All of it on validation data; test data is read by the runs that end, for
-the table, and by no choice.
+Half of the candidates are dropped at each budget, the others go on from their checkpoints. Then each site gets the
+model that serves it best. Every site alone and one common model run to the end as references.
 """
 
 from __future__ import annotations

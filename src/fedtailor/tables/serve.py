@@ -1,4 +1,4 @@
-"""A site's personal model, taken from the folder of a run or a fit, ready to predict."""
+"""The personal model of a site, from the folder of a run or a fit: its blend, trees, calibration and intervals."""
 
 from __future__ import annotations
 

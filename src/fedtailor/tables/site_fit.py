@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fedtailor import algorithms
-from fedtailor.algorithms._shared.parts import folds_of_rows
-from fedtailor.algorithms._shared.scaling_rounds import unscaled
-from fedtailor.algorithms._shared.stacking_rounds import held_out
-from fedtailor.algorithms._shared.table_fit import TableFit
+from fedtailor.algorithms._programs.parts import folds_of_rows
+from fedtailor.algorithms._programs.scaling_rounds import unscaled
+from fedtailor.algorithms._programs.table_fit import TableFit, held_out
 from fedtailor.core.context import ClientContext
 from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Tree

@@ -1,4 +1,4 @@
-"""What a fit means, in words: what each column does, whether it does the same at all sites, and what matters most."""
+"""What a fit found, in sentences: gains and how certain they are, how sites differ, what each column does."""
 
 from __future__ import annotations
 
