@@ -12,7 +12,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from fedtailor.aggregation.identity import fingerprint, read_revoked, signed, statement_of
+from fedtailor.aggregation.identity import fingerprint, read_revocations, sign, statement_of
 from fedtailor.deploy.flare.condition import certificate_end
 from fedtailor.deploy.flare.provisioning import ABOUT, ADMIN, KIT, PROJECT, REVOKED, restrict, write_kits
 from fedtailor.errors import RunError, nearest
@@ -63,7 +63,7 @@ def revoke(folder: Path, name: str) -> Path:
         "issued": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     key = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
-    signature = signed(key, statement_of(content))
+    signature = sign(key, statement_of(content))
     left = [site for site in about["sites"] if site != name]
     for path in (folder / "authority", folder / "server", *(folder / site / KIT for site in left)):
         if path.is_dir():
@@ -76,7 +76,7 @@ def revoke(folder: Path, name: str) -> Path:
 def revoked(folder: Path) -> dict[str, list[str]]:
     """Names and certificates that do not count any more."""
     authority = _state(folder)["root_cert"].encode() if _state_file(folder).exists() else b""
-    return read_revoked(folder / "authority" / REVOKED, authority)
+    return read_revocations(folder / "authority" / REVOKED, authority)
 
 
 def _state_file(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedtailor.aggregation import accountant
-from fedtailor.aggregation.noise import LocalNoise, exposed
+from fedtailor.aggregation.noise import LocalNoise, exposed_part
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree
 from fedtailor.deploy.flare.refusal import Refused
@@ -65,7 +65,7 @@ class Account:
             return
         if function is None or taped:
             raise Refused("a taped call sends derivatives, to which this site's noise does not apply")
-        if bare := exposed(experiment.algorithm, function, experiment.model, args, tuple(placed)):
+        if bare := exposed_part(experiment.algorithm, function, experiment.model, args, tuple(placed)):
             raise Refused(f'{function} sends "{bare}", which is no new version of what was sent: no noise covers it')
         replies = self._replies()
         spent, replies[self.privacy.noise] = self.privacy.cost(replies), replies.get(self.privacy.noise, 0) + 1
