@@ -17,7 +17,7 @@ from fedtailor.core.algorithm import reply_names
 from fedtailor.deploy.flare import server as flare
 from fedtailor.deploy.flare.own_fit import own_fit
 from fedtailor.experiments.store import RunFolder
-from fedtailor.report.fit_story import headline
+from fedtailor.report.fit_page import headline
 from fedtailor.serving.personal import personal
 from fedtailor.studies import linear_candidates
 from tests.deploy.sites import Authority, Sites

@@ -20,7 +20,6 @@ from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
-from fedtailor.report.reading import recorded
 from fedtailor.serving.onboard import onboard
 from fedtailor.serving.personal import sites_of
 from fedtailor.serving.trees import TREES_FOLDER, Trees
@@ -52,7 +51,7 @@ def _models(path: Path) -> Any:
 
 
 def _page(path: Path) -> Any:
-    found = recorded(path)
+    found = read_run(path)
     if found.unreadable:  # which the page says
         raise UserError("lines that cannot be read")
     return found.config.plain(), found.about, found.lines, found.results

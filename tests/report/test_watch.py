@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from fedtailor.errors import RunError
-from fedtailor.report.serve import Server, server
+from fedtailor.report.watch import Server, server
 from tests.report.pages import parsed
 
 

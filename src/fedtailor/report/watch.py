@@ -11,8 +11,8 @@ from typing import Any
 
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.store import METRICS, RESULTS
-from fedtailor.report.reading import is_comparison
-from fedtailor.report.render import html, policy
+from fedtailor.report.page import policy, render_html
+from fedtailor.report.recorded_run import is_comparison
 from fedtailor.report.write import page_of
 
 HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ def version(path: Path) -> str:
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
 
 
-class Watched:
+class WatchedPage:
     """The page of a folder, made again only when something has changed."""
 
     def __init__(self, path: Path, data_root: Path | None = None) -> None:
@@ -40,7 +40,7 @@ class Watched:
             new = version(self.path)
             if self._cached is None or self._cached[0] != new:
                 page = page_of(self.path, self.data_root)
-                self._cached = (new, page.finished, html(page, live=True))
+                self._cached = (new, page.finished, render_html(page, live=True))
             return self._cached
 
 
@@ -49,7 +49,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, watched: Watched, port: int) -> None:
+    def __init__(self, watched: WatchedPage, port: int) -> None:
         self.watched = watched
         super().__init__((HOST, port), Handler)
 
@@ -103,7 +103,7 @@ def server(path: Path, port: int = 0, data_root: Path | None = None) -> Server:
     """A server that only waits to be started; a folder that is no run, or a port in use, is a `RunError`."""
     is_comparison(path)
     try:
-        return Server(Watched(path, data_root), port)
+        return Server(WatchedPage(path, data_root), port)
     except OSError as error:
         raise RunError(f"--port {port}: cannot be used: {error.strerror}; 0 takes a free one") from None
     except OverflowError:

@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """One run, as read at one moment."""
 
     path: Path
@@ -73,7 +73,7 @@ class Recorded:
         return [(line["round"], line[split][metric]) for line in self.lines if metric in line.get(split, {})]
 
 
-def recorded(path: Path) -> Recorded:
+def read_run(path: Path) -> RecordedRun:
     """Read a run; a folder that is none, or was changed, is a `RunError`."""
     folder = RunFolder.open(path)
     about = folder.about
@@ -86,7 +86,7 @@ def recorded(path: Path) -> Recorded:
     results = folder.results
     if results is not None:  # then it is known how many there were
         unreadable = max(unreadable, int(results.get("lines", len(lines))) - len(lines))
-    return Recorded(path, config, about, lines, unreadable, results)
+    return RecordedRun(path, config, about, lines, unreadable, results)
 
 
 def _lines(path: Path, *, are_checked: bool) -> tuple[list[Line], int]:
@@ -115,12 +115,12 @@ def is_comparison(path: Path) -> bool:
     raise RunError(f"{path}: neither a run nor a folder of runs; fedtailor run CONFIG or fedtailor compare makes one")
 
 
-def beside(run: Recorded, algorithm: str) -> Recorded | None:
+def finished_run_beside(run: RecordedRun, algorithm: str) -> RecordedRun | None:
     """A finished run of another algorithm on the same task, with the same clients, in the same parent folder."""
     for other in sorted(run.path.resolve().parent.glob(f"*/{RESULTS}")):
         with suppress(UserError, KeyError):  # a damaged neighbour is none
             if RunFolder(other.parent).about["task_id"] == run.about["task_id"]:
-                neighbour = recorded(other.parent)
+                neighbour = read_run(other.parent)
                 if neighbour.config.algorithm.name == algorithm and neighbour.clients == run.clients:
                     return neighbour
     return None
