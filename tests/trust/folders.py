@@ -20,6 +20,7 @@ from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
+from fedtailor.report.recorded_run import read_run
 from fedtailor.serving.onboard import onboard
 from fedtailor.serving.personal import sites_of
 from fedtailor.serving.trees import TREES_FOLDER, Trees
