@@ -11,7 +11,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from fedtailor.aggregation.identity import REVOKED, fingerprint, read_identity, signed, statement_of
+from fedtailor.aggregation.identity import REVOKED, fingerprint, read_identity, sign, statement_of
 from fedtailor.cli.operators import audit, health, metrics, pause, withdraw
 from fedtailor.cli.operators import status as status_command
 from fedtailor.errors import ConfigError, RunError
@@ -172,7 +172,7 @@ def test_a_revoked_certificate_is_believed_by_no_partner(tmp_path: Path) -> None
     assert bo is not None
     assert ada.name_in(bo.certificate) == "bo"
     content = {"names": ["bo"], "certificates": [fingerprint(x509.load_der_x509_certificate(bo.certificate))]}
-    signature = signed(authority.key, statement_of(content))
+    signature = sign(authority.key, statement_of(content))
     (tmp_path / "ada" / REVOKED).write_text(json.dumps(content | {"signature": signature.hex()}))
     ada = read_identity(kits["ada"], ["ada", "bo"])
     assert ada is not None

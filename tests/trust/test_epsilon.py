@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedtailor.aggregation.accountant import spent
+from fedtailor.aggregation.accountant import privacy_cost
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
 from fedtailor.flare.audit import audit_lines
@@ -64,7 +64,7 @@ def test_what_is_counted_is_what_the_accountant_says() -> None:
     accountant.compose(SelfComposedDpEvent(GaussianDpEvent(NOISE / 2), 40))
     cost = SitePrivacy().cost({NOISE: 40})
     assert cost == pytest.approx(accountant.get_epsilon(1e-5))
-    assert cost == pytest.approx(spent({1: 40}, clients=1, cohort=1, noise=NOISE, delta=1e-5).epsilon)
+    assert cost == pytest.approx(privacy_cost({1: 40}, clients=1, cohort=1, noise=NOISE, delta=1e-5).epsilon)
     assert SitePrivacy().cost({NOISE: 20, 1.0: 20}) > cost
 
 

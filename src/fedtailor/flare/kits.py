@@ -1,4 +1,7 @@
-"""Folders for the participants of a federation: certificates, FLARE's files, and a site's own file to fill in."""
+"""Kits: the folders of a federation's participants, with certificates, FLARE's files and a site's own file to fill in.
+
+Certificates end, are renewed and are revoked here. `cryptography` comes with FLARE, so it is imported where it is used.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-
-from fedtailor.aggregation.identity import fingerprint, read_revoked, signed, statement_of
 from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.store import read_json, write_atomically, write_json
 from fedtailor.version import __version__
@@ -23,6 +22,7 @@ ADMIN = "admin@fedtailor.local"
 PROJECT = "fedtailor"
 ABOUT = "federation.json"
 KIT, SITE, RUNS, REVOKED = "kit", "site.toml", "runs", "revoked.json"
+CERTIFICATES = ("client.crt", "server.crt")
 SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # told to a participant's own processes
 
 NOTHING = "none"
@@ -221,6 +221,11 @@ def renew(folder: Path, name: str) -> Path:
 
 def revoke(folder: Path, name: str) -> Path:
     """A site that takes part no more: neither the server nor a partner in a secure sum believes its certificate."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    from fedtailor.aggregation.identity import fingerprint, sign, statement_of
+
     about = _about(folder)
     subject = _subject(about, name)
     if name in ("server", "admin"):
@@ -234,7 +239,7 @@ def revoke(folder: Path, name: str) -> Path:
         "issued": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     key = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
-    signature = signed(key, statement_of(content))
+    signature = sign(key, statement_of(content))
     left = [site for site in about["sites"] if site != name]
     for path in (folder / "authority", folder / "server", *(folder / site / KIT for site in left)):
         if path.is_dir():
@@ -246,8 +251,10 @@ def revoke(folder: Path, name: str) -> Path:
 
 def revoked(folder: Path) -> dict[str, list[str]]:
     """Names and certificates that do not count any more."""
+    from fedtailor.aggregation.identity import read_revocations
+
     authority = _state(folder)["root_cert"].encode() if _state_file(folder).exists() else b""
-    return read_revoked(folder / "authority" / REVOKED, authority)
+    return read_revocations(folder / "authority" / REVOKED, authority)
 
 
 def _state_file(folder: Path) -> Path:
@@ -256,6 +263,8 @@ def _state_file(folder: Path) -> Path:
 
 
 def _state(folder: Path) -> dict[str, Any]:
+    from cryptography import x509
+
     path = _state_file(folder)
     try:
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -277,9 +286,6 @@ def _subject(about: dict[str, Any], name: str) -> str:
     return {"server": str(about["host"]), "admin": ADMIN}.get(name, name)
 
 
-CERTIFICATES = ("client.crt", "server.crt")
-
-
 def condition(folder: Path, kit: Path) -> dict[str, Any]:
     """What a site tells of itself when a run begins, and `federation health` of any participant."""
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
@@ -290,7 +296,7 @@ def certificate_end(kit: Path) -> float | None:
     """When the certificate in a kit ends, as seconds since 1970; None without one."""
     for name in CERTIFICATES:
         if (file := kit / "startup" / name).is_file():
-            from fedtailor.aggregation.identity import read_certificate  # needs a package that FLARE needs too
+            from fedtailor.aggregation.identity import read_certificate
 
             return read_certificate(file)[0].not_valid_after_utc.timestamp()
     return None

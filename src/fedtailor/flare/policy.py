@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedtailor.aggregation import accountant
 from fedtailor.aggregation.dry_run import calls_made
-from fedtailor.aggregation.noise import LocalNoise, exposed
+from fedtailor.aggregation.noise import LocalNoise, exposed_part
 from fedtailor.core.algorithm import Algorithm, reply_names
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
@@ -130,7 +130,7 @@ class Account:
             return
         if function is None or taped:
             raise Refused("a taped call sends derivatives, to which this site's noise does not apply")
-        if bare := exposed(experiment.algorithm, function, experiment.model, args, tuple(placed)):
+        if bare := exposed_part(experiment.algorithm, function, experiment.model, args, tuple(placed)):
             raise Refused(f'{function} sends "{bare}", which is no new version of what was sent: no noise covers it')
         replies = self._replies()
         spent, replies[self.privacy.noise] = self.privacy.cost(replies), replies.get(self.privacy.noise, 0) + 1

@@ -466,10 +466,10 @@ def _revoked_names(folder: Path) -> list[str]:
     """Sites that may still connect, for FLARE knows no list of revoked certificates, and are not asked anything."""
     if not (folder / REVOKED).exists():
         return []
-    from fedtailor.aggregation.identity import AUTHORITY, read_revoked
+    from fedtailor.aggregation.identity import AUTHORITY, read_revocations
 
     authority = folder / KIT / "startup" / AUTHORITY
-    return read_revoked(folder / REVOKED, authority.read_bytes() if authority.exists() else b"")["names"]
+    return read_revocations(folder / REVOKED, authority.read_bytes() if authority.exists() else b"")["names"]
 
 
 def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:

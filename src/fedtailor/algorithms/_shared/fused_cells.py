@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
-from fedtailor.core.algorithm import NUMBER, on_client
-from fedtailor.core.context import ClientContext, View
+from fedtailor.core.context import View
 from fedtailor.core.traffic import Exchange, FusedRound
 from fedtailor.core.trees import Params, Tree, tree_map
-from fedtailor.numerics import ridge
-
-if TYPE_CHECKING:
-    from fedtailor.algorithms._shared.unrolled_admm import UnrolledADMM
-
 
 SMALL = 1_000_000  # numbers
 BLOCK = 131_072  # numbers of a vector of all clients of a block
@@ -37,7 +31,7 @@ class Numbers(NamedTuple):
     weight: Tensor  # p gamma
 
 
-class Cell(NamedTuple):
+class CellTrace(NamedTuple):
     """What the way back needs of a cell."""
 
     w: Tensor  # before the cell, as z and v in `off`
@@ -56,7 +50,7 @@ class Bars(NamedTuple):
     a: Tensor
 
 
-def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callable[[], View]) -> FusedRound | None:
+def fused_epoch(algorithm: Any, state: Tree, server: Tree, samples: Callable[[], View]) -> FusedRound | None:
     """The outer epoch of `algorithm`; None if no client has data for the outer loss."""
     data = state["held"] if algorithm.outer == "holdout" else state["d"]
     learned, w = state["learned"], server["w"]
@@ -65,17 +59,17 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
         return None
     both = {"state": state, "samples": tuple(samples()) if algorithm.outer == "loo" else ()}
     with torch.no_grad():
-        parts = list(_parts(both))
+        parts = list(_blocks_of(both))
         blocks = [_Block(algorithm, part["state"], w.shape) for part in parts]
         totals = [torch.stack(each).sum(0) for each in zip(*(b.totals() for b in blocks), strict=True)]
         forward = [b.forward(w) for b in blocks]
-        after = _exchanged(forward, lambda sums, i: sums / totals[i])  # (12)
+        after = _run_in_step(forward, lambda sums, i: sums / totals[i])  # (12)
         w = after[-1]
         exact = algorithm.gradient == "exact"
         starts = [b.outer_slopes(w, count, p["samples"]) for b, p in zip(blocks, parts, strict=True)]
         w_bar = torch.stack([s for _, s in starts]).sum(0)
         ways_back = [b.back(v, w_bar, totals, exact=exact) for b, (v, _) in zip(blocks, starts, strict=True)]
-        _exchanged(ways_back, lambda sums, i: sums)
+        _run_in_step(ways_back, lambda sums, i: sums)
         gradient = torch.cat([b.by_raw(totals, after) for b in blocks])
         v, z, a = (torch.cat([getattr(b, name) for b in blocks]) for name in "vza")
         largest = torch.stack([b.largest() for b in blocks]).max() * w.numel() ** 0.5  # at least the largest norm
@@ -89,38 +83,13 @@ def at_once(algorithm: UnrolledADMM, state: Tree, server: Tree, samples: Callabl
     common = algorithm.common_step(server["common"], replies.sum(0) if algorithm.pull else replies.mean(0))
     if algorithm.pull:
         degrees = learnables.degrees(common["raw"])
-        learned = learned | {"raw": learnables.pulled(learned["raw"], degrees, algorithm.pull)}
+        learned = learned | {"raw": learnables.pull_degrees(learned["raw"], degrees, algorithm.pull)}
         exchanges.append(Exchange("agree", (degrees,), 1, taped=False))
     new_states = state | {"v": v, "z": z, "a": a, "learned": learned}
     return FusedRound(new_states, server | {"w": w, "common": common}, largest, exchanges)
 
 
-@on_client(sends=(NUMBER.summed(), NUMBER.summed(), NUMBER.summed()))
-def diagnose(self: UnrolledADMM, me: ClientContext, w: Tensor, before: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
-    """This client's part of the augmented Lagrangian with the penalty rho |.|^2, and its squared residuals."""
-    s = me.state
-    x = self.numbers(s, w, cell)
-    lam = x["rho"] / x["eta"] * x["lam"]
-    off, dual = s["v"] - w - s["z"], s["a"]
-    coupled = (lam * s["z"].square()).sum() + (x["rho"] * ((off - dual).square() - dual.square())).sum()
-    value = x["p"].squeeze() * (ridge.squared_error(s["d"], s["v"]) + coupled)
-    return s, (value, off.square().sum(), (x["rho"] * (w - before)).square().sum())
-
-
-def reported_diagnoses(cells: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, list[Tensor]]:
-    """Sums over clients of what `diagnose` found in each cell, by their names in reports."""
-    lagrangian, primal, dual = map(list, zip(*cells, strict=True))
-    residuals = {"primal_residual": [p.sqrt() for p in primal], "dual_residual": [d.sqrt() for d in dual]}
-    return {"augmented_lagrangian": lagrangian} | residuals
-
-
-@on_client(sends=NUMBER.summed())
-def slope(self: UnrolledADMM, me: ClientContext) -> tuple[Tree, Tree]:
-    """Squared norm of the gradient of the outer loss by this client's numbers."""
-    return me.state, me.grad["learned"]["raw"].square().sum()
-
-
-def _parts(both: Tree) -> Iterator[Tree]:
+def _blocks_of(both: Tree) -> Iterator[Tree]:
     """Blocks of clients whose vectors stay in the cache of a core."""
     clients, numbers = both["state"]["v"].shape[0], both["state"]["v"][0].numel()
     size = max(1, BLOCK // numbers)
@@ -131,7 +100,9 @@ def _parts(both: Tree) -> Iterator[Tree]:
         yield tree_map(lambda x, first=first: x[first : first + size], both)
 
 
-def _exchanged(blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+def _run_in_step(
+    blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[Tensor, int], Tensor]
+) -> list[Tensor]:
     """Run blocks side by side: what they yield is summed, and all are sent the answer to it; returns the answers."""
     answers: list[Tensor] = []
     sums = [next(block) for block in blocks]
@@ -148,14 +119,14 @@ def _exchanged(blocks: list[Generator[Tensor, Tensor, None]], answer: Callable[[
 class _Block:
     """Some clients on their way through the cells and back."""
 
-    def __init__(self, algorithm: UnrolledADMM, state: Tree, shape: torch.Size) -> None:
+    def __init__(self, algorithm: Any, state: Tree, shape: torch.Size) -> None:
         self.algorithm, self.state = algorithm, state
         self.direct = torch.zeros_like(self.raw)  # by the learned numbers, not by way of the cells
         self.v, self.z, self.a = state["v"], state["z"], state["a"]
         sets = self.raw.unbind(1) if algorithm.per_cell else [self.raw]
-        self.sets = [_numbers(state["d"], learnables.read(one, shape, algorithm.positive)) for one in sets]
+        self.sets = [_numbers(state["d"], learnables.positive_numbers(one, shape, algorithm.positive)) for one in sets]
         self.numbers = self.sets * (1 if algorithm.per_cell else algorithm.cells)
-        self.cells: list[Cell] = []
+        self.cells: list[CellTrace] = []
         self.bars: list[Bars] = []
 
     @property
@@ -180,7 +151,7 @@ class _Block:
             apart = rest - w
             z = n.shrink * apart  # (11)
             sent = rest - z
-            self.cells.append(Cell(before, off, missed, apart, sent))
+            self.cells.append(CellTrace(before, off, missed, apart, sent))
             self.v, self.z, self.a = v, z, a
             w = yield (n.weight * sent).sum(0)
 
@@ -242,7 +213,7 @@ def _numbers(d: Params, x: Params) -> Numbers:
     return Numbers(x, inverse, x["eta"] / (x["lam"] + x["eta"]), x["p"] * x["gamma"])
 
 
-def _by_numbers(n: Numbers, each: list[tuple[Cell, Bars, Tensor, Tensor]]) -> Params:
+def _by_numbers(n: Numbers, each: list[tuple[CellTrace, Bars, Tensor, Tensor]]) -> Params:
     """Derivatives by numbers that these cells, with the total weight and w after each, have in common."""
 
     def products(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
