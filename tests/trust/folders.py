@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedtailor.cli.records import run_record
+from fedtailor.cli.folder_commands import folder_record
 from fedtailor.core.trees import items
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
@@ -139,7 +139,7 @@ def make_comparison(root: Path) -> tuple[Path, dict[str, Reader]]:
     tables = {k: v for k, v in task(root, "local").items() if k != "algorithm"}
     (root / "grid.toml").write_text(tomli_w.dumps(tables | {"rounds": 1, "compare": about}))
     said(["compare", str(root / "grid.toml"), "--out", str(root / "grid")])
-    readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "json": run_record}
+    readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "json": folder_record}
     return root / "grid", readers | SHOWN | inside(OF_A_RUN, "local-seed0")
 
 

@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import torch
-from rich.console import Console
 
-from fedtailor.cli.listing import print_run
+from fedtailor.cli.folder_commands import print_folder
 from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
@@ -152,7 +151,7 @@ def _loaded(path: Path) -> None:
 
 def _shown(path: Path) -> None:
     with redirect_stdout(io.StringIO()):
-        print_run(Console(file=io.StringIO(), width=80), path, True)
+        print_folder(path, True)
 
 
 def _exported(folder: Path) -> Parser:

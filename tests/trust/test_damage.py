@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from fedtailor.cli.listing import print_run
+from fedtailor.cli.folder_commands import print_folder
 from fedtailor.cli.operators import pause
 from fedtailor.core.trees import items
 from fedtailor.errors import UserError
@@ -35,7 +34,7 @@ def tensors(tree: Any) -> list[tuple[str, list[Any]]]:
 
 
 def shown(path: Path) -> Any:
-    print_run(Console(width=80), path, True)
+    print_folder(path, True)
 
 
 def damages(content: bytes) -> dict[str, bytes | None]:

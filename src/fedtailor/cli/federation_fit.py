@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fedtailor.cli.operators import Folder
-from fedtailor.cli.options import AsJson, Settings, console, print_json
+from fedtailor.cli.options import AsJson, Settings
+from fedtailor.cli.output import print_json
 from fedtailor.errors import ConfigError
 
 MOST_HERE = 8  # sites that are processes of one machine
@@ -129,7 +130,7 @@ def results(
     FOLDER is the site's. Trees are grown here, if the site has the rows for them. The folder that is printed
     serves fedtailor predict and fedtailor export.
     """
-    from fedtailor.cli.fit_listing import print_fit
+    from fedtailor.cli.fit_commands import print_fit
     from fedtailor.flare import kits
     from fedtailor.flare.site import own_fit
     from fedtailor.report.write import write
@@ -139,7 +140,7 @@ def results(
     if as_json:
         print_json({"folder": path, "report": page, **record})
         return
-    print_fit(console, record)
+    print_fit(record)
     (name,) = record["sites"]
     print(f"models     {path}\nreport     {page}")
     print(f"predict    fedtailor predict {shlex.quote(str(path))} FILE --site {shlex.quote(name)}")

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli.options import AsJson, print_json
+from fedtailor.cli.options import AsJson
+from fedtailor.cli.output import print_json
 from fedtailor.errors import ConfigError
 
 WATCH = 5.0  # seconds between two looks

@@ -13,7 +13,9 @@ import typer
 
 from fedtailor.cli import federation_fit, operators
 from fedtailor.cli.operators import Folder, private_folder
-from fedtailor.cli.options import AsJson, Config, Settings, print_json
+from fedtailor.cli.options import AsJson, Config, Settings
+from fedtailor.cli.output import print_json
+from fedtailor.cli.run_commands import print_run
 from fedtailor.errors import ConfigError, RunError
 
 app = typer.Typer(
@@ -157,8 +159,6 @@ def local(
 
     After an interruption, run the same command to continue. With a larger N, more sites join.
     """
-    from fedtailor.cli.listing import print_run
-    from fedtailor.cli.main import console
     from fedtailor.flare import kits
 
     kits.needs_flare()
@@ -173,7 +173,7 @@ def local(
     except KeyboardInterrupt:
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print_run(console, finished.path, False)
+    print_run(finished.path)
     print(f"a site's own model: fedtailor federation personal {folder / finished.about['clients'][0]}")
 
 

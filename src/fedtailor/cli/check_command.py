@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from fedtailor.cli.options import Settings, console
+from fedtailor.cli.options import Settings
+from fedtailor.cli.output import console
 from fedtailor.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _check_files(path: Path, target: str, client_column: str | None, settings: l
         print(json.dumps({"problems": messages, "notes": notes}, indent=1, ensure_ascii=False))
     else:
         verdict = f"{len(messages)} problem{'' if len(messages) == 1 else 's'}" if messages else "no problems"
-        print("\n".join([*notes, *(f"problem: {in_words(words)}" for words in messages), verdict]))
+        print("\n".join([*notes, *(f"problem: {as_options(words)}" for words in messages), verdict]))
     if messages:
         raise typer.Exit(1)
 
@@ -114,7 +115,7 @@ def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
         ) from None
 
 
-def in_words(message: str) -> str:
+def as_options(message: str) -> str:
     """Keys of a configuration as the command line takes them: data.ignore = ['x'] becomes --set 'data.ignore=["x"]'."""
 
     def option(match: re.Match[str]) -> str:

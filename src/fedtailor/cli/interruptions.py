@@ -31,7 +31,7 @@ def refuse_torchrun(command: str) -> None:
 
 
 @contextmanager
-def joined(timeout: float) -> Iterator[ProcessGroup]:
+def process_group(timeout: float) -> Iterator[ProcessGroup]:
     """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
     from fedtailor.core.process_group import SINGLE_PROCESS, under_torchrun
 
@@ -45,7 +45,7 @@ def joined(timeout: float) -> Iterator[ProcessGroup]:
     leave(ranks)
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Why the command ends; of the ranks of torchrun the first says it."""
     if "RANK" in os.environ:
         from fedtailor.core.process_group import under_torchrun
@@ -56,7 +56,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def command(*words: object, **options: object) -> list[str]:
+def command_words(*words: object, **options: object) -> list[str]:
     """The words of a command line, with the options that were given; a list is an option given several times."""
     arguments = [str(word) for word in words]
     for name, values in options.items():
@@ -78,25 +78,25 @@ def resumable(
         yield
     except KeyboardInterrupt:
         begun = (path / begun_by).exists()
-        say(f"interrupted; {hint}" if begun else "interrupted before the run began")
+        print_error(f"interrupted; {hint}" if begun else "interrupted before the run began")
         raise typer.Exit(130) from None
     except RankLost as lost:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks now; this one ends by itself
         begun = (path / begun_by).exists()
         go_on = f"the last checkpoint is intact; {hint} (with any number of ranks)"
-        say(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
+        print_error(f"error: a rank was lost ({lost}); {go_on if begun else 'the run had not begun'}")
         raise typer.Exit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        say(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
+        print_error(f"error: {path}: no space left on the disk; the last checkpoint is intact. Free some, then {hint}")
         raise typer.Exit(1) from None
     except ClientError as error:
-        say(f"error: {error}\nthe last checkpoint is intact; {hint}")
+        print_error(f"error: {error}\nthe last checkpoint is intact; {hint}")
         raise typer.Exit(1) from None
 
 
-def trusted(run: Path, wanted: bool) -> None:
+def accept_trust(run: Path, wanted: bool) -> None:
     """With --trust: the code that a folder names may run; which file that is, and its hash, is printed."""
     if wanted:
         from fedtailor.experiments.trust import accept_folder
