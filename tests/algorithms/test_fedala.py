@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms.fedala import FedALA, drawn, last_layers
+from fedtailor.algorithms.fedala import FedALA, draw_share, last_layers
 from fedtailor.core.client import shares
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
@@ -91,7 +91,7 @@ def test_last_layers() -> None:
 def test_a_share_of_the_samples_is_drawn(share: float, count: int) -> None:
     order = torch.tensor([0.9, 0.1, 0.5, 0.7, 0.3, 0.0, 0.0], dtype=F64)
     mask = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=F64)
-    chosen = drawn(order, mask, share)
+    chosen = draw_share(order, mask, share)
     assert chosen.nonzero()[:, 0].tolist() == sorted([1, 4, 2, 3, 0][:count])
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedtailor.algorithms.pfedgate import PFedGate, cut
+from fedtailor.algorithms.pfedgate import PFedGate, block_sizes
 from fedtailor.core.client import onboard
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
@@ -92,7 +92,7 @@ def test_no_more_is_used_than_may_be() -> None:
     data = make_data()
     model = make_model("mlp", data)
     fed = federate(PFedGate(density=0.7, blocks=4), data, model)
-    whole = sum(count * size for count, size in cut(model, 4).values())
+    whole = sum(count * size for count, size in block_sizes(model, 4).values())
     used = [sum(int((v != 0).sum()) for v in mine.values()) for mine in models(fed, run(fed)).values()]
     assert max(used) <= 0.7 * whole
     assert min(used) > 0.4 * whole
