@@ -28,14 +28,14 @@ from fedtailor.data.files import read_idx, read_npz
 from fedtailor.data.pickled_arrays import read_dict
 from fedtailor.data.school import _read as read_mat
 from fedtailor.data.tables import read_table
-from fedtailor.deploy.flare.messages import ENVELOPE
-from fedtailor.deploy.flare.site import AUDIT, SERVER, read_site
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, read_toml
 from fedtailor.experiments.store import ABOUT, CONFIG, METRICS, RESULTS, RunFolder, write_json
+from fedtailor.flare.protocol import ENVELOPE
+from fedtailor.flare.site import AUDIT, SERVER, read_site
 from fedtailor.serving.export import export, read_safetensors
-from tests.deploy.test_site import SESSION, Asked
+from tests.flare.test_site import SESSION, Asked
 from tests.small import config
 
 LIMIT = 100 * 2**20  # bytes that an input of a kilobyte may make us ask for

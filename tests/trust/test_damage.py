@@ -13,15 +13,15 @@ import pytest
 from fedtailor.cli.folder_commands import print_folder
 from fedtailor.cli.operators import pause
 from fedtailor.core.trees import items
-from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse
+from fedtailor.flare.site import AUDIT
 from fedtailor.report.write import page_of
 from fedtailor.studies.compare import rows, run_grid
 from fedtailor.studies.explain import explain
 from fedtailor.studies.tables import files
-from tests.deploy.test_site import Asked
+from tests.flare.test_site import Asked
 from tests.small import DIGITS, config, one_after_the_other
 from tests.trust.folders import MAKERS
 from tests.trust.sweep import sweep

@@ -42,7 +42,7 @@ def init(
     Send each site its folder over a channel you trust. FOLDER/authority is the certificate authority: keep it
     safe. Run the same command with more sites to add them.
     """
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits
 
     kits.needs_flare()
     for name in kits.provision(folder, host, port, site):
@@ -66,26 +66,25 @@ def start(
 
     Runs until stopped (Ctrl-C). A restarted site restores its private state.
     """
-    from fedtailor.deploy.flare import processes
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits, operate
 
     kits.needs_flare()
     if role not in ("server", "site"):
         raise ConfigError(f'"{role}" is neither server nor site')
     to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
-        pid = processes.start(role, folder)
-        print(f"{role} runs as process {pid}; log: {folder / processes.LOG}; end: {to_end}")
+        pid = operate.start(role, folder)
+        print(f"{role} runs as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
         return
-    if processes.running(folder) is not None:
+    if operate.running(folder) is not None:
         raise RunError(f"{folder}: runs already; {to_end} ends it")
-    processes.start(role, folder)
-    print(f"{role} runs; log: {folder / processes.LOG}; Ctrl-C ends it", flush=True)
+    operate.start(role, folder)
+    print(f"{role} runs; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        processes.wait(folder)
+        operate.wait(folder)
     except KeyboardInterrupt:
-        processes.stop(folder)
+        operate.stop(folder)
 
 
 @app.command()
@@ -97,16 +96,15 @@ def stop(
 
     Nothing is lost: private states are on the sites' disks, and submitting the run again continues it.
     """
-    from fedtailor.deploy.flare import processes
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits, operate
 
     kits.needs_flare()
     if admin is None:
-        if not processes.stop(Path(target)):
+        if not operate.stop(Path(target)):
             raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
         print(f"{target}: stopped")
         return
-    from fedtailor.deploy.flare.flare_adapter import office
+    from fedtailor.flare.nvidia import office
 
     with office(admin / kits.KIT, kits.ADMIN) as session:
         jobs = [job["job_id"] for job in session.jobs(target) if job["job_id"] in session.running()]
@@ -130,11 +128,11 @@ def submit(
     checkpoint. Ctrl-C leaves the job running; run the same command to attach to it again.
     """
     from fedtailor.data.configs import SitesConfig
-    from fedtailor.deploy.flare import provisioning as kits
     from fedtailor.experiments.store import read_json
+    from fedtailor.flare import kits
 
     kits.needs_flare()
-    from fedtailor.deploy.flare.launcher import Launcher
+    from fedtailor.flare.nvidia import Launcher
 
     checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
     name = _name(run, "sites", checked)
@@ -161,10 +159,10 @@ def local(
 
     After an interruption, run the same command to continue. With a larger N, more sites join.
     """
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits
 
     kits.needs_flare()
-    from fedtailor.deploy.flare import local_trial
+    from fedtailor.flare import local_trial
 
     checked = _checked(config, settings)
     name = _name(run, checked.data.source, checked)
@@ -182,8 +180,8 @@ def local(
 @app.command()
 def personal(folder: Folder, as_json: AsJson = False) -> None:
     """Print where a site's personal models are stored, for each run."""
-    from fedtailor.deploy.flare.site import KINDS
     from fedtailor.experiments.store import read_json
+    from fedtailor.flare.site import KINDS
 
     private = private_folder(folder)
     models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]

@@ -41,7 +41,7 @@ def fit(
     trial on this machine, where each site is a process of its own. Afterwards each site prints and keeps its own
     figures with fedtailor federation results. After an interruption, run the same command to continue.
     """
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits
 
     if show_policy:
         print(policy(), end="")
@@ -78,9 +78,9 @@ def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
 
 
 def _at_sites(admin: Path, config: Any, name: str) -> None:
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.launcher import Launcher
     from fedtailor.experiments.store import read_json
+    from fedtailor.flare import kits
+    from fedtailor.flare.nvidia import Launcher
 
     names = tuple(read_json(admin / kits.ABOUT)["sites"])
     Launcher(admin, config, name, names, lambda text: print(text, flush=True)).to_the_end()
@@ -91,8 +91,8 @@ def _at_sites(admin: Path, config: Any, name: str) -> None:
 def _local_trial(
     sites: Path, target: str, column: str | None, seed: int, settings: list[str], name: str, out: Path | None
 ) -> None:
-    from fedtailor.deploy.flare import local_trial
     from fedtailor.experiments.building import load
+    from fedtailor.flare import local_trial
     from fedtailor.studies.fit_folder import source_of
 
     source = source_of(sites, target, column)
@@ -131,8 +131,8 @@ def results(
     serves fedtailor predict and fedtailor export.
     """
     from fedtailor.cli.fit_commands import print_fit
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.own_fit import own_fit
+    from fedtailor.flare import kits
+    from fedtailor.flare.site import own_fit
     from fedtailor.report.write import write
 
     path, record = own_fit(folder / kits.SITE, run, metric)

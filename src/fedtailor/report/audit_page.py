@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from fedtailor.deploy.flare.audit import RunRecord, inferred
+from fedtailor.flare.audit import RunRecord, inferred
 from fedtailor.report.page import KeyFigure, Page, PageSection, PageTable, TableCell, cells, render_html
 from fedtailor.version import __version__
 

@@ -7,28 +7,28 @@ client's state is that number.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fedtailor import algorithms
+from fedtailor.aggregation.dry_run import calls_made
+from fedtailor.aggregation.noise import changed_parts
 from fedtailor.core import codec
+from fedtailor.core.algorithm import COUNT, client_functions
 from fedtailor.core.client import Call
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.splits import starts
-from fedtailor.deploy.flare.greeting import unusable
-from fedtailor.deploy.flare.late_replies import Buffer, Late, check
-from fedtailor.deploy.flare.messages import config_for, other_code, promise
-from fedtailor.deploy.flare.presence import Presence
-from fedtailor.deploy.flare.provisioning import KIT, REVOKED
-from fedtailor.deploy.flare.site_rpc import Link, SiteRpc
 from fedtailor.engines.wire import Header, Remote
 from fedtailor.errors import ConfigError, RetryableError, RunError
 from fedtailor.experiments import runner
@@ -36,7 +36,228 @@ from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.sections import CheckpointSection
 from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
+from fedtailor.flare.kits import KIT, REVOKED
+from fedtailor.flare.protocol import ENVELOPE, PING, config_for, hello_fault, other_code, promise
 from fedtailor.version import __version__
+
+TRIES = 3  # of a request whose connection broke; its number makes that harmless
+
+
+class Link(Protocol):
+    """What carries bytes to a site and back; an `OSError` when that fails, a `TimeoutError` when it takes too long."""
+
+    sites: tuple[str, ...]
+
+    def send(self, site: str, request: bytes, seconds: float) -> bytes: ...
+
+
+class SiteRpc:
+    """Who does not answer is away at once, and asked no more until a sign of life comes back."""
+
+    def __init__(self, link: Link, deadline: float, silence: float) -> None:
+        self.link = link
+        self.deadline = deadline
+        self.silence = silence
+        self.away: dict[str, str] = {}
+        self._out = set[str]()  # refused or never there: not looked for again
+        self._session = secrets.token_bytes(16)
+        self._numbers = dict.fromkeys(link.sites, PING)
+        self._probes: dict[str, Future[Any]] = {}
+        self.behind = set[str]()  # whose reply a call did not wait for
+        self.late: dict[str, bytes] = {}  # such replies, since they have come
+
+    def ask(self, requests: Iterable[tuple[str, bytes]], goal: int = 0) -> dict[str, bytes | OSError]:
+        """Every site its request, all at the same time; with a goal not waiting for more replies than that."""
+        replies: dict[str, bytes | OSError] = {}
+        waiting: dict[Future[Any], str] = {}
+        for site, message in requests:
+            if site in self.away:
+                replies[site] = ConnectionError(self.away[site])
+            else:
+                self._numbers[site] += 1
+                waiting[in_thread(self._send, site, self._numbers[site], message)] = site
+        pings: dict[str, Future[Any]] = {}
+        while waiting:
+            done, _ = wait(waiting, timeout=self.silence / 2, return_when=FIRST_COMPLETED)
+            for future in done:
+                site = waiting.pop(future)
+                replies[site] = self._result(site, future)
+            if goal and sum(isinstance(reply, bytes) for reply in replies.values()) >= goal:
+                return replies | {site: self._left_behind(site, future, goal) for future, site in waiting.items()}
+            if done:
+                continue
+            for future, site in list(waiting.items()):  # a long computation, or nobody there?
+                if site not in pings:
+                    pings[site] = in_thread(self.ping, site)
+                elif pings[site].done() and isinstance(error := self._result(site, pings.pop(site)), OSError):
+                    replies[site] = error
+                    del waiting[future]
+        return replies
+
+    def _result(self, site: str, future: Future[Any]) -> bytes | OSError:
+        try:
+            reply: bytes = future.result()
+            return reply
+        except OSError as error:
+            self.away[site] = f"does not answer ({error})"
+            return error
+
+    def _left_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
+        """A site that still computes is away until it has answered; then it begins the next round with the others."""
+        self.away[site] = f"is late: {goal} replies close the round"
+        self._probes[site] = future
+        self.behind.add(site)
+        return TimeoutError(self.away[site])
+
+    def ping(self, site: str) -> bytes:
+        """A sign of life, or an `OSError`."""
+        return self.link.send(site, ENVELOPE.pack(self._session, PING), self.silence)
+
+    def _send(self, site: str, number: int, message: bytes) -> bytes:
+        request, until = ENVELOPE.pack(self._session, number) + message, time.monotonic() + self.deadline
+        for attempt in range(TRIES):
+            try:
+                return self.link.send(site, request, max(0.1, until - time.monotonic()))
+            except TimeoutError:
+                raise
+            except OSError:
+                if attempt + 1 == TRIES:
+                    raise
+                time.sleep(0.2)
+        raise AssertionError
+
+    def leave_out(self, site: str, why: str) -> None:
+        """A site that takes no part, whatever it answers."""
+        self.away[site] = why
+        self._out.add(site)
+
+    def settle(self) -> None:
+        """Wait for those who are late: at the end of a run everybody gets a model."""
+        wait([self._probes[site] for site in self.away if site in self._probes], timeout=self.deadline)
+        self.look()
+
+    def look(self) -> None:
+        """Take back who answers again; does not wait."""
+        for site in set(self.away) - self._out:
+            probe = self._probes.get(site)
+            if probe is not None and not probe.done():
+                continue
+            is_back, was_behind = probe is not None and probe.exception() is None, site in self.behind
+            self.behind.discard(site)
+            if probe is not None and is_back:
+                del self.away[site], self._probes[site]
+                if was_behind:
+                    self.late[site] = probe.result()
+            else:
+                self._probes[site] = in_thread(self.ping, site)
+
+
+def in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+    """A future of a thread that does not keep the process alive: a lost call may be waited for until its deadline."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work(*args, **options))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+CONDITION = ("version", "now", "free", "certificate_ends")
+PRESENCE_EVERY = 5.0  # seconds
+
+
+class Presence:
+    """When each site was last heard of, and how it is, in a file beside the run, for operators."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sites: dict[str, dict[str, Any]] = {}
+        self._written = 0.0
+
+    def greet(self, greetings: dict[str, Header]) -> None:
+        """What sites say of themselves as a job begins; only what is known is kept of it."""
+        now = time.time()
+        for site, about in greetings.items():
+            condition = about.pop("condition", None)
+            known = condition if isinstance(condition, dict) else {}
+            known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
+            self.sites[site] = known | {"asked": now, "seen": now}
+
+    def note(self, away: dict[str, str]) -> None:
+        """Who answered as a round began, and why others did not; written every few seconds."""
+        now = time.time()
+        for site, why in away.items():
+            about = self.sites.setdefault(site, {})
+            about["away"] = why[:200]
+            if not why:
+                about["seen"] = now
+        if now - self._written > PRESENCE_EVERY:
+            self._written = now
+            write_json(self.path, self.sites)
+
+
+@dataclass(frozen=True)
+class Late:
+    """A reply that has come, to a call of an earlier round; its site has kept the state after it."""
+
+    call: Call
+    reply: Tree
+
+
+@dataclass
+class Buffer:
+    """Of each client at most one."""
+
+    power: float
+    sent: dict[int, Call] = field(default_factory=dict)  # to those who are late
+    come: dict[int, Late] = field(default_factory=dict)
+    used: dict[int, int] = field(default_factory=dict)  # in this round: client -> rounds late
+
+    def state(self, client: int, kept_round: int) -> int:
+        """The round whose state a client goes on from."""
+        return self.come[client].call.round if client in self.come else kept_round
+
+    def replies(self, call: Call, clients: Sequence[int]) -> dict[int, Tree]:
+        """Late replies of some of these clients, as replies to this call."""
+        self.used = {c: call.round - self.come[c].call.round for c in clients if c in self.come}
+        if call.number and (self.come or self.sent):
+            raise ConfigError(f'federation.late = "buffer": {call.function} is a second question in round {call.round}')
+        return {c: rebased(self.come[c], call, self.power) for c in clients if c in self.come}
+
+    def commit(self) -> None:
+        """The round has ended with them."""
+        self.come = {c: late for c, late in self.come.items() if c not in self.used}
+
+
+def rebased(late: Late, call: Call, power: float) -> Tree:
+    """Parts that are new versions of what was sent, as changes of what is sent now; the others as they are."""
+    weight = (1 + call.round - late.call.round) ** -power
+    parts = list(late.reply) if isinstance(late.reply, tuple) else [late.reply]
+    for i, j in changed_parts(late.reply, late.call.args, late.call.placed).items():
+        change = tree_map(torch.sub, parts[i], late.call.args[j])
+        parts[i] = tree_map(lambda now, moved: now + weight * moved, call.args[j], change)
+    return tuple(parts) if isinstance(late.reply, tuple) else parts[0]
+
+
+def check_late_replies(experiment: Experiment) -> None:
+    """Refuse methods of which a late reply cannot be counted."""
+    algorithm = experiment.algorithm
+    name = algorithm.title or type(algorithm).__name__
+    calls = calls_made(experiment)
+    if sum(len(ways) for ways in calls.values()) != 1 or any(True in way for ways in calls.values() for way in ways):
+        raise ConfigError(f'federation.late = "buffer": {name} asks more than one thing, or each client its own')
+    if experiment.model.has_common_statistics:
+        raise ConfigError('federation.late = "buffer": variances may become negative; set model.buffers = "private"')
+    (function,) = calls
+    sends = client_functions(algorithm)[function].sends  # type: ignore[attr-defined]
+    for spec in sends if isinstance(sends, tuple) else (sends,):
+        if spec is not None and spec != COUNT and not spec.is_model:
+            raise ConfigError(f'federation.late = "buffer": {name} sends "{spec.name}", which is no model to average')
+
 
 ROSTER, SITES = "federation.json", "sites.json"
 
@@ -232,7 +453,7 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     write_json(path / ROSTER, roster)
     experiment = assemble(config, without_rows(roster))
     if config.federation.late == "buffer":
-        check(experiment)
+        check_late_replies(experiment)
     torch.set_num_threads(config.federation.threads or 1)
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
@@ -272,7 +493,7 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
         greetings[site] = _header(reply)
         if "error" in greetings[site]:
             lines.leave_out(site, greetings.pop(site)["error"])
-        elif wrong := unusable(greetings[site]):
+        elif wrong := hello_fault(greetings[site]):
             lines.leave_out(site, f"its hello has no usable {wrong}")
             del greetings[site]
     return greetings

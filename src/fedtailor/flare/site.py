@@ -6,13 +6,15 @@ its kind; the text, which may hold values of the data, stays in the record.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,34 +23,163 @@ from fedtailor.algorithms import PROGRAMS
 from fedtailor.core import codec
 from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.data import FederatedData
-from fedtailor.core.trees import Tree, schema, schema_difference
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
 from fedtailor.data.files import expanded
 from fedtailor.data.site import SiteData, load_site
-from fedtailor.deploy.flare import requests
-from fedtailor.deploy.flare.audit import Audit
-from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
-from fedtailor.deploy.flare.condition import condition
-from fedtailor.deploy.flare.epsilon import Account
-from fedtailor.deploy.flare.imprints import imprinted
-from fedtailor.deploy.flare.messages import ENVELOPE, PING, data_schema, digest, other_code, promise
-from fedtailor.deploy.flare.own_messages import check_message
-from fedtailor.deploy.flare.policy import GRADIENTS, Policy
-from fedtailor.deploy.flare.refusal import Refused
-from fedtailor.deploy.flare.site_job import Job
-from fedtailor.deploy.flare.site_state import SiteState
-from fedtailor.deploy.flare.standing import check as check_standing
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
-from fedtailor.errors import ConfigError, RunError
+from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.store import read_json, write_json, write_tree
+from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
+from fedtailor.flare.audit import Audit, lines_of
+from fedtailor.flare.kits import condition
+from fedtailor.flare.policy import (
+    GRADIENTS,
+    Account,
+    Policy,
+    Rate,
+    Spent,
+    check_message,
+    check_splits,
+    imprinted,
+    party,
+    rounded,
+)
+from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
 from fedtailor.serving.described import check_options
 from fedtailor.studies.cross_fitting import all_in_training
+from fedtailor.studies.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:
     from fedtailor.aggregation.member import Party
+
+
+STANDING, RECEIPTS = "standing.json", "receipts"
+State = Literal["active", "paused", "left"]
+WORDS = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
+
+
+def standing(folder: Path) -> dict[str, Any]:
+    """What the operator of a site has said: `state`, and the runs that were `withdrawn`."""
+    path = folder / STANDING
+    return dict(read_json(path)) if path.exists() else {"state": "active", "withdrawn": []}
+
+
+def check_participation(folder: Path, run: str = "") -> None:
+    """Refuse whatever the server asks while the site takes no part."""
+    record = standing(folder)
+    if record["state"] in WORDS:
+        raise Refused(WORDS[record["state"]])
+    if run and run in record["withdrawn"]:
+        raise Refused(f"this site has withdrawn from the run {run}")
+
+
+def set_state(folder: Path, state: State) -> None:
+    """From the next request on."""
+    write_json(folder / STANDING, standing(folder) | {"state": state})
+
+
+def withdraw(folder: Path, run: str) -> Path:
+    """Refuse a run from now on, delete what was kept of it here, and return the receipt."""
+    path = folder / run
+    if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
+        known = ", ".join(kept_runs(folder)) or "none"
+        raise RunError(f'{folder}: no run "{run}"; there are: {known}')
+    record, about = standing(folder), _rounds(folder, run)
+    withdrawn = sorted({*record["withdrawn"], run})
+    write_json(folder / STANDING, record | {"withdrawn": withdrawn})  # before anything is deleted
+    deleted = []
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        deleted.append({"file": str(file.relative_to(folder)), "bytes": file.stat().st_size, "sha256": digest})
+        file.unlink()
+    for inner in sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True):
+        inner.rmdir()
+    path.rmdir()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    receipt = folder / RECEIPTS / f"{run}.json"
+    write_json(receipt, {"run": run, "withdrawn": now, "deleted": deleted} | about)
+    return receipt
+
+
+def kept_runs(folder: Path) -> list[str]:
+    """Runs of which something is kept at a site."""
+    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
+
+
+def _rounds(folder: Path, run: str) -> dict[str, Any]:
+    """Rounds in which a reply left, from the record: what was added into a common model then stays in it."""
+    try:
+        entries = lines_of(folder / "audit.jsonl")
+    except RunError as error:  # no reason not to withdraw
+        return {"rounds": None, "record": str(error)}
+    left = [e for e in entries if e.get("run") == run and "refused" not in e and "left" in e]
+    return {"rounds": sorted({int(e["round"]) for e in left if e.get("round") is not None})}
+
+
+class SiteState:
+    """One run's private states. A state counts from the moment its description is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def rounds(self) -> list[int]:
+        """Rounds after which a state was kept."""
+        return sorted(int(file.stem.removeprefix("state")) for file in self.folder.glob("state*.json"))
+
+    def keep(self, round: int, state: Tree) -> None:
+        """Write the state after a round."""
+        write_json(self._index(round), write_tree(self._index(round).with_suffix(".safetensors"), state))
+
+    def read(self, round: int) -> Tree:
+        """The state after a round."""
+        if not self._index(round).exists():
+            known = ", ".join(map(str, self.rounds())) or "none"
+            raise RunError(f"{self.folder}: no private state of round {round}; there are: {known}")
+        return read_tree(self.folder, read_json(self._index(round)))
+
+    def forget_but(self, rounds: set[int]) -> None:
+        """Remove all states but these."""
+        for round in set(self.rounds()) - rounds:
+            self._index(round).unlink()
+            self._index(round).with_suffix(".safetensors").unlink(missing_ok=True)
+
+    def _index(self, round: int) -> Path:
+        return self.folder / f"state{round:+07d}.json"
+
+
+@dataclass
+class Job:
+    """A run that was started here."""
+
+    experiment: Experiment
+    client: Client
+    states: SiteState  # kept on disk
+    spent: Spent
+    at: int  # the round whose kept state the client goes on from
+    changed: bool = False  # since then
+    round: int | None = None  # the one that was begun
+
+    def go_to(self, round: int) -> None:
+        """The private state as it was kept after a round."""
+        if self.changed or self.at != round:
+            self.client.inside.set_states(self.states.read(round))
+            self.at, self.changed = round, False
+
+    def keep(self, round: int) -> None:
+        """Keep the private state, if a round changed it."""
+        if self.changed:
+            self.states.keep(round, self.client.inside.get_states())
+            self.at, self.changed = round, False
+
+    def refuse_other_round(self, round: int) -> None:
+        if round != self.round:
+            raise Refused(f"round {round} is not the one that was begun ({self.round})")
+
 
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept
@@ -168,8 +299,8 @@ class SiteService:
 
     def _do(self, message: bytes) -> bytes:
         self._rate.count()
-        check_standing(self.site.folder, self._run)
-        header, tree = requests.read(message, self._places)
+        check_participation(self.site.folder, self._run)
+        header, tree = read_request(message, self._places)
         op = header.get("op")
         if op is None:
             return self._train(header, message, tree)
@@ -187,7 +318,7 @@ class SiteService:
             raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
-        check_standing(self.site.folder, header["run"])
+        check_participation(self.site.folder, header["run"])
         self._run = header["run"]
         self._data = rows_for(self.site.data, self.name, header["seed"], header["algorithm"])
         samples = int(self._data.train.sizes[0])
@@ -235,8 +366,6 @@ class SiteService:
         return codec.encode({"kept": states.rounds()}, None)
 
     def _party(self, number: int, folder: Path) -> Party:
-        from fedtailor.deploy.flare.sums import party  # needs a package that other runs do without
-
         return party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
 
     @property
@@ -338,3 +467,38 @@ class SiteService:
         self.audit.line({"run": self._run, "text": str(error)})
         kind = type(error.__cause__ or error).__name__
         return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; the site's record says more"
+
+
+OWN = "fit"  # the folder of the site's fit, beside its states
+
+
+def fits(private: Path) -> dict[str, Path]:
+    """The fits of tables that have ended here, by the name of the run, oldest first."""
+    ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
+    ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
+    return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
+
+
+def own_fit(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
+    """The folder of this site's fit and its record, made when it is first asked for; the latest, or that of a run."""
+    site = read_site(file)
+    known = fits(site.folder)
+    chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]
+    if not known:
+        raise RunError(f"{site.folder}: no fit has ended here yet; fedtailor federation fit --admin FOLDER begins one")
+    if not chosen:
+        raise RunError(f'{site.folder}: no fit "{run}"; {nearest(run, known)}')
+    folder = known[chosen[-1]]
+    if (folder / OWN / FIT).exists():
+        record = read_json(folder / OWN / FIT)
+        if not metric or record["metric"] == metric:
+            return folder / OWN, dict(record)
+    config: RunConfig = parse(read_json(folder / RUN)["config"])
+    states = SiteState(folder / "states")
+    round = max(states.rounds())
+    if round < 1:
+        raise RunError(f"{folder}: the fit has not ended yet")
+    name = read_json(folder / "personal" / "last.json")["site"]
+    data = rows_for(site.data, name, config.seed, config.algorithm.name)
+    state = tree_map(lambda v: v[0], states.read(round)["state"])
+    return folder / OWN, site_fit(config, data, state, folder / OWN, metric)

@@ -14,14 +14,13 @@ from fedtailor import __version__
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, items
-from fedtailor.deploy.flare.messages import ENVELOPE, config_for, data_schema, promise
-from fedtailor.deploy.flare.site import AUDIT, SERVER, SiteService, read_site
-from fedtailor.deploy.flare.site_rpc import SiteRpc
-from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
-from tests.deploy.sites import write_sites
+from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, promise
+from fedtailor.flare.server import SiteRpc
+from fedtailor.flare.site import AUDIT, SERVER, SiteService, SiteState, read_site
+from tests.flare.sites import write_sites
 from tests.helpers import make_data
 from tests.small import config
 

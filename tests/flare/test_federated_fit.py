@@ -14,13 +14,13 @@ import fedtailor as ft
 from fedtailor import algorithms
 from fedtailor.cli.federation_fit import fit_config, policy
 from fedtailor.core.algorithm import reply_names
-from fedtailor.deploy.flare import server as flare
-from fedtailor.deploy.flare.own_fit import own_fit
 from fedtailor.experiments.store import RunFolder
+from fedtailor.flare import server as flare
+from fedtailor.flare.site import own_fit
 from fedtailor.report.fit_page import headline
 from fedtailor.serving.personal import personal
 from fedtailor.studies import linear_candidates
-from tests.deploy.sites import Authority, Sites
+from tests.flare.sites import Authority, Sites
 from tests.helpers import assert_equal
 from tests.studies.test_table_fit import table
 

@@ -22,14 +22,13 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
 from fedtailor.data.site import write_prepared
-from fedtailor.deploy.flare.messages import ENVELOPE, PING
-from fedtailor.deploy.flare.server import ROSTER
-from fedtailor.deploy.flare.site import SERVER, SiteService, read_site
-from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.engines.loop import loop
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json, read_tree
+from fedtailor.flare.protocol import ENVELOPE, PING
+from fedtailor.flare.server import ROSTER
+from fedtailor.flare.site import SERVER, SiteService, SiteState, read_site
 from fedtailor.models import MODELS
 
 POLICY: dict[str, Any] = {

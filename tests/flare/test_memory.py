@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedtailor.deploy.flare.provisioning import how_to_start
-from fedtailor.deploy.flare.timers import SharedTimer
 from fedtailor.experiments.json_text import indented
-from tests.deploy.test_site import Asked
+from fedtailor.flare.nvidia import SharedTimer
+from fedtailor.flare.operate import how_to_start
+from tests.flare.test_site import Asked
 
 numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 values = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner))
@@ -109,7 +109,7 @@ def test_received_streams_start_no_threads() -> None:
     pytest.importorskip("nvflare")
     from nvflare.fuel.f3.streaming.byte_receiver import RxTask
 
-    from fedtailor.deploy.flare import flare_adapter  # noqa: F401
+    from fedtailor.flare import nvidia  # noqa: F401
 
     before = threading.active_count()
     tasks = [RxTask(i, "site", SimpleNamespace()) for i in range(50)]
@@ -127,7 +127,7 @@ def test_old_cycles_are_collected_in_every_round() -> None:
     """In a process of its own: what is set aside stays so."""
     program = """
 import gc, torch
-from fedtailor.deploy.flare.collector import Collector
+from fedtailor.flare.nvidia import Collector
 
 class Cycle:
     alive = 0
@@ -158,7 +158,7 @@ print(*first, *second, *third, gc.get_freeze_count() > 50_000)
 
 
 def test_participants_are_started_with_few_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtailor.deploy.flare.provisioning._keep_jobs_in", lambda kit, store: None)
+    monkeypatch.setattr("fedtailor.flare.operate._keep_jobs_in", lambda kit, store: None)
     (tmp_path / "kit/startup").mkdir(parents=True)
     (tmp_path / "kit/startup/sub_start.sh").touch()
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)

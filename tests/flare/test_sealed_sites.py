@@ -13,11 +13,11 @@ from torch import Tensor
 from fedtailor.aggregation.member import Member, SumTerm
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, items
-from fedtailor.deploy.flare.messages import ENVELOPE
-from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import ConfigError, RunError
-from tests.deploy.sites import on_loop
-from tests.deploy.test_flare import Federated, configured
+from fedtailor.flare.protocol import ENVELOPE
+from fedtailor.flare.site import AUDIT
+from tests.flare.sites import on_loop
+from tests.flare.test_flare import Federated, configured
 from tests.helpers import assert_equal
 
 FIXED_POINT = 1e-6  # 4 clients, 2**-33 each, in parameters of single precision, over three rounds

@@ -14,14 +14,14 @@ from cryptography.hazmat.primitives import serialization
 from fedtailor.aggregation.identity import REVOKED, fingerprint, read_identity, sign, statement_of
 from fedtailor.cli.operators import audit, health, metrics, pause, withdraw
 from fedtailor.cli.operators import status as status_command
-from fedtailor.deploy.flare import certificates, condition, processes, status
-from fedtailor.deploy.flare.provisioning import ABOUT, PROJECT, how_to_start
-from fedtailor.deploy.flare.server import Presence
-from fedtailor.deploy.flare.standing import RECEIPTS, set_state, standing
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import RunFolder, read_json, write_json
-from tests.deploy.sites import Authority
-from tests.deploy.test_site import Asked
+from fedtailor.flare import kits, operate
+from fedtailor.flare.kits import ABOUT, PROJECT
+from fedtailor.flare.server import Presence
+from fedtailor.flare.site import RECEIPTS, set_state, standing
+from tests.flare.sites import Authority
+from tests.flare.test_site import Asked
 from tests.small import config
 
 
@@ -125,26 +125,28 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     presence.greet({"ada": {"condition": about}, "bo": {"condition": "?"}, "cy": {}})
     presence.note({"ada": "", "bo": "does not answer", "cy": ""})
     assert "more" not in read_json(folder / "runs/one/sites.json")["ada"]
-    monkeypatch.setattr(processes, "running", lambda folder: 7)
-    text = "\n".join(status.status_lines(found := status.read(folder), now + 10))
+    monkeypatch.setattr(operate, "running", lambda folder: 7)
+    text = "\n".join(operate.status_lines(found := operate.read_status(folder), now + 10))
     assert "server server: runs as process 7, version" in text
     assert "run one: round 2 of 5" in text
     assert "  ada: seen 10 s ago, version 0.1.0, clock +90 s, 5.0 GB free, certificate until " in text
     assert "  bo: seen 10 s ago, does not answer" in text
-    prometheus = status.prometheus(found, now)
+    prometheus = operate.prometheus(found, now)
     assert 'fedtailor_rounds_total{run="one"} 2\n' in prometheus
     assert 'fedtailor_site_clock_seconds{run="one",site="ada"} 90\n' in prometheus
-    assert status._label('a"b\\c\nd') == 'a\\"b\\\\c\\nd'
+    assert operate._label('a"b\\c\nd') == 'a\\"b\\\\c\\nd'
     with pytest.raises(RunError, match="not the folder of a participant"):
-        status.read(tmp_path)
+        operate.read_status(tmp_path)
 
 
 def test_what_needs_care_is_said() -> None:
     now = time.time()
-    assert condition.problems({"certificate_ends": now + 90 * 86400, "free": 2**40}, now) == []
-    assert condition.problems({"certificate_ends": now - 1}, now) == ["its certificate has ended"]
-    assert condition.problems({"certificate_ends": now + 5 * 86400 + 60}, now) == ["its certificate ends in 5 days"]
-    assert condition.problems({"free": 10 * 2**20}, now) == ["only 10 MB of disk are free"]
+    assert operate.health_problems({"certificate_ends": now + 90 * 86400, "free": 2**40}, now) == []
+    assert operate.health_problems({"certificate_ends": now - 1}, now) == ["its certificate has ended"]
+    assert operate.health_problems({"certificate_ends": now + 5 * 86400 + 60}, now) == [
+        "its certificate ends in 5 days"
+    ]
+    assert operate.health_problems({"free": 10 * 2**20}, now) == ["only 10 MB of disk are free"]
 
 
 def test_a_large_log_is_put_aside_and_no_more_than_three_are_kept(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_a_large_log_is_put_aside_and_no_more_than_three_are_kept(tmp_path: Path
     with log.open("ab", buffering=0) as writer:  # as the participant holds it
         for number in range(6):
             writer.write(b"%d" % number * 100)
-            processes.rotate(log, most=100)
+            operate.rotate(log, most=100)
         writer.write(b"end")
     assert log.read_bytes() == b"end"
     assert {p.name: p.read_bytes()[:1] for p in tmp_path.glob("log.txt.*")} == {
@@ -196,16 +198,16 @@ def test_a_site_is_revoked_by_one_command(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "admin"):
         write_json(place / ABOUT, {"host": "localhost", "port": 1, "sites": ["ada", "bo"]})
     ada = authority.write_kit(tmp_path / "ada" / "kit", "ada")
-    certificates.revoke(tmp_path, "bo")
+    kits.revoke(tmp_path, "bo")
     assert read_json(tmp_path / ABOUT)["sites"] == ["ada"]
     identity = read_identity(ada, ["ada", "bo"])
     assert identity is not None
     assert len(identity.revoked) == 1
-    assert certificates.revoked(tmp_path)["names"] == ["bo"]
+    assert kits.revoked(tmp_path)["names"] == ["bo"]
     with pytest.raises(RunError, match="server cannot be revoked"):
-        certificates.revoke(tmp_path, "server")
+        kits.revoke(tmp_path, "server")
     with pytest.raises(RunError, match='no participant "bo"'):
-        certificates.renew(tmp_path, "bo")
+        kits.renew(tmp_path, "bo")
 
 
 def test_a_lock_says_whose_it_is(tmp_path: Path) -> None:
@@ -244,27 +246,27 @@ def test_watching_looks_again(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> 
 def test_a_path_with_spaces_gets_a_link_or_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = asked.file.parent.rename(asked.file.parent.parent / "my site")
     (folder / "kit/startup/sub_start.sh").write_text("")
-    script = Path(how_to_start("site", folder).command[1])
+    script = Path(operate.how_to_start("site", folder).command[1])
     assert not any(c.isspace() for c in str(script))
     assert script.samefile(folder / "kit/startup/sub_start.sh")
     assert script.parents[2].parent.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match='my site": a server cannot run in a path with spaces'):
-        how_to_start("server", folder)
+        operate.how_to_start("server", folder)
     monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(folder))
     with pytest.raises(ConfigError, match="a temporary folder without spaces"):
-        how_to_start("site", folder)
+        operate.how_to_start("site", folder)
 
 
 def test_a_server_that_does_not_answer_is_a_line_of_its_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("nvflare.collab")
-    from fedtailor.deploy.flare import flare_adapter
+    from fedtailor.flare import nvidia
 
     def gone(*args: object) -> object:
-        raise flare_adapter.Unreachable("the server cannot be reached: no")
+        raise nvidia.Unreachable("the server cannot be reached: no")
 
-    monkeypatch.setattr(flare_adapter, "office", gone)
+    monkeypatch.setattr(nvidia, "office", gone)
     write_json(tmp_path / "federation.json", {"host": "here", "port": 1, "sites": []})
     status_command(admin=tmp_path)
     assert capsys.readouterr().out == "server here:1\nneeds care: the server cannot be reached: no\n"
@@ -306,4 +308,4 @@ def test_a_damaged_kit_is_named(file: str, tmp_path: Path) -> None:
             read_identity(startup, [])
         if file != "client.key":
             with pytest.raises(RunError, match="ask the coordinator for the kit"):
-                condition.certificate_end(tmp_path / "kit")
+                kits.certificate_end(tmp_path / "kit")

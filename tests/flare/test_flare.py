@@ -13,15 +13,14 @@ import torch
 from fedtailor import data as sources
 from fedtailor.algorithms import algorithms
 from fedtailor.core.context import ClientContext
-from fedtailor.deploy.flare import server as flare
-from fedtailor.deploy.flare.messages import ENVELOPE
-from fedtailor.deploy.flare.site import AUDIT
-from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json
-from tests.deploy.sites import Sites, on_loop, tensors, write_sites
+from fedtailor.flare import server as flare
+from fedtailor.flare.protocol import ENVELOPE
+from fedtailor.flare.site import AUDIT, SiteState
+from tests.flare.sites import Sites, on_loop, tensors, write_sites
 from tests.helpers import assert_equal
 from tests.small import CLASSES, COUNTS, DIGITS, NORMED, POLYNOMIAL, config
 

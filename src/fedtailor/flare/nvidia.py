@@ -6,13 +6,21 @@ FLARE 2.9's Collab API. Names that it does not publish are used here only: `_use
 
 from __future__ import annotations
 
+import gc
+import heapq
 import json
 import logging
 import os
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nvflare.collab import CollabCallError, CollabRecipe, collab
@@ -20,15 +28,90 @@ from nvflare.fuel.f3.streaming import byte_receiver
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
-from fedtailor.deploy.flare.collector import Collector
-from fedtailor.deploy.flare.provisioning import SERVER_FOLDER, SITE_FILE
-from fedtailor.deploy.flare.server import coordinate
-from fedtailor.deploy.flare.site import SiteService, read_site
-from fedtailor.deploy.flare.site_rpc import in_thread
-from fedtailor.deploy.flare.timers import with_shared_timers
-from fedtailor.errors import RetryableError, UserError
-from fedtailor.experiments.config import parse
+from fedtailor.errors import RetryableError, RunError, UserError
+from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.runner import Progress
+from fedtailor.flare.kits import ADMIN, KIT, SERVER_FOLDER, SITE_FILE
+from fedtailor.flare.server import coordinate, in_thread
+from fedtailor.flare.site import SiteService, read_site
+
+
+class _Clock:
+    """Calls functions at their times, in a thread that begins with the first of them."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, SharedTimer]] = []
+        self._numbers = count()  # of two at the same time the earlier goes first
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, timer: SharedTimer) -> None:
+        with self._changed:
+            heapq.heappush(self._due, (time.monotonic() + timer.interval, next(self._numbers), timer))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="timers", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due or (left := self._due[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(left if self._due else None)
+                _, _, timer = heapq.heappop(self._due)
+            timer.fire()
+
+
+_CLOCK = _Clock()
+
+
+class SharedTimer:
+    """As `threading.Timer`; its function must be short, for the others wait for it."""
+
+    def __init__(self, interval: float, function: Callable[..., Any], args: Any = None, kwargs: Any = None) -> None:
+        self.interval = interval
+        self.daemon = True
+        self._call: Callable[[], Any] | None = lambda: function(*(args or ()), **(kwargs or {}))
+
+    def start(self) -> None:
+        _CLOCK.add(self)
+
+    def cancel(self) -> None:
+        self._call = None  # and with it what it holds
+
+    def fire(self) -> None:
+        """Once; what goes wrong in it must not end the thread."""
+        call, self._call = self._call, None
+        try:
+            if call is not None:
+                call()
+        except Exception:
+            logging.getLogger(__name__).exception("a timer's function failed")
+
+
+def with_shared_timers() -> SimpleNamespace:
+    """The module `threading`, with such timers."""
+    return SimpleNamespace(**{name: getattr(threading, name) for name in threading.__all__} | {"Timer": SharedTimer})
+
+
+class Collector:
+    """After its first round a process has what it keeps: that is set aside, and the rest collected in every round."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._is_settled = False
+
+    def note(self, round: int | None) -> None:
+        """The round that is at work, if one is."""
+        if round is None or round == self._last:
+            return
+        if self._last is not None:
+            gc.collect()
+            if not self._is_settled:
+                gc.freeze()
+                self._is_settled = True
+        self._last = round
+
 
 API_ERRORS = (
     api_spec.NoConnection,
@@ -119,7 +202,7 @@ class _Recipe(CollabRecipe):
         return []
 
 
-def job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
+def write_job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
     """Write the description of a job: names of classes and the configuration."""
     recipe = _Recipe(job_name=run, server=Coordinator(run, json.dumps(config)), client=Participant(), min_clients=sites)
     recipe._job.set_app_packages(["fedtailor"])
@@ -210,3 +293,84 @@ def _within(seconds: float, work: Callable[..., Any], *args: Any, **options: Any
 
 class Unreachable(ConnectionError):
     """The server does not answer."""
+
+
+POLL = 1.0  # seconds between two looks
+LOOK_AROUND = 5.0  # seconds between two looks for sites that came back
+
+
+@dataclass
+class Launcher:
+    """One run of a federation, by name; it may be started anew at any time and finds what runs already."""
+
+    admin: Path  # the administrator's folder
+    config: RunConfig
+    run: str
+    sites: tuple[str, ...]  # those to wait for at the start
+    say: Callable[[str], None]
+    patience: float = 60.0  # seconds to wait for all of them before going on with those that are there
+    tries: int = 5  # jobs in a row that die young
+    check: Callable[[], bool] = lambda: False  # whether the run is known to be finished
+
+    def to_the_end(self) -> None:
+        """Returns when the run is finished; a reason that will not go away is a `RunError`."""
+        died, reported = 0, ""
+        while True:
+            try:
+                begun = time.monotonic()
+                with office(self.admin / KIT, ADMIN) as session:
+                    reported = ""
+                    job = self._running(session) or self._submit(session)
+                    if self._watch(session, job):
+                        return
+                    why = session.reason(job)
+                if why.startswith(STOPS):
+                    raise RunError(why.removeprefix(STOPS).strip())
+                died = died + 1 if time.monotonic() - begun < 60 else 1
+                if died >= self.tries:
+                    raise RunError(f"{self.run}: {died} jobs in a row ended early; see the logs of server and sites")
+                self.say(f"the job ended early{why and ' (' + why.removeprefix(WAITS).strip() + ')'}; again")
+            except Unreachable as error:
+                if self.check():
+                    return
+                if str(error) != reported:
+                    reported = str(error)
+                    self.say(f"{error}; trying again")
+                time.sleep(POLL)
+
+    def _running(self, session: AdminSession) -> str | None:
+        """A job of this run that is at work already, as after the launcher was killed."""
+        at_work = set(session.running())
+        return next((job["job_id"] for job in session.jobs(self.run) if job["job_id"] in at_work), None)
+
+    def _submit(self, session: AdminSession) -> str:
+        until = time.monotonic() + self.patience
+        while missing := set(self.sites) - set(connected := session.sites()):
+            if connected and time.monotonic() > until:
+                break
+            time.sleep(POLL)
+        if missing:
+            self.say(f"without {', '.join(sorted(missing))}, who did not come within {self.patience:.0f} s")
+        with tempfile.TemporaryDirectory() as folder:
+            least = self.config.federation.min_replies  # with more, a job would wait for a site that just went
+            job = session.submit(write_job(self.run, self.config.plain(), least, Path(folder)))
+        self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
+        return job
+
+    def _watch(self, session: AdminSession, job: str) -> bool:
+        """Whether the job ended well."""
+        looked, outside, is_over = time.monotonic(), set[str](), False
+        while (status := session.status(job)) in RUNNING:
+            if self.check():
+                return True
+            if not is_over and time.monotonic() - looked > LOOK_AROUND and job in session.running():
+                looked, before = time.monotonic(), outside
+                outside = {site for site, jobs in session.sites().items() if job not in jobs}
+                if returned := outside & before:  # seen twice: not one that is about to begin or to end
+                    self.say(
+                        f"{', '.join(sorted(returned))} joined; the run continues with all of them from its checkpoint"
+                    )
+                    session.abort(job)
+                    is_over = True
+            time.sleep(POLL)
+        return status == FINISHED

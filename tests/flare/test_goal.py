@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fedtailor.core import codec
-from fedtailor.deploy.flare.messages import ENVELOPE, PING
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
-from tests.deploy.sites import on_loop
-from tests.deploy.test_flare import Federated, configured
+from fedtailor.flare.protocol import ENVELOPE, PING
+from tests.flare.sites import on_loop
+from tests.flare.test_flare import Federated, configured
 from tests.helpers import assert_equal
 from tests.small import config
 

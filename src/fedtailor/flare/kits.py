@@ -1,27 +1,30 @@
-"""Folders for the participants of a federation: certificates, FLARE's files, and a site's own file to fill in."""
+"""Kits: the folders of a federation's participants, with certificates, FLARE's files and a site's own file to fill in.
+
+Certificates end, are renewed and are revoked here. `cryptography` comes with FLARE, so it is imported where it is used.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedtailor.errors import ConfigError, RunError, UserError
+from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.store import read_json, write_atomically, write_json
+from fedtailor.version import __version__
 
 ADMIN = "admin@fedtailor.local"
 PROJECT = "fedtailor"
 ABOUT = "federation.json"
 KIT, SITE, RUNS, REVOKED = "kit", "site.toml", "runs", "revoked.json"
+CERTIFICATES = ("client.crt", "server.crt")
 SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # told to a participant's own processes
 
-MEMORY = {"MALLOC_ARENA_MAX": "2"}  # FLARE's many threads would each leave gaps in memory of their own
 NOTHING = "none"
 ALLOWED = {  # of what an administrator may ask of a site: to take part in a job and to end it
     "submit_job": "any",
@@ -34,7 +37,7 @@ ALLOWED = {  # of what an administrator may ask of a site: to take part in a job
     "byoc": NOTHING,
     "server-predeployed-flwr": NOTHING,
 }
-OURS = "fedtailor.deploy.flare.flare_adapter."
+OURS = "fedtailor.flare.nvidia."
 CLASSES = {
     "site": ["nvflare.collab.runtime.executor.CollabExecutor", OURS + "Participant"],
     "server": ["nvflare.collab.runtime.controller.CollabController", OURS + "Coordinator"],
@@ -123,7 +126,7 @@ def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
 
 def _refuse_revoked(folder: Path, sites: list[str]) -> None:
     """A name whose certificate was revoked does not come back: the old one still opens a connection."""
-    from fedtailor.deploy.flare.certificates import revoked
+    from fedtailor.flare.kits import revoked
 
     revoked_sites = set(revoked(folder)["names"]) & set(sites)
     if revoked_sites:
@@ -167,63 +170,16 @@ def restrict(kit: Path, role: str) -> None:
         resources["allow_log_streaming"] = False
         resources["components"] = [c for c in resources["components"] if c["id"] != "site_log_streamer"]
         permissions = dict.fromkeys(("project_admin", "lead"), ALLOWED) | {"org_admin": NOTHING, "member": NOTHING}
-        _write(local / "authorization.json", {"format_version": "1.0", "permissions": permissions})
-    _write(local / "resources.json", resources)
+        write_plain_json(local / "authorization.json", {"format_version": "1.0", "permissions": permissions})
+    write_plain_json(local / "resources.json", resources)
     log = json.loads((local / "log_config.json.default").read_text())
     log["loggers"]["nvflare.collab"] = {"level": "WARNING"}
-    _write(local / "log_config.json", log)
+    write_plain_json(local / "log_config.json", log)
 
 
-def _write(path: Path, content: Any) -> None:
+def write_plain_json(path: Path, content: Any) -> None:
+    """JSON without a checksum, as FLARE reads it."""
     write_atomically(path, json.dumps(content, indent=1).encode())
-
-
-def _keep_jobs_in(kit: Path, store: Path) -> None:
-    """FLARE's own choice is the system's temporary folder, which all users share."""
-    file = kit / "local" / "resources.json"
-    resources = json.loads(file.read_text())
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(store / "snapshots")
-    (jobs,) = (c for c in resources["components"] if c["id"] == "job_manager")
-    jobs["args"]["uri_root"] = str(store / "jobs")
-    _write(file, resources)
-
-
-@dataclass(frozen=True)
-class Started:
-    """How a participant is run."""
-
-    command: list[str]
-    environment: dict[str, str]
-
-
-def how_to_start(role: str, folder: Path) -> Started:
-    """The command of the server or of a site, with its own paths in the environment."""
-    from fedtailor.deploy.flare.site import read_site
-
-    script = (folder / KIT / "startup" / "sub_start.sh").resolve()
-    if not script.exists():
-        raise ConfigError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
-    if any(c.isspace() for c in str(script)):  # FLARE cuts the commands of its jobs at spaces
-        if role == "server":  # which undoes links
-            raise ConfigError(f'"{folder.resolve()}": a server cannot run in a path with spaces; move the folder')
-        script = _without_spaces(folder) / KIT / "startup" / script.name
-    if role == "site":
-        read_site(folder / SITE)  # what is wrong in it is said now
-        paths = {SITE_FILE: str((folder / SITE).resolve())}
-    else:
-        _keep_jobs_in(folder / KIT, (folder / "store").resolve())
-        paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
-    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": search_path})
-
-
-def _without_spaces(folder: Path) -> Path:
-    """A link to a folder."""
-    link = Path(tempfile.mkdtemp(prefix="fedtailor-")) / "participant"
-    if any(c.isspace() for c in str(link)):
-        raise ConfigError(f'"{link.parent}": FLARE needs a temporary folder without spaces; set TMPDIR to one')
-    link.symlink_to(folder.resolve(), target_is_directory=True)
-    return link
 
 
 def needs_flare() -> None:
@@ -232,3 +188,115 @@ def needs_flare() -> None:
         import nvflare.collab  # noqa: F401
     except ImportError:
         raise UserError("a federation of sites needs NVIDIA FLARE: pip install 'fedtailor[flare]'") from None
+
+
+def ends(folder: Path) -> dict[str, float]:
+    """When the certificate of each participant ends, of those whose folder is here."""
+    about = _about(folder)
+    times = {name: certificate_end(folder / name / KIT) for name in ("server", *about["sites"], "admin")}
+    return {name: end for name, end in times.items() if end is not None}
+
+
+def renew(folder: Path, name: str) -> Path:
+    """A new key and certificate of a participant, by the same authority; returns the folder to hand over."""
+    about = _about(folder)
+    subject = _subject(about, name)
+    if name in revoked(folder)["names"]:
+        raise RunError(f'{folder}: the certificate of "{name}" was revoked; take another name for it')
+    known = _state(folder)
+    known.pop(subject, None)
+    write_atomically(_state_file(folder), json.dumps(known).encode())
+    newest = write_kits(folder, about["host"], about["port"], about["sites"])
+    kit = folder / name / KIT
+    shutil.rmtree(kit / "startup", ignore_errors=True)
+    if kit.exists():
+        shutil.copytree(newest / subject / "startup", kit / "startup")
+    else:  # it was handed over
+        shutil.copytree(newest / subject, kit)
+        if name != "admin":
+            restrict(kit, "server" if name == "server" else "site")
+    kit.parent.chmod(0o700)
+    return kit
+
+
+def revoke(folder: Path, name: str) -> Path:
+    """A site that takes part no more: neither the server nor a partner in a secure sum believes its certificate."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+
+    from fedtailor.aggregation.identity import fingerprint, sign, statement_of
+
+    about = _about(folder)
+    subject = _subject(about, name)
+    if name in ("server", "admin"):
+        raise RunError(f"{folder}: {name} cannot be revoked; make a new federation")
+    old = revoked(folder)
+    state = _state(folder)
+    certificate = x509.load_pem_x509_certificate(state[subject]["cert"].encode())
+    content = {
+        "names": sorted({*old["names"], name}),
+        "certificates": sorted({*old["certificates"], fingerprint(certificate)}),
+        "issued": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    key = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
+    signature = sign(key, statement_of(content))
+    left = [site for site in about["sites"] if site != name]
+    for path in (folder / "authority", folder / "server", *(folder / site / KIT for site in left)):
+        if path.is_dir():
+            write_atomically(path / REVOKED, json.dumps(content | {"signature": signature.hex()}, indent=1).encode())
+    for where in (folder / ABOUT, folder / "admin" / ABOUT):
+        write_json(where, dict(about) | {"sites": left})
+    return folder / "authority" / REVOKED
+
+
+def revoked(folder: Path) -> dict[str, list[str]]:
+    """Names and certificates that do not count any more."""
+    from fedtailor.aggregation.identity import read_revocations
+
+    authority = _state(folder)["root_cert"].encode() if _state_file(folder).exists() else b""
+    return read_revocations(folder / "authority" / REVOKED, authority)
+
+
+def _state_file(folder: Path) -> Path:
+    """Where FLARE keeps the authority's key and all certificates."""
+    return folder / "authority" / PROJECT / "state" / "cert.json"
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    from cryptography import x509
+
+    path = _state_file(folder)
+    try:
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        x509.load_pem_x509_certificate(known["root_cert"].encode())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, x509.InvalidVersion):
+        raise RunError(f"{path}: damaged; restore the authority's folder from a copy") from None
+    return known
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    if not (folder / ABOUT).exists() or not (folder / "authority").is_dir():
+        raise RunError(f"{folder}: not the coordinator's folder, which has the authority")
+    return dict(read_json(folder / ABOUT))
+
+
+def _subject(about: dict[str, Any], name: str) -> str:
+    if name not in ("server", "admin", *about["sites"]):
+        raise RunError(f'no participant "{name}"; {nearest(name, ["server", "admin", *about["sites"]])}')
+    return {"server": str(about["host"]), "admin": ADMIN}.get(name, name)
+
+
+def condition(folder: Path, kit: Path) -> dict[str, Any]:
+    """What a site tells of itself when a run begins, and `federation health` of any participant."""
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    return {"version": __version__, "now": time.time(), "free": free, "certificate_ends": certificate_end(kit)}
+
+
+def certificate_end(kit: Path) -> float | None:
+    """When the certificate in a kit ends, as seconds since 1970; None without one."""
+    for name in CERTIFICATES:
+        if (file := kit / "startup" / name).is_file():
+            from fedtailor.aggregation.identity import read_certificate
+
+            return read_certificate(file)[0].not_valid_after_utc.timestamp()
+    return None

@@ -11,9 +11,9 @@ from typing import Any
 
 from fedtailor.core import codec
 from fedtailor.core.trees import items
-from fedtailor.deploy.flare.epsilon import spent_text
 from fedtailor.errors import RunError
 from fedtailor.experiments.rounds_file import line_of, lines_in
+from fedtailor.flare.policy import spent_text
 
 SIZE = "audit.size"  # beside the record: its length, so that lines that are gone are missed
 CONTROLS = ("hello", "start", "restore", "begin", "keep", "finish", "evaluate")

@@ -12,15 +12,14 @@ from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
 from fedtailor.data.configs import SitesConfig
 from fedtailor.data.site import write_prepared
-from fedtailor.deploy.flare.budget import EXACT
-from fedtailor.deploy.flare.launcher import Launcher
-from fedtailor.deploy.flare.policy import GRADIENTS
-from fedtailor.deploy.flare.processes import ProcessSupervisor
-from fedtailor.deploy.flare.provisioning import ABOUT, RUNS, SITE, provision
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_atomically
+from fedtailor.flare.kits import ABOUT, RUNS, SITE, provision
+from fedtailor.flare.nvidia import Launcher
+from fedtailor.flare.operate import ProcessSupervisor
+from fedtailor.flare.policy import EXACT, GRADIENTS
 
 HOST = "localhost"
 
