@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from fedtailor.aggregation.accountant import privacy_cost
-from fedtailor.deploy.flare.audit import audit_lines
-from fedtailor.deploy.flare.epsilon import ACCOUNT, SitePrivacy
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
-from tests.deploy.test_flare import Federated, configured
-from tests.deploy.test_site import Asked
+from fedtailor.flare.audit import audit_lines
+from fedtailor.flare.policy import ACCOUNT, Policy, SitePrivacy
+from fedtailor.flare.site import AUDIT
+from tests.flare.test_flare import Federated, configured
+from tests.flare.test_site import Asked
 from tests.trust.test_sites import begun, refusals
 
 pytest.importorskip("dp_accounting")

@@ -25,11 +25,10 @@ from fedtailor.aggregation.member import (
     rows_of,
     split_messages,
 )
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.refusal import Refused
-from fedtailor.deploy.flare.sums import party
+from fedtailor.flare.policy import Policy, party
+from fedtailor.flare.protocol import Refused
 from tests.aggregation.declared import Vectors
-from tests.deploy.sites import Authority
+from tests.flare.sites import Authority
 
 NAMES = ("ada", "bo", "cy", "di")
 TERM = SumTerm(0, ("w",)).header
