@@ -27,8 +27,8 @@ from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
 from fedtailor.data.pickled_arrays import read_dict
-from fedtailor.data.school import _read as read_mat
-from fedtailor.data.tables import read_table
+from fedtailor.data.sources.school import _read as read_mat
+from fedtailor.data.tabular.read import read_table
 from fedtailor.deploy.flare.messages import ENVELOPE
 from fedtailor.deploy.flare.site import AUDIT, SERVER, read_site
 from fedtailor.errors import UserError

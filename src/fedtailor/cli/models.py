@@ -126,7 +126,7 @@ def predict(
     Rows are prepared as in training. The output file has all columns of FILE, the prediction and, in
     classification, class probabilities.
     """
-    from fedtailor.data.tables import client_name
+    from fedtailor.data.tabular.read import client_name
     from fedtailor.serving.by_site import predicted_by_site, site_column
     from fedtailor.serving.personal import check_ending, personal, predicted, write_frame
 

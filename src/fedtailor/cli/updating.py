@@ -35,7 +35,7 @@ def update(
     After an interruption, run the same command again.
     """
     from fedtailor.cli.fit_listing import print_fit
-    from fedtailor.data.tables import read_rows
+    from fedtailor.data.tabular.read import read_rows
     from fedtailor.experiments.latest import latest, root_of
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT

@@ -23,7 +23,7 @@ from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Tree, schema, schema_difference
 from fedtailor.data.files import expanded
-from fedtailor.data.site import SiteData, load_site
+from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.deploy.flare import requests
 from fedtailor.deploy.flare.audit import Audit
 from fedtailor.deploy.flare.budget import Rate, Spent, check_splits, rounded
