@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fedtailor.core.data import count
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import undrawn
-from fedtailor.core.trees import Params, moved
+from fedtailor.core.trees import Params, to_device
 from fedtailor.engines.machine import can_fork, cores
 from fedtailor.engines.measuring import round_seconds
 
@@ -67,7 +67,7 @@ def _is_dense(experiment: Experiment) -> bool:
 
 def _stacks(experiment: Experiment) -> bool:
     """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
-    model, x = experiment.model, moved(experiment.data.train.first(2), experiment.device)
+    model, x = experiment.model, to_device(experiment.data.train.first(2), experiment.device)
 
     def output(tensors: Params) -> Tensor:
         return model(tensors, x, training=True)
@@ -89,7 +89,7 @@ def operations(experiment: Experiment, cohort: int = 0) -> float:
 
 def _per_sample(experiment: Experiment) -> float:
     """Operations of a step for each of its samples."""
-    model, x = experiment.model, moved(experiment.data.train.first(1), experiment.device)
+    model, x = experiment.model, to_device(experiment.data.train.first(1), experiment.device)
     with _Counter() as counter, torch.no_grad():
         model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)
     return 3 * counter.operations / max(count(x), 1)  # a backward pass costs as much as two forward passes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedtailor.core.data import take
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.trees import Params, moved
+from fedtailor.core.trees import Params, to_device
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
@@ -54,7 +54,7 @@ def _takes_a_step(experiment: Experiment, chunk: int) -> bool:
     model, rows = experiment.model, experiment.data.train
     size = experiment.solver.batch_size or int(rows.sizes.max())
     at = torch.arange(size, device=rows.home) % len(rows.y)
-    x, y = moved((take(rows.x, at), take(rows.y, at)), model.device)
+    x, y = to_device((take(rows.x, at), take(rows.y, at)), model.device)
 
     def loss(tensors: Params) -> Tensor:
         return experiment.loss(model(tensors, x, training=True), y).mean()

@@ -16,7 +16,7 @@ from fedtailor import models
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.data import FederatedData, Shape, count
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.model import Model, mixed
+from fedtailor.core.model import Model, mix_architectures
 from fedtailor.core.random import torch_stream
 from fedtailor.core.task import Task
 from fedtailor.core.trees import Tree, schema
@@ -78,7 +78,7 @@ def model_for(config: RunConfig, federated: FederatedData, newcomers: Sequence[s
         model = model_of(own, federated.shape, outputs)
         _reads(model, own, federated, outputs)
         each[str(i)] = model
-    return mixed(each, of) if len(each) > 1 else each["0"]
+    return mix_architectures(each, of) if len(each) > 1 else each["0"]
 
 
 def _distinct(section: ModelSection, clients: Iterable[str]) -> list[ModelSection]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedtailor.core.model import called
+from fedtailor.core.model import call_module
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.kernels import layout, linear_update, output_buffers, winograd
 
@@ -35,7 +35,7 @@ def trained(training: Training, t: Tree) -> tuple[Params, Params]:
     ):
         for batch in training.draw(False):
             x, y = training.samples(batch)
-            total = training.loss(called(module, layout.channels_last(x) if is_last else x), y).mean()
+            total = training.loss(call_module(module, layout.channels_last(x) if is_last else x), y).mean()
             kept.clear()  # of a gradient that was taken inside the forward pass
             gradients = torch.autograd.grad(total, moving, allow_unused=True)
             computed = {k: g for k, g in zip(params, gradients, strict=True) if g is not None}
