@@ -13,7 +13,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from fedtailor.data.site import write_prepared
 
 from fedtailor.aggregation.identity import AUTHORITY, CERTIFICATE, KEY
 from fedtailor.algorithms import algorithms
@@ -22,6 +21,7 @@ from fedtailor.core.algorithm import reply_names
 from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
+from fedtailor.data.sources.site_data import write_prepared
 from fedtailor.engines.loop import loop
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig
