@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedtailor.data.files import read_npz
-from fedtailor.data.spreadsheets import as_text
-from fedtailor.data.tables import SUFFIXES, client_name, read_rows
+from fedtailor.data.tabular.columns import as_text
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json, write_atomically
 from fedtailor.tables.intervals import around

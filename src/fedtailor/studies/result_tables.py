@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedtailor.data.spreadsheets import as_text
+from fedtailor.data.tabular.columns import as_text
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.store import CHANGED, read_json, write_atomically, write_json
 from fedtailor.studies.compare import TABLE, Row

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Params, Tree
-from fedtailor.data.preparation import NumberColumn, Preparation
+from fedtailor.data.tabular.preparation import NumberColumn, Preparation
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.numerics.mixed_model import own_covariance

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
 from fedtailor.core.task import Metric
-from fedtailor.data.preparation import NumberColumn
+from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.errors import UserError
 from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import find

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fedtailor.core.data import FederatedData
-from fedtailor.data.earlier_rows import row_keys
 from fedtailor.data.fingerprint import digest
+from fedtailor.data.tabular.earlier_rows import row_keys
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.source_code import code_of, difference

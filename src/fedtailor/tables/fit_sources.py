@@ -13,10 +13,8 @@ from fedtailor import data
 from fedtailor.core.data import FederatedData
 from fedtailor.data import SOURCES
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.folder import files_of
-from fedtailor.data.frames import as_frame
-from fedtailor.data.tables import read_rows
-from fedtailor.data.tidying import renamed_columns
+from fedtailor.data.tabular.align import renamed_columns
+from fedtailor.data.tabular.read import as_frame, files_of, read_rows
 from fedtailor.errors import ConfigError, DataError
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import parse, with_settings, with_values
