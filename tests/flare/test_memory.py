@@ -158,7 +158,6 @@ print(*first, *second, *third, gc.get_freeze_count() > 50_000)
 
 
 def test_participants_are_started_with_few_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtailor.flare.operate._keep_jobs_in", lambda kit, store: None)
     (tmp_path / "kit/startup").mkdir(parents=True)
     (tmp_path / "kit/startup/sub_start.sh").touch()
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
