@@ -20,7 +20,7 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML configurati
 
 def _latest(path: Path) -> Path:
     """Of a fit that was updated the models that serve now."""
-    from fedtailor.experiments.latest import latest
+    from fedtailor.experiments.store import latest
 
     return latest(path)
 

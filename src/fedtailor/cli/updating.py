@@ -36,9 +36,8 @@ def update(
     """
     from fedtailor.cli.fit_listing import print_fit
     from fedtailor.data.tables import read_rows
-    from fedtailor.experiments.latest import latest, root_of
     from fedtailor.experiments.progress import grid_shown
-    from fedtailor.experiments.store import FIT
+    from fedtailor.experiments.store import FIT, latest, root_of
     from fedtailor.report.write import FILE, write
     from fedtailor.serving.by_site import site_column
     from fedtailor.studies.update import sites_in

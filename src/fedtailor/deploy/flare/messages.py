@@ -15,7 +15,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import items, schema
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.trust import names
+from fedtailor.experiments.user_source import names
 from fedtailor.version import __version__
 
 ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request in it
