@@ -35,7 +35,7 @@ from fedtailor.deploy.flare.launcher import Launcher
 from fedtailor.deploy.flare.messages import ENVELOPE
 from fedtailor.deploy.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.deploy.flare.site_state import SiteState
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble, build_experiment
@@ -87,7 +87,7 @@ def replayed(
     data = build_experiment(config).data
     setting = assemble(config, data.only(range(sites)))
     torch.set_num_threads(config.federation.threads or 1)  # as a run, and a site, has it
-    engine = loop(setting)
+    engine = InProcess(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
     server = setting.algorithm.server_init(setting.model)

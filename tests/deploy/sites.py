@@ -26,7 +26,7 @@ from fedtailor.deploy.flare.messages import ENVELOPE, PING
 from fedtailor.deploy.flare.server import ROSTER
 from fedtailor.deploy.flare.site import SERVER, SiteService, read_site
 from fedtailor.deploy.flare.site_state import SiteState
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json, read_tree
@@ -139,7 +139,7 @@ def tensors(run: Path, sites: Path) -> dict[str, Any]:
 def on_loop(config: RunConfig, missed: dict[int, set[str]] | None = None) -> dict[str, Any]:
     """The same on the loop engine, in which some clients miss some rounds."""
     setting = build_experiment(config)
-    engine = loop(setting)
+    engine = InProcess(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
     server = setting.algorithm.server_init(setting.model)

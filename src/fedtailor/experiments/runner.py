@@ -145,7 +145,7 @@ def start(
         return run, about(experiment, config, name, data_root, ranks.count) | placement
 
     with ExitStack() as stack:
-        stack.enter_context(machine.prepared(config.federation.threads or 1))
+        stack.enter_context(machine.training_settings(config.federation.threads or 1))
         run, run_about = ranks.agreed(prepared_run)
         prepared = run.engine.experiment.data.preparation
         ranks.agreed(lambda: RunFolder.create(path, config, run_about, prepared) if ranks.rank == 0 else None)
@@ -182,7 +182,7 @@ def resume(
             return None
         _refuse_other_streams(folder)
         tracking.check(config.tracking)
-        stack.enter_context(machine.prepared(run_about["threads"]))
+        stack.enter_context(machine.training_settings(run_about["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
         experiment, _ = _placed(experiment, config, options.get("device"), ranks)
         run = _begun(run_about["engine"], experiment, config, path, ranks, cores)
