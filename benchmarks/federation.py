@@ -27,20 +27,17 @@ import torch
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
-from fedtailor.deploy.flare import flare_adapter as nvidia
-from fedtailor.deploy.flare import local_trial as local
-from fedtailor.deploy.flare import processes
-from fedtailor.deploy.flare import provisioning as kits
-from fedtailor.deploy.flare.launcher import Launcher
-from fedtailor.deploy.flare.messages import ENVELOPE
-from fedtailor.deploy.flare.site import AUDIT, SERVER, SiteService, read_site
-from fedtailor.deploy.flare.site_state import SiteState
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble, build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_settings
 from fedtailor.experiments.store import METRICS, RESULTS, RunFolder, read_json, read_tree
+from fedtailor.flare import kits, nvidia, operate
+from fedtailor.flare import local_trial as local
+from fedtailor.flare.nvidia import Launcher
+from fedtailor.flare.protocol import ENVELOPE
+from fedtailor.flare.site import AUDIT, SERVER, SiteService, SiteState, read_site
 
 ROOT = Path(__file__).parents[1]
 TASK: dict[str, Any] = {
@@ -134,7 +131,7 @@ class Bench:
         self.verbose = verbose
         self.source = "heart-disease"
         self.folder = out / f"federation-{self.source}"
-        self.keeper: processes.ProcessSupervisor | None = None
+        self.keeper: operate.ProcessSupervisor | None = None
 
     def say(self, text: str) -> None:
         if self.verbose:
@@ -150,7 +147,7 @@ class Bench:
             shutil.rmtree(path, ignore_errors=True)
         names = local.prepare(self.folder, sites, config, None)
         if self.keeper is None:
-            self.keeper = processes.ProcessSupervisor(local.participants(self.folder, names))
+            self.keeper = operate.ProcessSupervisor(local.participants(self.folder, names))
         for site in names:
             if site not in self.keeper.participants:
                 self.keeper.add(site, "site", self.folder / site)
@@ -285,7 +282,7 @@ def faulty(hurt: Callable[[Path, subprocess.Popen[bytes]], str], rounds: int = 1
             finally:
                 process.kill()
                 for participant in out.iterdir():
-                    processes.stop(participant)
+                    operate.stop(participant)
         lines = RunFolder(path).metrics()
         missed = sorted({line["round"] for line in lines if line.get("faults")})
         gap = difference(out, "hurt", config)
@@ -307,18 +304,18 @@ def job_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """SIGKILL of a site's job process."""
     import psutil
 
-    pid = processes.running(_site(out))
+    pid = operate.running(_site(out))
     assert pid is not None
-    found = [p for p in processes.tree(pid) if "worker_process" in " ".join(psutil.Process(p).cmdline())]
+    found = [p for p in operate.tree(pid) if "worker_process" in " ".join(psutil.Process(p).cmdline())]
     os.kill(found[0], signal.SIGKILL)
     return "site's job killed"
 
 
 def site_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """SIGKILL of all processes of a site."""
-    pid = processes.running(_site(out))
+    pid = operate.running(_site(out))
     assert pid is not None
-    for each in processes.tree(pid):
+    for each in operate.tree(pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
     return "whole site killed"
@@ -326,9 +323,9 @@ def site_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
 
 def server_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """SIGKILL of the server and its job."""
-    pid = processes.running(out / "server")
+    pid = operate.running(out / "server")
     assert pid is not None
-    for each in processes.tree(pid):
+    for each in operate.tree(pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
     return "server killed"
@@ -344,9 +341,9 @@ def launcher_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
 
 def site_paused(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """A site that stands still for 20 s."""
-    pid = processes.running(_site(out))
+    pid = operate.running(_site(out))
     assert pid is not None
-    family = processes.tree(pid)
+    family = operate.tree(pid)
     for each in family:
         os.kill(each, signal.SIGSTOP)
     time.sleep(20)
@@ -404,11 +401,11 @@ def older_version(bench: Bench) -> str:
     config = configured("fedavg", "rounds=2")
     names = local.prepare(bench.folder, 3, config, None)
     folder = bench.folder / names[0]
-    processes.stop(folder)
+    operate.stop(folder)
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{old}{os.pathsep}{before}"
     try:
-        processes.start("site", folder)
+        operate.start("site", folder)
     finally:
         os.environ["PYTHONPATH"] = before
     run = bench.run(config, "older-version")
@@ -430,14 +427,14 @@ def foreign_certificate(bench: Bench) -> str:
     kits.provision(rogue, about["host"], about["port"], ["rogue"])
     shutil.copy(bench.folder / about["sites"][0] / kits.SITE, rogue / "rogue" / kits.SITE)
     shutil.copy(bench.folder / about["sites"][0] / "rows.safetensors", rogue / "rogue" / "rows.safetensors")
-    processes.start("site", rogue / "rogue")
+    operate.start("site", rogue / "rogue")
     try:
         time.sleep(15)
         with nvidia.office(bench.folder / "admin" / kits.KIT, kits.ADMIN) as office:
             there = office.sites()
     finally:
-        processes.stop(rogue / "rogue")
-    log = (rogue / "rogue" / processes.LOG).read_text()
+        operate.stop(rogue / "rogue")
+    log = (rogue / "rogue" / operate.LOG).read_text()
     assert "rogue" not in there, there
     reason = next(
         (line for line in log.splitlines() if "CERTIFICATE_VERIFY" in line or "handshake" in line.lower()), ""
@@ -459,7 +456,7 @@ def strange_requests(bench: Bench) -> str:
         request = ENVELOPE.pack(b"0" * 16, number) + codec.encode(header, tree)
         return str(codec.decode_header(service.answer(caller, request)).get("refused"))
 
-    from fedtailor.deploy.flare.messages import config_for, data_schema, promise
+    from fedtailor.flare.protocol import config_for, data_schema, promise
 
     plain = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
     hello = {"op": "hello", "version": runner.version("fedtailor"), "run": "strange", "algorithm": "fedrep"}

@@ -34,14 +34,14 @@ from typing import Any
 from benchmarks.federation import difference
 from benchmarks.router import HOST, Router, namespace
 from fedtailor.data.configs import SitesConfig
-from fedtailor.deploy.flare import local_trial
-from fedtailor.deploy.flare.processes import tree
-from fedtailor.deploy.flare.provisioning import RUNS, SITE
-from fedtailor.deploy.flare.server import coordinate
-from fedtailor.deploy.flare.site import SERVER, SiteService, read_site
 from fedtailor.experiments.config import RunConfig, parse, with_settings
 from fedtailor.experiments.runner import Progress
 from fedtailor.experiments.store import METRICS, RESULTS, write_atomically
+from fedtailor.flare import local_trial
+from fedtailor.flare.kits import RUNS, SITE
+from fedtailor.flare.operate import tree
+from fedtailor.flare.server import coordinate
+from fedtailor.flare.site import SERVER, SiteService, read_site
 from fedtailor.version import __version__
 
 TASK: dict[str, Any] = {

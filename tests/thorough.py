@@ -22,7 +22,7 @@ PRODUCTS = {  # by test, the name of the parameter that is the algorithm
     "tests/contract/test_engines.py::test_saved_states_continue_as_the_straight_run": "algorithm",
     "tests/contract/test_pool.py::test_every_algorithm": "algorithm",
     "tests/contract/test_pool.py::test_every_algorithm_stacked_in_the_workers": "algorithm",
-    "tests/deploy/test_flare.py::test_sites_and_loop_agree": "algorithm",
+    "tests/flare/test_flare.py::test_sites_and_loop_agree": "algorithm",
     "tests/devices/test_algorithms.py::test_the_cpu_s_numbers": "algorithm",
     "tests/devices/test_algorithms.py::test_begun_on_one_and_resumed_on_the_other": "algorithm",
     "tests/docs/test_algorithms.py::test_page": "page",

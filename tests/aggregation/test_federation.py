@@ -16,8 +16,8 @@ from fedtailor.aggregation.member import (
     Member,
     Party,
     SumTerm,
-    joined,
-    packed,
+    join_messages,
+    pack,
 )
 from fedtailor.aggregation.secure import Secure
 from fedtailor.core import codec
@@ -297,7 +297,7 @@ def test_a_client_refuses_steps_out_of_order_and_low_thresholds() -> None:
     assert ask("mask", dealers=[]) == "sum 1 is not at this step"
     assert ask("keys", term=term) == "None"
     assert ask("keys", term=term) == "sum 1 was begun before"
-    cards = packed(joined([bytes([c]) * 64]) for c in range(4))
+    cards = pack(join_messages([bytes([c]) * 64]) for c in range(4))
     given = {"clients": [0, 1, 2, 3], "threshold": 2, "fraction_bits": 32, "tree": cards}
     assert "2 of 4 clients: at least 3" in ask("deal", **given)
     assert ask("deal", **given) == "sum 1 is not at this step"

@@ -20,7 +20,7 @@ from dp_accounting.rdp import RdpAccountant
 from torch import nn
 
 from fedtailor import algorithms
-from fedtailor.aggregation.accountant import spent
+from fedtailor.aggregation.accountant import privacy_cost
 from fedtailor.aggregation.clip import Clip
 from fedtailor.aggregation.dry_run import rehearse
 from fedtailor.aggregation.noise import GaussianNoise, add_noise, changed_parts
@@ -188,7 +188,7 @@ def exact_epsilon(multiplier: float, delta: float) -> float:
 
 
 def test_epsilon_is_above_the_exact_one_and_not_by_much() -> None:
-    found = spent({1: 20, 2: 5}, clients=8, cohort=8, noise=12.0, delta=1e-5)  # 30 sums, nobody is drawn
+    found = privacy_cost({1: 20, 2: 5}, clients=8, cohort=8, noise=12.0, delta=1e-5)  # 30 sums, nobody is drawn
     replaced = exact_epsilon(12.0 / 2 / math.sqrt(30), 1e-5)  # the sum moves by twice the clip
     removed = exact_epsilon(12.0 / math.sqrt(30), 1e-5)
     assert replaced < found.epsilon < 1.15 * replaced
@@ -196,7 +196,7 @@ def test_epsilon_is_above_the_exact_one_and_not_by_much() -> None:
 
 
 def test_epsilon_is_the_accountants_own_figure() -> None:
-    found = spent({1: 30, 3: 10}, clients=100, cohort=5, noise=4.0, delta=1e-6)
+    found = privacy_cost({1: 30, 3: 10}, clients=100, cohort=5, noise=4.0, delta=1e-6)
     fixed = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     poisson = RdpAccountant()
     for sums, rounds in ((1, 30), (3, 10)):
@@ -208,9 +208,9 @@ def test_epsilon_is_the_accountants_own_figure() -> None:
 
 
 def test_drawing_clients_never_costs_more_than_asking_all() -> None:
-    drawn, everybody = (spent({1: 20}, clients=4, cohort=c, noise=1.0, delta=1e-5).epsilon for c in (3, 4))
+    drawn, everybody = (privacy_cost({1: 20}, clients=4, cohort=c, noise=1.0, delta=1e-5).epsilon for c in (3, 4))
     assert drawn <= everybody
-    assert spent({}, clients=4, cohort=4, noise=1.0, delta=1e-5).epsilon == 0
+    assert privacy_cost({}, clients=4, cohort=4, noise=1.0, delta=1e-5).epsilon == 0
 
 
 def test_a_run_tells_what_it_has_spent(tmp_path: Path) -> None:

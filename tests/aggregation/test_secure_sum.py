@@ -49,7 +49,7 @@ def protocol(
     }
     vectors = {c: vector for c, (_, vector) in third.items()}
     revealed = {c: secure_sum.reveal(masked, vectors) for c, (masked, _) in third.items() if c not in before_revealing}
-    return vectors, secure_sum.opened(adverts, second, vectors, revealed, threshold, CONTEXT)
+    return vectors, secure_sum.open_sum(adverts, second, vectors, revealed, threshold, CONTEXT)
 
 
 @given(st.data())
@@ -118,19 +118,21 @@ def test_of_each_client_one_secret_is_revealed_never_both() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=4, max_size=4), st.integers(8, 40))
 def test_fixed_point_sums_have_the_stated_precision(numbers: list[float], bits: int) -> None:
-    total = secure_sum.added(secure_sum.encoded(np.array([v]), bits, 4) for v in numbers)
-    assert abs(secure_sum.decoded(total, bits)[0] - sum(numbers)) <= 4 * 2.0 ** -(bits + 1) + 1e-9
+    total = secure_sum.add_modulo(secure_sum.encode_fixed_point(np.array([v]), bits, 4) for v in numbers)
+    assert abs(secure_sum.decode_fixed_point(total, bits)[0] - sum(numbers)) <= 4 * 2.0 ** -(bits + 1) + 1e-9
 
 
 def test_a_number_out_of_range_is_named() -> None:
     assert secure_sum.largest(32, 4) == 2**29
-    assert secure_sum.decoded(secure_sum.encoded(np.array([-(2.0**29) + 1, 0.25]), 32, 4), 32).tolist() == [
+    assert secure_sum.decode_fixed_point(
+        secure_sum.encode_fixed_point(np.array([-(2.0**29) + 1, 0.25]), 32, 4), 32
+    ).tolist() == [
         -(2.0**29) + 1,
         0.25,
     ]
     for wrong in (2.0**29, -(2.0**29), np.inf, np.nan):
         with pytest.raises(ValueError, match=r"is not within ±5\.36871e"):
-            secure_sum.encoded(np.array([1.0, wrong, 2.0]), 32, 4)
+            secure_sum.encode_fixed_point(np.array([1.0, wrong, 2.0]), 32, 4)
 
 
 @given(st.binary(min_size=1, max_size=65), st.data())

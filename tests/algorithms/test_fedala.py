@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms.fedala import FedALA, drawn, last_layers
-from fedtailor.algorithms.fedavg import FedAvg
+from fedtailor.algorithms.fedala import FedALA, draw_share, last_layers
 from fedtailor.core.client import shares
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (
-    ENGINES,
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -82,18 +79,6 @@ def test_rounds_by_hand(engine: str) -> None:
     assert_equal(models(fed, server), wanted)
 
 
-@pytest.mark.parametrize("algorithm", [FedALA(layers=0, epochs=2), FedALA(eta=0.0, layers=2, epochs=2)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_blending_it_is_fedavg(algorithm: FedALA, engine: str) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    # whole batches: the streams of a second function would draw others
-    ours = federate(algorithm, data, make_model("normed", data), engine, FULL_BATCH)
-    plain = federate(FedAvg(epochs=2), data, make_model("normed", data), engine, FULL_BATCH)
-    found, wanted = run(ours), run(plain)
-    assert_equal(found["common"], wanted)
-    assert_equal(models(ours, found), models(plain, wanted))
-
-
 def test_last_layers() -> None:
     model = make_model("normed", make_data())
     assert list(last_layers(model, 0)) == []
@@ -106,7 +91,7 @@ def test_last_layers() -> None:
 def test_a_share_of_the_samples_is_drawn(share: float, count: int) -> None:
     order = torch.tensor([0.9, 0.1, 0.5, 0.7, 0.3, 0.0, 0.0], dtype=F64)
     mask = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=F64)
-    chosen = drawn(order, mask, share)
+    chosen = draw_share(order, mask, share)
     assert chosen.nonzero()[:, 0].tolist() == sorted([1, 4, 2, 3, 0][:count])
 
 

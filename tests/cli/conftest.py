@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import pytest
 import tomli_w
-from rich.console import Console
 
 from fedtailor.cli import main as cli
-from fedtailor.cli import models
+from fedtailor.cli.output import console
 from tests.small import DIGITS
 
 
@@ -34,8 +33,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FEDTAILOR_DATA", raising=False)
-    for module in (cli, models):
-        monkeypatch.setattr(module, "console", Console(width=80))
+    monkeypatch.setattr(console, "width", 80)
     Path("small.toml").write_text(tomli_w.dumps(DIGITS | {"rounds": 2}))
 
     def run(*arguments: str | os.PathLike[str]) -> Said:

@@ -15,8 +15,7 @@ from rich.console import Console
 
 from fedtailor import __version__, algorithms
 from fedtailor.cli import main as cli
-from fedtailor.cli.listing import print_table
-from fedtailor.cli.options import aligned
+from fedtailor.cli import output
 from fedtailor.core.algorithm import COUNT, LEARNS, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -89,7 +88,7 @@ def test_help_fits_80_columns(call: Call, command: tuple[str, ...]) -> None:
 
 def test_notes_are_aligned_for_a_terminal() -> None:
     notes = ["", "", "Tests:", "", "| against | p |", "|---|---:|", "| Local | 0.5 |", "", "", "End."]
-    assert aligned(notes) == ["Tests:", "", "against  p", "Local    0.5", "", "End."]
+    assert output.align_tables(notes) == ["Tests:", "", "against  p", "Local    0.5", "", "End."]
 
 
 def test_commands_that_print_a_table_take_json(call: Call) -> None:
@@ -255,9 +254,12 @@ def test_figures_of_many_columns_and_long_names_are_not_cut(call: Call, tmp_path
         assert max(map(len, tables)) <= 80
 
 
-def test_table_of_too_many_columns_is_several(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_too_many_columns_is_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output.console, "width", 80)
     columns = ["round", *(f"[b]site {k}" for k in range(30))]
-    print_table(Console(width=80), "weights", columns, [[str(r), *(f"{r}.{k:03d}" for k in range(30))] for r in (1, 2)])
+    output.print_table("weights", columns, [[str(r), *(f"{r}.{k:03d}" for k in range(30))] for r in (1, 2)])
     out = capsys.readouterr().out
     assert out.count("weights") == out.count("round") == 6  # five stand beside the first
     for k in range(30):
@@ -438,6 +440,6 @@ def test_help_does_not_wait_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import subprocess
     import sys
 
-    code = "import sys, fedtailor.cli.main, fedtailor.cli.listing; sys.exit('torch' in sys.modules)"
+    code = "import sys, fedtailor.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert cli.app.info.name == "fedtailor"

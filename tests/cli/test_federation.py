@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.deploy.flare import processes
-from fedtailor.deploy.flare import provisioning as kits
-from fedtailor.deploy.flare.provisioning import TEMPLATE
-from fedtailor.deploy.flare.site import read_site
 from fedtailor.experiments.store import write_json
+from fedtailor.flare import kits, operate
+from fedtailor.flare.kits import TEMPLATE
+from fedtailor.flare.site import read_site
 from tests.cli.conftest import Call
 
 Refused = Callable[..., str]
@@ -104,10 +103,10 @@ def test_init_makes_folders_and_adds_to_them(call: Call, refused: Refused, tmp_p
 
 def test_processes_are_found_again_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psutil")
-    monkeypatch.setattr(processes, "how_to_start", lambda role, folder: kits.Started(["sleep", "60"], {}))
-    pid = processes.start("site", tmp_path)
-    assert processes.start("site", tmp_path) == pid == processes.running(tmp_path)
-    assert processes.tree(pid) == [pid]
-    assert processes.stop(tmp_path)
-    assert processes.running(tmp_path) is None
-    assert not processes.stop(tmp_path)
+    monkeypatch.setattr(operate, "how_to_start", lambda role, folder: operate.Started(["sleep", "60"], {}))
+    pid = operate.start("site", tmp_path)
+    assert operate.start("site", tmp_path) == pid == operate.running(tmp_path)
+    assert operate.tree(pid) == [pid]
+    assert operate.stop(tmp_path)
+    assert operate.running(tmp_path) is None
+    assert not operate.stop(tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedtailor.cli.checking import in_words
+from fedtailor.cli.check_command import as_options
 from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
@@ -175,7 +175,7 @@ def folder_of_good(tmp_path: Path) -> Path:
 
 
 def test_remedies_in_words_of_the_command_line() -> None:
-    said = in_words("leave it out with data.ignore = ['x'] or set data.task = 'classification'")
+    said = as_options("leave it out with data.ignore = ['x'] or set data.task = 'classification'")
     assert said == "leave it out with --set 'data.ignore=[\"x\"]' or --set 'data.task=classification'"
 
 

@@ -11,7 +11,7 @@ from fedtailor import engines
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.trees import Tree, moved
+from fedtailor.core.trees import Tree, to_device
 from fedtailor.testing import contract
 from tests.helpers import ENGINES, SOLVER, everything, make_data, make_model
 
@@ -51,5 +51,5 @@ def results(fed: Federation, server: Tree) -> dict[str, Tensor]:
     found = everything(fed, server)
     for path, value in found.items():
         assert value.device == fed.engine.experiment.device, path
-    made: dict[str, Tensor] = moved(found, CPU)
+    made: dict[str, Tensor] = to_device(found, CPU)
     return made

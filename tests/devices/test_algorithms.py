@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedtailor.core.trees import moved, tree_map
+from fedtailor.core.trees import to_device, tree_map
 from fedtailor.testing.contract import tolerance
 from tests.contract.test_tape import Taped
 from tests.devices.federations import CASES, CPU, federation, play, results
@@ -49,7 +49,7 @@ def test_the_cpu_s_gradients(case: str) -> None:
         fed = federation(Taped(), case, "sim:0", engine)
         found = play(fed), states(fed)
         assert found[0]["gradient"]["lr"].device.type == "sim"
-        assert_equal(moved(found, CPU), wanted)
+        assert_equal(to_device(found, CPU), wanted)
 
 
 @pytest.mark.parametrize("algorithm", VARIANTS)
@@ -61,9 +61,9 @@ def test_begun_on_one_and_resumed_on_the_other(algorithm: str) -> None:
     wanted = results(fed, play(fed, first, 1))
     there = federation(subject, case, "sim:0", engine)
     there.engine.set_states(saved)
-    assert_equal(results(there, play(there, moved(first, torch.device("sim:0")), 1)), wanted, tolerance(subject))
+    assert_equal(results(there, play(there, to_device(first, torch.device("sim:0")), 1)), wanted, tolerance(subject))
     begun = federation(subject, case, "sim:0", engine)
     server = play(begun)
     back = federation(subject, case, engine=engine)
-    back.engine.set_states(moved(begun.engine.get_states(), CPU))
-    assert_equal(results(back, play(back, moved(server, CPU), 1)), wanted, tolerance(subject))
+    back.engine.set_states(to_device(begun.engine.get_states(), CPU))
+    assert_equal(results(back, play(back, to_device(server, CPU), 1)), wanted, tolerance(subject))

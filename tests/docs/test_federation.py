@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedtailor.cli.federation_fit import policy
-from fedtailor.deploy.flare import processes
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.provisioning import TEMPLATE
-from fedtailor.deploy.flare.site import SiteFile
+from fedtailor.flare import operate
+from fedtailor.flare.kits import TEMPLATE
+from fedtailor.flare.policy import Policy
+from fedtailor.flare.site import SiteFile
 from tests.docs.pages import ROOT, blocks, run_page
 
 
@@ -21,7 +21,7 @@ def test_federation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         run_page(ROOT / "docs/how-to/federation.md", monkeypatch, port="18777")
     finally:
         for participant in empty_folder.glob("hospitals/*"):
-            processes.stop(participant)
+            operate.stop(participant)
     out = capsys.readouterr().out
     assert "outcome: submitted to north, south, west\n" in out
     assert "outcome: done." in out

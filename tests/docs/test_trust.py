@@ -4,9 +4,8 @@ import re
 import tomllib
 
 from fedtailor.aggregation.identity import owners
-from fedtailor.deploy.flare.budget import Budget
-from fedtailor.deploy.flare.policy import Policy
 from fedtailor.experiments.config import parse
+from fedtailor.flare.policy import Budget, Policy
 from tests.docs.pages import ROOT, blocks
 
 PAGE = ROOT / "docs/explanation/trust.md"

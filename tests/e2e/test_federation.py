@@ -15,7 +15,7 @@ from fedtailor.cli.federation_fit import fit_config
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.personal import personal
-from tests.deploy.sites import on_loop, tensors
+from tests.flare.sites import on_loop, tensors
 from tests.helpers import assert_equal
 from tests.small import config
 from tests.studies.test_table_fit import table

@@ -17,7 +17,7 @@ from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import CHECK, RunFolder, read_json, round_line, write_json
 from fedtailor.metrics.summary import share_hurt
-from fedtailor.report.render import embedded
+from fedtailor.report.page import embedded
 from fedtailor.report.write import write
 from fedtailor.studies.explain import weights
 from tests.report.pages import Parsed, parsed, report

@@ -5,30 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedtailor.cli.records import run_record
+from fedtailor.cli.folder_commands import folder_record
 from fedtailor.core.trees import items
-from fedtailor.deploy.flare.budget import Budget, Spent
-from fedtailor.deploy.flare.epsilon import Account, SitePrivacy
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.provisioning import RUNS
-from fedtailor.deploy.flare.server import SITES
-from fedtailor.deploy.flare.site import RUN
-from fedtailor.deploy.flare.site_state import SiteState
-from fedtailor.deploy.flare.standing import set_state, standing
-from fedtailor.deploy.flare.sums import party
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
-from fedtailor.report.reading import recorded
+from fedtailor.flare.kits import RUNS
+from fedtailor.flare.policy import Account, Budget, Policy, SitePrivacy, Spent, party
+from fedtailor.flare.server import SITES
+from fedtailor.flare.site import RUN, SiteState, set_state, standing
+from fedtailor.report.recorded_run import read_run
 from fedtailor.serving.onboard import onboard
 from fedtailor.serving.personal import sites_of
 from fedtailor.serving.trees import TREES_FOLDER, Trees
 from fedtailor.studies.compare import GRID
 from fedtailor.studies.explain import explain
 from fedtailor.studies.fit import fit
-from tests.deploy.sites import Authority
-from tests.deploy.test_site import Asked
+from tests.flare.sites import Authority
+from tests.flare.test_site import Asked
 from tests.made_sites import make_sites
 from tests.small import DIGITS
 from tests.trust.commands import Reader, command, reported, resumed, said
@@ -52,7 +47,7 @@ def _models(path: Path) -> Any:
 
 
 def _page(path: Path) -> Any:
-    found = recorded(path)
+    found = read_run(path)
     if found.unreadable:  # which the page says
         raise UserError("lines that cannot be read")
     return found.config.plain(), found.about, found.lines, found.results
@@ -144,7 +139,7 @@ def make_comparison(root: Path) -> tuple[Path, dict[str, Reader]]:
     tables = {k: v for k, v in task(root, "local").items() if k != "algorithm"}
     (root / "grid.toml").write_text(tomli_w.dumps(tables | {"rounds": 1, "compare": about}))
     said(["compare", str(root / "grid.toml"), "--out", str(root / "grid")])
-    readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "json": run_record}
+    readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "json": folder_record}
     return root / "grid", readers | SHOWN | inside(OF_A_RUN, "local-seed0")
 
 

@@ -20,23 +20,22 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import torch
-from rich.console import Console
 
-from fedtailor.cli.listing import print_run
+from fedtailor.cli.folder_commands import print_folder
 from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
 from fedtailor.data.pickled_arrays import read_dict
 from fedtailor.data.school import _read as read_mat
 from fedtailor.data.tables import read_table
-from fedtailor.deploy.flare.messages import ENVELOPE
-from fedtailor.deploy.flare.site import AUDIT, SERVER, read_site
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, read_toml
 from fedtailor.experiments.store import ABOUT, CONFIG, METRICS, RESULTS, RunFolder, write_json
+from fedtailor.flare.protocol import ENVELOPE
+from fedtailor.flare.site import AUDIT, SERVER, read_site
 from fedtailor.serving.export import export, read_safetensors
-from tests.deploy.test_site import SESSION, Asked
+from tests.flare.test_site import SESSION, Asked
 from tests.small import config
 
 LIMIT = 100 * 2**20  # bytes that an input of a kilobyte may make us ask for
@@ -152,7 +151,7 @@ def _loaded(path: Path) -> None:
 
 def _shown(path: Path) -> None:
     with redirect_stdout(io.StringIO()):
-        print_run(Console(file=io.StringIO(), width=80), path, True)
+        print_folder(path, True)
 
 
 def _exported(folder: Path) -> Parser:

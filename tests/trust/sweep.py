@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedtailor.deploy.flare.audit import SIZE
 from fedtailor.errors import UserError
+from fedtailor.flare.audit import SIZE
 from tests.trust.commands import COMMANDS, Reader
 
 OUTSIDE = {  # nothing of fedtailor reads them again

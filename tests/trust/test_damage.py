@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from fedtailor.cli.listing import print_run
+from fedtailor.cli.folder_commands import print_folder
 from fedtailor.cli.operators import pause
 from fedtailor.core.trees import items
-from fedtailor.deploy.flare.site import AUDIT
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse
+from fedtailor.flare.site import AUDIT
 from fedtailor.report.write import page_of
 from fedtailor.studies.compare import rows, run_grid
 from fedtailor.studies.explain import explain
 from fedtailor.studies.tables import files
-from tests.deploy.test_site import Asked
+from tests.flare.test_site import Asked
 from tests.small import DIGITS, config, one_after_the_other
 from tests.trust.folders import MAKERS
 from tests.trust.sweep import sweep
@@ -35,7 +34,7 @@ def tensors(tree: Any) -> list[tuple[str, list[Any]]]:
 
 
 def shown(path: Path) -> Any:
-    print_run(Console(width=80), path, True)
+    print_folder(path, True)
 
 
 def damages(content: bytes) -> dict[str, bytes | None]:

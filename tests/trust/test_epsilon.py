@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fedtailor.aggregation.accountant import spent
-from fedtailor.deploy.flare.audit import audit_lines
-from fedtailor.deploy.flare.epsilon import ACCOUNT, SitePrivacy
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.site import AUDIT
+from fedtailor.aggregation.accountant import privacy_cost
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
-from tests.deploy.test_flare import Federated, configured
-from tests.deploy.test_site import Asked
+from fedtailor.flare.audit import audit_lines
+from fedtailor.flare.policy import ACCOUNT, Policy, SitePrivacy
+from fedtailor.flare.site import AUDIT
+from tests.flare.test_flare import Federated, configured
+from tests.flare.test_site import Asked
 from tests.trust.test_sites import begun, refusals
 
 pytest.importorskip("dp_accounting")
@@ -65,7 +64,7 @@ def test_what_is_counted_is_what_the_accountant_says() -> None:
     accountant.compose(SelfComposedDpEvent(GaussianDpEvent(NOISE / 2), 40))
     cost = SitePrivacy().cost({NOISE: 40})
     assert cost == pytest.approx(accountant.get_epsilon(1e-5))
-    assert cost == pytest.approx(spent({1: 40}, clients=1, cohort=1, noise=NOISE, delta=1e-5).epsilon)
+    assert cost == pytest.approx(privacy_cost({1: 40}, clients=1, cohort=1, noise=NOISE, delta=1e-5).epsilon)
     assert SitePrivacy().cost({NOISE: 20, 1.0: 20}) > cost
 
 

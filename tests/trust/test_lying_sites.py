@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from fedtailor.core import codec
-from fedtailor.deploy.flare.greeting import unusable
-from fedtailor.deploy.flare.messages import data_schema
 from fedtailor.engines.wire import Wire
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
+from fedtailor.flare.protocol import data_schema, hello_fault
 from tests.helpers import make_data
 from tests.small import config
 
@@ -86,9 +85,9 @@ SCHEMA = {
     ],
 )
 def test_what_a_site_says_of_itself_is_checked(changes: dict[str, Any], what: str) -> None:
-    assert unusable({"samples": 10, "schema": SCHEMA} | changes) == what
+    assert hello_fault({"samples": 10, "schema": SCHEMA} | changes) == what
 
 
 def test_what_sites_say_is_usable() -> None:
     for task in ("classification", "regression"):
-        assert unusable({"samples": 3, "schema": data_schema(make_data(task))}) == ""
+        assert hello_fault({"samples": 3, "schema": data_schema(make_data(task))}) == ""

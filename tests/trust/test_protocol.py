@@ -28,8 +28,8 @@ from fedtailor.aggregation.member import (
     Opened,
     Party,
     SumTerm,
-    joined,
-    packed,
+    join_messages,
+    pack,
     rows_of,
     statement,
     transcript,
@@ -83,7 +83,7 @@ def keys_of(site: int) -> secure_sum.Keys:
 
 def card_of(site: int) -> bytes:
     keys = keys_of(site)
-    return joined([keys.encryption + keys.masking])
+    return join_messages([keys.encryption + keys.masking])
 
 
 class Explored:
@@ -182,14 +182,14 @@ class Explored:
         context = transcript(Asked("", 1, number, term, "message", DECLARED), cards, threshold, 32)
         if step == "deal":
             about = {"clients": list(cohort), "threshold": threshold, "fraction_bits": 32}
-            return about, packed(cards[c] for c in cohort)
+            return about, pack(cards[c] for c in cohort)
         if step == "mask":
             pairs = {d: agreed(keys_of(d).encryption, self._public(), b"shares", d, self.me, context) for d in chosen}
             return {"dealers": list(chosen)}, rows_of(key + bytes(132) for key in pairs.values())
         if step == "confirm":
             return {"survivors": list(chosen)}, None
         word = hashlib.sha256(statement(b"survivors", context, chosen)).digest()
-        return {"signers": list(chosen)}, packed(word for _ in chosen)
+        return {"signers": list(chosen)}, pack(word for _ in chosen)
 
     def _public(self) -> bytes:
         return secure_sum._public(keys_of(self.me).encryption)

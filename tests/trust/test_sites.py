@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedtailor.core import codec
-from fedtailor.deploy.flare.audit import audit_lines
-from fedtailor.deploy.flare.imprints import imprinted
-from fedtailor.deploy.flare.messages import ENVELOPE, config_for, data_schema
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.requests import OPERATIONS
-from fedtailor.deploy.flare.site import AUDIT, SERVER
 from fedtailor.errors import RunError
-from tests.deploy.test_site import SESSION, Asked
+from fedtailor.flare.audit import audit_lines
+from fedtailor.flare.policy import Policy, imprinted
+from fedtailor.flare.protocol import ENVELOPE, OPERATIONS, config_for, data_schema
+from fedtailor.flare.site import AUDIT, SERVER
+from tests.flare.test_site import SESSION, Asked
 
 EVALUATE = {"op": "evaluate", "round": 1, "splits": ["val"], "keep": ""}
 

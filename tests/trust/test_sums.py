@@ -20,16 +20,15 @@ from fedtailor.aggregation.member import (
     Party,
     SumTerm,
     as_bytes,
-    joined,
-    packed,
+    join_messages,
+    pack,
     rows_of,
-    split,
+    split_messages,
 )
-from fedtailor.deploy.flare.policy import Policy
-from fedtailor.deploy.flare.refusal import Refused
-from fedtailor.deploy.flare.sums import party
+from fedtailor.flare.policy import Policy, party
+from fedtailor.flare.protocol import Refused
 from tests.aggregation.declared import Vectors
-from tests.deploy.sites import Authority
+from tests.flare.sites import Authority
 
 NAMES = ("ada", "bo", "cy", "di")
 TERM = SumTerm(0, ("w",)).header
@@ -69,7 +68,7 @@ class Server:
             for c, (_, v) in self.ask("keys", number, dict.fromkeys(cohort, ({"term": term}, None))).items()
         }
         about = {"clients": cohort, "threshold": threshold, "fraction_bits": 32}
-        dealt = self.ask("deal", number, {c: (about, packed(cards[k] for k in cohort)) for c in cohort})
+        dealt = self.ask("deal", number, {c: (about, pack(cards[k] for k in cohort)) for c in cohort})
         boxes = {c: dict(zip([o for o in cohort if o != c], as_bytes(v), strict=True)) for c, (_, v) in dealt.items()}
         alive = [c for c in cohort if c not in set(lost)]
 
@@ -80,12 +79,15 @@ class Server:
         masked = self.ask("mask", number, {c: inbox(c) for c in alive})
         vectors = {c: v.numpy().view(np.uint64) for c, (_, v) in masked.items()}
         words = self.ask("confirm", number, {c: ({"survivors": alive}, None) for c in alive})
-        signed = packed(bytes(words[c][1].numpy()) for c in alive)
+        signed = pack(bytes(words[c][1].numpy()) for c in alive)
         shown = self.ask("reveal", number, {c: ({"signers": alive}, signed) for c in alive})
         shares = {c: dict(zip(cohort, as_bytes(v), strict=True)) for c, (_, v) in shown.items()}
-        adverts, context = {c: split(cards[c])[0] for c in cohort}, bytes.fromhex(dealt[cohort[0]][0]["transcript"])
-        opened = secure_sum.opened(adverts, cohort, vectors, shares, threshold, context)
-        return secure_sum.decoded(opened, 32).tolist()
+        adverts, context = (
+            {c: split_messages(cards[c])[0] for c in cohort},
+            bytes.fromhex(dealt[cohort[0]][0]["transcript"]),
+        )
+        opened = secure_sum.open_sum(adverts, cohort, vectors, shares, threshold, context)
+        return secure_sum.decode_fixed_point(opened, 32).tolist()
 
 
 @pytest.fixture
@@ -162,8 +164,8 @@ def card(identity: Identity | None, certificate: bytes = b"") -> bytes:
     """Keys that the server made for a partner it invents, signed as well as it can."""
     advert = secure_sum.advertise()[1]
     if identity is None:
-        return joined([advert])
-    return joined([advert, certificate or identity.certificate, identity.sign(b"a statement of another kind")])
+        return join_messages([advert])
+    return join_messages([advert, certificate or identity.certificate, identity.sign(b"a statement of another kind")])
 
 
 @pytest.mark.parametrize(
@@ -189,13 +191,13 @@ def test_t8_invented_partners_are_refused_by_name(
         "the server itself": lambda: card(kit(authority, "localhost")),
         "ended": lambda: card(kit(authority, "bo", days=-1)),
         "stolen certificate": lambda: card(kit(authority, "localhost"), identities[1].certificate),
-        "nonsense": lambda: joined([bytes(64), b"x", b"y"]),
+        "nonsense": lambda: join_messages([bytes(64), b"x", b"y"]),
     }[who]()
     server = Server({0: begun(parties(identities, sums_of=3))[0]})
     mine = bytes(server.ask("keys", 1, {0: ({"term": TERM}, None)})[0][1].numpy())
     about = {"clients": [0, 1, 2], "threshold": 2, "fraction_bits": 32}
     with pytest.raises(Refusal, match=why):
-        server.ask("deal", 1, {0: (about, packed([mine, forged, forged]))})
+        server.ask("deal", 1, {0: (about, pack([mine, forged, forged]))})
 
 
 def test_t8_a_pinned_partner_has_one_certificate(
@@ -217,9 +219,9 @@ def test_t8_a_man_in_the_middle_is_refused(identities: dict[int, Identity]) -> N
     server = Server(begun(parties(identities)))
 
     def swap(client: int, header: dict[str, Any], tree: Tensor) -> tuple[dict[str, Any], Tensor]:
-        cards = [split(c) for c in split(bytes(tree.numpy()))]
+        cards = [split_messages(c) for c in split_messages(bytes(tree.numpy()))]
         cards[1][0] = secure_sum.advertise()[1]  # its own keys in place of bo's
-        return header, packed(joined(c) for c in cards)
+        return header, pack(join_messages(c) for c in cards)
 
     server.lies["deal"] = swap
     with pytest.raises(Refusal, match='a key of "bo" is not signed by it'):
@@ -240,7 +242,7 @@ def test_t8_keys_serve_one_sum_of_one_round_of_one_run(identities: dict[int, Ide
         mine = bytes(site.ask("keys", number, {0: ({"term": TERM}, None)})[0][1].numpy())
         about = {"clients": [0, 1, 2, 3], "threshold": 3, "fraction_bits": 32}
         with pytest.raises(Refusal, match="is not signed by it"):
-            site.ask("deal", number, {0: (about, packed([mine, *(old[c] for c in (1, 2, 3))]))})
+            site.ask("deal", number, {0: (about, pack([mine, *(old[c] for c in (1, 2, 3))]))})
 
 
 def test_t9_sites_that_were_told_different_things_open_nothing(identities: dict[int, Identity]) -> None:
@@ -278,7 +280,10 @@ def test_t9_no_step_is_made_twice_or_without_the_others_word(identities: dict[in
         with pytest.raises(Refusal, match="sum 1 is not at this step"):
             server.ask(step, 1, {0: (header, tree)})
     alone = Server(begun(parties(identities)))
-    alone.lies["reveal"] = lambda client, header, tree: ({"signers": [0]}, packed(split(bytes(tree.numpy()))[:1]))
+    alone.lies["reveal"] = lambda client, header, tree: (
+        {"signers": [0]},
+        pack(split_messages(bytes(tree.numpy()))[:1]),
+    )
     with pytest.raises(Refusal, match="1 clients confirm who is counted, 3 needed"):
         alone.total(range(4))
 

@@ -39,7 +39,7 @@ class PrivacyCost:
     epsilon_add_remove: float  # one client more or less; as if each client were drawn by itself (Poisson)
 
 
-def spent(sums: Mapping[int, int], *, clients: int, cohort: int, noise: float, delta: float) -> PrivacyCost:
+def privacy_cost(sums: Mapping[int, int], *, clients: int, cohort: int, noise: float, delta: float) -> PrivacyCost:
     """The cost of rounds in which noisy sums were made; `sums` has: sums in a round -> number of such rounds."""
     if not any(sums.values()):
         return PrivacyCost(0.0, 0.0)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedtailor.aggregation.secure import Secure, declared
+from fedtailor.aggregation.secure import Secure, declared_sum
 from fedtailor.core.algorithm import reply_example
 from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
@@ -42,7 +42,7 @@ class _UnsealedSums(Open):
     hides = Secure.hides
 
     def sum(self, fed: Any, x: PerClient, weight: PerClient | None) -> tuple[Tree, Tensor]:
-        declared(fed, x, weight)
+        declared_sum(fed, x, weight)
         return super().sum(fed, x, weight)
 
 

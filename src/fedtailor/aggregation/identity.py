@@ -35,7 +35,7 @@ class Identity:
 
     def sign(self, statement: bytes) -> bytes:
         """A signature that everybody with the authority's certificate can check."""
-        return signed(self.key, statement)
+        return sign(self.key, statement)
 
     def name_in(self, certificate: bytes) -> str:
         """Whose certificate it is; a ValueError if this site does not take it for a partner's."""
@@ -79,8 +79,8 @@ def read_identity(startup: Path, partners: Sequence[str]) -> Identity | None:
         certificate=certificate.public_bytes(serialization.Encoding.DER),
         key=_read_key(startup / KEY, certificate),
         authority=authority,
-        partners=dict(_named(partner) for partner in partners),
-        revoked=frozenset(read_revoked(startup.parent / REVOKED, known)["certificates"]),
+        partners=dict(_owner_and_name(partner) for partner in partners),
+        revoked=frozenset(read_revocations(startup.parent / REVOKED, known)["certificates"]),
     )
 
 
@@ -108,7 +108,7 @@ def _read_key(path: Path, certificate: x509.Certificate) -> Any:
     return key
 
 
-def signed(key: Any, statement: bytes) -> bytes:
+def sign(key: Any, statement: bytes) -> bytes:
     """A signature by an elliptic or an RSA key."""
     if isinstance(key, ec.EllipticCurvePrivateKey):
         return key.sign(statement, ec.ECDSA(hashes.SHA256()))
@@ -136,7 +136,7 @@ def statement_of(content: dict[str, Any]) -> bytes:
     return json.dumps({"revoked": content}, sort_keys=True).encode()
 
 
-def read_revoked(path: Path, authority: bytes) -> dict[str, list[str]]:
+def read_revocations(path: Path, authority: bytes) -> dict[str, list[str]]:
     """Names and certificates of a signed list; one that the authority did not sign is an error, not an empty list."""
     if not path.exists():
         return {"names": [], "certificates": []}
@@ -149,7 +149,7 @@ def read_revoked(path: Path, authority: bytes) -> dict[str, list[str]]:
         raise RunError(f"{path}: not a list that the authority signed; ask the coordinator for it") from None
 
 
-def _named(partner: str) -> tuple[str, str]:
+def _owner_and_name(partner: str) -> tuple[str, str]:
     name, _, pinned = partner.partition(" sha256:")
     return name.partition(" of ")[0].strip(), pinned.strip().lower()
 

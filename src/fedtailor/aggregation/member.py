@@ -199,9 +199,9 @@ class Member:
         self._stages[number] = (keys, asked)
         identity = self.party.identity
         if identity is None:
-            return packed([advert])
+            return pack([advert])
         signed = identity.sign(statement(b"keys", asked.text + advert, [self.party.me]))
-        return packed([advert, identity.certificate, signed])
+        return pack([advert, identity.certificate, signed])
 
     def _refuse_undeclared(self, term: SumTerm) -> None:
         """Sums of the same replies that differ in their weights are equations: enough of them give each reply."""
@@ -226,7 +226,7 @@ class Member:
         clients, threshold, bits = header["clients"], header["threshold"], header["fraction_bits"]
         if not 0 <= bits <= FRACTION_BITS:
             raise ValueError(f"{bits} bits behind the point; 0 to {FRACTION_BITS} are possible")
-        cards = dict(zip(clients, unpacked(tree), strict=True))
+        cards = dict(zip(clients, unpack(tree), strict=True))
         adverts, names, certificates = {}, {}, {}
         for client, card in cards.items():
             adverts[client], names[client], certificates[client] = self._read(client, card, asked)
@@ -242,7 +242,7 @@ class Member:
 
     def _read(self, client: int, card: bytes, asked: Asked) -> tuple[bytes, str, bytes]:
         """The keys of a partner, who it is, and its certificate."""
-        identity, parts = self.party.identity, split(card)
+        identity, parts = self.party.identity, split_messages(card)
         if len(parts) != (1 if identity is None else 3) or len(parts[0]) != ADVERT:
             raise ValueError(f"the keys of client {client} are not signed")
         if identity is None:
@@ -253,7 +253,7 @@ class Member:
 
     def _mask(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
         dealt = self._stage(number, _Dealt)
-        words = secure_sum.encoded(self._vector(dealt.asked.term), dealt.fraction_bits, len(dealt.names))
+        words = secure_sum.encode_fixed_point(self._vector(dealt.asked.term), dealt.fraction_bits, len(dealt.names))
         inbox = dict(zip(header["dealers"], as_bytes(tree), strict=True))
         state, masked = secure_sum.mask(dealt.state, inbox, words)
         self._stages[number] = _Masked(state, dealt)
@@ -280,7 +280,7 @@ class Member:
         if not masked.survivors:
             raise ValueError(f"sum {number} is not confirmed")
         word, identity = statement(b"survivors", masked.dealt.state.context, masked.survivors), self.party.identity
-        signatures = dict(zip(header["signers"], unpacked(tree), strict=True))
+        signatures = dict(zip(header["signers"], unpack(tree), strict=True))
         if not signatures.keys() <= masked.survivors or len(signatures) < masked.state.threshold:
             raise ValueError(f"{len(signatures)} clients confirm who is counted, {masked.state.threshold} needed")
         for client, signature in signatures.items():
@@ -326,13 +326,13 @@ def as_bytes(rows: Tensor) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows]
 
 
-def joined(parts: Iterable[bytes]) -> bytes:
+def join_messages(parts: Iterable[bytes]) -> bytes:
     """Messages of any length as one."""
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
-def split(message: bytes) -> list[bytes]:
-    """The messages as they were before `joined`."""
+def split_messages(message: bytes) -> list[bytes]:
+    """The messages as they were before `join_messages`."""
     parts, at = [], 0
     while at < len(message):
         end = at + 4 + int.from_bytes(message[at : at + 4], "little")
@@ -343,13 +343,13 @@ def split(message: bytes) -> list[bytes]:
     return parts
 
 
-def packed(parts: Iterable[bytes]) -> Tensor:
-    """`joined`, as a tensor."""
-    return as_tensor(joined(parts))
+def pack(parts: Iterable[bytes]) -> Tensor:
+    """`join_messages`, as a tensor."""
+    return as_tensor(join_messages(parts))
 
 
-def unpacked(tree: Tensor) -> list[bytes]:
-    """The messages as they were before `packed`."""
+def unpack(tree: Tensor) -> list[bytes]:
+    """The messages as they were before `pack`."""
     if tree.dtype != torch.uint8 or tree.dim() != 1:
         raise ValueError("a message of the wrong form")
-    return split(tree.numpy().tobytes())
+    return split_messages(tree.numpy().tobytes())

@@ -86,7 +86,9 @@ def add_noise(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
     return rebuild(tree, (new.to(v.dtype) for new, v in zip(each, leaves(tree), strict=True)))
 
 
-def exposed(algorithm: Algorithm, function: str, model: Model, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> str:
+def exposed_part(
+    algorithm: Algorithm, function: str, model: Model, args: tuple[Tree, ...], placed: tuple[bool, ...]
+) -> str:
     """The name of a part of the reply that would leave without local noise; "" if there is none but sample counts."""
     sends = client_functions(algorithm)[function].sends  # type: ignore[attr-defined]
     covered = changed_parts(reply_example(algorithm, function, model), args, placed)

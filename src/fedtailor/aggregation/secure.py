@@ -37,7 +37,7 @@ class Secure:
 
     def sum(self, fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[Tree, Tensor]:
         """Sums in fixed point, and the sum of the weights or the number of clients."""
-        example, paths, by = declared(fed, x, weight)
+        example, paths, by = declared_sum(fed, x, weight)
         known = set(fed.present) & set(x.clients if weight is None else weight.clients)
         clients = tuple(c for c in x.clients if c in known)  # a client may be lost between two calls
         assert x.call is not None
@@ -45,7 +45,7 @@ class Secure:
             return example, fed.model.like.new_tensor(len(clients), dtype=torch.int64)
         examples = [leaf for _, leaf in items(example)]
         sums, weights, counted = secure_total(fed, self.fraction_bits, clients, x.call, paths, by, examples)
-        total = rebuild(example, (_typed(v, leaf) for v, leaf in zip(sums, examples, strict=True)))
+        total = rebuild(example, (_as_type(v, leaf) for v, leaf in zip(sums, examples, strict=True)))
         return total, fed.model.like.new_tensor(counted if by is None else weights, dtype=torch.float64)
 
     def refuse_tape(self, title: str) -> None:
@@ -59,7 +59,7 @@ class Secure:
             raise ConfigError(f"{self.hides}: the package cryptography is missing; {INSTALL}") from None
 
 
-def declared(fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[Tree, list[str], str | None]:
+def declared_sum(fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[Tree, list[str], str | None]:
     """What a sum of `x` looks like, the paths of its leaves and of the weight; refuses a sum that is not declared."""
     key, algorithm = Secure.hides, fed.engine.experiment.algorithm
     if x.call is None or (weight is not None and (weight.call is None or weight.call.number != x.call.number)):
@@ -82,7 +82,7 @@ def declared(fed: Federation, x: PerClient, weight: PerClient | None) -> tuple[T
     return example, paths, by
 
 
-def _typed(v: Tensor, example: Tensor) -> Tensor:
+def _as_type(v: Tensor, example: Tensor) -> Tensor:
     return (v if example.is_floating_point() else v.round()).to(example)
 
 
@@ -100,7 +100,7 @@ def secure_total(
     A client that is lost before its masked vector has arrived is left out of the sum and of the round.
     """
     from fedtailor.aggregation import secure_sum
-    from fedtailor.aggregation.member import LONGEST, SumTerm, as_bytes, packed, rows_of, split
+    from fedtailor.aggregation.member import LONGEST, SumTerm, as_bytes, pack, rows_of, split_messages
 
     term = SumTerm(call.number, tuple(paths), by)
     sizes = [v.numel() for v in examples]
@@ -113,7 +113,7 @@ def secure_total(
     threshold = max(secure_sum.least(len(everybody)), min(fed.limits.min_replies, len(everybody)))
     asked.need(everybody, threshold)
     about = {"clients": everybody, "threshold": threshold, "fraction_bits": fraction_bits}
-    deck = packed(cards[c] for c in everybody)
+    deck = pack(cards[c] for c in everybody)
     dealt = {
         c: dict(zip([o for o in everybody if o != c], as_bytes(v), strict=True))
         for c, v in asked.step("deal", ((c, about, deck) for c in everybody), torch.uint8, (len(everybody) - 1, BOX))
@@ -140,18 +140,18 @@ def secure_total(
     }
     signers = sorted(words)
     asked.need(signers, threshold)
-    opening = ((c, {"signers": signers}, packed(words[s] for s in signers)) for c in signers)
+    opening = ((c, {"signers": signers}, pack(words[s] for s in signers)) for c in signers)
     revealed = {
         c: dict(zip(dealers, as_bytes(v), strict=True))
         for c, v in asked.step("reveal", opening, torch.uint8, (len(dealers), secure_sum.SHARE), is_last=True)
     }
     asked.need(revealed, threshold)
     try:
-        adverts = {c: split(card)[0] for c, card in cards.items()}
-        total = secure_sum.opened(adverts, dealers, vectors, revealed, threshold, context)
+        adverts = {c: split_messages(card)[0] for c, card in cards.items()}
+        total = secure_sum.open_sum(adverts, dealers, vectors, revealed, threshold, context)
     except ValueError as error:
         raise RoundAbandoned(f"round {fed.round}: a secure sum cannot be opened: {error}") from None
-    numbers = torch.from_numpy(secure_sum.decoded(total, fraction_bits))
+    numbers = torch.from_numpy(secure_sum.decode_fixed_point(total, fraction_bits))
     flat = numbers if by is None else numbers[:-1]
     sums = [v.reshape(example.shape) for v, example in zip(flat.split(sizes), examples, strict=True)]
     return sums, float(numbers[-1]), len(survivors)

@@ -3,7 +3,7 @@
 Every client hides its vector under one mask per other client, which cancel in the sum, and one of its own. Shares of
 what makes the masks lie with the other clients, so that the sum can be opened although some clients are lost.
 
-    client: advertise -> deal -> mask -> reveal        server: passes messages on, adds, `opened`
+    client: advertise -> deal -> mask -> reveal        server: passes messages on, adds, `open_sum`
 
 Each step is a function of the state before it and of messages; nothing is sent here. Keys are for one sum only.
 """
@@ -85,7 +85,9 @@ def deal(
     of_seed = shamir.split(seed, everybody, threshold, entropy)
     of_key = shamir.split(keys.masking, everybody, threshold, entropy)
     sealed = {
-        other: ChaCha20Poly1305(_agreed(keys.encryption, adverts[other][:KEY], b"shares", me, other, context)).encrypt(
+        other: ChaCha20Poly1305(
+            _shared_key(keys.encryption, adverts[other][:KEY], b"shares", me, other, context)
+        ).encrypt(
             bytes(12), of_seed[other] + of_key[other], context
         )  # a key for one direction of one pair in one sum: its only message may have the nonce 0
         for other in everybody
@@ -104,7 +106,7 @@ def mask(dealt: Dealt, inbox: Mapping[int, bytes], values: Words) -> tuple[Maske
     for other, box in inbox.items():
         advert = dealt.adverts[other]
         try:
-            key = _agreed(keys.encryption, advert[:KEY], b"shares", other, me, context)
+            key = _shared_key(keys.encryption, advert[:KEY], b"shares", other, me, context)
             shares[other] = ChaCha20Poly1305(key).decrypt(bytes(12), box, context)
         except InvalidTag:
             raise ValueError(f"the share of client {other} was changed on its way") from None
@@ -120,7 +122,7 @@ def reveal(masked: Masked, survivors: Iterable[int]) -> dict[int, bytes]:
     return {who: share[:SHARE] if who in alive else share[SHARE:] for who, share in masked.shares.items()}
 
 
-def opened(
+def open_sum(
     adverts: Mapping[int, bytes],
     dealers: Iterable[int],
     vectors: Mapping[int, Words],
@@ -132,7 +134,7 @@ def opened(
     if min(len(vectors), len(revealed)) < threshold:
         raise ValueError(f"{len(vectors)} vectors and {len(revealed)} sets of shares, {threshold} needed")
     few = dict(list(revealed.items())[:threshold])
-    total = added(vectors.values())
+    total = add_modulo(vectors.values())
     for who in dealers:
         secret = shamir.combine({holder: shares[who] for holder, shares in few.items()}, KEY)
         if who in vectors:
@@ -146,7 +148,7 @@ def opened(
     return total
 
 
-def added(vectors: Iterable[Words]) -> Words:
+def add_modulo(vectors: Iterable[Words]) -> Words:
     """The sum modulo 2**64."""
     first, *others = vectors
     total = first.copy()
@@ -160,7 +162,7 @@ def largest(fraction_bits: int, clients: int) -> float:
     return 2.0 ** (63 - fraction_bits) / clients
 
 
-def encoded(values: NDArray[np.float64], fraction_bits: int, clients: int) -> Words:
+def encode_fixed_point(values: NDArray[np.float64], fraction_bits: int, clients: int) -> Words:
     """Numbers as multiples of 2**-fraction_bits, to be added up over so many clients; halves are rounded to even."""
     limit = largest(fraction_bits, clients)
     if not bool(np.all(np.abs(values) < limit)):
@@ -168,7 +170,7 @@ def encoded(values: NDArray[np.float64], fraction_bits: int, clients: int) -> Wo
     return np.rint(values * 2.0**fraction_bits).astype(np.int64).view(np.uint64)
 
 
-def decoded(words: Words, fraction_bits: int) -> NDArray[np.float64]:
+def decode_fixed_point(words: Words, fraction_bits: int) -> NDArray[np.float64]:
     """The numbers of a sum."""
     return words.view(np.int64).astype(np.float64) * 2.0**-fraction_bits
 
@@ -177,7 +179,7 @@ def _public(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def _agreed(private: bytes, public: bytes, purpose: bytes, first: int, second: int, context: bytes) -> bytes:
+def _shared_key(private: bytes, public: bytes, purpose: bytes, first: int, second: int, context: bytes) -> bytes:
     """A key that two clients alone know."""
     common = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     info = b"fedtailor secure sum|%s|%d|%d|%s" % (purpose, first, second, context)
@@ -185,7 +187,7 @@ def _agreed(private: bytes, public: bytes, purpose: bytes, first: int, second: i
 
 
 def _pair_seed(private: bytes, advert: bytes, me: int, other: int, context: bytes) -> bytes:
-    return _agreed(private, advert[KEY:], b"mask", min(me, other), max(me, other), context)
+    return _shared_key(private, advert[KEY:], b"mask", min(me, other), max(me, other), context)
 
 
 def _expand(seed: bytes, length: int) -> Words:

@@ -7,12 +7,12 @@ predicts. Only parameters are blended, statistics of BatchNorm are not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import beside, taken, task_losses
+from fedtailor.algorithms._shared.own_loss import beside, task_losses, without_prefix
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -39,6 +39,10 @@ class APFL(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "an own model and its share"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alpha = 0": ({"alpha": 0.0, "alpha_lr": 0.0}, "fedavg", {}),
+        "alpha = 1": ({"alpha": 1.0, "alpha_lr": 0.0}, "local", {}),
+    }
     citation: ClassVar[str] = """@article{deng2020adaptive,
   title={Adaptive Personalized Federated Learning},
   author={Deng, Yuyang and Kamani, Mohammad Mahdi and Mahdavi, Mehrdad},
@@ -65,12 +69,12 @@ class APFL(Algorithm):
 
         def both(t: Params, x: Tensor, y: Tensor) -> Tensor:
             w = {k: t[k] for k in (*me.model.params, *me.model.private_buffers)}
-            v_bar = blend(taken(V, t), {k: u.detach() for k, u in w.items()}, t[ALPHA])
+            v_bar = blend(without_prefix(V, t), {k: u.detach() for k, u in w.items()}, t[ALPHA])
             w, v_bar = own_statistics(me.model, w, v_bar)
             return task_losses(me, w, x, y, training=True) + task_losses(me, v_bar, x, y, training=True)
 
         trained = me.sgd(w | beside(V, v), epochs=self.epochs, frozen={ALPHA: alpha}, loss=both)
-        return {"v": taken(V, trained), "alpha": alpha}, ({k: trained[k] for k in w}, me.n)
+        return {"v": without_prefix(V, trained), "alpha": alpha}, ({k: trained[k] for k in w}, me.n)
 
     def personal(self, me: ClientContext, w: Params) -> Params:
         return blend(me.state["v"], w, me.state["alpha"])

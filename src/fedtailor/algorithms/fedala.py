@@ -7,7 +7,7 @@ common entries in them; hat = theta + (common - theta) W, from where local train
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ class FedALA(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "layers"
     private: ClassVar[str] = "last layers, their weights"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no layers": ({"layers": 0}, "fedavg", {}, "full-batch"),
+        "eta = 0": ({"eta": 0.0, "layers": 2}, "fedavg", {}, "full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{zhang2023fedala,
   title={{FedALA}: Adaptive Local Aggregation for Personalized Federated Learning},
   author={Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and Guan, Haibing},
@@ -63,21 +67,21 @@ class FedALA(Algorithm):
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def first(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
-        return self.trained(me, common, self.first_steps)
+        return self.blend_and_train(me, common, self.first_steps)
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
-        return self.trained(me, common, 1)
+        return self.blend_and_train(me, common, 1)
 
-    def trained(self, me: ClientContext, common: Params, steps: int) -> tuple[Tree, Tree]:
-        hat, W = self.blended(me, common, steps)
+    def blend_and_train(self, me: ClientContext, common: Params, steps: int) -> tuple[Tree, Tree]:
+        hat, W = self.blend(me, common, steps)
         own = me.sgd(hat, epochs=self.epochs)
         return {"theta": {k: own[k] for k in W}, "W": W}, (own, me.n)
 
-    def blended(self, me: ClientContext, common: Params, steps: int) -> tuple[Params, Params]:
+    def blend(self, me: ClientContext, common: Params, steps: int) -> tuple[Params, Params]:
         """The blend, and the weights after these steps, or as many as it takes until they settle."""
         theta, W, (x, y, mask) = me.state["theta"], me.state["W"], me.train
-        chosen = drawn(me.uniform(len(y)), mask, self.share)
+        chosen = draw_share(me.uniform(len(y)), mask, self.share)
 
         def hat(W: Params) -> Params:
             return common | {k: u + (common[k] - u) * W[k] for k, u in theta.items()}
@@ -100,7 +104,7 @@ class FedALA(Algorithm):
         return {"common": fed.mean(*fed.map(step, server["common"])), "rounds": server["rounds"] + 1}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        return self.blended(me, server["common"], 1)[0]
+        return self.blend(me, server["common"], 1)[0]
 
     def shares(self, me: ClientContext, server: Tree) -> Params:
         return tree_map(torch.ones_like, me.model.trainable) | me.state["W"]
@@ -112,7 +116,7 @@ def last_layers(model: Model, layers: int) -> Params:
     return {k: v for k, v in model.trainable.items() if k.rpartition(".")[0] in names[len(names) - layers :]}
 
 
-def drawn(order: Tensor, mask: Tensor, share: float) -> Tensor:
+def draw_share(order: Tensor, mask: Tensor, share: float) -> Tensor:
     """1 for a share of the samples, the first in a random order, at least one; 0 for the others and for padding."""
     place = torch.where(mask > 0, order, torch.inf).argsort().argsort()
     return (place < (share * mask.sum()).ceil()).to(mask.dtype) * mask

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fedtailor.algorithms._shared.adapters import Adapter, adapters, check_dense_adapters, mixed_outputs, names
-from fedtailor.algorithms._shared.own_loss import beside, taken
+from fedtailor.algorithms._shared.own_loss import beside, without_prefix
 from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -57,10 +57,10 @@ class FedALT(Algorithm):
 
     @on_client(sends=ADAPTERS.summed())
     def local(self, me: ClientContext, total: Params, count: Tensor, rounds: Tensor) -> tuple[Tree, Tree]:
-        v, mixer = self.fitted(me, rest(me.state, total, count, rounds), self.epochs)
+        v, mixer = self.train_adapters(me, rest(me.state, total, count, rounds), self.epochs)
         return {"v": v, "mixer": mixer, "sent": rounds + 1}, {k: v[k] for k in total}
 
-    def fitted(self, me: ClientContext, r: Params, epochs: int) -> tuple[Params, Params]:
+    def train_adapters(self, me: ClientContext, r: Params, epochs: int) -> tuple[Params, Params]:
         """v and G after training."""
 
         def loss(t: Params, x: Tree, y: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class FedALT(Algorithm):
 
         start = me.state["v"] | beside(G, me.state["mixer"])
         trained = me.sgd(start, epochs=epochs, frozen=beside(R, r), loss=loss)
-        return {k: trained[k] for k in me.state["v"]}, taken(G, trained)
+        return {k: trained[k] for k in me.state["v"]}, without_prefix(G, trained)
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         sent = fed.map(self.local, server["sum"], server["count"], server["rounds"])
@@ -82,11 +82,11 @@ class FedALT(Algorithm):
 
     def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         r = rest(me.state, server["sum"], server["count"], server["rounds"])
-        v, mixer = self.fitted(me, r, epochs)
+        v, mixer = self.train_adapters(me, r, epochs)
         return v | beside(G, mixer) | beside(R, r)
 
     def predict(self, model: Model, personal: Params, x: Tree, *, training: bool = False) -> Tensor:
-        r, mixers = taken(R, personal), taken(G, personal)
+        r, mixers = without_prefix(R, personal), without_prefix(G, personal)
 
         def mix(layer: str, adapter: Adapter, h: Tensor) -> Tensor:
             weights = linear(h, mixers[layer]).softmax(-1)

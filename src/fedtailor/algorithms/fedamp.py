@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedtailor.algorithms._shared.model_table import mean_or, received, stacked
+from fedtailor.algorithms._shared.model_table import gather_models, mean_or, stack_models
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -41,6 +41,9 @@ class FedAMP(Algorithm):
     title: ClassVar[str] = "FedAMP"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "mu = 0": ({"mu": 0.0}, "local", {}),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {"heuristic": {"attention": "cosine"}}
     citation: ClassVar[str] = """@inproceedings{huang2021personalized,
   title={Personalized Cross-Silo Federated Learning on Non-IID Data},
@@ -66,12 +69,12 @@ class FedAMP(Algorithm):
     def round(self, fed: Federation, server: Tree) -> Tree:
         here = [fed.names[c] for c in fed.cohort]
         known = dict.fromkeys(here, fed.model.params) | server["w"]
-        w = stacked(known.values())
+        w = stack_models(known.values())
         xi = self.weights(flat({k: w[k] for k in fed.model.trainable}, stacked=True))
         rows = [list(known).index(name) for name in here]
         fed.report(own_weight=xi.diagonal()[rows].mean())
         u = fed.scatter({k: torch.tensordot(xi[rows].to(v.dtype), v, dims=1) for k, v in w.items()})  # (5)
-        return {"w": server["w"] | received(fed, fed.map(self.local, u))}
+        return {"w": server["w"] | gather_models(fed, fed.map(self.local, u))}
 
     def weights(self, w: Tensor) -> Tensor:
         """Row i: xi_i1, xi_i2, ... of all models, which add up to 1."""

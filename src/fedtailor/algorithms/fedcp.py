@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, normalize
 
 from fedtailor.algorithms._shared.heads import check_dense_head, dense, weight_of_head
-from fedtailor.algorithms._shared.own_loss import beside, some_samples, taken
+from fedtailor.algorithms._shared.own_loss import beside, some_samples, without_prefix
 from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
@@ -73,7 +73,7 @@ class FedCP(Algorithm):
         frozen = beside(COMMON, common["head"]) | {V: direction(me.state), SOME: some, BEFORE: before, COUNTED: counted}
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            output = parted(me.model, t, t[V], x, training=True)
+            output = gated_outputs(me.model, t, t[V], x, training=True)
             h, _ = features_and_logits(me.model, t, t[SOME])
             return me.experiment.loss(output, y) + self.lam * discrepancy(h, t[BEFORE], t[COUNTED], WIDTHS)
 
@@ -82,7 +82,7 @@ class FedCP(Algorithm):
         own = {k: trained[k] for k in me.state}
         mixed = {k: (v + own[k]) / 2 for k, v in common["head"].items()}
         body = {k: trained[k] for k in common["body"]}
-        return own, ({"body": body, "head": mixed, "policy": taken(POLICY, trained)}, me.n)
+        return own, ({"body": body, "head": mixed, "policy": without_prefix(POLICY, trained)}, me.n)
 
     def round(self, fed: Federation, common: Tree) -> Tree:
         return fed.mean(*fed.map(self.local, common))
@@ -91,13 +91,13 @@ class FedCP(Algorithm):
         return common["body"] | me.state | beside(COMMON, common["head"]) | beside(POLICY, common["policy"])
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
-        return parted(model, personal, direction({k: personal[k] for k in model.head}), x)
+        return gated_outputs(model, personal, direction({k: personal[k] for k in model.head}), x)
 
     def onboard(self, me: ClientContext, common: Tree, epochs: int) -> Params:
         rest = {k: v for k, v in self.personal(me, common).items() if k not in me.state}
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return me.experiment.loss(parted(me.model, t, t[V], x, training=True), y)
+            return me.experiment.loss(gated_outputs(me.model, t, t[V], x, training=True), y)
 
         return rest | me.sgd(me.state, epochs=epochs, frozen=rest | {V: direction(me.state)}, loss=loss)
 
@@ -107,13 +107,13 @@ def direction(head: Params) -> Tensor:
     return normalize(next(w for w in head.values() if w.dim() == 2).sum(0), dim=0)
 
 
-def parted(model: Model, t: Params, v: Tensor, x: Tensor, *, training: bool = False) -> Tensor:
+def gated_outputs(model: Model, t: Params, v: Tensor, x: Tensor, *, training: bool = False) -> Tensor:
     """The own head's outputs for r h and the common head's for (1 - r) h, added."""
 
     def r(h: Tensor) -> Tensor:
-        p = taken(POLICY, t)
+        p = without_prefix(POLICY, t)
         a = layer_norm((h * v) @ p["weight"].T + p["bias"], p["scale"].shape, p["scale"], p["shift"]).relu()
         return (a[:, : h.shape[1]] - a[:, h.shape[1] :]).sigmoid()  # the softmax of two
 
     h, own = features_and_logits(model, t, x, training=training, change=lambda h: r(h) * h)
-    return own + dense(taken(COMMON, t), (1 - r(h)) * h)
+    return own + dense(without_prefix(COMMON, t), (1 - r(h)) * h)

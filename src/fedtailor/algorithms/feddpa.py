@@ -7,14 +7,14 @@ the mean cosine between its outputs and those of training samples, with v alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedtailor.algorithms._shared.adapters import Adapter, check_dense_adapters, mixed_outputs, names
-from fedtailor.algorithms._shared.own_loss import beside, some_samples, taken
+from fedtailor.algorithms._shared.own_loss import beside, some_samples, without_prefix
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -44,6 +44,9 @@ class FedDPA(Algorithm):
     keeps: ClassVar[str] = "layers"
     private: ClassVar[str] = "second adapters"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "scale = 0": ({"scale": 0.0}, "fedavg", {}, "adapters full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{yang2024dual,
   title={Dual-Personalizing Adapter for Federated Foundation Models},
   author={Yang, Yiyuan and Long, Guodong and Shen, Tao and Jiang, Jing and Blumenstein, Michael},
@@ -60,10 +63,10 @@ class FedDPA(Algorithm):
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
-        v = self.fitted(me, w, self.own_epochs)
+        v = self.train_adapters(me, w, self.own_epochs)
         return v, (me.sgd(w, epochs=self.epochs), me.n)
 
-    def fitted(self, me: ClientContext, w: Params, epochs: int) -> Params:
+    def train_adapters(self, me: ClientContext, w: Params, epochs: int) -> Params:
         """The own adapters after training beside the common ones."""
 
         def loss(t: Params, x: Tree, y: Tensor) -> Tensor:
@@ -71,11 +74,11 @@ class FedDPA(Algorithm):
 
         if not epochs:
             return dict(me.state)
-        return taken(V, me.sgd(beside(V, me.state), epochs=epochs, frozen=w, loss=loss))
+        return without_prefix(V, me.sgd(beside(V, me.state), epochs=epochs, frozen=w, loss=loss))
 
     def outputs(self, model: Model, t: Params, x: Tree, alpha: float | Tensor, *, training: bool = False) -> Tensor:
         """Of the model with a blend of both adapters; alpha is a number, or one for each sample."""
-        v = taken(V, t)
+        v = without_prefix(V, t)
 
         def mix(layer: str, adapter: Adapter, h: Tensor) -> Tensor:
             share = alpha.reshape(-1, *[1] * (h.dim() - 1)) if isinstance(alpha, Tensor) else alpha
@@ -97,7 +100,7 @@ class FedDPA(Algorithm):
         return self.outputs(model, personal, x, self.scale * like)
 
     def onboard(self, me: ClientContext, w: Params, epochs: int) -> Params:
-        me.state = self.fitted(me, w, epochs)
+        me.state = self.train_adapters(me, w, epochs)
         return self.personal(me, w)
 
     def shares(self, me: ClientContext, w: Params) -> Params:

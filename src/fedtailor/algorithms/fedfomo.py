@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.model_table import mean_or, received, stacked
+from fedtailor.algorithms._shared.model_table import gather_models, mean_or, stack_models
 from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -58,9 +58,9 @@ class FedFomo(Algorithm):
 
     @on_client(sends=NUMBER)
     def weigh(self, me: ClientContext, theta_n: Params) -> tuple[Tree, Tree]:
-        return self.weighed(me, me.state, theta_n)
+        return self.weigh_model(me, me.state, theta_n)
 
-    def weighed(self, me: ClientContext, s: Tree, theta_n: Params) -> tuple[Tree, Tensor]:
+    def weigh_model(self, me: ClientContext, s: Tree, theta_n: Params) -> tuple[Tree, Tensor]:
         theta, trained = s["theta"], me.model.trainable
         distance = torch.stack([(theta_n[k] - theta[k]).square().sum() for k in trained]).sum().sqrt()
         w = (loss(me, theta) - loss(me, theta_n)) / distance.clamp(min=1e-12)  # (5)
@@ -74,18 +74,18 @@ class FedFomo(Algorithm):
         share = torch.where(total > 0, 1 / total.clamp(min=1e-30), 0)
         theta = {k: v + share * s["move"][k] for k, v in s["theta"].items()}  # (4)
         trained = me.sgd(theta, epochs=self.epochs)
-        return self.weighed(me, self.client_init(me) | {"theta": theta, "trained": trained}, trained)[0], trained
+        return self.weigh_model(me, self.client_init(me) | {"theta": theta, "trained": trained}, trained)[0], trained
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         models, names = server["models"], fed.names
         p = {names[c]: server["p"].get(names[c], fed.model.like.new_zeros(fed.clients)) for c in fed.cohort}
         chosen = {c: self.choose(fed, names[c], sorted(models), p[names[c]]) for c in fed.cohort}
         for m in range(min(map(len, chosen.values()))):
-            w = fed.map(self.weigh, fed.scatter(stacked(models[chosen[c][m]] for c in fed.cohort)))
+            w = fed.map(self.weigh, fed.scatter(stack_models(models[chosen[c][m]] for c in fed.cohort)))
             for c, value in zip(w.clients, fed.gather(w, "weights of models"), strict=True):
                 at = fed.places([names.index(chosen[c][m])])
                 p[names[c]] = p[names[c]].index_add(0, at, value[None])
-        return {"p": server["p"] | p, "models": received(fed, fed.map(self.local))}
+        return {"p": server["p"] | p, "models": gather_models(fed, fed.map(self.local))}
 
     def choose(self, fed: Federation, name: str, known: list[str], p: Tensor) -> list[str]:
         """Whose models a client gets: one after the other the next by affinity, or anyone."""

@@ -44,6 +44,9 @@ class FedL2P(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "meta_lr = 0": ({"meta_lr": 0.0, "tune_epochs": 3}, "fedavg+ft", {"tune_epochs": 3}),
+    }
     citation: ClassVar[str] = """@inproceedings{lee2023fedl2p,
   title={{FedL2P}: Federated Learning to Personalize},
   author={Lee, Royson and Kim, Minyoung and Li, Da and Qiu, Xinchi and Hospedales, Timothy and Husz\\'ar, Ferenc and
@@ -63,7 +66,7 @@ class FedL2P(Algorithm):
         zeros = model.like.new_zeros(2 * layers, self.hidden + 1)
         return {"first": draw / layers**0.5, "first_bias": zeros.new_zeros(self.hidden), "out": zeros}
 
-    def tuned(self, me: ClientContext, w: Params, lam: Tensor) -> Params:
+    def fine_tune(self, me: ClientContext, w: Params, lam: Tensor) -> Params:
         w = {k: v.detach() for k, v in w.items()}  # only lam learns from the validation loss
         net, layers = unflat(lam, self.network(me.model)), layers_of(me.model)
         units = (net["first"] @ input_statistics(me, w) + net["first_bias"]).relu()
@@ -76,7 +79,7 @@ class FedL2P(Algorithm):
     @on_client(sends=(NUMBER.summed(), NUMBER.summed()))
     def judge(self, me: ClientContext, w: Params, lam: Tensor) -> tuple[Tree, Tree]:
         statistics = me.buffers
-        own = with_derivable_statistics(me.model, self.tuned(me, w, lam) | me.buffers)
+        own = with_derivable_statistics(me.model, self.fine_tune(me, w, lam) | me.buffers)
         x, y, mask = me.val
         losses = task_losses(me, own, x, y)
         me.buffers = statistics  # those of the common model, not of the fine-tuned one
@@ -94,4 +97,4 @@ class FedL2P(Algorithm):
         return {"w": w, "lam": lam}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        return self.tuned(me, server["w"], server["lam"]["x"])
+        return self.fine_tune(me, server["w"], server["lam"]["x"])

@@ -56,7 +56,7 @@ class JointLS(Algorithm):
             return w.new_ones(len(w))
         return w.new_zeros(len(w)).index_fill(0, w.new_tensor(self.personal_features, dtype=torch.int64), 1)
 
-    def fitted(self, d: Params, rest: Tensor) -> Tensor:
+    def fit_personal(self, d: Params, rest: Tensor) -> Tensor:
         """The personal coefficients that fit `rest` best, with zeros at the common ones."""
         own = self.own(rest)
         a = own[:, None] * d["A"] * own[None]
@@ -65,8 +65,8 @@ class JointLS(Algorithm):
     @on_client(sends=(NORMAL.summed(), VECTOR.summed()))
     def local(self, me: ClientContext) -> tuple[Tree, Tree]:
         d, common = me.state, 1 - self.own(me.state["b"])
-        a = d["A"] - d["A"] @ self.fitted(d, d["A"])
-        b = d["b"] - d["A"] @ self.fitted(d, d["b"])
+        a = d["A"] - d["A"] @ self.fit_personal(d, d["A"])
+        b = d["b"] - d["A"] @ self.fit_personal(d, d["b"])
         return d, (common[:, None] * a * common[None], common[:, None] * b)
 
     def round(self, fed: Federation, w: Tensor) -> Tensor:
@@ -75,4 +75,4 @@ class JointLS(Algorithm):
 
     def personal(self, me: ClientContext, w: Tensor) -> Params:
         d = me.state
-        return ridge.as_params(me.model, w + self.fitted(d, d["b"] - d["A"] @ w))
+        return ridge.as_params(me.model, w + self.fit_personal(d, d["b"] - d["A"] @ w))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ class KNNPer(Algorithm):
     keeps: ClassVar[str] = "features"
     private: ClassVar[str] = "features of samples, their share"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no votes": ({"lams": (0.0,), "default_lam": 0.0}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{marfoq2022personalized,
   title={Personalized Federated Learning through Local Memorization},
   author={Marfoq, Othmane and Neglia, Giovanni and Kameni, Laetitia and Vidal, Richard},
@@ -88,7 +91,7 @@ class KNNPer(Algorithm):
         }
         likelihood = me.n.new_zeros(len(self.lams))
         for x, y, mask in me.val.parts():
-            voted, modelled = self.voted_and_modelled(me.model, me.buffers | store, x)
+            voted, modelled = self.both_probabilities(me.model, me.buffers | store, x)
             right = [log_blend(voted, modelled, lam).gather(1, y[:, None])[:, 0] for lam in self.lams]
             likelihood = likelihood + torch.where(mask > 0, torch.stack(right), 0).sum(1)
         best = me.n.new_tensor(self.lams)[likelihood.argmax(0, keepdim=True)][0]
@@ -96,9 +99,9 @@ class KNNPer(Algorithm):
         return store | {SHARE: torch.where(me.n > 0, chosen, 0)}  # nobody to ask: the model alone
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
-        return log_blend(*self.voted_and_modelled(model, personal, x), personal[SHARE])
+        return log_blend(*self.both_probabilities(model, personal, x), personal[SHARE])
 
-    def voted_and_modelled(self, model: Model, personal: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+    def both_probabilities(self, model: Model, personal: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities of the classes by kNN, and by the model."""
         store, labels = personal[FEATURES], personal[LABELS]
         features, logits = features_and_logits(model, personal, x)

@@ -19,7 +19,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
 
-SHARED = ReplySpec("shared part", lambda algorithm, model: algorithm.shared(model), is_model=True)
+SHARED = ReplySpec("shared part", lambda algorithm, model: algorithm.part_sent(model), is_model=True)
 DEGREES = ReplySpec("degrees", lambda algorithm, model: algorithm.server_init(model)["degrees"])
 
 
@@ -62,34 +62,34 @@ class Learn2pFedNet(Algorithm):
     }
     citation: ClassVar[str] = Learn2pFed.citation
 
-    def shared(self, model: Model) -> Params:
+    def part_sent(self, model: Model) -> Params:
         """The part that is sent."""
         part = model.params if self.scope == "all" else model.head
         return {k: v for k, v in part.items() if k in model.trainable}
 
     def server_init(self, model: Model) -> Tree:
-        w = self.shared(model)
+        w = self.part_sent(model)
         common = degrees.first(w, self.grain, self.share, self.rho) if self.pull else {}
         moments = tree_map(torch.zeros_like, common)
         return {"w": w, "degrees": common, "first": moments, "second": moments}
 
     def client_init(self, me: ClientContext) -> Tree:
-        zero = tree_map(torch.zeros_like, self.shared(me.model))
+        zero = tree_map(torch.zeros_like, self.part_sent(me.model))
         moments = tree_map(torch.zeros_like, first := degrees.first(zero, self.grain, self.share, self.rho))
         return {"v": me.model.params, "z": zero, "a": zero, "degrees": first, "first": moments, "second": moments}
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
         s |= {"v": s["v"] | server["w"], "degrees": s["degrees"] | server["degrees"]}  # a prior: the common ones
-        return self.fitted(me, s, server["w"], {})[0]
+        return self.admm_steps(me, s, server["w"], {})[0]
 
     @on_client(sends=(SHARED.weighted_by(COUNT), DEGREES.summed(), COUNT))
     def local(self, me: ClientContext, w: Params, common: Params) -> tuple[Tree, Tree]:
-        s, slope = self.fitted(me, me.state, w, common)
+        s, slope = self.admm_steps(me, me.state, w, common)
         part = {k: s["v"][k] - (0 if self.consensus == "average" else s["z"][k] + s["a"][k]) for k in w}
         return s, (part, slope if self.pull else {}, me.n)
 
-    def fitted(self, me: ClientContext, s: Tree, w: Params, common: Params) -> tuple[Tree, Params]:
+    def admm_steps(self, me: ClientContext, s: Tree, w: Params, common: Params) -> tuple[Tree, Params]:
         """The state after the three steps at a client, with a step of the degrees before the last; and its gradient."""
         logs = s["degrees"] | {k: torch.lerp(s["degrees"][k], x, self.pull) for k, x in common.items()}
         v, z, a, moments = s["v"], s["z"], s["a"], (s["first"], s["second"])

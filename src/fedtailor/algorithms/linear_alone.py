@@ -57,29 +57,29 @@ class LinearAlone(Algorithm):
         return me.model.params
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Params:
-        return self.solved(me)
+        return self.choose_fit(me)
 
     @on_client()
     def local(self, me: ClientContext) -> tuple[Tree, Tree]:
-        return self.solved(me), None
+        return self.choose_fit(me), None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
         fed.map(self.local)
         return server
 
-    def solved(self, me: ClientContext) -> Params:
+    def choose_fit(self, me: ClientContext) -> Params:
         x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
         has_bias = ridge.names(me.model)[1] is not None
         start = torch.zeros_like(ridge.as_vector(me.model, me.model.params))
         if y.is_floating_point():
             solved = self.numbers(x, y, mask, has_bias)
         elif y.dim() == 1:
-            chosen = self.generalised(LOGIT, x, y, mask, torch.zeros_like(start[:, 1:]))
+            chosen = self.choose_penalised(LOGIT, x, y, mask, torch.zeros_like(start[:, 1:]))
             solved = torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
         else:
             level = ((y * mask[:, None]).sum(0) + 0.5).log() - mask.sum().clamp(min=1).log()  # also of none at all
             center = torch.cat([start[:-1], level[None]]) if has_bias else start
-            solved = self.generalised(POISSON, x, y, mask, center)
+            solved = self.choose_penalised(POISSON, x, y, mask, center)
         return ridge.as_params(me.model, solved)
 
     def numbers(self, x: Tensor, y: Tensor, mask: Tensor, has_bias: bool) -> Tensor:
@@ -97,10 +97,10 @@ class LinearAlone(Algorithm):
             rest = (y - xq @ v) / (1 - leverage).clamp(min=1e-3)
             tried.append(q @ v)
             errors.append((rest.square() * share).sum())
-        v = _chosen(tried, -torch.stack(errors))
+        v = _best_of(tried, -torch.stack(errors))
         return torch.cat([v[:-1], (level - center[:-1] @ v[:-1])[None]]) if has_bias else v
 
-    def generalised(self, family: Family, x: Tensor, y: Tensor, mask: Tensor, center: Tensor) -> Tensor:
+    def choose_penalised(self, family: Family, x: Tensor, y: Tensor, mask: Tensor, center: Tensor) -> Tensor:
         """[features (+ 1), outputs] near a center, from strong penalties to weak ones."""
         v, tried, scores = center, [], []
         for penalty in sorted((p for p in self.penalties if p >= WEAKEST), reverse=True):
@@ -111,7 +111,7 @@ class LinearAlone(Algorithm):
             v = penalised(family, x, y, mask, by_coefficient, v, self.newton, center)
             tried.append(v)
             scores.append(family.left_out(x, y, mask, by_coefficient, v))
-        return _chosen(tried, _nearly_best(torch.stack(scores), mask))
+        return _best_of(tried, _nearly_best(torch.stack(scores), mask))
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         return me.state
@@ -127,6 +127,6 @@ def _nearly_best(scores: Tensor, mask: Tensor) -> Tensor:
     return torch.where(is_near, torch.arange(len(scores), 0, -1, dtype=scores.dtype, device=scores.device), 0)
 
 
-def _chosen(tried: list[Tensor], scores: Tensor) -> Tensor:
+def _best_of(tried: list[Tensor], scores: Tensor) -> Tensor:
     best = torch.nn.functional.one_hot(scores.argmax(), len(tried)).to(tried[0].dtype)
     return (best[:, None, None] * torch.stack(tried)).sum(0)

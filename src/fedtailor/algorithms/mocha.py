@@ -71,7 +71,7 @@ class MOCHA(Algorithm):
         none = ridge.as_vector(fed.model, fed.model.params)[..., None].expand(*(-1, -1, fed.clients)).mul(0)
         B, W, is_known = (server.get(k, v) for k, v in (("B", none), ("W", none), ("is_known", none[0, 0])))
         is_known = is_known.index_fill(0, fed.places(fed.cohort), 1)
-        Sigma = self.related(W, is_known)
+        Sigma = self.task_covariance(W, is_known)
         rho = (Sigma.abs().sum(1) / Sigma.diagonal().clamp(min=1e-30)).max()
         W = B @ Sigma / self.lam
         for _ in range(self.cells):
@@ -84,7 +84,7 @@ class MOCHA(Algorithm):
         fed.map(self.adopt, fed.scatter(W[..., fed.places(fed.cohort)].movedim(-1, 0)))
         return {"B": B, "W": W, "is_known": is_known}
 
-    def related(self, W: Tensor, is_known: Tensor) -> Tensor:
+    def task_covariance(self, W: Tensor, is_known: Tensor) -> Tensor:
         """Sigma = (W'W)^(1/2) / tr (W'W)^(1/2), with a floor; 0 for clients that never took part."""
         _, s, v = torch.linalg.svd(W.flatten(0, 1), full_matrices=False)
         alone = torch.diag(is_known) / is_known.sum()

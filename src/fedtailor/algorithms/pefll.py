@@ -7,13 +7,13 @@ the hypernetwork h; theta_i = h(v_i; phi) model of client i, and theta~_i what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import hypernetwork
-from fedtailor.algorithms._shared.model_table import less, received
+from fedtailor.algorithms._shared.model_table import gather_models, less
 from fedtailor.algorithms.fedpac import weight_of_head
 from fedtailor.algorithms.pfedhn import EMBEDDING, models
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
@@ -46,6 +46,9 @@ class PeFLL(Algorithm):
     learns: ClassVar[str] = "generators"
     keeps: ClassVar[str] = "model"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no hidden units": ({"hidden": 0}, "fedavg", {}, "equal-sizes full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{scott2024pefll,
   title={{PeFLL}: Personalized Federated Learning by Learning to Learn},
   author={Scott, Jonathan and Zakerinia, Hossein and Lampert, Christoph H.},
@@ -61,7 +64,7 @@ class PeFLL(Algorithm):
         mix = SPREAD * torch.from_numpy(draw).to(model.like)
         psi = {"net": model.trainable, "mix": mix}
         phi = hypernetwork.start(model, self.embedding, self.hidden, "PeFLL")
-        return {"phi": phi, "psi": psi, "statistics": untrained(model)}
+        return {"phi": phi, "psi": psi, "statistics": averaged_statistics(model)}
 
     @on_client(sends=EMBEDDING)
     def describe(self, me: ClientContext, psi: Tree) -> tuple[Tree, Tree]:
@@ -78,7 +81,7 @@ class PeFLL(Algorithm):
         v, names = fed.gather(descriptors, "descriptor of each client"), [fed.names[c] for c in descriptors.clients]
         theta = models(fed.model, learned["phi"], v)
         replies = fed.map_untaped(self.local, fed.scatter(detach(theta)), server["statistics"])
-        trained = received(fed, replies)
+        trained = gather_models(fed, replies)
         if len(trained) < len(names):
             raise RoundAbandoned(f"round {fed.round}: a client was lost in training; a taped round needs all")
         change = less(detach(theta), names, trained, fed.model)  # theta_i - theta~_i stands for the gradient by theta_i
@@ -89,17 +92,17 @@ class PeFLL(Algorithm):
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         v = descriptor(me, server["psi"])
-        return hypernetwork.generated(server["phi"], v, me.model) | server["statistics"]
+        return hypernetwork.generate(server["phi"], v, me.model) | server["statistics"]
 
 
-def untrained(model: Model) -> Params:
+def averaged_statistics(model: Model) -> Params:
     """Initial statistics that are averaged."""
     return {k: v for k, v in model.params.items() if k not in model.trainable}
 
 
 def descriptor(me: ClientContext, psi: Tree) -> Tensor:
     """The mean over a client's training samples of what the embedding network makes of x and y."""
-    tensors = psi["net"] | me.model.private_buffers | untrained(me.model)
+    tensors = psi["net"] | me.model.private_buffers | averaged_statistics(me.model)
     total = me.n.new_zeros(psi["mix"].shape[1])
     for x, y, mask in me.train.parts():
         output = me.model(tensors, x)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import beside, taken, task_losses
+from fedtailor.algorithms._shared.own_loss import beside, task_losses, without_prefix
 from fedtailor.core.algorithm import MODEL, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -79,7 +79,7 @@ class PFedBayes(Algorithm):
         fixed = beside(MU, {k: server["mu"][k] for k in mu}) | beside(PULL, pull) | beside(WIDTH, server["variance"])
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            rho, noise = taken(RHO, t), taken(NOISE, t)
+            rho, noise = without_prefix(RHO, t), without_prefix(NOISE, t)
             drawn = t | {k: t[k] + rho[k].exp() * noise[k] for k in noise}
             known = {k: v for k, v in drawn.items() if not k.startswith("pfedbayes.")}
             return task_losses(me, known, x, y, training=True) + divergence(t)
@@ -87,7 +87,11 @@ class PFedBayes(Algorithm):
         for _ in range(epochs):
             frozen = fixed | beside(NOISE, noise_like(me, mu)) | {SHARE: share}
             trained = me.sgd(mu | statistics | beside(RHO, rho), frozen=frozen, loss=loss)
-            mu, rho, statistics = {k: trained[k] for k in mu}, taken(RHO, trained), {k: trained[k] for k in statistics}
+            mu, rho, statistics = (
+                {k: trained[k] for k in mu},
+                without_prefix(RHO, trained),
+                {k: trained[k] for k in statistics},
+            )
         return {"mu": mu, "rho": rho}, statistics
 
     def round(self, fed: Federation, server: Tree) -> Tree:
@@ -106,7 +110,7 @@ class PFedBayes(Algorithm):
 
 def divergence(t: Params) -> Tensor:
     """zeta / n times KL(q || w), without what does not depend on q; the pull on the mean is bounded."""
-    mu, pull, width, rho = (taken(prefix, t) for prefix in (MU, PULL, WIDTH, RHO))
+    mu, pull, width, rho = (without_prefix(prefix, t) for prefix in (MU, PULL, WIDTH, RHO))
     means = [(pull[k] * (t[k] - mu[k]).square()).sum() for k in mu]
     spreads = [((2 * rho[k]).exp() / width[k] - 2 * rho[k]).sum() for k in mu]
     return torch.stack(means).sum() / 2 + t[SHARE] * torch.stack(spreads).sum() / 2

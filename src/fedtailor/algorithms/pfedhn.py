@@ -7,13 +7,13 @@ theta~_i what it is after local training.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import hypernetwork
-from fedtailor.algorithms._shared.model_table import less, received
+from fedtailor.algorithms._shared.model_table import gather_models, less
 from fedtailor.core.algorithm import MODEL, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -41,6 +41,9 @@ class PFedHN(Algorithm):
     title: ClassVar[str] = "pFedHN"
     learns: ClassVar[str] = "generators"
     keeps: ClassVar[str] = "model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no hidden units": ({"hidden": 0}, "fedavg", {}, "equal-sizes full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{shamsian2021personalized,
   title={Personalized Federated Learning using Hypernetworks},
   author={Shamsian, Aviv and Navon, Aviv and Fetaya, Ethan and Chechik, Gal},
@@ -71,7 +74,7 @@ class PFedHN(Algorithm):
         v, names = fed.gather(embeddings, "embedding of each client"), [fed.names[c] for c in embeddings.clients]
         theta, pull_back = torch.func.vjp(lambda phi, v: models(fed.model, phi, v), phi, v)  # type: ignore[misc]
         replies = fed.map(self.local, fed.scatter(theta), server["statistics"])
-        trained = received(fed, replies)
+        trained = gather_models(fed, replies)
         by_phi, by_v = pull_back(less(theta, names, trained, fed.model))  # line 6: J^T (theta_i - theta~_i)
         v = v - self.embedding_lr * by_v
         fed.map(self.keep, fed.scatter(v[[embeddings.clients.index(c) for c in fed.cohort]]))
@@ -79,13 +82,13 @@ class PFedHN(Algorithm):
         return {"phi": phi, "statistics": {k: fed.mean(replies[k]) for k in server["statistics"]}}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        return hypernetwork.generated(server["phi"], me.state["v"], me.model) | server["statistics"]
+        return hypernetwork.generate(server["phi"], me.state["v"], me.model) | server["statistics"]
 
     def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         """Only the embedding is learned, on all samples at a time."""
 
         def model(v: Tensor) -> Params:
-            return hypernetwork.generated(server["phi"], v, me.model) | server["statistics"]
+            return hypernetwork.generate(server["phi"], v, me.model) | server["statistics"]
 
         v = me.state["v"]
         for _ in range(epochs):
@@ -95,4 +98,4 @@ class PFedHN(Algorithm):
 
 def models(model: Model, phi: Tree, v: Tensor) -> Params:
     """Row i: what the hypernetwork makes of the i-th embedding."""
-    return torch.func.vmap(lambda one: hypernetwork.generated(phi, one, model))(v)
+    return torch.func.vmap(lambda one: hypernetwork.generate(phi, one, model))(v)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared.layers import layers_of
-from fedtailor.algorithms._shared.model_table import less, mean_or, received, stacked
+from fedtailor.algorithms._shared.model_table import gather_models, less, mean_or, stack_models
 from fedtailor.core.algorithm import MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -72,13 +72,13 @@ class PFedLA(Algorithm):
         first = {n: self.hypernetwork(fed, n) for n in here}
         hn = {part: {n: server[part].get(n, first[n][part]) for n in here} for part in ("hidden", "alpha")}
         if self.gradient == "exact":
-            theta_bar = mixed(fed, fed.tape(hn), known)
+            theta_bar = mix_models(fed, fed.tape(hn), known)
             replies = fed.map(self.local, fed.scatter(theta_bar))
             gradient = fed.backward(fed.sum(fed.map(self.judge)))
-            new = received(fed, replies)
+            new = gather_models(fed, replies)
         else:
-            theta_bar, pull_back = torch.func.vjp(lambda hn: mixed(fed, hn, known), hn)  # type: ignore[misc]
-            new = received(fed, fed.map(self.local, fed.scatter(theta_bar)))
+            theta_bar, pull_back = torch.func.vjp(lambda hn: mix_models(fed, hn, known), hn)  # type: ignore[misc]
+            new = gather_models(fed, fed.map(self.local, fed.scatter(theta_bar)))
             (gradient,) = pull_back(less(theta_bar, here, new, fed.model))  # (6) and (7)
         hn = tree_map(lambda v, slope: v - self.hn_lr * slope, hn, gradient)
         return {"w": server["w"] | new} | {part: server[part] | hn[part] for part in hn}
@@ -95,11 +95,11 @@ class PFedLA(Algorithm):
         return me.state
 
 
-def mixed(fed: Federation, hn: Tree, known: dict[str, Params]) -> Params:
+def mix_models(fed: Federation, hn: Tree, known: dict[str, Params]) -> Params:
     """Row i: theta_bar of the i-th client, from the models that the server knows."""
     at, layers = [fed.names.index(name) for name in known], layers_of(fed.model)
     alpha = torch.stack([weights(hn["hidden"][n], hn["alpha"][n])[:, at].softmax(1) for n in hn["hidden"]])
-    return {k: torch.tensordot(alpha[:, layers[k]], v, dims=1) for k, v in stacked(known.values()).items()}
+    return {k: torch.tensordot(alpha[:, layers[k]], v, dims=1) for k, v in stack_models(known.values()).items()}
 
 
 def weights(hidden: Params, out: Tensor) -> Tensor:

@@ -70,6 +70,12 @@ class Tailor(RandomCoefficients):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "own models, label prior, deviation of its degrees, mixture"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "fedavg": ({"preset": "fedavg"}, "fedavg", {}, "full-batch"),
+        "local": ({"preset": "local"}, "local", {}, "full-batch"),
+        "fedper": ({"preset": "fedper"}, "fedper", {}, "full-batch"),
+        "fedavg+ft": ({"preset": "fedavg+ft"}, "fedavg+ft", {}, "full-batch"),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         name: {"learned": (), "prior": 0.0, "mixes": False, "tune_step": 1.0}
         | {"tune_epochs": tune, "share": body, "head_share": head}
@@ -132,7 +138,7 @@ class Tailor(RandomCoefficients):
         shift = {k: theta[-1] * x for k, x in mixture.label_shift(me).items()}
         return {k: s.sigmoid()[i] for k, i in each.items()}, {k: eta.exp()[i] for k, i in each.items()}, shift
 
-    def begun(self, me: ClientContext, w: Params, s: Params, shift: Params) -> Params:
+    def starting_point(self, me: ClientContext, w: Params, s: Params, shift: Params) -> Params:
         """Where a client's training starts: between its own model and w."""
         start = w | {k: torch.lerp(me.state["v"][k], w[k], x) for k, x in s.items()}
         return start | {k: start[k] + x for k, x in shift.items()}
@@ -140,7 +146,7 @@ class Tailor(RandomCoefficients):
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params, theta: Tensor) -> tuple[Tree, Tree]:
         s, _, shift = self.numbers(me, theta)
-        own = me.sgd(self.begun(me, w, s, shift), epochs=self.epochs)
+        own = me.sgd(self.starting_point(me, w, s, shift), epochs=self.epochs)
         own |= {k: own[k] - x for k, x in shift.items()}  # the prior stays here
         return me.state | {"v": own}, (own, me.n)
 
@@ -164,16 +170,16 @@ class Tailor(RandomCoefficients):
         """What the label prior adds to the bias of FedAvg's model."""
         return {k: self.prior * x for k, x in mixture.label_shift(me).items()}
 
-    def fitted(self, me: ClientContext, w: Params, theta: Tensor) -> Params:
+    def fine_tune(self, me: ClientContext, w: Params, theta: Tensor) -> Params:
         s, eta, shift = self.numbers(me, theta)
-        start = self.begun(me, w, s, shift)
+        start = self.starting_point(me, w, s, shift)
         steps = {k: x.expand_as(start[k]) for k, x in eta.items()}  # a mask scales a step
         return me.sgd(start, epochs=self.tune_epochs, mask=steps) if self.tune_epochs else start
 
     @on_client(sends=(NUMBER.summed(), NUMBER.summed(), ERRORS.summed()))
     def judge(self, me: ClientContext, w: Params, theta: Tensor, beside: Tree) -> tuple[Tree, Tree]:
         statistics, count, state = me.buffers, me.val.mask.sum(), me.state
-        fitted = self.fitted(me, w, theta)
+        fitted = self.fine_tune(me, w, theta)
         loss = me.loss(fitted, "val")
         q = loss.new_zeros(1, 3, 3)
         if self.mixes:
@@ -201,17 +207,17 @@ class Tailor(RandomCoefficients):
             own = me.state["alone"]
         return [own, common | {k: common[k] + x for k, x in self.shift(me).items()}]
 
-    def shown(self, server: Tree) -> Tree:
+    def part_for_clients(self, server: Tree) -> Tree:
         """What clients need of the server for the models beside the fitted one."""
         solved = {"shrinkage": self.shrinkage(server["spread"])} if "spread" in server else {}
         return {"common": server["common"]} | solved
 
     @on_client()
     def deviate(self, me: ClientContext) -> tuple[Tree, Tree]:
-        u = adam(me.state["u"], self.chosen(me.grad["u"]["x"]), self.outer_lr)
+        u = adam(me.state["u"], self.learned_gradient(me.grad["u"]["x"]), self.outer_lr)
         return me.state | {"u": u | {"x": u["x"] * me.n / (me.n + self.evidence)}}, None
 
-    def chosen(self, slope: Tensor) -> Tensor:
+    def learned_gradient(self, slope: Tensor) -> Tensor:
         """The gradient by theta of what is learned."""
         layers = (slope.shape[-1] - 1) // 2
         is_learned = [part in self.learned for part in PARTS]
@@ -224,14 +230,14 @@ class Tailor(RandomCoefficients):
         x = fed.tape(theta["x"]) if is_time and self.learned else theta["x"]
         w = fed.mean(*fed.map(self.local, w, x))
         if is_time and (self.learned or self.mixes):
-            losses, counts, errors = fed.map(self.judge, w, x, self.shown(new) if self.mixes else {})
+            losses, counts, errors = fed.map(self.judge, w, x, self.part_for_clients(new) if self.mixes else {})
             loss = fed.sum(losses) / fed.sum(counts).clamp(min=1)
             errors = fed.sum(errors).detach()
             if self.learned:
-                theta = adam(theta, self.chosen(fed.backward(loss)), self.outer_lr)
+                theta = adam(theta, self.learned_gradient(fed.backward(loss)), self.outer_lr)
                 fed.map(self.deviate)
             fed.report(outer_loss=loss.detach(), theta=list(theta["x"]))
-            new |= self.mixed(fed, server, errors) if self.mixes else {}
+            new |= self.update_mixture(fed, server, errors) if self.mixes else {}
         return server | {"w": w, "theta": theta} | new
 
     def beside(self, fed: Federation, server: Tree, *, is_time: bool) -> Tree:
@@ -243,7 +249,7 @@ class Tailor(RandomCoefficients):
             fed.map(self.apart)
         return {"common": common}
 
-    def mixed(self, fed: Federation, server: Tree, errors: Tensor) -> Tree:
+    def update_mixture(self, fed: Federation, server: Tree, errors: Tensor) -> Tree:
         """The mixture of all clients, and how much it is worth to one of them."""
         kept = (1 - len(fed.cohort) / fed.clients) / 2  # errors of before stand for clients who are not asked now
         errors = kept * server["errors"] + errors
@@ -254,10 +260,10 @@ class Tailor(RandomCoefficients):
         return {"errors": errors, "m": m, "held_out": held_out, "strength": strength}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
-        fitted = self.fitted(me, server["w"], server["theta"]["x"])
+        fitted = self.fine_tune(me, server["w"], server["theta"]["x"])
         if not self.mixes:
             return fitted
-        shown = self.shown(server)
+        shown = self.part_for_clients(server)
         weights = mixture.weights(me, [fitted, *self.others(me, shown)], server["m"], server["strength"])
         alone, common = (beside(name, m) for name, m in zip(BESIDE, self.others(me, shown, uses_all=True), strict=True))
         return fitted | alone | common | weights

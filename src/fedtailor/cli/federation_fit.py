@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from fedtailor.cli.operators import Folder
-from fedtailor.cli.options import AsJson, Settings, console, print_json
+from fedtailor.cli.options import AsJson, Settings
+from fedtailor.cli.output import print_json
 from fedtailor.errors import ConfigError
 
 MOST_HERE = 8  # sites that are processes of one machine
@@ -40,7 +41,7 @@ def fit(
     trial on this machine, where each site is a process of its own. Afterwards each site prints and keeps its own
     figures with fedtailor federation results. After an interruption, run the same command to continue.
     """
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits
 
     if show_policy:
         print(policy(), end="")
@@ -77,9 +78,9 @@ def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
 
 
 def _at_sites(admin: Path, config: Any, name: str) -> None:
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.launcher import Launcher
     from fedtailor.experiments.store import read_json
+    from fedtailor.flare import kits
+    from fedtailor.flare.nvidia import Launcher
 
     names = tuple(read_json(admin / kits.ABOUT)["sites"])
     Launcher(admin, config, name, names, lambda text: print(text, flush=True)).to_the_end()
@@ -90,8 +91,8 @@ def _at_sites(admin: Path, config: Any, name: str) -> None:
 def _local_trial(
     sites: Path, target: str, column: str | None, seed: int, settings: list[str], name: str, out: Path | None
 ) -> None:
-    from fedtailor.deploy.flare import local_trial
     from fedtailor.experiments.building import load
+    from fedtailor.flare import local_trial
     from fedtailor.studies.fit_folder import source_of
 
     source = source_of(sites, target, column)
@@ -129,9 +130,9 @@ def results(
     FOLDER is the site's. Trees are grown here, if the site has the rows for them. The folder that is printed
     serves fedtailor predict and fedtailor export.
     """
-    from fedtailor.cli.fit_listing import print_fit
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.own_fit import own_fit
+    from fedtailor.cli.fit_commands import print_fit
+    from fedtailor.flare import kits
+    from fedtailor.flare.site import own_fit
     from fedtailor.report.write import write
 
     path, record = own_fit(folder / kits.SITE, run, metric)
@@ -139,7 +140,7 @@ def results(
     if as_json:
         print_json({"folder": path, "report": page, **record})
         return
-    print_fit(console, record)
+    print_fit(record)
     (name,) = record["sites"]
     print(f"models     {path}\nreport     {page}")
     print(f"predict    fedtailor predict {shlex.quote(str(path))} FILE --site {shlex.quote(name)}")

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli.options import AsJson, print_json
+from fedtailor.cli.options import AsJson
+from fedtailor.cli.output import print_json
 from fedtailor.errors import ConfigError
 
 WATCH = 5.0  # seconds between two looks
@@ -32,7 +33,7 @@ def status(
     For the server's FOLDER: rounds, and for each site when it was last seen, its version, clock, disk and certificate.
     For a site's FOLDER: messages, refusals, what is kept.
     """
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits
 
     kits.needs_flare()
     if (folder is None) == (admin is None):
@@ -51,19 +52,17 @@ def status(
 
 
 def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
-    from fedtailor.deploy.flare import status as flare_status
+    from fedtailor.flare import operate
 
     assert folder is not None
-    participant = flare_status.read(folder)
-    return asdict(participant) | {"problems": flare_status.problems(participant)}, flare_status.status_lines(
-        participant
-    )
+    participant = operate.read_status(folder)
+    return asdict(participant) | {"problems": operate.problems(participant)}, operate.status_lines(participant)
 
 
 def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.flare_adapter import Unreachable, office
     from fedtailor.experiments.store import read_json
+    from fedtailor.flare import kits
+    from fedtailor.flare.nvidia import Unreachable, office
 
     about = read_json(admin / kits.ABOUT)
     record: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
@@ -87,9 +86,9 @@ def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
 
 def health(folder: Folder) -> None:
     """Check a participant: exit code 0 if it is running, with a valid certificate and free disk space; else 1."""
-    from fedtailor.deploy.flare import status as flare_status
+    from fedtailor.flare import operate
 
-    if wrong := flare_status.problems(flare_status.read(folder)):
+    if wrong := operate.problems(operate.read_status(folder)):
         print("\n".join(wrong))
         raise typer.Exit(1)
     print(f"{folder}: well")
@@ -97,9 +96,9 @@ def health(folder: Folder) -> None:
 
 def metrics(folder: Folder) -> None:
     """Print the status of a participant in the Prometheus text format, for the textfile collector."""
-    from fedtailor.deploy.flare import status as flare_status
+    from fedtailor.flare import operate
 
-    print(flare_status.prometheus(flare_status.read(folder)), end="")
+    print(operate.prometheus(operate.read_status(folder)), end="")
 
 
 def pause(
@@ -107,7 +106,7 @@ def pause(
     off: Annotated[bool, typer.Option("--off", help="Take part again.")] = False,
 ) -> None:
     """Pause a site: it answers nothing and misses rounds until --off. Nothing is lost."""
-    from fedtailor.deploy.flare.standing import set_state
+    from fedtailor.flare.site import set_state
 
     set_state(private_folder(folder), "active" if off else "paused")
     print(f"{folder}: {'takes part again' if off else 'paused; --off ends it'}")
@@ -115,11 +114,11 @@ def pause(
 
 def leave(folder: Folder) -> None:
     """Leave the federation: the site no longer answers. What it has stored stays until withdraw deletes it."""
-    from fedtailor.deploy.flare import processes
-    from fedtailor.deploy.flare.standing import set_state
+    from fedtailor.flare import operate
+    from fedtailor.flare.site import set_state
 
     set_state(private_folder(folder), "left")
-    processes.stop(folder)
+    operate.stop(folder)
     print(f"{folder}: has left; pause --off takes it back. To delete what it keeps: fedtailor federation withdraw")
 
 
@@ -131,14 +130,14 @@ def withdraw(
 
     Contributions to the common model in earlier rounds cannot be removed; the receipt lists those rounds.
     """
-    from fedtailor.deploy.flare.standing import withdraw as withdrawn
+    from fedtailor.flare.site import withdraw as withdrawn
 
     print(f"{folder}: has withdrawn from {run}; receipt: {withdrawn(private_folder(folder), run)}")
 
 
 def certificates(folder: Coordinator, as_json: AsJson = False) -> None:
     """Print when each participant's certificate expires."""
-    from fedtailor.deploy.flare.certificates import ends, revoked
+    from fedtailor.flare.kits import ends, revoked
 
     until = {name: f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}" for name, end in ends(folder).items()}
     revoked_names = revoked(folder)["names"]
@@ -156,10 +155,10 @@ def renew(
     name: Annotated[str, typer.Argument(metavar="NAME", help="server, admin or a site.")],
 ) -> None:
     """Create a new key and certificate for a participant, signed by the same authority."""
-    from fedtailor.deploy.flare import provisioning as kits
+    from fedtailor.flare import kits
 
     kits.needs_flare()
-    from fedtailor.deploy.flare.certificates import renew as renewed
+    from fedtailor.flare.kits import renew as renewed
 
     print(f"{name}: renewed; hand over {renewed(folder, name)}, then start it anew")
 
@@ -169,7 +168,7 @@ def revoke(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A site.")],
 ) -> None:
     """Revoke a site's certificate: the server sends it no requests, and no partner sums with it."""
-    from fedtailor.deploy.flare.certificates import revoke as revoked_list
+    from fedtailor.flare.kits import revoke as revoked_list
 
     path = revoked_list(folder, name)
     print(f"{name}: revoked, for all participants whose folders are in {folder}")
@@ -182,9 +181,9 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Summarize a site's audit log: what it was asked for, what left, what that reveals, what it refused."""
-    from fedtailor.deploy.flare.audit import audit_lines, read
-    from fedtailor.deploy.flare.epsilon import spent_text
-    from fedtailor.deploy.flare.site import AUDIT
+    from fedtailor.flare.audit import audit_lines, read
+    from fedtailor.flare.policy import spent_text
+    from fedtailor.flare.site import AUDIT
 
     record = private_folder(folder) / AUDIT
     if as_json:
@@ -201,8 +200,8 @@ def audit(
 
 
 def private_folder(folder: Path) -> Path:
-    from fedtailor.deploy.flare import provisioning as kits
-    from fedtailor.deploy.flare.site import read_site
+    from fedtailor.flare import kits
+    from fedtailor.flare.site import read_site
 
     return read_site(folder / kits.SITE).folder
 

@@ -67,7 +67,7 @@ def invoke(
 
     args, kept = call.args, state
     if call.taped:
-        kept, args = _watched(state), _watched(args)
+        kept, args = _watch(state), _watch(args)
     own = experiment.architecture(members[0])
     with torch.set_grad_enabled(call.taped):
         (new_state, reply), new_buffers = _run(
@@ -271,6 +271,6 @@ def _unwritten(experiment: Experiment, given: Tree) -> Iterator[None]:
             raise TypeError(f'"{path}" was changed in place; make a new tensor, such as x = x + 1 in place of x += 1')
 
 
-def _watched(tree: Tree) -> Tree:
+def _watch(tree: Tree) -> Tree:
     """Leaves of a gradient graph: copies that record what is done with them."""
     return tree_map(lambda v: v.detach().requires_grad_() if v.is_floating_point() else v, tree)

@@ -102,7 +102,7 @@ def _cut(tree: Tree) -> Tree:
     return tuple(_cut(v) for v in tree) if isinstance(tree, (tuple, list)) else tree
 
 
-def _filled(vector: torch.Tensor, places: int, most: int) -> Ragged:
+def _pad(vector: torch.Tensor, places: int, most: int) -> Ragged:
     """A ragged vector as it was before `_cut`."""
     if vector.dim() != 1 or not len(vector) <= places <= max(most, len(vector)):
         raise ValueError(f"a vector of shape {list(vector.shape)} does not fit {places} places, at most {most}")
@@ -152,5 +152,5 @@ def build(shape: Any, tensors: dict[str, torch.Tensor], path: str = "", places: 
     if isinstance(shape, list):
         return tuple(build(v, tensors, f"{path}/{i}" if path else str(i), places) for i, v in enumerate(shape))
     if isinstance(shape, str) and len(shape) > 1:
-        return _filled(tensors[path], int(shape[1:]), places)
+        return _pad(tensors[path], int(shape[1:]), places)
     return None if shape is None else tensors[path]

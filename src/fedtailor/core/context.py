@@ -20,7 +20,7 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.model import Model
 from fedtailor.core.random import stream
 from fedtailor.core.task import Loss, Task
-from fedtailor.core.trees import Params, Tree, leaves, moved, number, rebuild, tree_map
+from fedtailor.core.trees import Params, Tree, leaves, number, rebuild, to_device, tree_map
 
 AT_ONCE = 256  # samples of a pass over a whole split
 
@@ -293,10 +293,10 @@ class ClientContext:
 
     def _samples(self, rows: Rows, is_stacked: bool) -> tuple[Tree, Tensor, Tensor]:
         if not is_stacked:
-            x, y = moved(rows.of(self.members[0]), self.model.device)
+            x, y = to_device(rows.of(self.members[0]), self.model.device)
             return x, y, self.n.new_ones(count(x))
         at, mask = rows.padded(self.members)
-        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
+        x, y = to_device((take(rows.x, at), take(rows.y, at)), self.model.device)
         return x, y, mask.to(self.model.device, self.n.dtype)
 
 

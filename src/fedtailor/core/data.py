@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.task import IGNORED, TargetKind
-from fedtailor.core.trees import Tree, items, leaves, moved, tree_map
+from fedtailor.core.trees import Tree, items, leaves, to_device, tree_map
 from fedtailor.errors import DataError, nearest
 
 KINDS = ("classification", "multilabel", "regression", "count", "survival", "tokens", "own")
@@ -128,7 +128,7 @@ class Rows:
 
     def on(self, device: torch.device) -> Rows:
         """The same rows on a device, or read to it; where they start is looked up on the host."""
-        x = moved(self.x, device) if self.in_memory else OnDevice(self.x, device)
+        x = to_device(self.x, device) if self.in_memory else OnDevice(self.x, device)
         return self._checked_as(replace(self, x=x, y=self.y.to(device)))
 
     def to(self, dtype: torch.dtype) -> Rows:
@@ -178,7 +178,7 @@ class OnDevice:
         return len(self.whole)
 
     def read(self, rows: Tensor) -> Tree:
-        return moved(self.whole.read(rows), self.device)
+        return to_device(self.whole.read(rows), self.device)
 
     def to(self, dtype: torch.dtype) -> OnDevice:
         return OnDevice(self.whole.to(dtype), self.device)

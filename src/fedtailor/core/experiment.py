@@ -18,7 +18,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Loss, Metric, Task, default_task, usual_metrics
-from fedtailor.core.trees import Tree, leaves, moved, tree_map
+from fedtailor.core.trees import Tree, leaves, to_device, tree_map
 
 
 class Mixing(NamedTuple):
@@ -96,7 +96,7 @@ class Experiment:
     @cached_property
     def mixing(self) -> Mixing:
         """Found by trial: the first sample, once among others and once among copies of itself."""
-        x = moved(self.data.train.first(8), self.device)
+        x = to_device(self.data.train.first(8), self.device)
         return Mixing(self.task.mixes or self._mixes(x, training=True), self._mixes(x, training=False))
 
     def _mixes(self, x: Tree, *, training: bool) -> bool:

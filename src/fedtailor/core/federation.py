@@ -37,13 +37,13 @@ from fedtailor.core.tape import Tape
 from fedtailor.core.traffic import FusedRound, Traffic, bytes_down, count_fused
 from fedtailor.core.trees import (
     Tree,
-    changed,
+    changed_leaves,
     detach,
     is_ragged,
     items,
     leaves,
-    moved,
     schema,
+    to_device,
     tree_map,
     wide,
     widest,
@@ -519,7 +519,7 @@ class Federation:
             return None
         if fused is None:
             return None
-        new = [*(v for v in changed(fused.state, held) if v is not None), *leaves(fused.server)]
+        new = [*(v for v in changed_leaves(fused.state, held) if v is not None), *leaves(fused.server)]
         sums = torch.stack([wide(fused.largest), *(wide(v.sum()) for v in new)])  # of what is not finite is not
         if not (fused.largest <= self.limits.max_norm and bool(torch.isfinite(sums).all())):
             return None
@@ -533,7 +533,7 @@ class Federation:
     def _stacked_samples(self) -> View:
         rows = self.engine.experiment.data.train
         at, mask = rows.padded(self.cohort)
-        x, y = moved((take(rows.x, at), take(rows.y, at)), self.model.device)
+        x, y = to_device((take(rows.x, at), take(rows.y, at)), self.model.device)
         return View(x, y, mask.to(y.device, self.model.dtype))
 
     # what an algorithm may know

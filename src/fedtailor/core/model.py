@@ -47,7 +47,7 @@ def label_prior(labels: Tensor, like: Tensor) -> Tensor:
     return (counts / counts.sum()).log()
 
 
-def called(module: nn.Module, x: Tree) -> Tree:
+def call_module(module: nn.Module, x: Tree) -> Tree:
     """The outputs of a module; named tensors are its keywords."""
     return module(**x) if isinstance(x, dict) else module(x)
 
@@ -168,7 +168,9 @@ class Model:
         if device == self.device:
             return self
         if self.architectures is not None:
-            return mixed({k: m.to(device) for k, m in self.architectures.models.items()}, self.architectures.of)
+            return mix_architectures(
+                {k: m.to(device) for k, m in self.architectures.models.items()}, self.architectures.of
+            )
         memo: dict[int, Any] = {id(v): nn.Parameter(v.to(device), v.requires_grad) for v in self.module.parameters()}
         beside = (*self.module.buffers(), *self.params.values(), *self.private_buffers.values(), *self.fixed.values())
         memo |= {id(v): v.detach().to(device) for v in beside if id(v) not in memo}
@@ -206,7 +208,7 @@ class Model:
                 part.eval()
 
 
-def mixed(models: Mapping[str, Model], of: Callable[[str], str]) -> Model:
+def mix_architectures(models: Mapping[str, Model], of: Callable[[str], str]) -> Model:
     """The model of a federation in which `of` names the architecture of each client; the server has the first."""
     names = {k for model in models.values() for k in model.params}
 

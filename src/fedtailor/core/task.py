@@ -320,7 +320,7 @@ class Metric:
     missing: str = "not a number"  # why a client with samples may have none
 
 
-def bounded(loss: Loss) -> Loss:
+def with_infinity(loss: Loss) -> Loss:
     """The same loss; without limit where it is not a number."""
 
     def losses(outputs: Tree, target: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ def hits(output: Tensor, target: Tensor) -> Tensor:
 
 def usual_metrics(task: Task) -> tuple[Metric, ...]:
     """Those of a task that are means over samples: what there is without the package `metrics`."""
-    squares, loss = bounded(regression_loss), bounded(task.loss)
+    squares, loss = with_infinity(regression_loss), with_infinity(task.loss)
     known = {
         "loss": Metric("loss", False, None if task.mixes else loss, of_all=lambda o, y: float(loss(o, y).mean())),
         "accuracy": Metric("accuracy", True, hits, worst=0.0),

@@ -111,7 +111,7 @@ def number(value: float | Tensor, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)  # nothing is copied to a device
 
 
-def moved(tree: Tree, device: torch.device) -> Tree:
+def to_device(tree: Tree, device: torch.device) -> Tree:
     """The same values on a device; what lies there already is not copied."""
     return tree_map(lambda v: v.to(device), tree)
 
@@ -154,7 +154,7 @@ def schema_difference(actual: Schema, wanted: Schema) -> str | None:
     return None
 
 
-def changed(new: Tree, old: Tree) -> list[Tensor | None]:
+def changed_leaves(new: Tree, old: Tree) -> list[Tensor | None]:
     """The leaves of `new`, with None for those that are the very tensors of `old`."""
     pairs = zip(leaves(new), leaves(old), strict=True)
     return [None if a.data_ptr() == b.data_ptr() and _form(a) == _form(b) else a for a, b in pairs]

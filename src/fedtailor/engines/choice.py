@@ -20,7 +20,7 @@ from fedtailor.core.data import count, take
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import undrawn
-from fedtailor.core.trees import Params, moved
+from fedtailor.core.trees import Params, to_device
 from fedtailor.engines import devices
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.machine import can_fork, cores
@@ -82,7 +82,7 @@ def _is_dense(experiment: Experiment) -> bool:
 
 def _can_stack(experiment: Experiment) -> bool:
     """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
-    model, x = experiment.model, moved(experiment.data.train.first(2), experiment.device)
+    model, x = experiment.model, to_device(experiment.data.train.first(2), experiment.device)
 
     def output(tensors: Params) -> Tensor:
         return model(tensors, x, training=True)
@@ -172,7 +172,7 @@ def _takes_a_step(experiment: Experiment, chunk: int) -> bool:
     model, rows = experiment.model, experiment.data.train
     size = experiment.solver.batch_size or int(rows.sizes.max())
     at = torch.arange(size, device=rows.home) % len(rows.y)
-    x, y = moved((take(rows.x, at), take(rows.y, at)), model.device)
+    x, y = to_device((take(rows.x, at), take(rows.y, at)), model.device)
 
     def loss(tensors: Params) -> Tensor:
         return experiment.loss(model(tensors, x, training=True), y).mean()
@@ -197,7 +197,7 @@ def operations(experiment: Experiment, cohort: int = 0) -> float:
 
 def _per_sample(experiment: Experiment) -> float:
     """Operations of a step for each of its samples."""
-    model, x = experiment.model, moved(experiment.data.train.first(1), experiment.device)
+    model, x = experiment.model, to_device(experiment.data.train.first(1), experiment.device)
     with _Counter() as counter, torch.no_grad():
         model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)
     return 3 * counter.operations / max(count(x), 1)  # a backward pass costs as much as two forward passes

@@ -13,7 +13,7 @@ from fedtailor.core.client import Call, Outcome, initial, invoke, personal, pull
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import Draws
-from fedtailor.core.trees import Params, Tree, changed, detach, tree_map
+from fedtailor.core.trees import Params, Tree, changed_leaves, detach, tree_map
 from fedtailor.engines import devices, machine
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.states import States
@@ -121,7 +121,7 @@ class InProcess:
             outcome = self._invoke(call, group, mine["state"], mine["buffers"], grad)
             kept = group.stack(detach({"state": outcome.state, "buffers": outcome.buffers}))
             self.states.check(kept)
-            refuse_infinite(changed(kept, held))
+            refuse_infinite(changed_leaves(kept, held))
             self.states.write(group.clients, kept, held)
         except Exception as error:
             if not (group.is_stacked or self._has_graphs(error)):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Schema, Tree, changed, leaves, moved, schema, schema_difference, tree_map
+from fedtailor.core.trees import Schema, Tree, changed_leaves, leaves, schema, schema_difference, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.devices import CPU
 from fedtailor.engines.disk import Disk
@@ -56,7 +56,7 @@ class States:
         at = self._at(clients)
         rows = tree_map(lambda v: v[at], self.rows)
         self._touch(rows)
-        return moved(rows, self.device)
+        return to_device(rows, self.device)
 
     def _touch(self, rows: Tree) -> None:
         if self._disk is not None and self._on_disk:
@@ -114,7 +114,9 @@ class States:
         return torch.tensor([self._row[c] for c in clients], dtype=torch.int64, device="cpu")
 
     def _write(self, at: Tensor, stack: Tree, old: Tree = None) -> None:
-        for row, new in zip(leaves(self.rows), leaves(stack) if old is None else changed(stack, old), strict=True):
+        for row, new in zip(
+            leaves(self.rows), leaves(stack) if old is None else changed_leaves(stack, old), strict=True
+        ):
             if new is not None:
                 row[at] = new.detach().to(row.device)
         self._touch(stack)

@@ -17,7 +17,7 @@ from fedtailor.core.client import Call
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.reduce import reply_faults, row
-from fedtailor.core.trees import Tree, moved, schema, schema_difference, tree_map
+from fedtailor.core.trees import Tree, schema, schema_difference, to_device, tree_map
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, ClientUnreachable, RoundAbandoned
 
@@ -138,7 +138,7 @@ class Site:
 
     def _here(self, tree: Tree) -> Tree:
         """What came as bytes, where this client computes."""
-        return moved(tree, self.inside.experiment.device)
+        return to_device(tree, self.inside.experiment.device)
 
 
 class Remote:
@@ -233,7 +233,7 @@ class Remote:
 
     def _here(self, tree: Tree) -> Tree:
         """What came as bytes, where the server computes."""
-        return moved(tree, self.experiment.device)
+        return to_device(tree, self.experiment.device)
 
     def _name(self, client: int) -> str:
         return self.experiment.data.clients[client]

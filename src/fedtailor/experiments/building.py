@@ -23,7 +23,7 @@ from fedtailor.core import task as tasks
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.data import FederatedData, Shape, count
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.model import Model, mixed
+from fedtailor.core.model import Model, mix_architectures
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Task
@@ -250,7 +250,7 @@ def model_of_federation(config: RunConfig, federated: FederatedData, newcomers: 
         model = model_of(own, federated.shape, outputs)
         _check_forward(model, own, federated, outputs)
         each[str(i)] = model
-    return mixed(each, of) if len(each) > 1 else each["0"]
+    return mix_architectures(each, of) if len(each) > 1 else each["0"]
 
 
 def _distinct_sections(section: ModelSection, clients: Iterable[str]) -> list[ModelSection]:

@@ -22,7 +22,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
 from fedtailor.core.traffic import Traffic
-from fedtailor.core.trees import Params, Tree, moved, tree_map
+from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
@@ -151,7 +151,7 @@ class Run:
     def _spent(self) -> accountant.PrivacyCost:
         """What the noisy sums up to here have cost."""
         clients, wanted = len(self.engine.experiment.data.clients), self.config.federation.clients_per_round
-        return accountant.spent(
+        return accountant.privacy_cost(
             Counter(self.fed.sums.noisy.values()),
             clients=clients,
             cohort=wanted or clients,
@@ -227,7 +227,7 @@ class Run:
         if saved is None:
             return
         status, trees = saved[0], {name: self._part(tree) for name, tree in saved[1].items()}
-        self.server = moved(trees["state"]["server"], self.device)
+        self.server = to_device(trees["state"]["server"], self.device)
         self.engine.set_states(trees["state"]["clients"])
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
@@ -264,7 +264,7 @@ class Run:
         }
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
-            test = self._tested(folder, kind, round, moved(tree["server"], self.device))
+            test = self._tested(folder, kind, round, to_device(tree["server"], self.device))
             results[kind] = {"round": round, "test": self._summaries(test), "clients": test}
             if missing := missing_metrics(self.engine.experiment, test):
                 results[kind]["missing"] = missing

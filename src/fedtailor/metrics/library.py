@@ -17,10 +17,10 @@ from fedtailor.core.task import (
     Metric,
     Quantile,
     Task,
-    bounded,
     hits,
     regression_loss,
     usual_metrics,
+    with_infinity,
 )
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError, nearest
@@ -114,8 +114,8 @@ def _of_classes() -> dict[str, Metric]:
         "average_precision": Metric(
             "average_precision", True, of_all=_by_class(sk.average_precision_score), worst=0.0, missing=ONE_CLASS
         ),
-        "log_loss": Metric("log_loss", False, bounded(_log_loss)),
-        "brier": Metric("brier", False, bounded(_brier)),
+        "log_loss": Metric("log_loss", False, with_infinity(_log_loss)),
+        "brier": Metric("brier", False, with_infinity(_brier)),
         "calibration_error": Metric("calibration_error", False, of_all=calibration_error),
     }
 
@@ -141,16 +141,18 @@ def _of_labels() -> dict[str, Metric]:
         "log_loss": Metric(
             "log_loss",
             False,
-            bounded(lambda o, y: torch.nn.functional.binary_cross_entropy_with_logits(o, y, reduction="none").mean(-1)),
+            with_infinity(
+                lambda o, y: torch.nn.functional.binary_cross_entropy_with_logits(o, y, reduction="none").mean(-1)
+            ),
         ),
-        "brier": Metric("brier", False, bounded(lambda o, y: (o.sigmoid() - y).square().mean(-1))),
+        "brier": Metric("brier", False, with_infinity(lambda o, y: (o.sigmoid() - y).square().mean(-1))),
     }
 
 
 def _of_numbers() -> dict[str, Metric]:
     from sklearn import metrics as sk
 
-    squares = bounded(regression_loss)
+    squares = with_infinity(regression_loss)
 
     def r2(o: Tensor, y: Tensor) -> float:
         if len(y) < 2 or not bool((y != y[0]).any()):
@@ -160,14 +162,14 @@ def _of_numbers() -> dict[str, Metric]:
     return {
         "rmse": Metric("rmse", False, squares, torch.sqrt),
         "mse": Metric("mse", False, squares),
-        "mae": Metric("mae", False, bounded(lambda o, y: (o - y).abs().mean(-1))),
+        "mae": Metric("mae", False, with_infinity(lambda o, y: (o - y).abs().mean(-1))),
         "r2": Metric("r2", True, of_all=r2, worst=-math.inf, missing="all its targets are the same"),
     }
 
 
 def _of_counts() -> dict[str, Metric]:
     def rates(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        return bounded(lambda o, y: of(o.double().exp(), y.double()))
+        return with_infinity(lambda o, y: of(o.double().exp(), y.double()))
 
     return {
         "rmse": Metric("rmse", False, rates(regression_loss), torch.sqrt),
@@ -183,13 +185,13 @@ def _of_quantiles(task: Quantile) -> dict[str, Metric]:
         return o[..., middle : middle + 1]
 
     return {
-        "pinball": Metric("pinball", False, bounded(task.loss)),
+        "pinball": Metric("pinball", False, with_infinity(task.loss)),
         "coverage": Metric(
             "coverage", True, lambda o, y: (o[..., 0] <= y[..., 0]) & (y[..., 0] <= o[..., -1]), worst=0
         ),
-        "width": Metric("width", False, bounded(lambda o, y: o[..., -1] - o[..., 0])),
-        "mae": Metric("mae", False, bounded(lambda o, y: (median(o) - y).abs().mean(-1))),
-        "rmse": Metric("rmse", False, bounded(lambda o, y: regression_loss(median(o), y)), torch.sqrt),
+        "width": Metric("width", False, with_infinity(lambda o, y: o[..., -1] - o[..., 0])),
+        "mae": Metric("mae", False, with_infinity(lambda o, y: (median(o) - y).abs().mean(-1))),
+        "rmse": Metric("rmse", False, with_infinity(lambda o, y: regression_loss(median(o), y)), torch.sqrt),
     }
 
 

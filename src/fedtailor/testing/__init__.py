@@ -90,6 +90,9 @@ def _attempts(algorithm: Algorithm) -> Iterator[tuple[str, str, str, Callable[[]
         )
         yield "a part is a federation", engine, absent, partial(contract.a_part_is_a_federation, algorithm, engine)
         yield "saved states continue", engine, "", partial(contract.saved_states_continue, algorithm, engine)
+    for name, buffers in contract.reductions(algorithm):
+        where = f"{name}, {buffers} statistics" if buffers else name
+        yield "a special case is the other method", where, "", partial(contract.is_the_other, algorithm, name, buffers)
     yield "newcomers are served", "loop", "", partial(contract.newcomers_are_served, algorithm)
 
 

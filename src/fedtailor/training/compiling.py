@@ -13,7 +13,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.task import Loss
-from fedtailor.core.trees import Params, Tree, moved, tree_map
+from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.errors import ConfigError
 from fedtailor.training.arithmetic import Arithmetic, mean_loss
 
@@ -44,7 +44,7 @@ def check(experiment: Experiment, how: Arithmetic, batch_size: int) -> None:
     if model.warm_starts:
         raise ConfigError("local.compile: not for equilibrium models, whose solver decides in each step when to stop")
     (x, y), size = experiment.data.train.of(0), batch_size or len(experiment.data.train.y)
-    x, y = moved(tree_map(lambda v: v[:size], (x, y)), model.device)
+    x, y = to_device(tree_map(lambda v: v[:size], (x, y)), model.device)
     tensors = model.params | model.private_buffers
     tensors = {k: v.clone().requires_grad_(k in model.trainable) for k, v in tensors.items()}
     with seeded("compile", device=model.device), torch.enable_grad():

@@ -15,7 +15,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.task import Loss
 from fedtailor.core.trees import Tree
 from fedtailor.training.augmentation import augment
-from fedtailor.training.batches import Batch, send_to_device
+from fedtailor.training.batches import Batch, send_samples
 from fedtailor.training.options import SolverOptions
 
 
@@ -48,7 +48,7 @@ class Training:
 
     def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
         """The samples of a batch, augmented if they are to be."""
-        x, y = send_to_device((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
+        x, y = send_samples((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 
 

@@ -85,7 +85,7 @@ class DUW(Algorithm, ABC):
             slopes, losses = fed.map(self.end_and_slope, w)
             loss, lr = fed.sum(losses), fed.solver.lr_in(fed.round) if self.outer == "path" else None
             gradient = unfolding.first_order(steps, theta, fed.sum(slopes), lr)
-        server = server | unfolding.learned(server, gradient, loss, self.outer_lr, keep_best=self.outer == "holdout")
+        server = server | unfolding.take_step(server, gradient, loss, self.outer_lr, keep_best=self.outer == "holdout")
         fed.report(outer_loss=loss.detach(), theta=[*server["theta"].flatten()], **unfolding.variance(steps))
         return server
 
@@ -99,7 +99,7 @@ class DUW(Algorithm, ABC):
             losses = fed.gather(fed.map_untaped(self.end, w), "loss of each client")
         at = fed.places([rows.index(c) for c in fed.cohort])
         moves, arrived = unfolding.moves(w, models, at, rows, {*here} & {*fed.cohort})
-        loss = unfolding.placed(losses, at, len(rows), moves)
+        loss = unfolding.place_losses(losses, at, len(rows), moves)
         score = unfolding.scores(theta, moves, loss, fed.samples(rows), rows, answers, t, self.horizon)
         counts = arrived | (fed.environment.missing == "stale")
         answers = answers.index_add(0, fed.places(rows), arrived.to(answers.dtype))

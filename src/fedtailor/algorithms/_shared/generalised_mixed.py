@@ -99,7 +99,7 @@ class GeneralisedMixed(Algorithm, ABC):
         best: tuple[float, mixed_model.Fitted] | None = None
         for effects in AUTO if self.effects == "auto" else (self.effects,):
             (at,) = free_entries(effects, varies, is_intercept)
-            tried = self.fitted(fed, server["beta"], server["factor"], penalty, at)
+            tried = self.fit_effects(fed, server["beta"], server["factor"], penalty, at)
             if best is None or tried[0] < best[0]:
                 best = tried
         assert best is not None
@@ -107,7 +107,7 @@ class GeneralisedMixed(Algorithm, ABC):
         fed.map(self.linearise, best[1].beta, best[1].factor)
         return {"beta": best[1].beta, "factor": best[1].factor, "covariance": best[1].covariance}
 
-    def fitted(
+    def fit_effects(
         self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor, at: mixed_model.Entries
     ) -> tuple[float, mixed_model.Fitted]:
         """Schwarz's criterion of the Laplace approximation, and what was fitted."""
@@ -131,7 +131,7 @@ class GeneralisedMixed(Algorithm, ABC):
                 break
         assert fitted is not None
         if self.laplace and len(at[0]):
-            fitted = self.refined(fed, fitted, penalty, at)
+            fitted = self.refine(fed, fitted, penalty, at)
         evidence = self.penalised(fed.sum(fed.map(self.evidence, fitted.beta, fitted.factor)), fitted.beta, penalty)
         return -2 * evidence + len(at[0]) * math.log(max(len(fed.cohort), 2)), fitted
 
@@ -139,7 +139,7 @@ class GeneralisedMixed(Algorithm, ABC):
     def penalised(evidence: Tensor, beta: Tensor, penalty: Tensor) -> float:
         return float(evidence) - float((penalty * beta[:, 0] ** 2).sum()) / 2
 
-    def refined(
+    def refine(
         self, fed: Federation, start: mixed_model.Fitted, penalty: Tensor, at: mixed_model.Entries
     ) -> mixed_model.Fitted:
         """The maximum of Laplace's approximation near a start, by L-BFGS over beta and the factor together."""

@@ -27,7 +27,7 @@ def start(model: Model, embedding: int, hidden: int, *key: str | int) -> Tree:
     return {"first": layer(hidden, embedding), "second": layer(hidden, hidden), "out": out}
 
 
-def generated(phi: Tree, v: Tensor, model: Model) -> Params:
+def generate(phi: Tree, v: Tensor, model: Model) -> Params:
     """The parameters for one vector."""
 
     def linear(layer: Params, x: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Learnables:
     def numbers(self, state: Tree, w: Tensor, cell: Tensor | int) -> Params:
         """The learned numbers of a cell."""
         raw = state["learned"]["raw"]
-        return read(raw[cell] if self.per_cell else raw, w.shape, self.positive)
+        return positive_numbers(raw[cell] if self.per_cell else raw, w.shape, self.positive)
 
     def step(self, learned: Tree, gradient: Tensor) -> Tree:
         """After one step along the gradient of the outer loss; see `reach`."""
@@ -57,7 +57,7 @@ class Learnables:
         if not self.reach or self.learned == ("lam",):
             return after
         first = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
-        return after | {"raw": bounded(after["raw"], first, self.reach, self.positive)}
+        return after | {"raw": bound_scalars(after["raw"], first, self.reach, self.positive)}
 
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
@@ -68,7 +68,7 @@ def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int
     return {"raw": raw, "first": raw - raw, "second": raw - raw, "steps": (raw - raw).sum()}
 
 
-def read(raw: Tensor, shape: torch.Size, positive: Positive) -> Params:
+def positive_numbers(raw: Tensor, shape: torch.Size, positive: Positive) -> Params:
     """The numbers, positive: lam of `shape`, scalars as [1, 1]. A degree of 0 is right, a step of 0 is not."""
     lam, scalars = degrees(raw), raw[..., -len(SCALARS) :]
     if positive == "exp":
@@ -89,14 +89,14 @@ def by_raw(raw: Tensor, bars: list[Params], positive: Positive) -> Tensor:
     return bar * passes.to(bar.dtype)
 
 
-def bounded(raw: Tensor, first: dict[str, float], reach: float, positive: Positive) -> Tensor:
+def bound_scalars(raw: Tensor, first: dict[str, float], reach: float, positive: Positive) -> Tensor:
     """With scalars not farther than a factor from their first values; degrees are free, any of them is stable."""
     ends = raw.new_tensor([[first[k] / reach, first[k] * (reach if k != "theta" else 1)] for k in SCALARS])
     low, high = (ends.log() if positive == "exp" else ends).unbind(-1)
     return torch.cat([degrees(raw), raw[..., -len(SCALARS) :].clamp(low, high)], dim=-1)
 
 
-def chosen(raw: Tensor, names: tuple[str, ...]) -> Tensor:
+def learned_entries(raw: Tensor, names: tuple[str, ...]) -> Tensor:
     """1 at the entries of raw that are learned."""
     lam = raw.new_full((raw.shape[-1] - len(SCALARS),), float("lam" in names))
     return torch.cat([lam, raw.new_tensor([float(k in names) for k in SCALARS])])
@@ -107,7 +107,7 @@ def degrees(raw: Tensor) -> Tensor:
     return raw[..., : -len(SCALARS)]
 
 
-def pulled(raw: Tensor, common: Tensor, pull: float) -> Tensor:
+def pull_degrees(raw: Tensor, common: Tensor, pull: float) -> Tensor:
     """With degrees nearer to the common ones."""
     return torch.cat([torch.lerp(degrees(raw), common, pull), raw[..., -len(SCALARS) :]], dim=-1)
 
@@ -117,13 +117,13 @@ def adam(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...]) -> 
     steps = learned["steps"] + 1
     at = steps.reshape(steps.shape + (1,) * (gradient.dim() - steps.dim()))  # one client or a stack
     direction, first, second = adam_direction(gradient, learned["first"], learned["second"], at, beside=1e-12)
-    raw = learned["raw"] - lr * chosen(gradient, names) * direction
+    raw = learned["raw"] - lr * learned_entries(gradient, names) * direction
     return {"raw": raw, "first": first, "second": second, "steps": steps}
 
 
 def descend(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...], clip: float = 1.0) -> Tree:
     """One step of plain gradient descent, the gradient of each client no longer than `clip`."""
-    gradient = chosen(gradient, names) * gradient
+    gradient = learned_entries(gradient, names) * gradient
     dims = tuple(range(learned["steps"].dim(), gradient.dim()))
     norm = gradient.square().sum(dims, keepdim=True).sqrt()
     return learned | {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import taken
+from fedtailor.algorithms._shared.own_loss import without_prefix
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
@@ -83,7 +83,9 @@ def least(q: Tensor, m: Tensor, strength: Tensor | float) -> Tensor:
 def predict(model: Model, personal: Params, x: Tensor, others: Sequence[str]) -> Tensor:
     """Log probabilities, or numbers, of the mixture of a model and those beside it."""
     known = {k: v for k, v in personal.items() if k in model.params or k in model.private_buffers}
-    outputs = torch.stack([model(known | (taken(name, personal) if name else {}), x) for name in ("", *others)])
+    outputs = torch.stack(
+        [model(known | (without_prefix(name, personal) if name else {}), x) for name in ("", *others)]
+    )
     if NUMBERS in personal:
         return torch.tensordot(personal[NUMBERS], outputs, dims=1)
     return (personal[CLASSES].log()[:, None, None] + outputs.log_softmax(-1)).logsumexp(0)

@@ -12,13 +12,13 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, tree_map
 
 
-def received(fed: Federation, replies: PerClient) -> dict[str, Params]:
+def gather_models(fed: Federation, replies: PerClient) -> dict[str, Params]:
     """Models that the clients of a round have sent, by name."""
     models = fed.gather(replies, "model of each client")
     return {fed.names[c]: tree_map(lambda v, i=i: v[i], models) for i, c in enumerate(replies.clients)}
 
 
-def stacked(models: Iterable[Params]) -> Params:
+def stack_models(models: Iterable[Params]) -> Params:
     """Models as rows."""
     each = list(models)
     return {k: torch.stack([one[k] for one in each]) for k in each[0]}
@@ -26,7 +26,7 @@ def stacked(models: Iterable[Params]) -> Params:
 
 def mean_or(start: Params, models: dict[str, Params]) -> Params:
     """The mean of all models, or `start` if there are none yet."""
-    return {k: v.mean(0) for k, v in stacked(models.values()).items()} if models else start
+    return {k: v.mean(0) for k, v in stack_models(models.values()).items()} if models else start
 
 
 def less(sent: Params, names: Sequence[str], trained: dict[str, Params], model: Model) -> Params:

@@ -19,7 +19,7 @@ def tilted_sgd(me: ClientContext, params: Params, tilt: Params, epochs: int) -> 
     """`me.sgd` with `tilt` added to the gradient of every step, as the gradient of <tilt, params> is."""
 
     def loss(tensors: Params, x: Tree, y: Tensor) -> Tensor:
-        own = taken("tilt", tensors)
+        own = without_prefix("tilt", tensors)
         known = {k: v for k, v in tensors.items() if not k.startswith("tilt.")}
         return task_losses(me, known, x, y, training=True) + sum((own[k] * known[k]).sum() for k in tilt)
 
@@ -41,6 +41,6 @@ def beside(prefix: str, params: Params) -> Params:
     return {f"{prefix}.{k}": v for k, v in params.items()}
 
 
-def taken(prefix: str, params: Params) -> Params:
+def without_prefix(prefix: str, params: Params) -> Params:
     """Of tensors with such names, under the model's names again."""
     return {k.removeprefix(f"{prefix}."): v for k, v in params.items() if k.startswith(f"{prefix}.")}

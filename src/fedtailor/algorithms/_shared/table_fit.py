@@ -111,7 +111,7 @@ class TableFit(Algorithm):
 
     def alone(self, me: ClientContext, state: Tree, before: Tree) -> Tensor:
         """The models [candidates, parts, coefficients, outputs] with each site's own ones."""
-        each = [ridge.as_vector(me.model, LinearAlone().solved(self.part(me, p, state))) for p in range(self.parts)]
+        each = [ridge.as_vector(me.model, LinearAlone().choose_fit(self.part(me, p, state))) for p in range(self.parts)]
         own = torch.stack(each)[None]
         others = before["models"][1:] if before else torch.zeros_like(own).repeat(self.candidates - 1, 1, 1, 1)
         return torch.cat([own, others])

@@ -71,7 +71,7 @@ def start(n: Tensor, horizon: int, weights: str, given: tuple[float, ...]) -> Tr
     return {"learned": learnable(theta), "theta": theta, "lowest": lowest, "answers": torch.zeros_like(n)}
 
 
-def learned(server: Tree, gradient: Tensor, loss: Tensor, lr: float, *, keep_best: bool) -> Tree:
+def take_step(server: Tree, gradient: Tensor, loss: Tensor, lr: float, *, keep_best: bool) -> Tree:
     """What is learned after a step of Adam, and the theta to use: the newest, or that of the lowest loss."""
     before, after = server["learned"], adam(server["learned"], gradient, lr)
     if not keep_best:
@@ -95,7 +95,7 @@ def moves(
     return far * arrived[:, None].to(far.dtype), arrived
 
 
-def placed(losses: Tensor | None, at: Tensor, count: int, like: Tensor) -> Tensor:
+def place_losses(losses: Tensor | None, at: Tensor, count: int, like: Tensor) -> Tensor:
     """A number for each of so many clients, 0 for those that told none."""
     none = like.new_zeros(count)
     return none if losses is None else none.index_copy(0, at, losses.detach())
@@ -131,10 +131,12 @@ def scores(
     """What weights are proportional to: theta^2 of a table, n exp(features' theta) of a rule."""
     if theta.dim() == 2:
         return theta[t, rows].square()
-    return n * (seen(moves, loss, n, rows, answers, t, horizon) @ theta).exp()
+    return n * (client_features(moves, loss, n, rows, answers, t, horizon) @ theta).exp()
 
 
-def seen(moves: Tensor, loss: Tensor, n: Tensor, rows: Sequence[int], answers: Tensor, t: int, horizon: int) -> Tensor:
+def client_features(
+    moves: Tensor, loss: Tensor, n: Tensor, rows: Sequence[int], answers: Tensor, t: int, horizon: int
+) -> Tensor:
     """Per client: size, loss, length of its move, angle to the mean move, participation; each also times the round.
 
     All are relative to the clients' mean, so that they say the same in another federation. `loss` is a sum.

@@ -19,7 +19,7 @@ from fedtailor.core import codec
 from fedtailor.core.algorithm import reply_example
 from fedtailor.core.client import Call, Outcome, initial, invoke, personal, pull_back
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.trees import Params, Tree, changed, detach, leaves, moved, schema, tree_map
+from fedtailor.core.trees import Params, Tree, changed_leaves, detach, leaves, schema, to_device, tree_map
 from fedtailor.engines import devices, machine
 from fedtailor.engines.inprocess import explained, refuse_infinite
 from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, is_at, out_of_the_way, put, put_all
@@ -124,7 +124,7 @@ class Worker:
 
     def _here(self, tree: Tree) -> Tree:
         """What was read in shared memory, where the clients compute."""
-        return moved(tree, self.experiment.device)
+        return to_device(tree, self.experiment.device)
 
     def _start(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
         clients = [task.client for task in tasks]
@@ -186,7 +186,7 @@ class Worker:
                 outcome = invoke(self.experiment, clients, replace(call, args=args), *mine, is_stacked=True)
             kept = detach({"state": outcome.state, "buffers": outcome.buffers})
             refuse_other(schema(kept, stacked=True), self.states.schema)
-            new = changed(kept, held)
+            new = changed_leaves(kept, held)
             refuse_infinite(new)
         except Exception as error:
             if not (devices.is_full(error) and len(tasks) > 1):
@@ -244,7 +244,7 @@ class Worker:
         held, outcome = self._invoke(call, task)
         kept = detach({"state": outcome.state, "buffers": outcome.buffers})
         refuse_other(schema(kept), self.states.schema)
-        new = changed(kept, held)
+        new = changed_leaves(kept, held)
         refuse_infinite(new)
         is_same = all(v is None for v in new)
         if not is_same:

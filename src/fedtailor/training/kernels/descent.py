@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from fedtailor.core.model import called
+from fedtailor.core.model import call_module
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.kernels import layout, linear_update, output_buffers, winograd
 from fedtailor.training.specification import Training
@@ -32,7 +32,7 @@ def descend(training: Training, t: Tree) -> tuple[Params, Params]:
     ):
         for batch in training.draw(False):
             x, y = training.samples(batch)
-            total = training.loss(called(module, layout.channels_last(x) if is_last else x), y).mean()
+            total = training.loss(call_module(module, layout.channels_last(x) if is_last else x), y).mean()
             kept.clear()  # of a gradient that was taken inside the forward pass
             gradients = torch.autograd.grad(total, moving, allow_unused=True)
             computed = {k: g for k, g in zip(params, gradients, strict=True) if g is not None}

@@ -1,0 +1,224 @@
+"""`fedtailor federation`: a real federation of sites. Thin: it parses, calls, and tells."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedtailor.cli import federation_fit, operators
+from fedtailor.cli.operators import Folder, private_folder
+from fedtailor.cli.options import AsJson, Config, Settings
+from fedtailor.cli.output import print_json
+from fedtailor.cli.run_commands import print_run
+from fedtailor.errors import ConfigError, RunError
+
+app = typer.Typer(
+    name="federation",
+    help="A real federation: sites keep their data, a server coordinates training.",
+    epilog="Start with: fedtailor federation local 3 config.toml",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Admin = Annotated[Path, typer.Option("--admin", help="The administrator's folder.")]
+RunName = Annotated[str, typer.Option("--run", help="Name of the run; default: from the configuration.")]
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Output folder; run again to add sites.")],
+    site: Annotated[list[str], typer.Option("--site", help="Name of a site; repeatable.")],
+    host: Annotated[str, typer.Option("--host", help="Host name of the server, as sites see it.")] = "localhost",
+    port: Annotated[int, typer.Option("--port", help="Port of the server.")] = 8002,
+) -> None:
+    """Create folders with certificates for the server, each site and the administrator.
+
+    Send each site its folder over a channel you trust. FOLDER/authority is the certificate authority: keep it
+    safe. Run the same command with more sites to add them.
+    """
+    from fedtailor.flare import kits
+
+    kits.needs_flare()
+    for name in kits.provision(folder, host, port, site):
+        role = name if name in ("server", "admin") else "site"
+        summary = {
+            "server": f"start it with: fedtailor federation start server {folder / name}",
+            "site": f"describe the data in {folder / name / kits.SITE}, then: "
+            f"fedtailor federation start site {folder / name}",
+            "admin": f"submit with: fedtailor federation submit CONFIG --admin {folder / name}",
+        }[role]
+        print(f"{name}: {summary}")
+
+
+@app.command()
+def start(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="server or site.")],
+    folder: Folder,
+    background: Annotated[bool, typer.Option("--background", help="Run in the background.")] = False,
+) -> None:
+    """Start the server, or a site with its own data.
+
+    Runs until stopped (Ctrl-C). A restarted site restores its private state.
+    """
+    from fedtailor.flare import kits, operate
+
+    kits.needs_flare()
+    if role not in ("server", "site"):
+        raise ConfigError(f'"{role}" is neither server nor site')
+    to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
+    if background:
+        pid = operate.start(role, folder)
+        print(f"{role} runs as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
+        return
+    if operate.running(folder) is not None:
+        raise RunError(f"{folder}: runs already; {to_end} ends it")
+    operate.start(role, folder)
+    print(f"{role} runs; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        operate.wait(folder)
+    except KeyboardInterrupt:
+        operate.stop(folder)
+
+
+@app.command()
+def stop(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A participant's folder, or the name of a run.")],
+    admin: Annotated[Path | None, typer.Option("--admin", help="The administrator's folder, to stop a run.")] = None,
+) -> None:
+    """Stop a participant that runs in the background, or a run.
+
+    Nothing is lost: private states are on the sites' disks, and submitting the run again continues it.
+    """
+    from fedtailor.flare import kits, operate
+
+    kits.needs_flare()
+    if admin is None:
+        if not operate.stop(Path(target)):
+            raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
+        print(f"{target}: stopped")
+        return
+    from fedtailor.flare.nvidia import office
+
+    with office(admin / kits.KIT, kits.ADMIN) as session:
+        jobs = [job["job_id"] for job in session.jobs(target) if job["job_id"] in session.running()]
+        for job in jobs:
+            session.abort(job)
+    if not jobs:
+        raise RunError(f'no run "{target}" is at work; fedtailor federation status --admin {admin} lists them')
+    print(f"{target}: stopped; submit it again to continue")
+
+
+@app.command()
+def submit(
+    config: Config,
+    admin: Admin,
+    settings: Settings = [],  # noqa: B006
+    run: RunName = "",
+) -> None:
+    """Submit a run to the sites, and wait until it is done.
+
+    The sites use their own data: [data] in CONFIG is ignored. If a job dies it is resubmitted from the last
+    checkpoint. Ctrl-C leaves the job running; run the same command to attach to it again.
+    """
+    from fedtailor.data.configs import SitesConfig
+    from fedtailor.experiments.store import read_json
+    from fedtailor.flare import kits
+
+    kits.needs_flare()
+    from fedtailor.flare.nvidia import Launcher
+
+    checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
+    name = _name(run, "sites", checked)
+    sites = tuple(read_json(admin / kits.ABOUT)["sites"])
+    again = shlex.join(["fedtailor", *sys.argv[1:]])
+    try:
+        Launcher(admin, checked, name, sites, _say).to_the_end()
+    except KeyboardInterrupt:
+        print(f"the job continues; attach to it again with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(f"{name}: done. Results are in the server's folder, under runs/{name}; each site has its own model.")
+
+
+@app.command()
+def local(
+    sites: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of sites; each gets one client's data.")],
+    config: Config,
+    settings: Settings = [],  # noqa: B006
+    run: RunName = "",
+    data_root: Annotated[Path | None, typer.Option("--data-root", help="Folder of data sets.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the federation; default: under runs/.")] = None,
+) -> None:
+    """Run a whole federation on this machine: a server and N sites on 127.0.0.1, with real certificates.
+
+    After an interruption, run the same command to continue. With a larger N, more sites join.
+    """
+    from fedtailor.flare import kits
+
+    kits.needs_flare()
+    from fedtailor.flare import local_trial
+
+    checked = _checked(config, settings)
+    name = _name(run, checked.data.source, checked)
+    folder = out or Path("runs") / f"federation-{name}"
+    again = shlex.join(["fedtailor", *sys.argv[1:]])
+    try:
+        finished = local_trial.run(folder, sites, checked, name, _say, data_root)
+    except KeyboardInterrupt:
+        print(f"interrupted; continue with: {again}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    print_run(finished.path)
+    print(f"a site's own model: fedtailor federation personal {folder / finished.about['clients'][0]}")
+
+
+@app.command()
+def personal(folder: Folder, as_json: AsJson = False) -> None:
+    """Print where a site's personal models are stored, for each run."""
+    from fedtailor.experiments.store import read_json
+    from fedtailor.flare.site import KINDS
+
+    private = private_folder(folder)
+    models = [(run, kind) for run in sorted(private.glob("*/personal")) for kind in KINDS]
+    saved = []
+    for run, kind in models:
+        if (run / f"{kind}.json").exists():
+            about: dict[str, Any] = read_json(run / f"{kind}.json")
+            saved.append({"run": run.parent.name, "kind": kind, "round": about["round"], "file": run / about["file"]})
+    if not saved:
+        raise RunError(f"{private}: no personal model yet; it is written when a run ends")
+    if as_json:
+        print_json(saved)
+        return
+    for model in saved:
+        print(f"{model['run']}, {model['kind']} round {model['round']}: {model['file']}")
+
+
+def _checked(config: Path, settings: list[str]) -> Any:
+    from fedtailor import algorithms
+    from fedtailor.experiments.config import RunConfig, parse, read_toml, with_settings
+
+    checked: RunConfig = parse(with_settings(read_toml(config), settings), RunConfig, str(config))
+    algorithms.make(checked.algorithm.name, checked.algorithm.options)  # what is wrong in it is said now
+    return checked
+
+
+def _name(run: str, source: str, config: Any) -> str:
+    """The name of a run, which is also that of a folder and of a job."""
+    if not re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9_-]{0,80})?", run):
+        raise ConfigError(f'--run "{run}": use letters, digits, "-" and "_"; a letter or digit first')
+    title = f"{source}-{config.algorithm.name}-seed{config.seed}"
+    return run or "".join(c if c.isalnum() or c in "-_" else "-" for c in title)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+for _command in (*federation_fit.COMMANDS, *operators.COMMANDS):
+    app.command()(_command)

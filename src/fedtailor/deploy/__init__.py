@@ -1,1 +1,0 @@
-"""The same algorithms over a real network."""

@@ -1,0 +1,86 @@
+"""A whole federation on this machine, for trying: server and sites are processes on 127.0.0.1, with certificates."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import tomli_w
+
+from fedtailor import algorithms
+from fedtailor.core.algorithm import reply_names
+from fedtailor.data.configs import SitesConfig
+from fedtailor.data.site import write_prepared
+from fedtailor.errors import ConfigError
+from fedtailor.experiments.building import load
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_atomically
+from fedtailor.flare.kits import ABOUT, RUNS, SITE, provision
+from fedtailor.flare.nvidia import Launcher
+from fedtailor.flare.operate import ProcessSupervisor
+from fedtailor.flare.policy import EXACT, GRADIENTS
+
+HOST = "localhost"
+
+
+def prepare(folder: Path, sites: int, config: RunConfig, data_root: Path | None) -> tuple[str, ...]:
+    """Kits, and for each site the rows of one client and a policy for this algorithm; returns the names."""
+    data = load(config, data_root)
+    if not 1 <= sites <= len(data.clients):
+        raise ConfigError(f"{sites} sites: {config.data.source} has {len(data.clients)} clients")
+    names = data.clients[:sites]
+    known = read_json(folder / ABOUT) if (folder / ABOUT).exists() else None
+    if known is None or set(names) - set(known["sites"]):
+        provision(folder, HOST, known["port"] if known else _free_port(), list(names))
+    algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+    policy = {
+        "algorithms": [config.algorithm.name],
+        "models": [config.model.name],
+        "sends": [*reply_names(algorithm), GRADIENTS],
+        "metrics": True,
+        "min_samples": 1,
+        "max_rounds": config.rounds,
+        "sums_of": 2 if config.privacy.secure_sum else 0,
+        "partners": list(names),
+        "budget": {"min_rows": 1, "decimals": EXACT},  # this user's own rows, on this user's own machine
+    }
+    for i, name in enumerate(names):
+        write_prepared(folder / name / "rows.safetensors", data, i)
+        tables = {"data": {"path": "rows.safetensors"}, "policy": policy}
+        write_atomically(folder / name / SITE, tomli_w.dumps(tables).encode())
+    return names
+
+
+def run(
+    folder: Path,
+    sites: int,
+    config: RunConfig,
+    name: str,
+    say: Callable[[str], None],
+    data_root: Path | None = None,
+) -> RunFolder:
+    """From nothing to the results of a run; the same call goes on with one that was interrupted."""
+    path = folder / "server" / RUNS / name
+    if not (path / RESULTS).exists():
+        names = prepare(folder, sites, config, data_root)
+        keeper = ProcessSupervisor(participants(folder, names))
+        try:
+            at_sites = config.model_copy(update={"data": SitesConfig()})
+            check = (path / RESULTS).exists
+            Launcher(folder / "admin", at_sites, name, names, say, check=check).to_the_end()
+        finally:
+            keeper.stop()
+    return RunFolder.open(path)
+
+
+def participants(folder: Path, names: tuple[str, ...]) -> dict[str, tuple[str, Path]]:
+    """Name -> role and folder of the server and the sites."""
+    return {"server": ("server", folder / "server")} | {name: ("site", folder / name) for name in names}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,349 @@
+"""Participants as processes of this machine: started, found again after the launcher died, restarted, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, read_json, write_atomically
+from fedtailor.flare.audit import lines_of
+from fedtailor.flare.kits import KIT, RUNS, SERVER_FOLDER, SITE, SITE_FILE, condition, write_plain_json
+from fedtailor.flare.server import SITES
+from fedtailor.flare.site import AUDIT, kept_runs, read_site, standing
+
+PID, LOG = "process.json", "log.txt"
+MEMORY = {"MALLOC_ARENA_MAX": "2"}  # FLARE's many threads would each leave gaps in memory of their own
+
+
+@dataclass(frozen=True)
+class Started:
+    """How a participant is run."""
+
+    command: list[str]
+    environment: dict[str, str]
+
+
+def how_to_start(role: str, folder: Path) -> Started:
+    """The command of the server or of a site, with its own paths in the environment."""
+    script = (folder / KIT / "startup" / "sub_start.sh").resolve()
+    if not script.exists():
+        raise ConfigError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
+    if any(c.isspace() for c in str(script)):  # FLARE cuts the commands of its jobs at spaces
+        if role == "server":  # which undoes links
+            raise ConfigError(f'"{folder.resolve()}": a server cannot run in a path with spaces; move the folder')
+        script = _without_spaces(folder) / KIT / "startup" / script.name
+    if role == "site":
+        read_site(folder / SITE)  # what is wrong in it is said now
+        paths = {SITE_FILE: str((folder / SITE).resolve())}
+    else:
+        _keep_jobs_in(folder / KIT, (folder / "store").resolve())
+        paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": search_path})
+
+
+def _without_spaces(folder: Path) -> Path:
+    """A link to a folder."""
+    link = Path(tempfile.mkdtemp(prefix="fedtailor-")) / "participant"
+    if any(c.isspace() for c in str(link)):
+        raise ConfigError(f'"{link.parent}": FLARE needs a temporary folder without spaces; set TMPDIR to one')
+    link.symlink_to(folder.resolve(), target_is_directory=True)
+    return link
+
+
+def _keep_jobs_in(kit: Path, store: Path) -> None:
+    """FLARE's own choice is the system's temporary folder, which all users share."""
+    file = kit / "local" / "resources.json"
+    resources = json.loads(file.read_text())
+    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(store / "snapshots")
+    (jobs,) = (c for c in resources["components"] if c["id"] == "job_manager")
+    jobs["args"]["uri_root"] = str(store / "jobs")
+    write_plain_json(file, resources)
+
+
+def start(role: str, folder: Path) -> int:
+    """Start a participant in the background, unless it runs; returns its process id. It logs to its own folder."""
+    if (pid := running(folder)) is not None:
+        return pid
+    how = how_to_start(role, folder)
+    rotate(folder / LOG)
+    with (folder / LOG).open("ab") as log:
+        process = subprocess.Popen(
+            how.command,
+            env=how.environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    write_atomically(folder / PID, json.dumps({"pid": process.pid, "started": _started(process.pid)}).encode())
+    threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay as a zombie
+    return process.pid
+
+
+def running(folder: Path) -> int | None:
+    """The process of a participant, if it is alive; a number that was given to another process since is not it."""
+    try:
+        known = json.loads((folder / PID).read_text())
+        return int(known["pid"]) if _started(known["pid"]) == known["started"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def wait(folder: Path) -> None:
+    """Return when the participant has ended; its log is kept small meanwhile."""
+    while running(folder) is not None:
+        rotate(folder / LOG)
+        time.sleep(0.5)
+
+
+def rotate(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
+    """A log that has grown large becomes log.1, that log.2, and so on; who writes to it by appending goes on."""
+    if not log.exists() or log.stat().st_size < most:
+        return
+    for number in range(keep - 1, 0, -1):
+        if (old := log.with_name(f"{log.name}.{number}")).exists():
+            os.replace(old, log.with_name(f"{log.name}.{number + 1}"))
+    first = log.with_name(f"{log.name}.1")
+    first.write_bytes(log.read_bytes())
+    os.truncate(log, 0)
+
+
+def stop(folder: Path, seconds: float = 5.0) -> bool:
+    """End a participant and the jobs it started; whether there was one."""
+    pid = running(folder)
+    if pid is None:
+        return False
+    family = {p: _started(p) for p in tree(pid)}
+    until = time.monotonic() + seconds
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        alive = [p for p, since in family.items() if _started(p) == since is not None]
+        for each in alive:
+            with suppress(ProcessLookupError):
+                os.kill(each, how)
+        while time.monotonic() < until and any(_started(p) == family[p] for p in alive):
+            time.sleep(0.05)
+    return True
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return [pid, *(child.pid for child in process.children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _started(pid: int) -> float | None:
+    """When a process began, by which it is told from a later one of the same number; None if it is gone."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+class ProcessSupervisor:
+    """Keeps participants running: who dies is started again. For a federation on one machine."""
+
+    def __init__(self, participants: dict[str, tuple[str, Path]]) -> None:
+        self.participants = participants  # name -> role, folder
+        self._over = threading.Event()
+        for role, folder in participants.values():
+            start(role, folder)
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def add(self, name: str, role: str, folder: Path) -> None:
+        """One more."""
+        start(role, folder)
+        self.participants = self.participants | {name: (role, folder)}
+
+    def _keep(self) -> None:
+        while not self._over.wait(1.0):
+            for role, folder in self.participants.values():
+                start(role, folder)
+
+    def stop(self) -> None:
+        """End them all."""
+        self._over.set()
+        self._thread.join()
+        enders = [threading.Thread(target=stop, args=(folder,)) for _, folder in self.participants.values()]
+        for thread in enders:
+            thread.start()
+        for thread in enders:
+            thread.join()
+
+
+SOON = 30  # days
+FULL = 2**30  # bytes free
+
+
+def health_words(about: dict[str, Any], now: float) -> list[str]:
+    """A condition in words, as far as it is known; `now` is the reader's clock when it was told."""
+    parts = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
+    if isinstance(about.get("now"), int | float):
+        skew = about["now"] - now
+        parts += [f"clock {skew:+.0f} s"] if abs(skew) >= 0.5 else []
+    if isinstance(about.get("free"), int | float):
+        parts.append(f"{about['free'] / 2**30:.1f} GB free")
+    if isinstance(about.get("certificate_ends"), int | float):
+        parts.append(f"certificate until {datetime.fromtimestamp(about['certificate_ends'], UTC):%Y-%m-%d}")
+    return parts
+
+
+def health_problems(about: dict[str, Any], now: float) -> list[str]:
+    """What an operator has to do something about."""
+    messages = []
+    ends = about.get("certificate_ends")
+    if isinstance(ends, int | float) and ends - now < SOON * 86400:
+        days = f"its certificate ends in {(ends - now) / 86400:.0f} days"
+        messages.append("its certificate has ended" if ends < now else days)
+    if isinstance(about.get("free"), int | float) and about["free"] < FULL:
+        messages.append(f"only {about['free'] / 2**20:.0f} MB of disk are free")
+    return messages
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run at the server."""
+
+    name: str
+    rounds: int
+    of: int
+    is_finished: bool
+    sites: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Status:
+    """The server or a site."""
+
+    name: str
+    role: str
+    process: int | None
+    condition: dict[str, Any]
+    runs: list[RunStatus] = field(default_factory=list)
+    state: str = "active"
+    kept: list[str] = field(default_factory=list)  # runs of which a site keeps something
+    messages: int = 0
+    refusals: int = 0
+    last_message: float | None = None
+
+
+def read_status(folder: Path) -> Status:
+    """The status of a participant on this machine."""
+    if not (folder / KIT).is_dir():
+        raise RunError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
+    process = running(folder)
+    if not (folder / SITE).exists():
+        about = condition(folder, folder / KIT)
+        paths = {file.parent for name in (CONFIG, ABOUT) for file in folder.glob(f"{RUNS}/*/{name}")}
+        run_states = [_run(path) for path in sorted(paths)]
+        return Status(folder.name, "server", process, about, run_states)
+    private = read_site(folder / SITE).folder
+    about = condition(private, folder / KIT)
+    record = private / AUDIT
+    lines = lines_of(record)
+    last = datetime.fromisoformat(lines[-1]["time"]).timestamp() if lines else None
+    refused = sum("refused" in line for line in lines)
+    known, state = kept_runs(private), standing(private)["state"]
+    return Status(folder.name, "site", process, about, [], state, known, len(lines), refused, last)
+
+
+def _run(path: Path) -> RunStatus:
+    run = RunFolder.open(path)
+    sites = read_json(path / SITES) if (path / SITES).exists() else {}
+    known = {site: dict(about) for site, about in sites.items()}
+    return RunStatus(path.name, len(run.metrics()), run.config.rounds, (path / RESULTS).exists(), known)
+
+
+def status_lines(status: Status, now: float | None = None) -> list[str]:
+    """In words."""
+    now = time.time() if now is None else now
+    runs_as = f"runs as process {status.process}" if status.process else "does not run"
+    words = [runs_as, *([] if status.role == "server" else [status.state]), *health_words(status.condition, now)]
+    lines = [f"{status.role} {status.name}: {', '.join(words)}"]
+    for run in status.runs:
+        end = "finished" if run.is_finished else f"round {run.rounds} of {run.of}"
+        lines.append(f"run {run.name}: {end}")
+        for site, about in sorted(run.sites.items()):
+            ago = f"seen {_ago(now - about['seen'])} ago" if isinstance(about.get("seen"), int | float) else "not seen"
+            skewed = health_words(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
+            away = [about["away"]] if about.get("away") else []
+            lines.append(f"  {site}: {', '.join([ago, *away, *skewed])}")
+    if status.role == "site":
+        last = "none yet" if status.last_message is None else f"the last {_ago(now - status.last_message)} ago"
+        lines.append(f"messages: {status.messages}, {status.refusals} refused, {last}")
+        lines.append(f"keeps states of: {', '.join(status.kept) or 'no run'}")
+    return [*lines, *(f"needs care: {problem}" for problem in problems(status, now))]
+
+
+def problems(status: Status, now: float | None = None) -> list[str]:
+    """Why a participant is not well; empty if it is."""
+    now = time.time() if now is None else now
+    messages = [] if status.process else [f"{status.name} does not run"]
+    return messages + [f"{status.name}: {problem}" for problem in health_problems(status.condition, now)]
+
+
+def prometheus(status: Status, now: float | None = None) -> str:
+    """The text format of Prometheus, for a textfile collector."""
+    now = time.time() if now is None else now
+    who = f'{{participant="{_label(status.name)}"}}'
+    lines = [
+        _metric("up", "Whether the participant's process runs.", {who: float(status.process is not None)}),
+        _metric("free_bytes", "Free bytes of the participant's disk.", {who: float(status.condition["free"])}),
+    ]
+    if (ends := status.condition["certificate_ends"]) is not None:
+        lines.append(_metric("certificate_seconds", "Seconds until the certificate ends.", {who: ends - now}))
+    if status.role == "site":
+        lines.append(_metric("messages_total", "Messages answered or refused.", {who: float(status.messages)}))
+        lines.append(_metric("refusals_total", "Messages that were refused.", {who: float(status.refusals)}))
+    rounds, seen, skew = {}, {}, {}
+    for run in status.runs:
+        rounds[f'{{run="{_label(run.name)}"}}'] = float(run.rounds)
+        for site, about in run.sites.items():
+            label = f'{{run="{_label(run.name)}",site="{_label(site)}"}}'
+            if isinstance(about.get("seen"), int | float):
+                seen[label] = now - about["seen"]
+            if isinstance(about.get("now"), int | float) and isinstance(about.get("asked"), int | float):
+                skew[label] = about["now"] - about["asked"]
+    lines += [_metric("rounds_total", "Rounds that were recorded.", rounds)]
+    lines += [_metric("site_seen_seconds", "Seconds since the server heard of a site.", seen)]
+    lines += [_metric("site_clock_seconds", "Clock of a site minus that of the server.", skew)]
+    return "".join(lines)
+
+
+def _metric(name: str, text: str, values: dict[str, float]) -> str:
+    kind = "counter" if name.endswith("_total") else "gauge"
+    head = f"# HELP fedtailor_{name} {text}\n# TYPE fedtailor_{name} {kind}\n"
+    return head + "".join(f"fedtailor_{name}{label} {value:g}\n" for label, value in values.items()) if values else ""
+
+
+def _label(text: str) -> str:
+    """A value of a label: quotes, backslashes and line ends would end it."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

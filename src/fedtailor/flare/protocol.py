@@ -1,0 +1,256 @@
+"""What server and sites say to each other: how a request is wrapped, the form of each, and what they agree on first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fedtailor.core import codec
+from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.data import FederatedData
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.trees import Tree, items, schema
+from fedtailor.errors import UserError
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.user_source import names
+from fedtailor.version import __version__
+
+
+class Refused(UserError):
+    """The site does not do what it was asked to."""
+
+
+ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request in it
+PING = 0  # the number of a sign of life, which may come at any time
+
+
+def data_schema(data: FederatedData) -> dict[str, Any]:
+    """What the sites must agree on; the server learns no more of the data than this and the number of samples."""
+    return {
+        "task": data.task,
+        "x": {path: _form(v) for path, v in items(data.train.first(1))},
+        "y": _form(data.train.y),
+        "outputs": data.outputs,
+        "classes": list(data.classes),
+        "features": list(data.features),
+    }
+
+
+def _form(v: Tensor) -> list[Any]:
+    """Of a sample; floating-point numbers get the width of the model."""
+    return [list(v.shape[1:]), "float32" if v.is_floating_point() else str(v.dtype).removeprefix("torch.")]
+
+
+def promise(experiment: Experiment) -> dict[str, Any]:
+    """Which text runs, with which options, and what may leave: equal at both ends, or nothing is done."""
+    algorithm = experiment.algorithm
+    sends = {
+        name: {path: [list(shape), str(dtype)] for path, (shape, dtype) in schema(example).items()}
+        for name in sorted(client_functions(algorithm))
+        for example in [reply_example(algorithm, name, experiment.model)]
+    }
+    options = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
+    contract = {"version": __version__, "algorithm": algorithm.title, "options": options, "sends": sends}
+    plain: dict[str, Any] = json.loads(json.dumps(contract, default=str))
+    return plain
+
+
+def digest(value: Any) -> str:
+    """A short hash of anything that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def other_code(config: RunConfig) -> list[str]:
+    """What a configuration names as "module:name", beside algorithm and model: a site's policy lists what may run."""
+    named = {key: name for key, name in names(config).items() if key not in ("algorithm.name", "model.name")}
+    return sorted(set(named.values()))
+
+
+def config_for(config: RunConfig, client: int) -> dict[str, Any]:
+    """The part of a run's configuration that one site needs: nothing about the others."""
+    epochs = config.environment.epochs
+    plain = config.plain()
+    plain["federation"] = {"threads": config.federation.threads, "max_norm": config.federation.max_norm}
+    plain["environment"] = {"epochs": [epochs[client]]} if epochs else {}
+    return plain
+
+
+Whole = Annotated[int, Field(ge=0, le=2**31)]
+Round = Annotated[int, Field(ge=-(2**31), le=2**31)]  # rounds of preparation come before 1
+Text = Annotated[str, Field(max_length=200)]
+Places = Annotated[list[Whole], Field(max_length=100_000)]
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Hello(_Form):
+    op: Text
+    version: Text
+    run: Text
+    algorithm: Text
+    model: Text
+    rounds: Whole
+    seed: Annotated[int, Field(ge=0, le=2**63)]
+    code: Annotated[list[Text], Field(max_length=100)] = []
+
+
+class Start(_Form):
+    op: Text
+    config: dict[str, Any]
+    client: Whole
+    about: dict[str, Any] = Field(alias="schema")
+    promise: dict[str, Any]
+    first: Round
+
+
+class Restore(_Form):
+    op: Text
+    kept: Round
+
+
+class Begin(_Form):
+    op: Text
+    round: Round
+    kept: Round
+    needed: Annotated[list[Round], Field(max_length=1000)]
+
+
+class Keep(_Form):
+    op: Text
+    round: Round
+
+
+class Finish(_Form):
+    op: Text
+
+
+class Evaluate(_Form):
+    op: Text
+    round: Round
+    splits: Annotated[list[Literal["train", "val", "test"]], Field(max_length=3)]
+    keep: Text
+
+
+class Function(_Form):
+    function: Text
+    round: Round
+    call: Whole
+    placed: Annotated[list[bool], Field(max_length=100)]
+    taped: bool
+    sealed: float | None = None
+
+
+class Cotangent(_Form):
+    round: Round
+    call: Whole
+
+
+class Term(_Form):
+    call: Whole
+    paths: Annotated[list[str], Field(max_length=100_000)]
+    weight: str | None
+
+
+class SumStep(_Form):
+    round: Round
+    sum: Whole
+    step: Literal["keys", "deal", "mask", "confirm", "reveal"]
+    term: Term | None = None
+    clients: Places | None = None
+    threshold: Whole | None = None
+    fraction_bits: Annotated[int, Field(ge=0, le=52)] | None = None
+    dealers: Places | None = None
+    survivors: Places | None = None
+    signers: Places | None = None
+
+
+OPERATIONS: dict[str, type[_Form]] = {
+    "hello": Hello,
+    "start": Start,
+    "restore": Restore,
+    "begin": Begin,
+    "keep": Keep,
+    "finish": Finish,
+    "evaluate": Evaluate,
+}
+NEEDED = {
+    "keys": {"term"},
+    "deal": {"clients", "threshold", "fraction_bits"},
+    "mask": {"dealers"},
+    "confirm": {"survivors"},
+    "reveal": {"signers"},
+}
+
+
+def read_request(message: bytes, most: int) -> tuple[dict[str, Any], Tree]:
+    """Header and tensors of a request, none with more than `most` places; what is of no known form is refused."""
+    try:
+        check_request(codec.decode_header(message))
+        return codec.decode(message, most)
+    except codec.BrokenMessage as error:
+        raise Refused(f"the request {error}") from None
+
+
+def check_request(header: dict[str, Any]) -> None:
+    """Refuse a header that is not of the form of its operation; the key that is wrong is named, its value is not."""
+    name = header.get("op")
+    if name is not None and (not isinstance(name, str) or name not in OPERATIONS):
+        raise Refused(f'no operation "{str(name)[:40]}"')
+    form = OPERATIONS[name] if name is not None else _of_training(header)
+    operation = name or form.__name__.lower()
+    try:
+        form.model_validate(header)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise Refused(f'{operation} with "{key[:40]}" is not known here') from None
+        raise Refused(f"{operation}: {key[:80]}: {first['msg']}") from None
+    if form is SumStep:
+        step, present = header["step"], {k for k in SumStep.model_fields if header.get(k) is not None}
+        if wrong := sorted((present - {"round", "sum", "step"}) ^ NEEDED[step]):
+            raise Refused(f'a secure sum: step "{step}" with or without "{wrong[0]}"')
+
+
+def _of_training(header: dict[str, Any]) -> type[_Form]:
+    if "sum" in header:
+        return SumStep
+    return Function if "function" in header else Cotangent
+
+
+MOST_SAMPLES, LARGEST = 10**9, 2**24  # that a site may say it has, and numbers in one sample
+MOST_NAMES = 100_000  # of classes or features
+SCHEMA = ("task", "x", "y", "outputs", "classes", "features")
+TYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def hello_fault(about: dict[str, Any]) -> str:
+    """Which part of it cannot be; nothing if all is well."""
+    schema = about.get("schema")
+    if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
+        return "number of samples"
+    if not isinstance(schema, dict) or set(schema) != set(SCHEMA) or not isinstance(schema["task"], str):
+        return "schema"
+    if not isinstance(schema["x"], dict) or not all(map(_is_form, [*schema["x"].values(), schema["y"]])):
+        return "form of its samples"
+    if type(schema["outputs"]) is not int or not 0 < schema["outputs"] <= LARGEST:
+        return "number of outputs"
+    names = (schema["classes"], schema["features"])
+    is_named = all(isinstance(these, list) and all(isinstance(name, str) for name in these) for these in names)
+    return "" if is_named and max(map(len, names)) <= MOST_NAMES else "names of classes or features"
+
+
+def _is_form(form: Any) -> bool:
+    """Shape and type of one sample."""
+    if not (isinstance(form, list) and len(form) == 2 and isinstance(form[0], list) and form[1] in TYPES):
+        return False
+    return all(type(size) is int and 0 < size <= LARGEST for size in form[0]) and math.prod(form[0]) <= LARGEST

@@ -1,0 +1,504 @@
+"""The site's half: every message is checked against the site's own policy, recorded, and only then answered.
+
+Private states, the personal model and the record lie in the site's own folder. What the server is told of an error is
+its kind; the text, which may hold values of the data, stays in the record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedtailor.algorithms import PROGRAMS
+from fedtailor.core import codec
+from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.data import FederatedData
+from fedtailor.core.experiment import Experiment
+from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
+from fedtailor.data.files import expanded
+from fedtailor.data.site import SiteData, load_site
+from fedtailor.engines.wire import Header
+from fedtailor.engines.wire import Site as Client
+from fedtailor.errors import ConfigError, RunError, nearest
+from fedtailor.experiments.building import assemble
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
+from fedtailor.flare.audit import Audit, lines_of
+from fedtailor.flare.kits import condition
+from fedtailor.flare.policy import (
+    GRADIENTS,
+    Account,
+    Policy,
+    Rate,
+    Spent,
+    check_message,
+    check_splits,
+    imprinted,
+    party,
+    rounded,
+)
+from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
+from fedtailor.serving.described import check_options
+from fedtailor.studies.cross_fitting import all_in_training
+from fedtailor.studies.site_fit import is_fit, site_fit
+from fedtailor.version import __version__
+
+if TYPE_CHECKING:
+    from fedtailor.aggregation.member import Party
+
+
+STANDING, RECEIPTS = "standing.json", "receipts"
+State = Literal["active", "paused", "left"]
+WORDS = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
+
+
+def standing(folder: Path) -> dict[str, Any]:
+    """What the operator of a site has said: `state`, and the runs that were `withdrawn`."""
+    path = folder / STANDING
+    return dict(read_json(path)) if path.exists() else {"state": "active", "withdrawn": []}
+
+
+def check_participation(folder: Path, run: str = "") -> None:
+    """Refuse whatever the server asks while the site takes no part."""
+    record = standing(folder)
+    if record["state"] in WORDS:
+        raise Refused(WORDS[record["state"]])
+    if run and run in record["withdrawn"]:
+        raise Refused(f"this site has withdrawn from the run {run}")
+
+
+def set_state(folder: Path, state: State) -> None:
+    """From the next request on."""
+    write_json(folder / STANDING, standing(folder) | {"state": state})
+
+
+def withdraw(folder: Path, run: str) -> Path:
+    """Refuse a run from now on, delete what was kept of it here, and return the receipt."""
+    path = folder / run
+    if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
+        known = ", ".join(kept_runs(folder)) or "none"
+        raise RunError(f'{folder}: no run "{run}"; there are: {known}')
+    record, about = standing(folder), _rounds(folder, run)
+    withdrawn = sorted({*record["withdrawn"], run})
+    write_json(folder / STANDING, record | {"withdrawn": withdrawn})  # before anything is deleted
+    deleted = []
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        deleted.append({"file": str(file.relative_to(folder)), "bytes": file.stat().st_size, "sha256": digest})
+        file.unlink()
+    for inner in sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True):
+        inner.rmdir()
+    path.rmdir()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    receipt = folder / RECEIPTS / f"{run}.json"
+    write_json(receipt, {"run": run, "withdrawn": now, "deleted": deleted} | about)
+    return receipt
+
+
+def kept_runs(folder: Path) -> list[str]:
+    """Runs of which something is kept at a site."""
+    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
+
+
+def _rounds(folder: Path, run: str) -> dict[str, Any]:
+    """Rounds in which a reply left, from the record: what was added into a common model then stays in it."""
+    try:
+        entries = lines_of(folder / "audit.jsonl")
+    except RunError as error:  # no reason not to withdraw
+        return {"rounds": None, "record": str(error)}
+    left = [e for e in entries if e.get("run") == run and "refused" not in e and "left" in e]
+    return {"rounds": sorted({int(e["round"]) for e in left if e.get("round") is not None})}
+
+
+class SiteState:
+    """One run's private states. A state counts from the moment its description is there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def rounds(self) -> list[int]:
+        """Rounds after which a state was kept."""
+        return sorted(int(file.stem.removeprefix("state")) for file in self.folder.glob("state*.json"))
+
+    def keep(self, round: int, state: Tree) -> None:
+        """Write the state after a round."""
+        write_json(self._index(round), write_tree(self._index(round).with_suffix(".safetensors"), state))
+
+    def read(self, round: int) -> Tree:
+        """The state after a round."""
+        if not self._index(round).exists():
+            known = ", ".join(map(str, self.rounds())) or "none"
+            raise RunError(f"{self.folder}: no private state of round {round}; there are: {known}")
+        return read_tree(self.folder, read_json(self._index(round)))
+
+    def forget_but(self, rounds: set[int]) -> None:
+        """Remove all states but these."""
+        for round in set(self.rounds()) - rounds:
+            self._index(round).unlink()
+            self._index(round).with_suffix(".safetensors").unlink(missing_ok=True)
+
+    def _index(self, round: int) -> Path:
+        return self.folder / f"state{round:+07d}.json"
+
+
+@dataclass
+class Job:
+    """A run that was started here."""
+
+    experiment: Experiment
+    client: Client
+    states: SiteState  # kept on disk
+    spent: Spent
+    at: int  # the round whose kept state the client goes on from
+    changed: bool = False  # since then
+    round: int | None = None  # the one that was begun
+
+    def go_to(self, round: int) -> None:
+        """The private state as it was kept after a round."""
+        if self.changed or self.at != round:
+            self.client.inside.set_states(self.states.read(round))
+            self.at, self.changed = round, False
+
+    def keep(self, round: int) -> None:
+        """Keep the private state, if a round changed it."""
+        if self.changed:
+            self.states.keep(round, self.client.inside.get_states())
+            self.at, self.changed = round, False
+
+    def refuse_other_round(self, round: int) -> None:
+        if round != self.round:
+            raise Refused(f"round {round} is not the one that was begun ({self.round})")
+
+
+SERVER = "server"  # the only one that may call
+KINDS = ("last", "selected")  # personal models that are kept
+AUDIT, RUN = "audit.jsonl", "run.json"
+
+
+class SiteFile(BaseModel):
+    """A site's own file: its data, its policy, and where it keeps what is private."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path = Field(default=Path("private"), description="Where private states, models and the record are kept.")
+    kit: Path = Field(default=Path("kit"), description="What the coordinator gave: certificate, key, authority.")
+    data: SiteData
+    policy: Policy
+
+
+def read_site(path: Path) -> SiteFile:
+    """Read and check a site's file; paths in it are relative to it."""
+    try:
+        site = SiteFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; fedtailor federation init writes one for each site") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        reason = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{path}: {key}: {reason}") from None
+    base = path.resolve().parent
+    data = site.data.model_copy(update={"path": base / expanded(site.data.path)})
+    places = {"folder": base / expanded(site.folder), "kit": base / expanded(site.kit)}
+    return site.model_copy(update=places | {"data": data})
+
+
+def rows_for(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
+    """This site's rows; where folds take the place of validation rows, these are trained on too."""
+    rows = load_site(data, name, seed=seed)
+    return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
+
+
+@dataclass
+class _Session:
+    """The requests of one server."""
+
+    id: bytes = b""
+    last: int = 0  # number of the last one
+    reply: bytes = b""  # to it
+
+
+class SiteService:
+    """Answers the server of one job. Requests are numbered: one that is repeated or late changes nothing."""
+
+    def __init__(self, site: SiteFile, name: str) -> None:
+        self.name = name
+        self.site = site
+        self.audit = Audit(site.folder / AUDIT)
+        self._lock = threading.Lock()
+        self._session = _Session()
+        self._run = ""
+        self._data: FederatedData | None = None
+        self._job: Job | None = None
+        self._rate = Rate(site.policy.budget.requests_per_minute)
+        self._ops: dict[str, Callable[[Header, bytes], bytes]] = {
+            "hello": self._hello,
+            "start": self._start,
+            "restore": self._restore,
+            "begin": self._begin,
+            "keep": self._keep,
+            "finish": self._pass_on,
+            "evaluate": self._evaluate,
+        }
+
+    def answer(self, caller: str, request: bytes) -> bytes:
+        """One request of a caller. Never raises: an exception would carry its text to the server."""
+        if len(request) < ENVELOPE.size:
+            return self._refusal(request, "the request is shorter than its envelope", caller=caller)
+        session, number = ENVELOPE.unpack_from(request)
+        message = request[ENVELOPE.size :]
+        if caller != SERVER:
+            return self._refusal(message, f'"{caller}" called; only the server may', caller=caller)
+        if number == PING:
+            return b""
+        with self._lock:
+            mine = self._session
+            if not mine.id and number == PING + 1:  # a late request of an earlier server begins no session
+                mine.id = session
+            if session != mine.id:
+                return self._refusal(message, "the request is of another session", number=number)
+            if number == mine.last:
+                return mine.reply
+            if number < mine.last:
+                return self._refusal(message, f"request {number} is late, {mine.last} was answered", number=number)
+            mine.last, mine.reply = number, self._answered(number, message)
+            return mine.reply
+
+    def _answered(self, number: int, message: bytes) -> bytes:
+        text: dict[str, str] = {}
+        try:
+            reply = self._do(message)
+        except Refused as why:
+            return self._refusal(message, str(why), run=self._run, number=number)
+        except Exception as error:
+            reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
+            text = {"text": str(error)}
+        self.audit.write(message, reply, self._places, run=self._run, number=number, **text)
+        return reply
+
+    def _refusal(self, message: bytes, why: str, **about: Any) -> bytes:
+        reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
+        try:
+            self.audit.write(message, reply, self._places, **about)
+        except Exception:  # not even a message
+            self.audit.line(about | {"refused": why, "bytes": len(message)})
+        return reply
+
+    def _do(self, message: bytes) -> bytes:
+        self._rate.count()
+        check_participation(self.site.folder, self._run)
+        header, tree = read_request(message, self._places)
+        op = header.get("op")
+        if op is None:
+            return self._train(header, message, tree)
+        if op not in ("hello", "start") and self._job is None:
+            raise Refused(f"{op} before a run was started")
+        return self._ops[op](header, message)
+
+    @property
+    def _places(self) -> int:
+        """The longest vector that a message may have: a model twice over."""
+        return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
+
+    def _hello(self, header: Header, message: bytes) -> bytes:
+        if header["version"] != __version__:
+            raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
+            raise Refused(f'"{header["run"]}" cannot be the name of a run')
+        check_participation(self.site.folder, header["run"])
+        self._run = header["run"]
+        self._data = rows_for(self.site.data, self.name, header["seed"], header["algorithm"])
+        samples = int(self._data.train.sizes[0])
+        code = header.get("code", [])
+        self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples, code)
+        about = condition(self.site.folder, self.site.kit)
+        return codec.encode({"samples": samples, "schema": data_schema(self._data), "condition": about}, None)
+
+    def _start(self, header: Header, message: bytes) -> bytes:
+        if self._data is None:
+            raise Refused("start before hello")
+        config: RunConfig = parse(header["config"])
+        policy, samples = self.site.policy, int(self._data.train.sizes[0])
+        # as it was in hello?
+        policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
+        try:
+            check_options(config, "the server's configuration")
+        except RunError as error:
+            raise Refused(str(error)) from None
+        if header["schema"] != data_schema(self._data):
+            raise Refused("the server describes other data than this site has")
+        experiment = self._account.noised(assemble(config, self._data))
+        policy.check_sends(experiment.algorithm)
+        policy.check_sums(is_sealed=experiment.aggregation.reduction.is_sealed)
+        mine, theirs = promise(experiment), header["promise"]
+        for part in mine:
+            if mine[part] != theirs.get(part):
+                raise Refused(
+                    f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}"
+                )
+        folder = self.site.folder / self._run
+        states = SiteState(folder / "states")
+        identity = {"promise": digest(mine), "config": header["config"]}
+        if not (folder / RUN).exists():
+            write_json(folder / RUN, identity)
+        elif read_json(folder / RUN) != identity:
+            raise Refused(f"a run {self._run} of another configuration is kept here")
+        torch.set_num_threads(config.federation.threads or 1)
+        party = self._party(header["client"], folder) if experiment.aggregation.reduction.is_sealed else None
+        client = Client(experiment, 0, self._kind_of, party)
+        client.inside.start()
+        self._job = Job(experiment, client, states, Spent(policy.budget, folder, config.rounds), header["first"])
+        if header["first"] not in states.rounds():
+            states.keep(header["first"], client.inside.get_states())
+        return codec.encode({"kept": states.rounds()}, None)
+
+    def _party(self, number: int, folder: Path) -> Party:
+        return party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
+
+    @property
+    def _account(self) -> Account:
+        return Account(self.site.policy.budget.privacy, self.site.folder)
+
+    @property
+    def round(self) -> int | None:
+        """The one that was begun."""
+        return None if self._job is None else self._job.round
+
+    @property
+    def _started(self) -> Job:
+        assert self._job is not None
+        return self._job
+
+    def _restore(self, header: Header, message: bytes) -> bytes:
+        self._started.go_to(header["kept"])
+        return codec.encode({}, None)
+
+    def _begin(self, header: Header, message: bytes) -> bytes:
+        job = self._started
+        self.site.policy.check_round(header["round"])
+        job.round = None  # until all of this is done
+        job.spent.save()
+        job.go_to(header["kept"])
+        job.states.forget_but({header["kept"], *header["needed"]})
+        reply = job.client.answer(message)
+        job.round = header["round"]
+        return reply
+
+    def _keep(self, header: Header, message: bytes) -> bytes:
+        job = self._started
+        job.refuse_other_round(header["round"])
+        job.keep(header["round"])
+        return codec.encode({"kept": job.at}, None)
+
+    def _pass_on(self, header: Header, message: bytes) -> bytes:
+        return self._started.client.answer(message)
+
+    def _evaluate(self, header: Header, message: bytes) -> bytes:
+        kind, policy, job = header["keep"], self.site.policy, self._started
+        if kind and kind not in KINDS:
+            raise Refused(f'"{kind}" is no kind of personal model')
+        policy.check_round(header["round"])
+        answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
+        if kind:
+            self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
+        if not policy.tells_metrics:
+            raise Refused("the policy does not let metrics out")
+        check_splits(policy.budget, job.experiment.data, header["splits"])
+        job.spent.evaluate(header["round"])
+        return codec.encode(answer, (rounded(policy.budget, metrics), {}))
+
+    def _keep_personal(self, kind: str, round: int, model: Tree) -> None:
+        assert self._data is not None
+        folder = self.site.folder / self._run / "personal"
+        entry = write_tree(folder / f"{kind}.safetensors", model)
+        about = {"round": round, "classes": list(self._data.classes), "features": list(self._data.features)}
+        about |= {"site": self.name}
+        write_json(folder / f"{kind}.json", entry | about)
+
+    def _train(self, header: Header, message: bytes, tree: Tree) -> bytes:
+        """A call, a cotangent or a step of a secure sum: of this round, declared, and answered by what is declared."""
+        job = self._job
+        if job is None:
+            raise Refused("a call before a run was started")
+        job.refuse_other_round(header["round"])
+        is_sealed = job.experiment.aggregation.reduction.is_sealed
+        if "sum" in header:
+            if not is_sealed:
+                raise Refused("a secure sum in a run without them")
+            return job.client.handle(message)  # of replies that were declared when they were made
+        function, algorithm = header.get("function"), job.experiment.algorithm
+        if function is not None and function not in client_functions(algorithm):
+            raise Refused(f'"{function}" is not a client function of {algorithm.title}')
+        if (function is None or header["taped"]) and GRADIENTS not in self.site.policy.sends:
+            raise Refused(f'a taped call sends "{GRADIENTS}", which the policy does not let out')
+        if is_sealed and (function is None or header["taped"]):
+            raise Refused("a taped call in a run of secure sums: what travels back is of this site alone")
+        if is_sealed and function is not None:
+            check_message(job.experiment, function, header["placed"])
+        if self.site.policy.budget.refuse_imprints and (why := imprinted(tree)):
+            raise Refused(f"the model would read single rows off the reply: {why}")
+        job.spent.call(header["round"])
+        self._account.spend(job.experiment, function, header.get("placed", []), tree, header.get("taped", False))
+        job.changed = True
+        reply = job.client.handle(message)
+        answer, tree = codec.decode(reply, self._places)
+        if function is not None and "error" not in answer:
+            declared = None if is_sealed else reply_example(algorithm, function, job.experiment.model)
+            wrong = schema_difference(schema(tree), schema(declared))
+            if wrong:
+                raise Refused(f"the reply of {function} {wrong}; it does not leave")
+        return reply
+
+    def _kind_of(self, error: Exception) -> str:
+        """What happened and where; the error's own text, which may hold values of the data, goes to the record."""
+        self.audit.line({"run": self._run, "text": str(error)})
+        kind = type(error.__cause__ or error).__name__
+        return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; the site's record says more"
+
+
+OWN = "fit"  # the folder of the site's fit, beside its states
+
+
+def fits(private: Path) -> dict[str, Path]:
+    """The fits of tables that have ended here, by the name of the run, oldest first."""
+    ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
+    ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
+    return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
+
+
+def own_fit(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
+    """The folder of this site's fit and its record, made when it is first asked for; the latest, or that of a run."""
+    site = read_site(file)
+    known = fits(site.folder)
+    chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]
+    if not known:
+        raise RunError(f"{site.folder}: no fit has ended here yet; fedtailor federation fit --admin FOLDER begins one")
+    if not chosen:
+        raise RunError(f'{site.folder}: no fit "{run}"; {nearest(run, known)}')
+    folder = known[chosen[-1]]
+    if (folder / OWN / FIT).exists():
+        record = read_json(folder / OWN / FIT)
+        if not metric or record["metric"] == metric:
+            return folder / OWN, dict(record)
+    config: RunConfig = parse(read_json(folder / RUN)["config"])
+    states = SiteState(folder / "states")
+    round = max(states.rounds())
+    if round < 1:
+        raise RunError(f"{folder}: the fit has not ended yet")
+    name = read_json(folder / "personal" / "last.json")["site"]
+    data = rows_for(site.data, name, config.seed, config.algorithm.name)
+    state = tree_map(lambda v: v[0], states.read(round)["state"])
+    return folder / OWN, site_fit(config, data, state, folder / OWN, metric)

@@ -1,0 +1,121 @@
+"""A fit over sites that have a table each: equal to the fit in one process, with figures and models at the sites."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import tomli_w
+
+import fedtailor as ft
+from fedtailor import algorithms
+from fedtailor.cli.federation_fit import fit_config, policy
+from fedtailor.core.algorithm import reply_names
+from fedtailor.experiments.store import RunFolder
+from fedtailor.flare import server as flare
+from fedtailor.flare.site import own_fit
+from fedtailor.report.fit_page import headline
+from fedtailor.serving.personal import personal
+from fedtailor.studies import linear_candidates
+from tests.flare.sites import Authority, Sites
+from tests.helpers import assert_equal
+from tests.studies.test_table_fit import table
+
+SIZES = [170, 30, 24]
+SETTINGS = ["algorithm.effects=['none', 'intercept']", "federation.silence=0.2", "federation.deadline=2"]
+NEW = {"x1": [0.3, -1.0], "x2": [1.0, 2.0]}
+
+
+def site_files(root: Path, frame: pl.DataFrame, **allowed: Any) -> dict[str, Path]:
+    """A folder for each site with its table, its certificate and its site.toml."""
+    authority, files = Authority(), {}
+    for (name,), part in frame.group_by("site", maintain_order=True):
+        folder = root / str(name)
+        folder.mkdir(parents=True)
+        part.drop("site").write_csv(folder / "data.csv")
+        authority.write_kit(folder / "kit", str(name))
+        data = {"path": "data.csv", "target": "y", "numeric": ["x1", "x2"], "standardise": "none", "val": 0.0}
+        sends = reply_names(algorithms.find("tablefit"))
+        rules = {"algorithms": ["tablefit"], "sends": sends, "metrics": True, "min_samples": 10, **allowed}
+        files[str(name)] = folder / "site.toml"
+        files[str(name)].write_text(tomli_w.dumps({"data": data, "policy": rules}))
+    return files
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sites, RunFolder]:
+    root = tmp_path_factory.mktemp("federated")
+    link = Sites(site_files(root, table(6, SIZES)))
+    return root, link, flare.coordinate(link, fit_config({"source": "sites"}, 0, SETTINGS), "fit", root / "runs", None)
+
+
+def test_a_site_predicts_as_the_fit_of_pooled_tables(
+    fitted: tuple[Path, Sites, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _, run = fitted
+    whole = linear_candidates.cells_of
+    monkeypatch.setattr(linear_candidates, "cells_of", lambda *args: whole(*args)[:3])  # as SETTINGS has it
+    assert run.results is not None
+    assert run.results["faults"] == 0
+    pooled = ft.fit(table(6, SIZES), "y", client_column="site", out=tmp_path / "fit", progress=False)
+    for name in ("s1", "s2"):  # too small for trees
+        path, record = own_fit(root / name / "site.toml")
+        wanted = pooled.record["sites"][name]
+        assert record["sites"][name]["test"] == wanted["test"]
+        assert record["sites"][name]["alone"] == pytest.approx(wanted["alone"], rel=1e-6)
+        assert personal(path, name).predict(NEW) == pytest.approx(pooled.personal(name).predict(NEW), rel=1e-6)
+
+
+def test_the_page_of_a_site_speaks_of_its_federation(fitted: tuple[Path, Sites, RunFolder]) -> None:
+    root, _, _ = fitted
+    _, record = own_fit(root / "s1" / "site.toml")
+    assert headline(record) == "s1 keeps its own model: the federation's did not help it by more than its uncertainty."
+    mixed = record | {"sites": {"s1": record["sites"]["s1"] | {"served": "mixed"}}}
+    assert headline(mixed).startswith(
+        "s1 is served by mixed, of a fit with the other sites of its federation: test rmse"
+    )
+
+
+def test_trees_are_grown_at_the_site_and_stay_there(fitted: tuple[Path, Sites, RunFolder]) -> None:
+    root, link, _ = fitted
+    before = len(link.seen)
+    path, record = own_fit(root / "s0" / "site.toml")
+    assert list(path.glob("trees/*.safetensors"))
+    assert record["sites"]["s0"]["parts"]
+    assert len(link.seen) == before
+    assert own_fit(root / "s0" / "site.toml")[1]["means"] == record["means"]
+
+
+def test_the_policy_that_is_printed_is_enough_and_nothing_less_is(tmp_path: Path) -> None:
+    import tomllib
+
+    rules = tomllib.loads(policy())["policy"]
+    assert rules["sends"] == reply_names(algorithms.find("tablefit"))
+    link = Sites(site_files(tmp_path, table(6, [30, 24]), sends=rules["sends"][:-1]))
+    with pytest.raises(Exception, match="which the policy does not let out"):
+        flare.coordinate(link, fit_config({"source": "sites"}, 0, SETTINGS), "fit", tmp_path / "runs", None)
+
+
+def test_the_record_of_a_site_says_what_left(fitted: tuple[Path, Sites, RunFolder]) -> None:
+    root, _, _ = fitted
+    lines = [json.loads(line) for line in (root / "s1/private/audit.jsonl").read_text().splitlines()]
+    left = {line["asked"]: line["left"]["keys"] for line in lines if "left" in line}
+    assert {"moments", "number_marginal", "errors", "curvature", "step_own", "decide"} <= set(left)
+    numbers = [n for keys in left.values() for shape in keys.values() for n in shape]
+    assert max(numbers) <= 129  # thresholds; no dimension is that of rows
+
+
+def test_secure_sums_give_the_same(tmp_path: Path) -> None:
+    """Where policies let terms leave in sums over all three sites only."""
+    ends = []
+    for name, more in (("plain", {}), ("secure", {"sums_of": 3, "partners": ["s0", "s1", "s2"]})):
+        link = Sites(site_files(tmp_path / name, table(6, [30, 24, 20]), **more))
+        small = ["algorithm.effects=['none']", "federation.deadline=60", f"privacy.secure_sum={bool(more)}".lower()]
+        run = flare.coordinate(link, fit_config({"source": "sites"}, 0, small), "fit", tmp_path / name / "runs", None)
+        saved = run.load_checkpoint()
+        assert saved is not None
+        ends.append(saved[1]["state"]["server"])
+    assert_equal(ends[1], ends[0], 1e-6)
