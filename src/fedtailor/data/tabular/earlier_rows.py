@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SplitConfig
-from fedtailor.data.preparation import CategoryColumn, Floats, NumberColumn, Preparation
 from fedtailor.data.splits import Indices, Split, split
+from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation
 from fedtailor.errors import DataError
 
 Keys = dict[str, dict[str, list[str]]]  # site -> train or test -> the hash of each row

@@ -14,9 +14,8 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import ImageFolderConfig
 from fedtailor.data.files import expanded
-from fedtailor.data.images import Pool, assemble
-from fedtailor.data.tables import client_name
-from fedtailor.data.text import columns
+from fedtailor.data.pools import Pool, assemble
+from fedtailor.data.tabular.read import client_name, columns
 from fedtailor.errors import DataError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")

@@ -8,10 +8,11 @@ from typing import Any
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.files import expanded
-from fedtailor.data.folder import as_categories, common_columns, files_of, is_categorical, prepared, read_sites
-from fedtailor.data.tables import Table, read_table
-from fedtailor.data.target import read_target, report_text, with_target
-from fedtailor.data.tidying import tidied
+from fedtailor.data.tabular.align import tidied
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.prepare import as_categories, common_columns, is_categorical, prepared
+from fedtailor.data.tabular.read import files_of, read_sites, read_table
+from fedtailor.data.tabular.target import read_target, report_text, with_target
 from fedtailor.errors import DataError
 
 

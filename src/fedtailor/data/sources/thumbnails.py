@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import MiniImageNetConfig, PacsConfig
-from fedtailor.data.files import check_labels, data_root, locate, read_npz
-from fedtailor.data.images import TRAIN_TEST, Pool, assemble, deal
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import check_labels, read_npz
+from fedtailor.data.pools import TRAIN_TEST, Pool, assemble, deal
 from fedtailor.errors import DataError
 
 MINI_IMAGENET, PACS = "mini_imagenet32_6k.npz", "pacs32.npz"

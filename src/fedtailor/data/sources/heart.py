@@ -8,9 +8,10 @@ import numpy as np
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import HeartDiseaseConfig
-from fedtailor.data.files import data_root, locate, read_bytes
-from fedtailor.data.preparation import Floats
-from fedtailor.data.tabular import Site, Target, assemble
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import read_bytes
+from fedtailor.data.tabular.encode import Site, Target, assemble
+from fedtailor.data.tabular.preparation import Floats
 from fedtailor.errors import DataError
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
 from fedtailor.data.configs import ShakespeareConfig
-from fedtailor.data.files import data_root, locate, read_bytes
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import read_bytes
 from fedtailor.data.splits import split_in_time, split_note, starts
 from fedtailor.errors import DataError
 

@@ -12,8 +12,9 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.random import stream
 from fedtailor.data import partitions
 from fedtailor.data.configs import Cifar100Config
-from fedtailor.data.files import check_labels, data_root, locate, read_bytes
-from fedtailor.data.images import TRAIN_TEST, Pool, assemble, deal
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import check_labels, read_bytes
+from fedtailor.data.pools import TRAIN_TEST, Pool, assemble, deal
 from fedtailor.data.splits import client_names
 from fedtailor.errors import DataError
 

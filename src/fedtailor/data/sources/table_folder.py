@@ -1,4 +1,4 @@
-"""A newcomer's table, prepared as a run kept it; the files of the other sites are not needed."""
+"""Your own data: a folder with one CSV or Parquet file per client, or one file with a column that names the client."""
 
 from __future__ import annotations
 
@@ -8,12 +8,32 @@ import numpy as np
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.folder import fit_in, with_names_of
-from fedtailor.data.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
 from fedtailor.data.splits import split
-from fedtailor.data.tables import Table
-from fedtailor.data.tabular import Target, moments_of, rows_of
-from fedtailor.data.target import numbers, target_of
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.encode import Target, moments_of, rows_of
+from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
+from fedtailor.data.tabular.prepare import fit_in, prepared, with_names_of
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_sites, read_table
+from fedtailor.data.tabular.target import (
+    numbers,
+    target_of,
+)
+from fedtailor.errors import DataError
+
+
+def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+    """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
+    return prepared(read_sites(config), config, seed)
+
+
+def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
+    """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
+    if client_name(path) is None:
+        raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
+    tables = read_sites(config)
+    if name in tables:
+        raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
+    return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
 
 
 def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, name: str, seed: int) -> FederatedData:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import Clinc150Config
-from fedtailor.data.files import data_root, locate, read_bytes
-from fedtailor.data.images import assemble
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import read_bytes
+from fedtailor.data.pools import assemble
 from fedtailor.data.splits import client_names
 from fedtailor.data.tokens import Sentences, encoder
 from fedtailor.errors import DataError

@@ -10,10 +10,10 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import TextConfig
 from fedtailor.data.files import expanded
-from fedtailor.data.images import assemble
-from fedtailor.data.tables import client_name, read_rows
+from fedtailor.data.pools import assemble
+from fedtailor.data.tabular.read import client_name, columns
 from fedtailor.data.tokens import Sentences, encoder
-from fedtailor.errors import DataError, nearest
+from fedtailor.errors import DataError
 
 
 def load(config: TextConfig, *, seed: int, root: Path | None = None) -> FederatedData:
@@ -47,16 +47,3 @@ def _rows(config: TextConfig) -> list[tuple[str, ...]]:
     if config.client_column is None:
         raise DataError("data.client_column: name the column that tells whose a row is, or give a folder of files")
     return columns(path, config.client_column, config.text, config.target)
-
-
-def columns(file: Path, *names: str) -> list[tuple[str, ...]]:
-    """Some columns of a file as text; an empty cell is an error that names its row."""
-    frame, _ = read_rows(file)
-    for name in names:
-        if name not in frame.columns:
-            raise DataError(f'{file}: no column "{name}"; {nearest(name, frame.columns)}')
-    columns = [[None if v is None else str(v).strip() for v in frame[name].to_list()] for name in names]
-    for name, values in zip(names, columns, strict=True):
-        if empty := [row for row, value in enumerate(values, 1) if not value]:
-            raise DataError(f'{file}: row {empty[0]} has nothing in column "{name}"; fill it or remove the row')
-    return list(zip(*columns, strict=True))

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import ElectricityConfig
-from fedtailor.data.files import data_root, locate, read_bytes
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import read_bytes
 from fedtailor.data.splits import starts
 from fedtailor.errors import DataError
 

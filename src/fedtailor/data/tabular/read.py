@@ -6,102 +6,23 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedtailor.data.files import read_bytes
-from fedtailor.data.parquet_check import check as check_parquet
-from fedtailor.data.written_forms import amounts, compact_days, doubtful_number, first_of, is_compact, named_days
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import expanded, read_bytes
+from fedtailor.data.tabular.columns import MISSING_VALUES, Table, _column
+from fedtailor.data.tabular.parquet_check import check as check_parquet
 from fedtailor.errors import DataError, nearest
 
 if TYPE_CHECKING:
     import polars as pl
 
 SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
-MISSING_VALUES = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"]
 # files with ";" between columns often have "," in numbers
 _DECIMAL_COMMA = r"^\s*([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)\s*$"
-_CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?$"
-# dates whose parts cannot be mistaken, and which part is year, month and day
-_DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
-_DOUBTFUL_DATE = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}\b"  # which of them is the day?
-# digits that are a name: leading zeros, more of them than a number can hold, 12E4
-_CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
 SEPARATORS = ",;\t|"
-
-
-@dataclass(frozen=True)
-class Column:
-    """Values of one column as text (null: missing) and as finite numbers (null: missing or not a number)."""
-
-    text: pl.Series
-    number: pl.Series
-    is_date: bool = False  # numbers are days since 1970-01-01
-    unit: str = ""  # a currency or %, where values are written with one
-
-    @property
-    def is_text(self) -> pl.Series:
-        """Where there is a value that is not a number."""
-        return self.number.is_null() & self.text.is_not_null()
-
-    @property
-    def doubtful_date(self) -> str | None:
-        """A value, if all look like dates that may be day/month or month/day."""
-        first = first_of(self.text)
-        if first is None or not re.search(_DOUBTFUL_DATE, first):
-            return None
-        return first if self.text.drop_nulls().str.contains(_DOUBTFUL_DATE).all() else None
-
-    @property
-    def doubtful_number(self) -> str | None:
-        """A value such as 1,200, if the comma may be one of thousands or of decimals."""
-        return doubtful_number(self.text) if self.is_text.any() else None
-
-    def of_kind(self, is_date: bool) -> Column:
-        """Numbers of eight digits as dates or as plain numbers, whichever is wanted; others as they are."""
-        import polars as pl
-
-        if self.is_date == is_date or not is_compact(self.text):
-            return self
-        if not is_date:
-            return Column(self.text, self.text.cast(pl.Float64, strict=False))
-        days = compact_days(self.text, fewest=1)
-        return self if days is None else Column(self.text, days, is_date=True)
-
-    def labels(self) -> pl.Series:
-        """Values as category names; whole numbers are written alike however the file writes them (1, 1.0)."""
-        import polars as pl
-
-        distinct = self.number.drop_nulls().unique().to_list()
-        if self.is_date or not distinct:
-            return self.text
-        names = [_number_name(value) for value in distinct]
-        named = self.number.replace_strict(distinct, names, return_dtype=pl.String, default=None)
-        return named.fill_null(self.text)
-
-    def names(self) -> pl.Series:
-        """Labels of sites and classes: codes such as 007 are kept as they are written."""
-        return self.labels().zip_with(~self.text.str.contains(_CODE).fill_null(False), self.text)
-
-
-@dataclass(frozen=True)
-class Table:
-    """One file."""
-
-    path: Path
-    names: tuple[str, ...]  # of all columns, also the ignored ones
-    columns: dict[str, Column]
-    rows: int
-
-    def only(self, keep: pl.Series) -> Table:
-        """Some of its rows."""
-        columns = {
-            name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
-            for name, column in self.columns.items()
-        }
-        return Table(self.path, self.names, columns, int(keep.sum()))
 
 
 def client_name(path: Path) -> str | None:
@@ -268,54 +189,92 @@ def _bad_line(text: str, separator: str, width: int) -> str | None:
     return None
 
 
-def _column(path: Path, series: pl.Series) -> Column:
-    import polars as pl
-
-    kind = series.dtype
-    if kind == pl.Boolean or isinstance(kind, pl.Categorical | pl.Enum) or kind == pl.Null:
-        series = series.cast(pl.String)
-    if series.dtype == pl.String:
-        text = series.str.strip_chars()
-        text = text.set(text.is_in(MISSING_VALUES), None)
-        if (days := _days(text)) is not None:
-            return Column(text, days, is_date=True)
-        number = text.cast(pl.Float64, strict=False)
-        if number.null_count() > text.null_count() and (amount := amounts(text)) is not None:
-            return Column(text, amount[0], unit=amount[1])
-    elif kind.is_numeric():
-        series = series.fill_nan(None) if kind.is_float() else series
-        text, number = series.cast(pl.String), series.cast(pl.Float64)
-        if kind.is_integer() and (days := compact_days(text)) is not None:
-            return Column(text, days, is_date=True)
-    elif kind == pl.Date or isinstance(kind, pl.Datetime):
-        return Column(series.cast(pl.String), series.cast(pl.Datetime("us")).dt.epoch("us") / 86_400e6, is_date=True)
-    else:
-        raise DataError(
-            f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text nor dates; '
-            f"leave it out with data.ignore = ['{series.name}']"
-        )
-    return Column(text, number.set(~number.is_finite(), None))
-
-
-def _days(text: pl.Series) -> pl.Series | None:
-    """Days since 1970-01-01 if all values are written as dates; null where there is no such day."""
-    import polars as pl
-
-    first = first_of(text)
-    if first is None:
-        return None
-    for pattern, (year, month, day) in _DATES.items():
-        if re.search(pattern, first) and text.drop_nulls().str.contains(pattern).all():
-            parts = [text.str.extract(pattern, i).str.zfill(2) for i in (year, month, day)]
-            clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
-            written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]
-            return written.str.to_datetime("%Y-%m-%d %H:%M:%S", strict=False).dt.epoch("s").cast(pl.Float64) / 86_400
-    return days if (days := named_days(text)) is not None else compact_days(text)
-
-
-def _number_name(number: float) -> str:
-    return str(int(number)) if number.is_integer() else repr(number)
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0]
+
+
+def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
+    """A polars frame of whatever holds columns by name; `origin` names it in messages."""
+    import polars as pl
+
+    if isinstance(rows, pl.DataFrame):
+        return rows
+    if isinstance(rows, pl.LazyFrame):
+        return rows.collect()
+    if isinstance(rows, Mapping):
+        return pl.DataFrame({str(name): _series(str(name), list(values)) for name, values in rows.items()})
+    if hasattr(rows, "columns") and hasattr(rows, "iloc"):  # pandas
+        names = [str(name) for name in rows.columns]
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f'{origin}: column "{repeated[0]}" appears more than once; rename or remove one')
+        return pl.DataFrame([_of_pandas(name, rows.iloc[:, i]) for i, name in enumerate(names)])
+    raise DataError(f"{origin}: is a {type(rows).__name__}; give a frame of polars or pandas, or columns by name")
+
+
+def _of_pandas(name: str, series: Any) -> pl.Series:
+    import polars as pl
+
+    if getattr(series.dtype, "kind", "O") in "iufbM" and type(series.dtype).__module__.startswith("numpy"):
+        return pl.Series(name, series.to_numpy())
+    return _series(name, [None if gap else value for value, gap in zip(series.tolist(), series.isna(), strict=True)])
+
+
+def _series(name: str, values: list[Any]) -> pl.Series:
+    """Values of several kinds are read as text, as in a CSV file."""
+    import polars as pl
+
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) > 1 and not kinds <= {int, float}:
+        return pl.Series(name, [None if value is None else str(value) for value in values], dtype=pl.String)
+    return pl.Series(name, values, strict=False)
+
+
+def read_sites(config: FolderConfig) -> dict[str, Table]:
+    path = expanded(config.path)
+    if config.client_column is None:
+        return _read_folder(path, config.ignore)
+    if not path.is_file():
+        problem = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {problem} that holds all clients")
+    if client_name(path) is None:
+        raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
+    if config.client_column == config.target:
+        raise DataError(f'{path}: "{config.target}" is both target and client column; choose another of them')
+    return split_by(path, config.client_column, config.ignore)
+
+
+def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
+    """Tables by client name, sorted."""
+    return {name: read_table(path, ignore) for name, path in files_of(folder).items()}
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Files by client name, sorted."""
+    if not folder.is_dir():
+        hint = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
+        problem = hint if folder.exists() else "no such folder"
+        raise DataError(f"{folder}: {problem}")
+    files: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        name = client_name(path)
+        if name is None or not path.is_file():
+            continue
+        if name in files:
+            raise DataError(f'{path}: client "{name}" is also in {files[name].name}; keep one of them')
+        files[name] = path
+    if not files:
+        raise DataError(f"{folder}: no data files; put one file per client there ({', '.join(SUFFIXES)})")
+    return {name: files[name] for name in sorted(files)}
+
+
+def columns(file: Path, *names: str) -> list[tuple[str, ...]]:
+    """Some columns of a file as text; an empty cell is an error that names its row."""
+    frame, _ = read_rows(file)
+    for name in names:
+        if name not in frame.columns:
+            raise DataError(f'{file}: no column "{name}"; {nearest(name, frame.columns)}')
+    columns = [[None if v is None else str(v).strip() for v in frame[name].to_list()] for name in names]
+    for name, values in zip(names, columns, strict=True):
+        if empty := [row for row, value in enumerate(values, 1) if not value]:
+            raise DataError(f'{file}: row {empty[0]} has nothing in column "{name}"; fill it or remove the row')
+    return list(zip(*columns, strict=True))

@@ -1,18 +1,18 @@
-"""Your own data: a folder with one CSV or Parquet file per client, or one file with a column that names the client."""
+"""From the tables of all clients to features: agree on columns, types and target, then encode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.earlier_rows import EarlierRows
-from fedtailor.data.files import expanded
-from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table, split_by
-from fedtailor.data.tabular import Site, assemble
-from fedtailor.data.target import (
+from fedtailor.data.tabular.align import MAX_CATEGORIES, refuse_other_units, renamed_columns, tidied
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.earlier_rows import EarlierRows
+from fedtailor.data.tabular.encode import Site, assemble
+from fedtailor.data.tabular.read import client_name
+from fedtailor.data.tabular.target import (
     complete_target,
     distinct_labels,
     numbers,
@@ -22,23 +22,7 @@ from fedtailor.data.target import (
     target_of,
     with_target,
 )
-from fedtailor.data.tidying import MAX_CATEGORIES, refuse_other_units, renamed_columns, tidied
 from fedtailor.errors import DataError, nearest
-
-
-def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
-    return prepared(read_sites(config), config, seed)
-
-
-def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
-    """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
-    if client_name(path) is None:
-        raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
-    tables = read_sites(config)
-    if name in tables:
-        raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
-    return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
 
 
 def prepared(
@@ -141,44 +125,6 @@ def check_numbers(table: Table, column: str, is_date: bool) -> None:
     if values.number.count() and values.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
-
-
-def read_sites(config: FolderConfig) -> dict[str, Table]:
-    path = expanded(config.path)
-    if config.client_column is None:
-        return _read_folder(path, config.ignore)
-    if not path.is_file():
-        problem = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
-        raise DataError(f"{path}: {problem} that holds all clients")
-    if client_name(path) is None:
-        raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
-    if config.client_column == config.target:
-        raise DataError(f'{path}: "{config.target}" is both target and client column; choose another of them')
-    return split_by(path, config.client_column, config.ignore)
-
-
-def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
-    """Tables by client name, sorted."""
-    return {name: read_table(path, ignore) for name, path in files_of(folder).items()}
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """Files by client name, sorted."""
-    if not folder.is_dir():
-        hint = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
-        problem = hint if folder.exists() else "no such folder"
-        raise DataError(f"{folder}: {problem}")
-    files: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        name = client_name(path)
-        if name is None or not path.is_file():
-            continue
-        if name in files:
-            raise DataError(f'{path}: client "{name}" is also in {files[name].name}; keep one of them')
-        files[name] = path
-    if not files:
-        raise DataError(f"{folder}: no data files; put one file per client there ({', '.join(SUFFIXES)})")
-    return {name: files[name] for name in sorted(files)}
 
 
 def common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
-from fedtailor.data.folder import complete_target, numbers, report_text
-from fedtailor.data.preparation import Preparation
 from fedtailor.data.splits import starts
-from fedtailor.data.tables import SUFFIXES, Table, client_name, read_table
-from fedtailor.data.tabular import Floats, Site, Target, assemble
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.encode import Site, Target, assemble
+from fedtailor.data.tabular.preparation import Floats, Preparation
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
+from fedtailor.data.tabular.target import complete_target, numbers, report_text
 from fedtailor.errors import DataError, nearest
 
 PREPARED = ".safetensors"

@@ -20,8 +20,10 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.random import stream
 from fedtailor.data import partitions
 from fedtailor.data.configs import DuwMnistConfig, StanfordDogsConfig
-from fedtailor.data.files import check_labels, data_root, locate, read_bytes, read_npz
-from fedtailor.data.images import DIGITS, TRAIN_TEST, mnist
+from fedtailor.data.download import data_root, locate
+from fedtailor.data.files import check_labels, read_bytes, read_npz
+from fedtailor.data.pools import TRAIN_TEST
+from fedtailor.data.sources.images import DIGITS, mnist
 from fedtailor.data.splits import Indices, client_names, gather
 from fedtailor.errors import DataError
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from fedtailor.core.data import SPLITS, Chosen, FederatedData, Rows
 from fedtailor.data.configs import SavedConfig
 from fedtailor.data.files import expanded
-from fedtailor.data.preparation import Preparation
-from fedtailor.data.stored import MappedArray, Several
+from fedtailor.data.mapped_arrays import MappedArray, Several
+from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import DataError
 
 TENSORS, ABOUT = "data.safetensors", "data.json"

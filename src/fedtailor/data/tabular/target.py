@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.preparation import Floats
-from fedtailor.data.tables import Column, Table
-from fedtailor.data.tabular import Target, sort_values
-from fedtailor.data.tidying import is_mixed
+from fedtailor.data.tabular.align import is_mixed
+from fedtailor.data.tabular.columns import Column, Table
+from fedtailor.data.tabular.encode import Target, sort_values
+from fedtailor.data.tabular.preparation import Floats
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:

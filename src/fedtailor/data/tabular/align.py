@@ -14,8 +14,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.tables import Column, Table
-from fedtailor.data.written_forms import is_compact
+from fedtailor.data.tabular.columns import Column, Table, is_compact
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
