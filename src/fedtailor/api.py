@@ -16,17 +16,16 @@ from rich.console import Console
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData
-from fedtailor.data import saved
 from fedtailor.data.configs import SourceConfig
-from fedtailor.data.frames import as_frame
+from fedtailor.data.sources import saved_data
+from fedtailor.data.tabular.read import as_frame
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
-from fedtailor.experiments.latest import latest
 from fedtailor.experiments.progress import grid_shown, shown
-from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json
-from fedtailor.experiments.trust import accept_folder
+from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
+from fedtailor.experiments.user_source import accept_folder
 from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
 from fedtailor.serving import onboard
@@ -291,7 +290,7 @@ def run(
     if (path / CONFIG).exists():
         raise RunError(f"{path}: holds a run already; choose another folder with out")
     if loaded is not None:
-        saved.save(loaded, path / "data")
+        saved_data.save(loaded, path / "data")
     with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:
         runner.start(config, path, root, listener, loaded=loaded, callbacks=callbacks)
     return Run(path)

@@ -5,14 +5,11 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.apfl import APFL
-from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.local import Local
 from fedtailor.core.client import shares
-from fedtailor.core.model import BufferPolicy, Model
+from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -66,25 +63,6 @@ def test_rounds_by_hand(engine: str) -> None:
     bars = [{k: alpha[i] * v[i][k] + (1 - alpha[i]) * w[k] for k in w} for i in range(4)]
     assert_equal(models(fed, server), dict(zip(data.clients, bars, strict=True)))
     assert len({round(float(a), 6) for a in alpha} - {0.0, 0.4, 1.0}) > 1  # learned, and each its own
-
-
-@pytest.mark.parametrize("buffers", ["private", "mean"])
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_with_nothing_of_its_own_it_is_fedavg(kind: str, buffers: BufferPolicy) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    ours = federate(APFL(alpha=0.0, alpha_lr=0.0, epochs=2), data, make_model(kind, data, buffers))
-    plain = federate(FedAvg(epochs=2), data, make_model(kind, data, buffers))
-    found, wanted = run(ours), run(plain)
-    assert_equal(found, wanted, 1e-14)
-    assert_equal(models(ours, found), models(plain, wanted), 1e-14)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_with_all_its_own_it_is_local(kind: str) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    ours = federate(APFL(alpha=1.0, alpha_lr=0.0, epochs=2), data, make_model(kind, data))
-    alone = federate(Local(epochs=2), data, make_model(kind, data))
-    assert_equal(models(ours, run(ours)), models(alone, run(alone)), 1e-14)
 
 
 def test_the_share_goes_where_the_loss_falls() -> None:

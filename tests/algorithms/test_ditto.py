@@ -4,9 +4,7 @@ import pytest
 
 from fedtailor.algorithms.ditto import Ditto
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.local import Local
 from tests.helpers import (
-    EVEN_SIZES,
     FULL_BATCH,
     assert_equal,
     descend,
@@ -15,7 +13,6 @@ from tests.helpers import (
     make_model,
     models,
     run,
-    states,
     weighted,
 )
 
@@ -32,18 +29,6 @@ def test_rounds_by_hand(rounds: int) -> None:
     server = run(fed, rounds)
     assert_equal(server, w)
     assert_equal(models(fed, server), dict(zip(data.clients, v, strict=True)))
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_without_pull_it_is_local(kind: str) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    # the batches of a call are named by its function and place: the same in both
-    ditto = federate(Ditto(lam=0.0, personal_epochs=2), data, make_model(kind, data))
-    local = federate(Local(epochs=2), data, make_model(kind, data))
-    assert_equal(models(ditto, run(ditto)), models(local, run(local)), 1e-15)
-    # statistics of the common model are not those of the personal one
-    ours, theirs = ({name: s["buffers"] for name, s in states(fed).items()} for fed in (ditto, local))
-    assert_equal(ours, theirs, 1e-15)
 
 
 def test_the_common_model_is_fedavgs() -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.duw_fedavg import DUWFedAvg
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.environment import Environment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
@@ -103,17 +102,6 @@ def test_exact_gradient_is_finite_differences(engine: str) -> None:
                 theta[t, k] += by
                 ends.append(outer_loss(theta, here, path=False).detach())
             assert float(found[t, k]) == pytest.approx(float(ends[0] - ends[1]) / (2 * step), rel=1e-5, abs=1e-8)
-
-
-def test_without_preparation_it_is_fedavg() -> None:
-    data = make_data()
-    plain = federate(FedAvg(), data, make_model("mlp", data))
-    ours = federate(DUWFedAvg(outer_iterations=0), data, make_model("mlp", data))
-    wanted, server = make_model("mlp", data).params, DUWFedAvg().server_init(make_model("mlp", data))
-    for round in (1, 2, 3):
-        wanted = plain.run_round(round, range(4), wanted)
-        server = ours.run_round(round, range(4), server)
-    assert_equal(server["w"], wanted)
 
 
 @pytest.mark.parametrize("weights", ["table", "rule"])

@@ -8,13 +8,10 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.fedala import FedALA, draw_share, last_layers
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.client import shares
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (
-    ENGINES,
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -80,18 +77,6 @@ def test_rounds_by_hand(engine: str) -> None:
     assert float(torch.stack([w["out.weight"] for w in weights]).std()) > 0.01  # learned
     wanted = {n: blended(common, own[i], weights[i], *data.train.of(i), 1)[0] for i, n in enumerate(data.clients)}
     assert_equal(models(fed, server), wanted)
-
-
-@pytest.mark.parametrize("algorithm", [FedALA(layers=0, epochs=2), FedALA(eta=0.0, layers=2, epochs=2)])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_blending_it_is_fedavg(algorithm: FedALA, engine: str) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    # whole batches: the streams of a second function would draw others
-    ours = federate(algorithm, data, make_model("normed", data), engine, FULL_BATCH)
-    plain = federate(FedAvg(epochs=2), data, make_model("normed", data), engine, FULL_BATCH)
-    found, wanted = run(ours), run(plain)
-    assert_equal(found["common"], wanted)
-    assert_equal(models(ours, found), models(plain, wanted))
 
 
 def test_last_layers() -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.fedamp import FedAMP
-from fedtailor.algorithms.local import Local
 from fedtailor.core.trees import Params
 from tests.algorithms.test_cfl import two_groups
 from tests.helpers import ENGINES, F64, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
@@ -50,12 +49,6 @@ def test_rounds_by_hand(attention: Any, engine: str) -> None:
     assert_equal(server["w"], {data.clients[i]: one for i, one in w.items()})
     assert_equal(models(fed, server), {data.clients[i]: one for i, one in w.items()})
     assert fed.record.gathered == {"model of each client"}
-
-
-def test_without_pull_it_is_local() -> None:
-    data = make_data()
-    ours, alone = (federate(a, data, make_model("mlp", data)) for a in (FedAMP(mu=0.0), Local()))
-    assert_equal(models(ours, run(ours)), models(alone, run(alone)))
 
 
 def test_weights_add_up_and_are_not_negative() -> None:

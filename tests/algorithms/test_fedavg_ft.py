@@ -1,12 +1,10 @@
 """FedAvg+FT by hand, and without fine-tuning."""
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedavg_ft import FedAvgFT
 from tests.helpers import (
     FULL_BATCH,
     assert_equal,
     descend,
-    everything,
     federate,
     make_data,
     make_model,
@@ -32,10 +30,3 @@ def test_fine_tuning_leaves_no_trace() -> None:
     fed = federate(FedAvgFT(), data, make_model("mlp", data))
     server = run(fed, rounds=1)
     assert_equal(models(fed, server), models(fed, server), tolerance=0)
-
-
-def test_without_fine_tuning_it_is_fedavg() -> None:
-    data = make_data()
-    tuned = federate(FedAvgFT(epochs=2, tune_epochs=0), data, make_model("mlp", data))
-    plain = federate(FedAvg(epochs=2), data, make_model("mlp", data))
-    assert_equal(everything(tuned, run(tuned)), everything(plain, run(plain)), tolerance=0)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms.fedbn import FedBN
-from fedtailor.algorithms.local import Local
 from fedtailor.core.model import BufferPolicy, Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
@@ -15,7 +14,6 @@ from tests.helpers import (
     EVEN_SIZES,
     FULL_BATCH,
     assert_equal,
-    evaluate,
     federate,
     make_data,
     make_model,
@@ -57,13 +55,6 @@ def test_rounds_by_hand(engine: str, buffers: BufferPolicy) -> None:
     server = run(fed, rounds=2)
     assert_equal(server, shared)
     assert_equal(models(fed, server), dict(zip(data.clients, own, strict=True)))
-
-
-def test_a_client_alone_is_local() -> None:
-    data = make_data(names=("ada",), sizes=EVEN_SIZES)
-    ours = federate(FedBN(epochs=2), data, make_model("normed", data))
-    local = federate(Local(epochs=2), data, make_model("normed", data))
-    assert_equal(evaluate(ours, run(ours)), evaluate(local, run(local)), 1e-14)
 
 
 def test_clients_differ_in_batch_norm_only() -> None:

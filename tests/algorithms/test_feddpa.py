@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy, linear
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.feddpa import REFERENCE, FedDPA
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
@@ -15,7 +14,6 @@ from tests.helpers import (
     FULL_BATCH,
     assert_equal,
     descend,
-    evaluate,
     federate,
     make_data,
     make_model,
@@ -77,16 +75,6 @@ def test_each_sample_has_its_share() -> None:
         wanted = outputs(model, w, v, alpha[:, None], x)
     assert_equal(algorithm.predict(model, found, x), wanted)
     assert float(alpha.max() - alpha.min()) > 0.01
-
-
-def test_without_own_adapters_in_predictions_it_is_fedavg() -> None:
-    data = make_data()
-    # full batches: the own adapters are trained first, with the first draws of the call
-    ours = federate(FedDPA(scale=0.0, epochs=2), data, make_model("adapted", data), solver=FULL_BATCH)
-    plain = federate(FedAvg(epochs=2), data, make_model("adapted", data), solver=FULL_BATCH)
-    found, wanted = run(ours), run(plain)
-    assert_equal(found, wanted, 1e-14)
-    assert_equal(evaluate(ours, found)[1], evaluate(plain, wanted)[1], 1e-12)
 
 
 def test_a_client_without_samples_is_served_the_common_adapters() -> None:

@@ -10,9 +10,6 @@ from torch.autograd.functional import hessian
 
 from fedtailor.algorithms import make
 from fedtailor.algorithms.fedeq import FeDEQ
-from fedtailor.algorithms.fedper import FedPer
-from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.client import onboard
 from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
@@ -21,7 +18,6 @@ from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from fedtailor.training.solver import Solver
 from tests.helpers import (
-    ENGINES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -122,23 +118,6 @@ def test_rounds_by_hand(options: dict[str, Any]) -> None:
         assert_equal({k: 0.5 * u for k, u in found["state"]["u"].items()}, mine["lambda"])
         served = theta if algorithm.serve == "common" else mine["theta"]
         assert_equal(models(fed, server)[name], served | mine["w"])
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    ("algorithm", "known"),
-    [
-        (FeDEQ(rho=0.0, epochs=3, head_epochs=2), FedRep(head_epochs=2, body_epochs=3)),
-        (FeDEQ(rho=0.0, epochs=3, phases="joint"), FedPer(epochs=3)),
-    ],
-)
-def test_without_pull_it_is_known(engine: str, algorithm: Algorithm, known: Algorithm) -> None:
-    data = make_data()
-    model = make_model("mlp", data)
-    mine, theirs = federate(algorithm, data, model, engine), federate(known, data, model)
-    server, other = run(mine), run(theirs)
-    assert_equal(server, other)
-    assert_equal(models(mine, server), models(theirs, other))
 
 
 @pytest.mark.parametrize("names", [("ada", "cy", "di"), ("ada",)])

@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 
 from fedtailor.algorithms._shared.layers import input_statistics, with_derivable_statistics
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.fedavg_ft import FedAvgFT
 from fedtailor.algorithms.fedl2p import FedL2P
 from fedtailor.core.trees import Params
 from tests.helpers import (
@@ -95,13 +94,6 @@ def test_the_gradient_by_beta_is_that_of_finite_differences(engine: str) -> None
     ends = [round_at(x + step * direction)[1] for step in (1e-5, -1e-5)]
     assert abs(float(gradient @ direction)) > 1e-4
     assert (ends[0] - ends[1]) / 2e-5 == pytest.approx(float(gradient @ direction), rel=1e-6)
-
-
-def test_without_steps_of_the_meta_network_it_is_fedavg_with_fine_tuning() -> None:
-    data = make_data()
-    both = FedL2P(meta_lr=0.0, tune_epochs=3), FedAvgFT(tune_epochs=3)
-    ours, other = (federate(a, data, make_model("mlp", data)) for a in both)
-    assert_equal(models(ours, run(ours)), models(other, run(other)))
 
 
 def test_the_common_model_is_fedavgs_and_stays_after_its_rounds() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedlaw import FedLAW
 from fedtailor.core.trees import Params
 from tests.helpers import (
@@ -55,18 +54,6 @@ def test_rounds_by_hand(shrink: bool, engine: str) -> None:
     assert_equal(models(fed, server)["di"], w)
     assert (fed.record.reported["gamma"] == 1) is not shrink
     assert fed.record.gathered == {"model of each client", "sample counts"}
-
-
-def test_without_steps_of_the_server_it_is_fedavg() -> None:
-    data = make_data()
-    ours, plain = (federate(a, data, make_model("mlp", data)) for a in (FedLAW(server_steps=0), FedAvg()))
-    assert_equal(run(ours), run(plain))
-
-
-def test_without_validation_samples_it_is_fedavg() -> None:
-    data = make_data(sizes={"ada": (9, 0, 2), "cy": (6, 0, 2)})
-    ours, plain = (federate(a, data, make_model("mlp", data)) for a in (FedLAW(), FedAvg()))
-    assert_equal(run(ours), run(plain))
 
 
 def test_statistics_are_averaged_and_not_shrunk() -> None:

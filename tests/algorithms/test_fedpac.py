@@ -9,7 +9,6 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from fedtailor.algorithms.fedpac import FedPAC, collaboration
-from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
@@ -119,22 +118,6 @@ def test_rounds_by_hand(rounds: int, engine: str) -> None:
     assert_equal(server["c"], torch.stack([c[label] for label in range(3)]), 1e-10 if rounds == 1 else 1e-6)
     wanted = {name: body | heads[i] for i, name in enumerate(data.clients)}
     assert_equal(models(fed, server), wanted, 1e-5)
-
-
-def test_without_pull_and_collaboration_it_is_fedrep() -> None:
-    data = make_data()
-    ours = federate(FedPAC(lam=0.0, collaborate=False, epochs=2, head_epochs=3), data, make_model("mlp", data))
-    rep = federate(FedRep(body_epochs=2, head_epochs=3), data, make_model("mlp", data))
-    found, wanted = run(ours), run(rep)
-    assert_equal(found["body"], wanted, 1e-14)
-    assert_equal(models(ours, found), models(rep, wanted), 1e-14)
-
-
-def test_a_client_alone_keeps_its_head() -> None:
-    data = make_data(names=("di",))
-    ours = federate(FedPAC(lam=0.0), data, make_model("mlp", data))
-    rep = federate(FedRep(head_epochs=1), data, make_model("mlp", data))
-    assert_equal(models(ours, run(ours)), models(rep, run(rep)), 1e-14)
 
 
 def test_there_is_no_pull_in_the_first_round() -> None:

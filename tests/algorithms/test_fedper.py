@@ -2,16 +2,11 @@
 
 import pytest
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedper import FedPer
-from fedtailor.algorithms.local import Local
-from fedtailor.core.model import Model
 from tests.helpers import (
-    ENGINES,
     FULL_BATCH,
     assert_equal,
     descend,
-    everything,
     federate,
     make_data,
     make_model,
@@ -34,20 +29,3 @@ def test_rounds_by_hand(rounds: int) -> None:
     server = run(fed, rounds)
     assert_equal(server, body)
     assert_equal(models(fed, server), {name: body | heads[i] for i, name in enumerate(data.clients)})
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_a_head_it_is_fedavg(engine: str) -> None:
-    data = make_data()
-    model = Model(make_model("mlp", data).module)
-    per, avg = federate(FedPer(), data, model, engine), federate(FedAvg(), data, model, engine)
-    assert_equal(everything(per, run(per)), everything(avg, run(avg)), tolerance=0)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_when_all_is_head_it_is_local(engine: str) -> None:
-    data = make_data()
-    model = make_model("linear", data)
-    assert model.body == {}
-    per, local = federate(FedPer(), data, model, engine), federate(Local(), data, model, engine)
-    assert_equal(everything(per, run(per)), everything(local, run(local)), tolerance=0)

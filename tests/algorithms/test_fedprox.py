@@ -4,7 +4,7 @@ import pytest
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedprox import FedProx
-from tests.helpers import FULL_BATCH, assert_equal, descend, everything, federate, make_data, make_model, run, weighted
+from tests.helpers import FULL_BATCH, assert_equal, descend, federate, make_data, make_model, run, weighted
 
 
 @pytest.mark.parametrize("mu", [0.5, 2.0])
@@ -15,13 +15,6 @@ def test_a_round_by_hand(mu: float) -> None:
     trained = [descend(model, w, *data.train.of(i), steps=3, center=w, mu=mu) for i in range(4)]
     server = run(federate(FedProx(epochs=3, mu=mu), data, model, solver=FULL_BATCH), rounds=1)
     assert_equal(server, weighted(trained, [9, 1, 6, 13]))
-
-
-def test_without_the_proximal_term_it_is_fedavg() -> None:
-    data = make_data()
-    prox = federate(FedProx(epochs=2, mu=0.0), data, make_model("mlp", data))
-    plain = federate(FedAvg(epochs=2), data, make_model("mlp", data))
-    assert_equal(everything(prox, run(prox)), everything(plain, run(plain)), 1e-15)
 
 
 def test_the_first_step_knows_nothing_of_mu() -> None:

@@ -2,12 +2,8 @@
 
 import pytest
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.algorithms.local import Local
-from fedtailor.core.model import Model
 from tests.helpers import (
-    ENGINES,
     FULL_BATCH,
     assert_equal,
     descend,
@@ -53,21 +49,3 @@ def test_without_body_epochs_the_body_stays() -> None:
     assert_equal(run(fed), model.body, 1e-15)
     moved = [mine["state"]["out.bias"] - model.head["out.bias"] for mine in states(fed).values()]
     assert min(float(m.abs().max()) for m in moved) > 1e-3
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_a_head_it_is_fedavg(engine: str) -> None:
-    data = make_data()
-    model = Model(make_model("mlp", data).module)
-    rep = federate(FedRep(), data, model, engine, solver=FULL_BATCH)
-    avg = federate(FedAvg(), data, model, solver=FULL_BATCH)
-    assert_equal(run(rep), run(avg))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_when_all_is_head_it_is_local(engine: str) -> None:
-    data = make_data()
-    model = make_model("linear", data)
-    rep = federate(FedRep(head_epochs=2), data, model, engine)
-    local = federate(Local(epochs=2), data, model)
-    assert_equal(models(rep, run(rep)), models(local, run(local)))

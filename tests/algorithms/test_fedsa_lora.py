@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from fedtailor.algorithms.fedper import FedPer
 from fedtailor.algorithms.fedsa_lora import FedSALoRA
-from fedtailor.algorithms.local import Local
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
@@ -59,13 +58,6 @@ def test_the_weights_under_adapters_stay_and_are_not_sent() -> None:
     after = model.module.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in model.fixed)
     assert not set(model.fixed) & set(model.params)
-
-
-def test_a_client_alone_is_local() -> None:
-    data = make_data(names=("ada",))
-    ours = federate(FedSALoRA(epochs=2), data, make_model("adapted", data))
-    local = federate(Local(epochs=2), data, make_model("adapted", data))
-    assert_equal(models(ours, run(ours)), models(local, run(local)), 1e-14)
 
 
 def test_fedper_with_a_glob_for_its_head_is_the_same() -> None:

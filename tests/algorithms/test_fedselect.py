@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.algorithms import make
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.algorithms.fedselect import FedSelect
 from fedtailor.core.client import shares
@@ -91,15 +90,6 @@ def test_rounds_by_hand(rounds: int, alpha: float, engine: str) -> None:
     w, theta = by_hand(rounds, 2, 0.3, alpha, 0.07)
     assert_equal(server["w"], w)
     assert_equal(models(fed, server), dict(zip(data.clients, theta, strict=True)))
-
-
-def test_without_own_entries_it_is_fedavg() -> None:
-    data = make_data()
-    ours = federate(FedSelect(alpha=0.0, epochs=2), data, make_model("mlp", data), solver=FULL_BATCH)
-    plain = federate(FedAvg(epochs=2), data, make_model("mlp", data), solver=FULL_BATCH)
-    server = run(ours)
-    assert_equal(server["w"], run(plain), 1e-14)
-    assert_equal(models(ours, server), dict.fromkeys(data.clients, server["w"]), 0)
 
 
 def test_with_all_entries_own_it_is_local_after_the_first_round() -> None:

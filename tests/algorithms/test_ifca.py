@@ -54,12 +54,6 @@ def test_rounds_by_hand(rounds: int, engine: str) -> None:
     assert fed.record.gathered == set()
 
 
-def test_with_one_cluster_it_is_fedavg() -> None:
-    data = make_data()
-    ours, plain = (federate(a, data, make_model("mlp", data)) for a in (IFCA(clusters=1), FedAvg()))
-    assert_equal(models(ours, run(ours)), models(plain, run(plain)))
-
-
 def test_first_models_are_alike_but_not_equal() -> None:
     model = make_model("normed", make_data(), "mean")
     first = IFCA(clusters=4).server_init(model)

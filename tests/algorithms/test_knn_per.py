@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.knn_per import KNNPer
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (
     ENGINES,
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -70,17 +68,6 @@ def test_a_round_by_hand(k: int, scale: float, engine: str) -> None:
             p = blended(w, own, x, k, lam, scale)
             assert_equal(metrics[name]["test/loss"], torch.tensor(-log_likelihood(p, y) / len(x), dtype=F64))
             assert_equal(metrics[name]["test/accuracy"], (p.argmax(1) == y).double().mean())
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_votes_it_is_fedavg(engine: str) -> None:
-    data = make_data("classification", sizes=EVEN_SIZES)
-    model = make_model("normed", data)
-    fed = federate(KNNPer(lams=(0.0,), default_lam=0.0), data, model, engine)
-    plain = federate(FedAvg(), data, model)
-    server, wanted = run(fed), run(plain)
-    assert_equal(server, wanted)
-    assert_equal(evaluate(fed, server)[1], evaluate(plain, wanted)[1])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

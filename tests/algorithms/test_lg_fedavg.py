@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.lg_fedavg import LGFedAvg
-from fedtailor.algorithms.local import Local
 from fedtailor.core.client import shares
-from fedtailor.core.model import Model
 from tests.helpers import (
-    ENGINES,
     FULL_BATCH,
     assert_equal,
     descend,
@@ -39,24 +35,6 @@ def test_rounds_by_hand(rounds: int) -> None:
         {name: mine["state"] for name, mine in states(fed).items()}, dict(zip(data.clients, bodies, strict=True))
     )
     assert_equal(models(fed, server), {name: bodies[i] | head for i, name in enumerate(data.clients)})
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_without_a_head_it_is_local(engine: str) -> None:
-    data = make_data()
-    model = Model(make_model("mlp", data).module)
-    fed = federate(LGFedAvg(epochs=2), data, model, engine)
-    local = federate(Local(epochs=2), data, model)
-    assert_equal(models(fed, run(fed)), models(local, run(local)))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_when_all_is_head_it_is_fedavg(engine: str) -> None:
-    data = make_data()
-    model = make_model("linear", data)
-    fed = federate(LGFedAvg(epochs=2), data, model, engine)
-    plain = federate(FedAvg(epochs=2), data, model)
-    assert_equal(run(fed), run(plain))
 
 
 def test_only_the_head_is_common() -> None:

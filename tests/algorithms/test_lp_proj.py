@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fedtailor.algorithms.ditto import Ditto
-from fedtailor.algorithms.local import Local
 from fedtailor.algorithms.lp_proj import LpProj
 from fedtailor.core.federation import Traffic
 from fedtailor.core.trees import Params
@@ -55,14 +54,6 @@ def test_rounds_by_hand(p: Literal[1, 2], rounds: int) -> None:
     assert_equal(server, u)
     found = models(fed, server)
     assert_equal({name: flat(found[name]) for name in found}, dict(zip(data.clients, thetas, strict=True)))
-
-
-@pytest.mark.parametrize("p", [1, 2])
-def test_without_pull_it_is_local(p: Literal[1, 2]) -> None:
-    data = make_data()
-    proj = federate(LpProj(p=p, lam=0.0, local_rounds=1), data, make_model("mlp", data))
-    local = federate(Local(), data, make_model("mlp", data))
-    assert_equal(models(proj, run(proj)), models(local, run(local)), 1e-15)
 
 
 def test_in_all_directions_the_first_pull_is_that_of_ditto() -> None:

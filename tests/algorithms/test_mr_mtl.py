@@ -2,15 +2,12 @@
 
 import pytest
 
-from fedtailor.algorithms.local import Local
 from fedtailor.algorithms.mr_mtl import MRMTL
 from fedtailor.core.client import onboard
 from tests.helpers import (
-    EVEN_SIZES,
     FULL_BATCH,
     assert_equal,
     descend,
-    evaluate,
     federate,
     make_data,
     make_model,
@@ -32,14 +29,6 @@ def test_rounds_by_hand(engine: str) -> None:
     server = run(fed, rounds=3)
     assert_equal(server, mean)
     assert_equal(models(fed, server), dict(zip(data.clients, own, strict=True)))
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_without_pull_it_is_local(kind: str) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    ours = federate(MRMTL(lam=0.0, epochs=2), data, make_model(kind, data))
-    alone = federate(Local(epochs=2), data, make_model(kind, data))
-    assert_equal(evaluate(ours, run(ours)), evaluate(alone, run(alone)), 1e-14)
 
 
 def test_a_strong_pull_makes_all_models_one() -> None:

@@ -5,14 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.pefll import SPREAD, PeFLL
 from fedtailor.core.client import onboard
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.algorithms.test_pfedhn import Hyper
-from tests.algorithms.test_scaffold import EQUAL_SIZES
 from tests.helpers import ENGINES, F64, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 
@@ -53,15 +51,6 @@ def test_rounds_by_hand(engine: str) -> None:
     wanted = {c: {k: x.detach() for k, x in hyper(describe(i)).items()} for i, c in enumerate(data.clients)}
     assert_equal(models(fed, server), wanted)
     assert fed.record.gathered == {"descriptor of each client", "model of each client"}
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_without_hidden_units_it_is_fedavg_of_equal_clients(kind: str) -> None:
-    data = make_data(sizes=EQUAL_SIZES)
-    ours, plain = (
-        federate(a, data, make_model(kind, data, "mean"), solver=FULL_BATCH) for a in (PeFLL(hidden=0), FedAvg())
-    )
-    assert_equal(models(ours, run(ours)), models(plain, run(plain)))
 
 
 def test_a_newcomer_is_treated_as_everybody() -> None:

@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.per_fedavg import PerFedAvg
-from fedtailor.core.model import BufferPolicy, Model
+from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -88,17 +86,6 @@ def test_the_orders_differ() -> None:
     exact, first = (federate(PerFedAvg(alpha=0.3, order=o), data, smooth()) for o in ("exact", "first"))
     with pytest.raises(AssertionError):
         assert_equal(run(exact), run(first), 1e-4)
-
-
-@pytest.mark.parametrize("buffers", ["private", "mean"])
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_without_an_own_step_it_is_fedavg(kind: str, buffers: BufferPolicy) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    ours = federate(PerFedAvg(alpha=0.0, epochs=2), data, make_model(kind, data, buffers))
-    plain = federate(FedAvg(epochs=2), data, make_model(kind, data, buffers))
-    found, wanted = run(ours), run(plain)
-    assert_equal(found, wanted, 1e-14)
-    assert_equal(models(ours, found), models(plain, wanted), 1e-14)
 
 
 def test_few_samples_for_the_inner_gradient() -> None:

@@ -5,15 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.pfedgate import PFedGate, block_sizes
 from fedtailor.core.client import onboard
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
 from tests.helpers import (
-    ENGINES,
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -89,15 +86,6 @@ def test_rounds_by_hand(engine: str, density: float) -> None:
     assert_equal(server, theta)
     wanted = {c: gated(model, theta, gate[i], data.train.of(i)[0], density, 3) for i, c in enumerate(data.clients)}
     assert_equal(models(fed, server), wanted)
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_with_open_gates_it_is_fedavg(engine: str, kind: str) -> None:
-    data = make_data(sizes=EVEN_SIZES)
-    ours = federate(PFedGate(density=1.0, start=50.0), data, make_model(kind, data), engine)
-    plain = federate(FedAvg(), data, make_model(kind, data), engine)
-    assert_equal(models(ours, run(ours)), models(plain, run(plain)))
 
 
 def test_no_more_is_used_than_may_be() -> None:

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.algorithms.pfedhn import PFedHN
 from fedtailor.core.client import onboard
 from fedtailor.core.trees import Params, Tree
-from tests.algorithms.test_scaffold import EQUAL_SIZES
 from tests.helpers import (
     ENGINES,
     F64,
@@ -82,15 +80,6 @@ def test_rounds_by_hand(engine: str) -> None:
     wanted = {c: {k: x.detach() for k, x in hyper(one).items()} for c, one in zip(data.clients, v, strict=True)}
     assert_equal(models(fed, server), wanted)
     assert fed.record.gathered == {"embedding of each client", "model of each client"}
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_without_hidden_units_it_is_fedavg_of_equal_clients(kind: str) -> None:
-    data = make_data(sizes=EQUAL_SIZES)
-    ours, plain = (
-        federate(a, data, make_model(kind, data, "mean"), solver=FULL_BATCH) for a in (PFedHN(hidden=0), FedAvg())
-    )
-    assert_equal(models(ours, run(ours)), models(plain, run(plain)))
 
 
 def test_it_begins_near_the_initial_model() -> None:

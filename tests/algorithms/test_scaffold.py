@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.local import Local
 from fedtailor.algorithms.scaffold import SCAFFOLD
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData
@@ -14,7 +13,6 @@ from fedtailor.errors import ConfigError
 from fedtailor.training.solver import Solver
 from tests.helpers import (
     ENGINES,
-    EVEN_SIZES,
     F64,
     FULL_BATCH,
     assert_equal,
@@ -71,13 +69,6 @@ def test_the_first_round_is_fedavgs() -> None:
     ours, plain = (federate(a, data, make_model("mlp", data)) for a in (SCAFFOLD(epochs=2), FedAvg(epochs=2)))
     assert_equal(run(ours, 1)["x"], run(plain, 1))
     assert max(float((run(ours)["x"][k] - v).abs().max()) for k, v in run(plain).items()) > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["mlp", "normed"])
-def test_a_client_alone_is_local(kind: str) -> None:
-    data = make_data(names=("ada",), sizes=EVEN_SIZES)
-    ours, alone = (federate(a, data, make_model(kind, data)) for a in (SCAFFOLD(), Local()))
-    assert_equal(models(ours, run(ours)), models(alone, run(alone)))
 
 
 def away_from_the_minimum(algorithm: Algorithm, rounds: int) -> float:

@@ -6,24 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedtailor.algorithms import make
 from fedtailor.algorithms._shared import mixture
 from fedtailor.algorithms._shared.layers import layers_of
 from fedtailor.algorithms.empirical_bayes import EmpiricalBayes
 from fedtailor.algorithms.tailor import Tailor
 from fedtailor.core.algorithm import Algorithm
-from tests.helpers import F64, FULL_BATCH, assert_equal, federate, make_data, make_me, make_model, models, run
-
-
-@pytest.mark.parametrize("corner", ["fedavg", "local", "fedper", "fedavg+ft"])
-def test_corners_are_other_methods(corner: str) -> None:
-    data = make_data()
-    model = make_model("mlp", data)
-    served = []
-    for algorithm in (make("tailor", {"preset": corner}), make(corner, {})):
-        fed = federate(algorithm, data, model, solver=FULL_BATCH)
-        served.append(models(fed, run(fed, rounds=3)))
-    assert_equal(served[0], served[1], 1e-12)
+from tests.helpers import F64, FULL_BATCH, federate, make_data, make_me, make_model, models, run
 
 
 def test_full_prior_is_fedavg_with_the_label_prior_of_the_model() -> None:

@@ -7,7 +7,7 @@ predicts. Only parameters are blended, statistics of BatchNorm are not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class APFL(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "an own model and its share"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alpha = 0": ({"alpha": 0.0, "alpha_lr": 0.0}, "fedavg", {}),
+        "alpha = 1": ({"alpha": 1.0, "alpha_lr": 0.0}, "local", {}),
+    }
     citation: ClassVar[str] = """@article{deng2020adaptive,
   title={Adaptive Personalized Federated Learning},
   author={Deng, Yuyang and Kamani, Mohammad Mahdi and Mahdavi, Mehrdad},

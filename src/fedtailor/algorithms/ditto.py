@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -27,6 +27,9 @@ class Ditto(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "a whole personal model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "lam = 0": ({"lam": 0.0, "personal_epochs": 2}, "local", {"epochs": 2}),
+    }
     citation: ClassVar[str] = """@inproceedings{li2021ditto,
   title={Ditto: Fair and Robust Federated Learning Through Personalization},
   author={Li, Tian and Hu, Shengyuan and Beirami, Ahmad and Smith, Virginia},

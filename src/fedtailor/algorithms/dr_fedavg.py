@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
@@ -27,6 +27,9 @@ class DRFedAvg(Algorithm):
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "q = -1": ({"q": -1.0}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{zhao2022dynamic,
   title={A Dynamic Reweighting Strategy for Fair Federated Learning},
   author={Zhao, Z. and Joshi, G.},

@@ -21,6 +21,9 @@ class DUWFedAvg(DUW):
     title: ClassVar[str] = "DUW-FedAvg"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "nothing"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "nothing learned": ({"outer_iterations": 0}, "fedavg", {}),
+    }
 
     def check_solver(self, solver: LocalSolver) -> None:
         unfolding.check_solver(self.outer, solver)

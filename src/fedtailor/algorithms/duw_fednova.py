@@ -23,6 +23,9 @@ class DUWFedNova(DUW):
     title: ClassVar[str] = "DUW-FedNova"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "nothing"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "nothing learned": ({"outer_iterations": 0}, "fednova", {}, "dense"),
+    }
     check_solver: ClassVar[Any] = FedNova.check_solver
     local: ClassVar[Any] = FedNova.local
     weight_of_steps: ClassVar[Any] = FedNova.weight_of_steps

@@ -7,7 +7,7 @@ common entries in them; hat = theta + (common - theta) W, from where local train
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ class FedALA(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "layers"
     private: ClassVar[str] = "last layers, their weights"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no layers": ({"layers": 0}, "fedavg", {}, "full-batch"),
+        "eta = 0": ({"eta": 0.0, "layers": 2}, "fedavg", {}, "full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{zhang2023fedala,
   title={{FedALA}: Adaptive Local Aggregation for Personalized Federated Learning},
   author={Zhang, Jianqing and Hua, Yang and Wang, Hao and Song, Tao and Xue, Zhengui and Ma, Ruhui and Guan, Haibing},

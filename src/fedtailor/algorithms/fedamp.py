@@ -41,6 +41,9 @@ class FedAMP(Algorithm):
     title: ClassVar[str] = "FedAMP"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "mu = 0": ({"mu": 0.0}, "local", {}),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {"heuristic": {"attention": "cosine"}}
     citation: ClassVar[str] = """@inproceedings{huang2021personalized,
   title={Personalized Cross-Silo Federated Learning on Non-IID Data},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import Algorithm
@@ -26,6 +26,9 @@ class FedAvgFT(Algorithm):
     private: ClassVar[str] = "the fine-tuned model"
     onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no fine-tuning": ({"tune_epochs": 0}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@article{yu2020salvaging,
   title={Salvaging Federated Learning by Local Adaptation},
   author={Yu, Tao and Bagdasaryan, Eugene and Shmatikov, Vitaly},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
@@ -25,6 +25,15 @@ class FedBABU(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no fine-tuning": (
+            {"tune_epochs": 0, "epochs": 2},
+            "fedrep",
+            {"head_epochs": 0, "body_epochs": 2},
+            "full-batch",
+        ),
+        "no head": ({}, "fedavg+ft", {}, "no-head"),
+    }
     citation: ClassVar[str] = """@inproceedings{oh2022fedbabu,
   title={{FedBABU}: Toward Enhanced Representation for Federated Image Classification},
   author={Oh, Jaehoon and Kim, Sangmook and Yun, Se-Young},

@@ -6,7 +6,7 @@ Symbols: w all parameters, of which a client's state holds those of its BatchNor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -31,6 +31,9 @@ class FedBN(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "layers"
     private: ClassVar[str] = "BatchNorm"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alone": ({}, "local", {}, "batchnorm one-client"),
+    }
     citation: ClassVar[str] = """@inproceedings{li2021fedbn,
   title={{FedBN}: Federated Learning on Non-{IID} Features via Local Batch Normalization},
   author={Li, Xiaoxiao and Jiang, Meirui and Zhang, Xiaofei and Kamp, Michael and Dou, Qi},

@@ -7,7 +7,7 @@ the mean cosine between its outputs and those of training samples, with v alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class FedDPA(Algorithm):
     keeps: ClassVar[str] = "layers"
     private: ClassVar[str] = "second adapters"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "scale = 0": ({"scale": 0.0}, "fedavg", {}, "adapters full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{yang2024dual,
   title={Dual-Personalizing Adapter for Federated Foundation Models},
   author={Yang, Yiyuan and Long, Guodong and Shen, Tao and Jiang, Jing and Blumenstein, Michael},

@@ -51,6 +51,10 @@ class FeDEQ(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head, own representation, dual"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rho = 0": ({"rho": 0.0, "epochs": 3, "head_epochs": 2}, "fedrep", {"body_epochs": 3, "head_epochs": 2}),
+        "rho = 0, jointly": ({"rho": 0.0, "epochs": 3, "phases": "joint"}, "fedper", {"epochs": 3}),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"start": "own", "mean": "clients", "serve": "own", "dual_start": 0.01},
         "released": {"start": "recent", "head_on": "start", "serve": "own"},

@@ -44,6 +44,9 @@ class FedL2P(Algorithm):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "the fine-tuned model"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "meta_lr = 0": ({"meta_lr": 0.0, "tune_epochs": 3}, "fedavg+ft", {"tune_epochs": 3}),
+    }
     citation: ClassVar[str] = """@inproceedings{lee2023fedl2p,
   title={{FedL2P}: Federated Learning to Personalize},
   author={Lee, Royson and Kim, Minyoung and Li, Da and Qiu, Xinchi and Hospedales, Timothy and Husz\\'ar, Ferenc and

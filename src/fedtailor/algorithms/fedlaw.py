@@ -37,6 +37,10 @@ class FedLAW(Algorithm):
     title: ClassVar[str] = "FedLAW"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "nothing"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no steps of the server": ({"server_steps": 0}, "fedavg", {}),
+        "no validation samples": ({}, "fedavg", {}, "no-validation"),
+    }
     citation: ClassVar[str] = """@inproceedings{li2023revisiting,
   title={Revisiting Weighted Aggregation in Federated Learning with Neural Networks},
   author={Li, Zexi and Lin, Tao and Shang, Xinyi and Wu, Chao},

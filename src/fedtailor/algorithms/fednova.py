@@ -7,7 +7,7 @@ plain SGD, more with momentum; d = (w - w_k) / a normalised move; p = n / N.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ class FedNova(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "equal steps": ({}, "fedavg", {}, "full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{wang2020tackling,
   title={Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization},
   author={Wang, Jianyu and Liu, Qinghua and Liang, Hao and Joshi, Gauri and Poor, H. Vincent},

@@ -7,7 +7,7 @@ variance of h, both at one client and under the common body; a weights of the cl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,14 @@ class FedPAC(Algorithm):
     title: ClassVar[str] = "FedPAC"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "head"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no pull, own heads": (
+            {"lam": 0.0, "collaborate": False, "epochs": 2, "head_epochs": 3},
+            "fedrep",
+            {"body_epochs": 2, "head_epochs": 3},
+        ),
+        "alone": ({"lam": 0.0}, "fedrep", {"head_epochs": 1}, "one-client"),
+    }
     citation: ClassVar[str] = """@inproceedings{xu2023personalized,
   title={Personalized Federated Learning with Feature Alignment and Classifier Collaboration},
   author={Xu, Jian and Tong, Xinyi and Huang, Shao-Lun},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, common, on_client
@@ -23,6 +23,10 @@ class FedPer(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no head": ({}, "fedavg", {}, "no-head"),
+        "all head": ({}, "local", {}, "all-head"),
+    }
     citation: ClassVar[str] = """@article{arivazhagan2019federated,
   title={Federated Learning with Personalization Layers},
   author={Arivazhagan, Manoj Ghuhan and Aggarwal, Vinay and Singh, Aaditya Kumar and Choudhary, Sunav},

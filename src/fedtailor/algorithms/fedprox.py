@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -25,6 +25,9 @@ class FedProx(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "nothing"
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "mu = 0": ({"mu": 0.0}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{li2020federated,
   title={Federated Optimization in Heterogeneous Networks},
   author={Li, Tian and Sahu, Anit Kumar and Zaheer, Manzil and Sanjabi, Maziar and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedprox import FedProx
 from fedtailor.core.algorithm import Algorithm
@@ -28,6 +28,10 @@ class FedProxFT(Algorithm):
     private: ClassVar[str] = "the fine-tuned model"
     onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no fine-tuning": ({"tune_epochs": 0, "mu": 0.8}, "fedprox", {"mu": 0.8}),
+        "mu = 0": ({"mu": 0.0}, "fedavg+ft", {}),
+    }
     citation: ClassVar[str] = FedProx.citation
 
     server_init = FedProx.server_init

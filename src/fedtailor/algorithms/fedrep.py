@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,6 +27,10 @@ class FedRep(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "head"
     private: ClassVar[str] = "head"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no head": ({}, "fedavg", {}, "no-head full-batch"),
+        "all head": ({"head_epochs": 2}, "local", {"epochs": 2}, "all-head"),
+    }
     citation: ClassVar[str] = """@inproceedings{collins2021exploiting,
   title={Exploiting Shared Representations for Personalized Federated Learning},
   author={Collins, Liam and Hassani, Hamed and Mokhtari, Aryan and Shakkottai, Sanjay},

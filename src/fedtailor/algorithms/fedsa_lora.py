@@ -6,7 +6,7 @@ A learns what is common, B what is a client's own; the head, where it is trained
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms._shared.adapters import B, check_adapters, names
 from fedtailor.algorithms.fedrep import FedRep
@@ -29,6 +29,9 @@ class FedSALoRA(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "layers"
     private: ClassVar[str] = "factors B, head"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alone": ({}, "local", {}, "adapters one-client"),
+    }
     citation: ClassVar[str] = """@inproceedings{guo2025selective,
   title={Selective Aggregation for Low-Rank Adaptation in Federated Learning},
   author={Guo, Pengxin and Zeng, Shuang and Wang, Yanran and Fan, Huijie and Wang, Feifei and Qu, Liangqiong},

@@ -65,6 +65,10 @@ class FedSelect(Algorithm):
     learns: ClassVar[str] = "masks"
     keeps: ClassVar[str] = "entries"
     private: ClassVar[str] = "entries that its mask selects"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alpha = 0": ({"alpha": 0.0}, "fedavg", {}, "dense full-batch"),
+        "head": ({"layers": ("out",)}, "fedrep", {"head_epochs": 1, "body_epochs": 1}),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"epochs": 3, "mean": "clients"},
         "released": {"epochs": 3, "mean": "clients", "alpha": 0.8, "interval": 3, "ranking": "tensor"}

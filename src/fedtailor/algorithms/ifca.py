@@ -6,7 +6,7 @@ Symbols: theta_1 ... theta_k models of the clusters, stacked; j the cluster of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class IFCA(Algorithm):
     learns: ClassVar[str] = "groups"
     keeps: ClassVar[str] = "group"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "one cluster": ({"clusters": 1}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{ghosh2020efficient,
   title={An Efficient Framework for Clustered Federated Learning},
   author={Ghosh, Avishek and Chung, Jichan and Yin, Dong and Ramchandran, Kannan},

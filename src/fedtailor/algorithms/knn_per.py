@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ class KNNPer(Algorithm):
     keeps: ClassVar[str] = "features"
     private: ClassVar[str] = "features of samples, their share"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no votes": ({"lams": (0.0,), "default_lam": 0.0}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{marfoq2022personalized,
   title={Personalized Federated Learning through Local Memorization},
   author={Marfoq, Othmane and Neglia, Giovanni and Kameni, Laetitia and Vidal, Richard},

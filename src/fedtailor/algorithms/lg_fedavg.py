@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import COUNT, HEAD, Algorithm, common, on_client
@@ -23,6 +23,10 @@ class LGFedAvg(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "body"
     private: ClassVar[str] = "body"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no head": ({}, "local", {}, "no-head"),
+        "all head": ({}, "fedavg", {}, "all-head"),
+    }
     citation: ClassVar[str] = """@article{liang2020think,
   title={Think Locally, Act Globally: Federated Learning with Local and Global Representations},
   author={Liang, Paul Pu and Liu, Terrance and Liu, Ziyin and Allen, Nicholas B. and Auerbach, Randy P. and

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -48,6 +48,10 @@ class LpProj(Algorithm):
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "a whole personal model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "lam = 0": ({"lam": 0.0, "local_rounds": 1}, "local", {}),
+        "lam = 0, p = 2": ({"lam": 0.0, "local_rounds": 1, "p": 2}, "local", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{lin2022personalized,
   title={Personalized Federated Learning towards Communication Efficiency, Robustness and Fairness},
   author={Lin, Shiyun and Han, Yuze and Li, Xiang and Zhang, Zhihua},

@@ -6,7 +6,7 @@ Symbols: w_k a client's own model; w_bar the mean of all; lam the strength of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedtailor.algorithms.ditto import Ditto
 from fedtailor.core.algorithm import MODEL, Algorithm, on_client
@@ -27,6 +27,9 @@ class MRMTL(Algorithm):
     title: ClassVar[str] = "MR-MTL"
     learns: ClassVar[str] = "models"
     keeps: ClassVar[str] = "model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "lam = 0": ({"lam": 0.0}, "local", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{liu2022privacy,
   title={On Privacy and Personalization in Cross-Silo Federated Learning},
   author={Liu, Ken Ziyu and Hu, Shengyuan and Wu, Zhiwei Steven and Smith, Virginia},

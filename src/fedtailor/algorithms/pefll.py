@@ -7,7 +7,7 @@ the hypernetwork h; theta_i = h(v_i; phi) model of client i, and theta~_i what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,9 @@ class PeFLL(Algorithm):
     learns: ClassVar[str] = "generators"
     keeps: ClassVar[str] = "model"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no hidden units": ({"hidden": 0}, "fedavg", {}, "equal-sizes full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{scott2024pefll,
   title={{PeFLL}: Personalized Federated Learning by Learning to Learn},
   author={Scott, Jonathan and Zakerinia, Hossein and Lampert, Christoph H.},

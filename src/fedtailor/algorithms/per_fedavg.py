@@ -43,6 +43,9 @@ class PerFedAvg(Algorithm):
     needs_tensor: ClassVar[bool] = True
     onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alpha = 0": ({"alpha": 0.0}, "fedavg", {}),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {"first-order": {"order": "first"}}
     citation: ClassVar[str] = """@inproceedings{fallah2020personalized,
   title={Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach},

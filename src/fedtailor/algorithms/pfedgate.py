@@ -7,7 +7,7 @@ sigmoid(A x + b), a number per block; M = g where a block is kept and 0 elsewher
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class PFedGate(Algorithm):
     private: ClassVar[str] = "a gating layer"
     needs_tensor: ClassVar[bool] = True
     stale: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "open gates": ({"density": 1.0, "start": 50.0}, "fedavg", {}),
+    }
     citation: ClassVar[str] = """@inproceedings{chen2023efficient,
   title={Efficient Personalized Federated Learning via Sparse Model-Adaptation},
   author={Chen, Daoyuan and Yao, Liuyi and Gao, Dawei and Ding, Bolin and Li, Yaliang},

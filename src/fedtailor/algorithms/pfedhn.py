@@ -7,7 +7,7 @@ theta~_i what it is after local training.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class PFedHN(Algorithm):
     title: ClassVar[str] = "pFedHN"
     learns: ClassVar[str] = "generators"
     keeps: ClassVar[str] = "model"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "no hidden units": ({"hidden": 0}, "fedavg", {}, "equal-sizes full-batch"),
+    }
     citation: ClassVar[str] = """@inproceedings{shamsian2021personalized,
   title={Personalized Federated Learning using Hypernetworks},
   author={Shamsian, Aviv and Navon, Aviv and Fetaya, Ethan and Chechik, Gal},

@@ -7,7 +7,7 @@ client i, take for its gradient; S clients of a round, of N.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,9 @@ class SCAFFOLD(Algorithm):
     keeps: ClassVar[str] = "nothing"
     counts_all: ClassVar[bool] = True
     private: ClassVar[str] = "a control variate"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "alone": ({}, "local", {}, "one-client"),
+    }
     citation: ClassVar[str] = """@inproceedings{karimireddy2020scaffold,
   title={{SCAFFOLD}: Stochastic Controlled Averaging for Federated Learning},
   author={Karimireddy, Sai Praneeth and Kale, Satyen and Mohri, Mehryar and Reddi, Sashank and Stich, Sebastian and

@@ -70,6 +70,12 @@ class Tailor(RandomCoefficients):
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "own models, label prior, deviation of its degrees, mixture"
     onboards_fitted: ClassVar[bool] = True
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "fedavg": ({"preset": "fedavg"}, "fedavg", {}, "full-batch"),
+        "local": ({"preset": "local"}, "local", {}, "full-batch"),
+        "fedper": ({"preset": "fedper"}, "fedper", {}, "full-batch"),
+        "fedavg+ft": ({"preset": "fedavg+ft"}, "fedavg+ft", {}, "full-batch"),
+    }
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         name: {"learned": (), "prior": 0.0, "mixes": False, "tune_step": 1.0}
         | {"tune_epochs": tune, "share": body, "head_share": head}

@@ -112,6 +112,9 @@ class Algorithm:
     private: ClassVar[str] = "nothing"  # what stays on the client, in words
     citation: ClassVar[str] = ""  # BibTeX
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # named sets of options, such as "paper"
+    # special cases that are another method: {"mu = 0": ({"mu": 0.0}, "fedavg", {})} has the options here, the other
+    # method and its options; words of `testing.contract.SETTINGS` may follow, such as "full-batch one-client"
+    equals: ClassVar[dict[str, tuple[Any, ...]]] = {}
     by_client: ClassVar[tuple[str, ...]] = ()  # keys of the server's state whose last dimension is the clients
     by_pair: ClassVar[tuple[str, ...]] = ()  # and those whose last two dimensions are
     counts_all: ClassVar[bool] = False  # the number of all clients, present or not, is in its equations

@@ -20,18 +20,17 @@ from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.data.files import read_npz
-from fedtailor.data.folder import check_numbers, numbers
-from fedtailor.data.frames import as_frame
-from fedtailor.data.preparation import NumberColumn, Preparation
-from fedtailor.data.spreadsheets import as_text
-from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
-from fedtailor.data.tidying import renamed_columns
+from fedtailor.data.tabular.align import renamed_columns
+from fedtailor.data.tabular.columns import Table, as_text
+from fedtailor.data.tabular.preparation import NumberColumn, Preparation
+from fedtailor.data.tabular.prepare import check_numbers
+from fedtailor.data.tabular.read import SUFFIXES, as_frame, client_name, read_rows, table_of
+from fedtailor.data.tabular.target import numbers
 from fedtailor.errors import DataError, RunError, nearest
-from fedtailor.experiments.latest import latest
-from fedtailor.experiments.model_building import at_client
+from fedtailor.experiments.building import at_client
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.source_code import refuse_other_code
-from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, read_json, write_atomically
+from fedtailor.experiments.user_source import refuse_other_code
 from fedtailor.serving.described import described, model_in, part_of
 from fedtailor.serving.trees import tree_parts
 from fedtailor.serving.uncertainty import ErrorScale, Extras, around, extras_of, folded

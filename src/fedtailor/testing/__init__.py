@@ -56,7 +56,7 @@ def check_algorithm(
             "a linear model for regression and an MLP with BatchNorm; one of them must pass"
         ) from None
     findings = []
-    with machine.prepared(threads=1):
+    with machine.training_settings(threads=1):
         for promise, where, reason, attempt in _attempts(subject):
             finding = Finding(promise, where, "not promised", reason) if reason else _try(promise, where, attempt)
             findings.append(finding)
@@ -90,6 +90,9 @@ def _attempts(algorithm: Algorithm) -> Iterator[tuple[str, str, str, Callable[[]
         )
         yield "a part is a federation", engine, absent, partial(contract.a_part_is_a_federation, algorithm, engine)
         yield "saved states continue", engine, "", partial(contract.saved_states_continue, algorithm, engine)
+    for name, buffers in contract.reductions(algorithm):
+        where = f"{name}, {buffers} statistics" if buffers else name
+        yield "a special case is the other method", where, "", partial(contract.is_the_other, algorithm, name, buffers)
     yield "newcomers are served", "loop", "", partial(contract.newcomers_are_served, algorithm)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtailor import algorithms
 from fedtailor.core import codec
 from fedtailor.core.algorithm import Algorithm, reply_example
 from fedtailor.core.client import onboard
@@ -23,9 +24,12 @@ from fedtailor.core.trees import Tree, items, schema, tree_map
 from fedtailor.engines.pool.engine import Pool
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.testing.federations import (
+    EQUAL_SIZES,
     EVEN_SIZES,
     FULL_BATCH,
+    NO_VALIDATION,
     SOLVER,
+    evaluate,
     everything,
     federate,
     make_data,
@@ -56,6 +60,17 @@ CASES: dict[str, Case] = {
     "linear-one-client": {"model": "linear", "task": "regression", "names": ("ada",)},
     "linear-one-sample": {"model": "linear", "task": "regression", "names": ("bo",)},
 }
+SETTINGS: dict[str, Case] = {  # in which a method may be another one: the last entry of `Algorithm.equals`
+    "full-batch": {"solver": FULL_BATCH},  # where another function draws other batches
+    "one-client": {"names": ("ada",)},
+    "equal-sizes": {"sizes": EQUAL_SIZES},
+    "no-validation": {"sizes": NO_VALIDATION},
+    "dense": {"model": "mlp"},
+    "no-head": {"model": "headless"},
+    "all-head": {"model": "linear"},
+    "adapters": {"model": "adapted"},
+    "batchnorm": {"model": "normed", "sizes": EVEN_SIZES},
+}
 TOLERANCE = 1e-10  # of float64, after three rounds
 SETTLED = 1e-7  # where a round goes on until its numbers have settled
 LIKELY = {
@@ -67,6 +82,7 @@ LIKELY = {
     "or name the table in by_client.",
     "part": "The number of all clients enters: use fed.cohort in place of fed.clients and fed.names, or set "
     "counts_all = True if the paper's equations have it.",
+    "equals": 'If one of the two trains something else before, their batches differ: add "full-batch" to this case.',
     "saved": "Something is kept outside me.state and the server's state, such as an attribute or a global.",
 }
 
@@ -215,6 +231,66 @@ def pool_is_loop(algorithm: Algorithm) -> None:
     finally:
         workers.engine.close()
     _compare(outcomes, wanted, "pool and loop differ", LIKELY["pool"], 0)
+
+
+def reductions(algorithm: Algorithm) -> list[tuple[str, str]]:
+    """The special cases of `equals`, each with how its statistics are treated on a model with BatchNorm, or without."""
+    return [(name, buffers) for name in algorithm.equals for buffers in _buffers_tried(algorithm, name)]
+
+
+def is_the_other(algorithm: Algorithm, name: str, buffers: str = "") -> None:
+    """A special case gives the personal models of the method that it is said to be, and only by these options."""
+    options, other, its_options, _ = _reduction(algorithm, name)
+    case = _reduction_case(algorithm, name, buffers)
+    special, wanted = _with_options(algorithm, options), algorithms.make(other, its_options)
+    expected = _served(wanted, case)
+    found = {k: v for k, v in _served(special, case).items() if k in expected}
+    _compare(found, expected, f"{name}: it is not {wanted.title}", LIKELY["equals"], tolerance(special))
+    if options and not buffers and algorithm != special:
+        otherwise = _served(algorithm, case)
+        if all(_apart(otherwise[path], v) <= TOLERANCE for path, v in expected.items() if path in otherwise):
+            raise BrokenPromise(f"{name}: it is {wanted.title} without these options, too")
+
+
+def _reduction(algorithm: Algorithm, name: str) -> tuple[Case, str, Case, list[str]]:
+    options, other, its_options, *words = algorithm.equals[name]
+    words = words[0].split() if words else []
+    if unknown := [word for word in words if word not in SETTINGS]:
+        raise BrokenPromise(f'equals, {name}: no setting "{unknown[0]}"; there are {", ".join(SETTINGS)}')
+    return options, other, its_options, words
+
+
+def _buffers_tried(algorithm: Algorithm, name: str) -> list[str]:
+    _, other, _, words = _reduction(algorithm, name)
+    if any("model" in SETTINGS[word] for word in words) or not suits(algorithm, {"model": "normed"}):
+        return [""]
+    # who trains two models at a client averages their statistics as no other method does
+    return ["", "private", *(["mean"] if algorithms.find(other).keeps == "nothing" else [])]
+
+
+def _reduction_case(algorithm: Algorithm, name: str, buffers: str) -> Case:
+    case = SETTINGS["batchnorm"] | {"buffers": buffers} if buffers else usual(algorithm)
+    for word in _reduction(algorithm, name)[3]:
+        case |= SETTINGS[word]
+    return case
+
+
+def _with_options(algorithm: Algorithm, options: Case) -> Algorithm:
+    """The defaults with some options, one of which may be a preset."""
+    preset = algorithm.presets[options["preset"]] if "preset" in options else {}
+    return type(algorithm)(**(preset | {k: v for k, v in options.items() if k != "preset"}))
+
+
+def _served(algorithm: Algorithm, case: Case) -> dict[str, Tensor]:
+    """Personal models, statistics of inputs and metrics after three rounds, and those of a preparation."""
+    fed = federation(algorithm, "loop", case)
+    setting = fed.engine.experiment
+    server = setting.algorithm.server_init(setting.model)
+    for number in range(1 - algorithm.preparation, 4):
+        server = fed.run_round(number, range(len(setting.data.clients)), server)
+    personal, metrics = evaluate(fed, server)
+    statistics = {name: {"buffers": private["buffers"]} for name, private in states(fed).items()}
+    return dict(items({"models": personal, "states": statistics, "metrics": metrics}))
 
 
 def newcomers_are_served(algorithm: Algorithm) -> None:

@@ -30,6 +30,8 @@ F64 = torch.float64
 SIZES = {"ada": (9, 3, 4), "bo": (1, 0, 0), "cy": (6, 2, 5), "di": (13, 4, 1)}  # train, val, test
 # in whole batches of 4: the variance of fewer is tiny
 EVEN_SIZES = {"ada": (8, 3, 4), "bo": (8, 0, 0), "cy": (4, 2, 5), "di": (12, 4, 1)}
+EQUAL_SIZES = dict.fromkeys(SIZES, (8, 2, 2))
+NO_VALIDATION = {"ada": (9, 0, 2), "cy": (6, 0, 2)}
 ENGINES: dict[str, dict[str, Any]] = {
     "loop": {"name": "loop"},
     "vmap": {"name": "vmap"},
@@ -147,7 +149,9 @@ def usual(algorithm: Algorithm) -> dict[str, Any]:
 
 
 def make_model(name: str, data: FederatedData, buffers: BufferPolicy = "private") -> Model:
-    """In float64: "mlp", "linear", "normed", "adapted" or "conv"; the head is the last layer."""
+    """In float64: "mlp", "linear", "normed", "adapted" or "conv", the head is the last layer; "headless" is an mlp."""
+    if name == "headless":
+        return Model(make_model("mlp", data, buffers).module)
     if name in ("mlp", "linear"):
         options = {"hidden": (5,)} if name == "mlp" else {}
         return build(name, data.shape, data.outputs, seed=1, options=options, dtype=F64)
