@@ -26,12 +26,11 @@ from fedtailor.data.tabular.prepare import check_numbers
 from fedtailor.data.tabular.read import as_frame, table_of
 from fedtailor.data.tabular.target import numbers
 from fedtailor.errors import DataError, RunError, nearest
-from fedtailor.experiments.latest import latest
-from fedtailor.experiments.model_building import at_client
+from fedtailor.experiments.building import at_client
 from fedtailor.experiments.model_description import described, model_in
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.source_code import refuse_other_code
-from fedtailor.experiments.store import ABOUT, FIT, RunFolder, part_of, read_json
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json
+from fedtailor.experiments.user_source import refuse_other_code
 from fedtailor.tables.boosted_trees import TreeParts, tree_parts
 from fedtailor.tables.intervals import ErrorScale, around
 

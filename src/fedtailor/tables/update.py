@@ -26,9 +26,20 @@ from fedtailor.data.tabular.read import read_sites
 from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.experiments.building import data_seed, task_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.latest import UPDATE, latest, make_current, number_of, root_of
 from fedtailor.experiments.runner import config_of
-from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json, write_json, write_tree
+from fedtailor.experiments.store import (
+    FIT,
+    UPDATE,
+    RunFolder,
+    latest,
+    make_current,
+    number_of,
+    part_of,
+    read_json,
+    root_of,
+    write_json,
+    write_tree,
+)
 from fedtailor.studies.grid import CellListener
 from fedtailor.tables.boosted_trees import KEPT, TREES_FOLDER
 from fedtailor.tables.candidates import START
