@@ -35,7 +35,7 @@ from fedtailor.tables import serve as serving
 from fedtailor.tables import update as updating
 from fedtailor.tables.drift import drift_of, drift_of_rows
 from fedtailor.tables.explain_fit import coefficient_rows, explain_fit
-from fedtailor.tables.fit_sources import keep, source_of
+from fedtailor.tables.fit_sources import keep_frames, source_of
 from fedtailor.tables.serve import Personal
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def fit(
     path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
     is_new = not path.exists()
     try:
-        kept = keep(sites, path / "data", client_column)
+        kept = keep_frames(sites, path / "data", client_column)
         return _fit(source_of(kept, target, client_column), path, options, progress)
     except BaseException:
         if is_new and not (path / FIT).exists():  # refused before it began
