@@ -2,7 +2,7 @@
 
     python -m benchmarks.pool_and_ranks [--workload A,B,C] [--turns 9] [--small]
 
-Both run the rounds of workloads A, B and C (FedRep) of `benchmarks.speed`, each in processes of its own that take turns, a
+Both run rounds of workloads A, B and C (FedRep) of `benchmarks.speed`, each in processes of its own that take turns, a
 round at a time; figures are medians over the turns, the first does not count. Processor seconds and memory are those of
 all processes of a side. Then one worker and one rank are killed in the middle of a round. Linux only.
 """
