@@ -30,7 +30,7 @@ from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, read_json, write_atomically
-from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.experiments.user_code import refuse_other_code
 from fedtailor.serving.described import described, model_in, part_of
 from fedtailor.serving.trees import tree_parts
 from fedtailor.serving.uncertainty import ErrorScale, Extras, around, extras_of, folded

@@ -11,7 +11,7 @@ from fedtailor.data import SOURCES
 from fedtailor.data.fingerprint import digest
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
-from fedtailor.experiments.user_source import code_difference, code_of
+from fedtailor.experiments.user_code import code_difference, code_of
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.model_selection import CAUTION
 
