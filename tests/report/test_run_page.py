@@ -8,6 +8,7 @@ import math
 import shutil
 from collections import Counter
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def left_out(page: Parsed) -> dict[str, str]:
     """Titles of the sections that are named at the end, with the reasons."""
     words = [word.strip() for word in page.words]
     end = words[len(words) - words[::-1].index("Left out") :]
-    return {title: reason[2:] for title, reason in zip(end, end[1:], strict=False) if reason.startswith(": ")}
+    return {title: reason[2:] for title, reason in pairwise(end) if reason.startswith(": ")}
 
 
 def test_a_page_stands_alone(runs: Path) -> None:
