@@ -11,13 +11,14 @@ import polars as pl
 import pytest
 import torch
 
-from fedtailor.data.tables import read_rows, read_table, table_of
+from fedtailor.data.tabular.read import read_rows, read_table, table_of
 from fedtailor.errors import DataError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal, predicted, write_frame
+from fedtailor.serving.predict import predicted, write_frame
+from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 from tests.small import config, stop_after
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 import fedtailor as ft
-from fedtailor.data.site import SiteData, load_site
+from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import Personal, personal, predicted
+from fedtailor.serving.predict import predicted
 from fedtailor.sklearn import PersonalizedRegressor
+from fedtailor.tables.serve import Personal, personal
 from tests.data.test_sources import idx
 
 A, B = 2.0**24, 2.0**24 + 1  # the same number in float32

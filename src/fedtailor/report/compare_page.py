@@ -16,11 +16,11 @@ from fedtailor.report.formatting import count, duration, format_gain, label, per
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, gains, known, read_run, split_name
 from fedtailor.report.run_page import SPLITS
-from fedtailor.studies import table_files
+from fedtailor.studies import result_tables
 from fedtailor.studies.compare import GRID, TABLE, Row, rows
 from fedtailor.studies.grid import Cell as GridCell
 from fedtailor.studies.grid import folder_name
-from fedtailor.studies.tables import cells_of, header, size
+from fedtailor.studies.result_tables import cells_of, header, size
 
 FREE = ("algorithm", "local", "seed", "federation", "checkpoint", "tracking")  # may differ between runs of one task
 MOST_DOTS = 6000  # clients in the chart of gains
@@ -128,7 +128,7 @@ def written(path: Path) -> tuple[list[str], list[str]]:
     """The rows of the table that was written and, of a published one, its columns."""
     if not (path / TABLE).is_file():
         return [], []
-    lines = [line.strip("| ").split(" | ") for line in table_files.read(path, TABLE).splitlines()]
+    lines = [line.strip("| ").split(" | ") for line in result_tables.read(path, TABLE).splitlines()]
     rows = [line[0].strip() for line in lines[2:] if len(line) > 1]
     published = not (path / GRID).exists()
     return rows, sorted((column.strip() for column in lines[0]), key=len, reverse=True) if published and lines else []
@@ -365,7 +365,7 @@ def printed_table(path: Path) -> list[PageSection]:
     """A published table with the paper's figures; of a comparison none, its table is above."""
     if (path / GRID).exists() or not (path / TABLE).is_file():
         return []
-    text = table_files.read(path, TABLE)
+    text = result_tables.read(path, TABLE)
     return [PageSection("printed", "PageTable as printed", code=((TABLE, text),))]
 
 
