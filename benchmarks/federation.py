@@ -27,7 +27,7 @@ import torch
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble, build_experiment
@@ -84,7 +84,7 @@ def replayed(
     data = build_experiment(config).data
     setting = assemble(config, data.only(range(sites)))
     torch.set_num_threads(config.federation.threads or 1)  # as a run, and a site, has it
-    engine = loop(setting)
+    engine = InProcess(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
     server = setting.algorithm.server_init(setting.model)

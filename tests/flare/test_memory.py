@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedtailor.experiments.json_text import indented
+from fedtailor.experiments.store import json_text
 from fedtailor.flare.nvidia import SharedTimer
 from fedtailor.flare.operate import how_to_start
 from tests.flare.test_site import Asked
@@ -27,12 +27,12 @@ values = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(s
 
 @given(values)
 def test_text_is_that_of_the_library(value: Any) -> None:
-    assert indented(value) == json.dumps(value, indent=1)
+    assert json_text(value) == json.dumps(value, indent=1)
 
 
 def test_tuples_and_other_keys_are_written_as_by_the_library() -> None:
     value = {None: (), True: (1, [2.5, float("inf")]), 1.5: {}, "é": "\u2028"}
-    assert indented(value) == json.dumps(value, indent=1)
+    assert json_text(value) == json.dumps(value, indent=1)
 
 
 def unreachable(work: Any) -> int:
@@ -158,7 +158,6 @@ print(*first, *second, *third, gc.get_freeze_count() > 50_000)
 
 
 def test_participants_are_started_with_few_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtailor.flare.operate._keep_jobs_in", lambda kit, store: None)
     (tmp_path / "kit/startup").mkdir(parents=True)
     (tmp_path / "kit/startup/sub_start.sh").touch()
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)

@@ -309,3 +309,27 @@ def test_a_damaged_kit_is_named(file: str, tmp_path: Path) -> None:
         if file != "client.key":
             with pytest.raises(RunError, match="ask the coordinator for the kit"):
                 kits.certificate_end(tmp_path / "kit")
+
+
+def test_a_kit_of_an_earlier_fedtailor_is_updated_at_its_start(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = asked.file.parent
+    for path in ("startup/sub_start.sh", "local/resources.json"):
+        (folder / "kit" / path).parent.mkdir(exist_ok=True)
+        (folder / "kit" / path).touch()
+    resources = folder / "kit/local/resources.json"
+    theirs = {"class_list_enforcement_mode": "enforce", "components": [{"id": "resource_manager"}]}
+    former = theirs | {"class_allow_list": ["own.Class", "fedtailor.deploy.flare.flare_adapter.Participant"]}
+    resources.write_text(json.dumps(former))
+
+    def refuse(path: Path, content: object) -> None:
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as here:
+        here.setattr(operate, "write_plain_json", refuse)
+        with pytest.raises(RunError, match=f"run fedtailor federation start site {folder}"):
+            operate.how_to_start("site", folder)
+    operate.how_to_start("site", folder)
+    assert json.loads(resources.read_text()) == theirs | {"class_allow_list": ["own.Class", *kits.CLASSES["site"][1:]]}
+    written = resources.stat().st_mtime_ns
+    operate.how_to_start("site", folder)
+    assert resources.stat().st_mtime_ns == written

@@ -15,8 +15,7 @@ import pytest
 
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
-from fedtailor.experiments.rounds_file import CHECK, line_of
-from fedtailor.experiments.store import RunFolder, read_json, write_json
+from fedtailor.experiments.store import CHECK, RunFolder, read_json, round_line, write_json
 from fedtailor.metrics.summary import share_hurt
 from fedtailor.report.page import embedded
 from fedtailor.report.write import write
@@ -146,7 +145,7 @@ def test_numbers_that_are_none_and_lines_that_are_broken(runs: Path) -> None:
     lines[1]["val"]["accuracy"][0] = math.nan
     lines[1]["report"] = {"odd thing": math.inf, "list": [1.0, math.nan], "text": "no"}
     broken = b'{"round": 4, "coh\n{"round": 5}\n{"rou'
-    path.write_bytes(b"".join(line_of({k: v for k, v in line.items() if k != CHECK}) for line in lines) + broken)
+    path.write_bytes(b"".join(round_line({k: v for k, v in line.items() if k != CHECK}) for line in lines) + broken)
     page = report(runs / "fedrep-seed0")
     assert next((row["round"], row["clients"]) for row in page.rows("learning-accuracy")) == (2, 3)
     assert "2 lines of metrics.jsonl could not be read" in page.text

@@ -15,7 +15,7 @@ import pytest
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Engine
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
@@ -50,7 +50,7 @@ def test_a_pool_takes_no_cores_of_other_runs(
 
     def make(name: str, setting: Experiment, chunk: int, workers: int, *rest: Any) -> Engine:
         asked.append((name, workers))
-        return loop(setting)
+        return InProcess(setting)
 
     monkeypatch.setattr(runner.engines, "make", make)
     monkeypatch.setattr(runner.engines, "cores", lambda: 2)

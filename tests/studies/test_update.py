@@ -14,8 +14,7 @@ import pytest
 import fedtailor as ft
 from fedtailor.data.tabular.earlier_rows import row_keys
 from fedtailor.errors import DataError, RunError
-from fedtailor.experiments.latest import CURRENT, latest
-from fedtailor.experiments.store import FIT, RunFolder, read_json
+from fedtailor.experiments.store import CURRENT, FIT, RunFolder, latest, read_json
 from fedtailor.serving.personal import personal
 from fedtailor.studies import boosting, table_study
 from fedtailor.studies import update as updating

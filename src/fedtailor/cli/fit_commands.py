@@ -124,9 +124,8 @@ def update(
     After an interruption, run the same command again.
     """
     from fedtailor.data.tabular.read import read_rows
-    from fedtailor.experiments.latest import latest, root_of
     from fedtailor.experiments.progress import grid_shown
-    from fedtailor.experiments.store import FIT
+    from fedtailor.experiments.store import FIT, latest, root_of
     from fedtailor.report.write import FILE, write
     from fedtailor.serving.by_site import site_column
     from fedtailor.studies.update import sites_in

@@ -18,24 +18,28 @@ from fedtailor.data import SOURCES, DataConfig
 from fedtailor.data.configs import DigitsConfig
 from fedtailor.data.files import expand_home
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.experiments.model_section import ModelSection
 from fedtailor.experiments.sections import (
+    RANGE,
+    VALUES,
     AggregationSection,
     AlgorithmSection,
     AttackSection,
     CheckpointSection,
+    CompareSection,
+    EarlyStoppingSection,
     EnvironmentSection,
     EvaluationSection,
     FederationSection,
     LocalSection,
+    ModelSection,
     PrivacySection,
+    SearchSection,
     Section,
+    ServerSection,
     TaskSection,
     TrackingSection,
     dotted,
 )
-from fedtailor.experiments.server_sections import EarlyStoppingSection, ServerSection
-from fedtailor.experiments.study_sections import RANGE, VALUES, CompareSection, SearchSection
 
 CONFIGS = Path(str(resources.files("fedtailor") / "configs"))  # the demo and the published tables
 METHOD = ("algorithm", "server", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in

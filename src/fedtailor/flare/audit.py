@@ -12,7 +12,7 @@ from typing import Any
 from fedtailor.core import codec
 from fedtailor.core.trees import items
 from fedtailor.errors import RunError
-from fedtailor.experiments.rounds_file import line_of, lines_in
+from fedtailor.experiments.store import read_rounds, round_line
 from fedtailor.flare.policy import spent_text
 
 SIZE = "audit.size"  # beside the record: its length, so that lines that are gone are missed
@@ -47,7 +47,7 @@ class Audit:
         """Any line, with the time."""
         stamped = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")} | content
         with self.path.open("ab") as file:
-            file.write(line_of(stamped))
+            file.write(round_line(stamped))
             size = file.tell()
         self.path.with_name(SIZE).write_text(str(size))
 
@@ -101,7 +101,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         raise RunError(f"{path}: shorter than it was; some of it is gone")
     if size > 0 and content[size - 1 : size] != b"\n":
         raise RunError(f"{path}: changed since it was written; a line has no end")
-    return lines_in(path, are_checked=True)
+    return read_rounds(path, are_checked=True)
 
 
 def read(path: Path) -> list[RunRecord]:

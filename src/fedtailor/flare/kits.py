@@ -38,6 +38,7 @@ ALLOWED = {  # of what an administrator may ask of a site: to take part in a job
     "server-predeployed-flwr": NOTHING,
 }
 OURS = "fedtailor.flare.nvidia."
+FORMERLY = "fedtailor.deploy.flare.flare_adapter."  # in kits that fedtailor 0.2.0 made
 CLASSES = {
     "site": ["nvflare.collab.runtime.executor.CollabExecutor", OURS + "Participant"],
     "server": ["nvflare.collab.runtime.controller.CollabController", OURS + "Coordinator"],

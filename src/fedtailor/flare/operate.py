@@ -19,7 +19,7 @@ from typing import Any
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, read_json, write_atomically
 from fedtailor.flare.audit import lines_of
-from fedtailor.flare.kits import KIT, RUNS, SERVER_FOLDER, SITE, SITE_FILE, condition, write_plain_json
+from fedtailor.flare.kits import FORMERLY, KIT, OURS, RUNS, SERVER_FOLDER, SITE, SITE_FILE, condition, write_plain_json
 from fedtailor.flare.server import SITES
 from fedtailor.flare.site import AUDIT, kept_runs, read_site, standing
 
@@ -48,8 +48,8 @@ def how_to_start(role: str, folder: Path) -> Started:
         read_site(folder / SITE)  # what is wrong in it is said now
         paths = {SITE_FILE: str((folder / SITE).resolve())}
     else:
-        _keep_jobs_in(folder / KIT, (folder / "store").resolve())
         paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
+    _update_resources(role, folder)
     search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": search_path})
 
@@ -63,14 +63,24 @@ def _without_spaces(folder: Path) -> Path:
     return link
 
 
-def _keep_jobs_in(kit: Path, store: Path) -> None:
-    """FLARE's own choice is the system's temporary folder, which all users share."""
-    file = kit / "local" / "resources.json"
-    resources = json.loads(file.read_text())
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(store / "snapshots")
-    (jobs,) = (c for c in resources["components"] if c["id"] == "job_manager")
-    jobs["args"]["uri_root"] = str(store / "jobs")
-    write_plain_json(file, resources)
+def _update_resources(role: str, folder: Path) -> None:
+    """Let a kit of fedtailor 0.2.0 run today's classes, and keep a server's jobs out of the system's shared folder."""
+    file = folder / KIT / "local" / "resources.json"
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8")
+    resources = json.loads(text.replace(FORMERLY, OURS))
+    if role == "server":
+        store = (folder / "store").resolve()
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(store / "snapshots")
+        (jobs,) = (c for c in resources["components"] if c["id"] == "job_manager")
+        jobs["args"]["uri_root"] = str(store / "jobs")
+    if resources != json.loads(text):
+        try:
+            write_plain_json(file, resources)
+        except OSError as error:
+            again = f"fedtailor federation start {role} {folder}"
+            raise RunError(f"{file}: must be updated ({error}); make it writable and run {again}") from None
 
 
 def start(role: str, folder: Path) -> int:

@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.algorithm import client_functions, declared_sums, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, items, schema
 from fedtailor.errors import UserError
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.trust import names
+from fedtailor.experiments.user_source import names
 from fedtailor.version import __version__
 
 
@@ -49,7 +49,7 @@ def _form(v: Tensor) -> list[Any]:
 
 
 def promise(experiment: Experiment) -> dict[str, Any]:
-    """Which text runs, with which options, and what may leave: equal at both ends, or nothing is done."""
+    """What server and site must agree on: algorithm, options, what may leave and which sums it may enter."""
     algorithm = experiment.algorithm
     sends = {
         name: {path: [list(shape), str(dtype)] for path, (shape, dtype) in schema(example).items()}
@@ -58,6 +58,7 @@ def promise(experiment: Experiment) -> dict[str, Any]:
     }
     options = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
     contract = {"version": __version__, "algorithm": algorithm.title, "options": options, "sends": sends}
+    contract["sums"] = declared_sums(algorithm)
     plain: dict[str, Any] = json.loads(json.dumps(contract, default=str))
     return plain
 

@@ -15,8 +15,7 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.task import recorded_metrics
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.rounds_file import read_line
-from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder
+from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, parse_round
 from fedtailor.experiments.store import METRICS as LINES
 from fedtailor.studies.compare import GRID
 
@@ -94,7 +93,7 @@ def _lines(path: Path, *, are_checked: bool) -> tuple[list[Line], int]:
     lines, unreadable = [], 0
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
-            lines.append(_checked(read_line(line, are_checked=are_checked, where=str(path))))
+            lines.append(_checked(parse_round(line, are_checked=are_checked, where=str(path))))
         except (ValueError, TypeError, KeyError, RunError):
             unreadable += 1
     return lines, unreadable

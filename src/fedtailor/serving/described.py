@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments.building import model_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.model_building import model_of
 
 LARGEST = 65_536  # any whole number among the options of a model, such as a width or a number of layers
 MOST = 2**28  # numbers in one sample

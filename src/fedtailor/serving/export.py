@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.errors import RunError
-from fedtailor.experiments.model_building import at_client
+from fedtailor.experiments.building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.serving.linear_json import by_hand, has_linear_base, linear_record

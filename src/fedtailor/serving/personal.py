@@ -27,11 +27,10 @@ from fedtailor.data.tabular.prepare import check_column
 from fedtailor.data.tabular.read import SUFFIXES, as_frame, client_name, read_rows, table_from_frame
 from fedtailor.data.tabular.target import numeric_values
 from fedtailor.errors import DataError, RunError, nearest
-from fedtailor.experiments.latest import latest
-from fedtailor.experiments.model_building import at_client
+from fedtailor.experiments.building import at_client
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.source_code import refuse_other_code
-from fedtailor.experiments.store import ABOUT, FIT, RunFolder, read_json, write_atomically
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, read_json, write_atomically
+from fedtailor.experiments.user_source import refuse_other_code
 from fedtailor.serving.described import described, model_in, part_of
 from fedtailor.serving.trees import tree_parts
 from fedtailor.serving.uncertainty import ErrorScale, Extras, around, extras_of, folded

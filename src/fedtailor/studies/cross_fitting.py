@@ -77,7 +77,7 @@ def trained(
 ) -> tuple[Tree, list[Params]]:
     """The server's state and every site's model after the rounds of a configuration, in this process."""
     experiment = assemble(config, data)
-    with engines.opened(config.federation.engine, experiment) as engine:
+    with engines.open_engine(config.federation.engine, experiment) as engine:
         fed = Watched(engine, config.federation.limits)
         fed.check = check
         server = experiment.algorithm.server_init(experiment.model) if start is None else start

@@ -21,7 +21,7 @@ from fedtailor import algorithms, data
 from fedtailor.core.data import FederatedData
 from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.errors import ClientError, ConfigError, UserError
-from fedtailor.experiments import runner, trust
+from fedtailor.experiments import runner, user_source
 from fedtailor.experiments.building import build_experiment, load
 from fedtailor.experiments.config import RunConfig, parse, with_settings, with_values
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, write_json
@@ -214,7 +214,7 @@ def run_plan(fit_plan: Plan, data_root: Path | None, listener: CellListener) -> 
             listener(cell.folder.name, p.round, p.rounds)
 
         if (cell.folder / CONFIG).exists():
-            trust.remember(cell.config)
+            user_source.remember(cell.config)
             runner.resume(cell.folder, data_root, listen, loaded=fit_plan.data, until=until)
         else:
             runner.start(cell.config, cell.folder, data_root, listen, loaded=fit_plan.data, until=until)

@@ -10,8 +10,8 @@ from typing import Any
 from fedtailor.data import SOURCES
 from fedtailor.data.fingerprint import digest
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.experiments.source_code import code_of, difference
 from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
+from fedtailor.experiments.user_source import code_difference, code_of
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.model_selection import CAUTION
 
@@ -57,7 +57,7 @@ def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
             raise RunError(f"{out}: holds another fit; choose another folder with --out")
         if saved["files"] != claim["files"]:
             raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
-        changes = (difference(old, new) for old, new in zip(saved["code"], code, strict=False))
+        changes = (code_difference(old, new) for old, new in zip(saved["code"], code, strict=False))
         if change := next(filter(None, changes), ""):
             raise RunError(f"{out}: {change} since it was fitted; choose another folder with --out")
         return claim

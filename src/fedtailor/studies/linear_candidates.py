@@ -17,7 +17,7 @@ from fedtailor.algorithms._shared.table_fit import usable
 from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
-from fedtailor.experiments import runner, trust
+from fedtailor.experiments import runner, user_source
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
 from fedtailor.studies.cross_fitting import out_of_fold
@@ -143,7 +143,7 @@ def _train(cell: Cell, data: FederatedData, root: Path | None, listener: CellLis
         listener(cell.folder.name, p.round, p.rounds)
 
     if (cell.folder / CONFIG).exists():
-        trust.remember(cell.config)
+        user_source.remember(cell.config)
         runner.resume(cell.folder, root, listen, loaded=data)
     else:
         runner.start(cell.config, cell.folder, root, listen, loaded=data, server=begun_from(cell))

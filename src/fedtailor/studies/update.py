@@ -26,9 +26,19 @@ from fedtailor.data.tabular.read import read_client_tables
 from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.experiments.building import data_seed, task_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.latest import UPDATE, latest, make_current, number_of, root_of
 from fedtailor.experiments.runner import config_of
-from fedtailor.experiments.store import FIT, RunFolder, read_json, write_json, write_tree
+from fedtailor.experiments.store import (
+    FIT,
+    UPDATE,
+    RunFolder,
+    latest,
+    make_current,
+    number_of,
+    read_json,
+    root_of,
+    write_json,
+    write_tree,
+)
 from fedtailor.serving.described import part_of
 from fedtailor.serving.personal import personal
 from fedtailor.serving.trees import TREES_FOLDER
