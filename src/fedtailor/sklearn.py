@@ -23,8 +23,8 @@ from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tabular.prepare import prepare_tables
 from fedtailor.data.tabular.read import as_frame, table_from_frame
 from fedtailor.experiments.store import RunFolder
-from fedtailor.serving.personal import Personal, personal
-from fedtailor.studies.fit import fit as fitted
+from fedtailor.tables.fit import fit as fitted
+from fedtailor.tables.serve import Personal, personal
 
 ONE = "all"  # the site of rows that name none
 TARGET = "target of fit"

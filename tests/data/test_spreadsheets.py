@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 
 from fedtailor.data.tabular.columns import escape_formula
-from fedtailor.serving.personal import write_frame
+from fedtailor.serving.predict import write_frame
 
 
 @pytest.mark.parametrize("name", ['=HYPERLINK("http://x")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\tx", "\r=1"])

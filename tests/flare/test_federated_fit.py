@@ -18,11 +18,11 @@ from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
 from fedtailor.flare.site import own_fit
 from fedtailor.report.fit_page import headline
-from fedtailor.serving.personal import personal
-from fedtailor.studies import linear_candidates
+from fedtailor.tables import candidates
+from fedtailor.tables.serve import personal
 from tests.flare.sites import Authority, Sites
 from tests.helpers import assert_equal
-from tests.studies.test_table_fit import table
+from tests.tables.test_table_fit import table
 
 SIZES = [170, 30, 24]
 SETTINGS = ["algorithm.effects=['none', 'intercept']", "federation.silence=0.2", "federation.deadline=2"]
@@ -56,8 +56,8 @@ def test_a_site_predicts_as_the_fit_of_pooled_tables(
     fitted: tuple[Path, Sites, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, _, run = fitted
-    whole = linear_candidates.cells_of
-    monkeypatch.setattr(linear_candidates, "cells_of", lambda *args: whole(*args)[:3])  # as SETTINGS has it
+    whole = candidates.cells_of
+    monkeypatch.setattr(candidates, "cells_of", lambda *args: whole(*args)[:3])  # as SETTINGS has it
     assert run.results is not None
     assert run.results["faults"] == 0
     pooled = ft.fit(table(6, SIZES), "y", client_column="site", out=tmp_path / "fit", progress=False)

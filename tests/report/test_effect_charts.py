@@ -9,8 +9,8 @@ import pytest
 
 from fedtailor.experiments.store import read_json, write_json
 from fedtailor.report.fit_page import by_size, caterpillar, fairness, fit_page, headline, served_sentence, who
-from fedtailor.studies import fit as fitting
-from fedtailor.studies.effects import EFFECTS
+from fedtailor.tables import fit as fitting
+from fedtailor.tables.effects import EFFECTS
 from tests.made_sites import make_sites
 
 

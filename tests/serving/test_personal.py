@@ -17,7 +17,8 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal, predicted, write_frame
+from fedtailor.serving.predict import predicted, write_frame
+from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 from tests.small import config, stop_after
 

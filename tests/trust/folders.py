@@ -17,11 +17,11 @@ from fedtailor.flare.server import SITES
 from fedtailor.flare.site import RUN, SiteState, set_state, standing
 from fedtailor.report.recorded_run import read_run
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import sites_of
-from fedtailor.serving.trees import TREES_FOLDER, Trees
 from fedtailor.studies.compare import GRID
 from fedtailor.studies.explain import explain
-from fedtailor.studies.fit import fit
+from fedtailor.tables.boosted_trees import TREES_FOLDER, Trees
+from fedtailor.tables.fit import fit
+from fedtailor.tables.serve import sites_of
 from tests.flare.sites import Authority
 from tests.flare.test_site import Asked
 from tests.made_sites import make_sites

@@ -78,7 +78,7 @@ def _check_files(path: Path, target: str, client_column: str | None, settings: l
     from fedtailor.data.configs import FolderConfig
     from fedtailor.data.tabular.problems import find_problems
     from fedtailor.experiments.config import parse, with_settings
-    from fedtailor.studies.fit_folder import source_of
+    from fedtailor.tables.fit_sources import source_of
 
     config = parse(with_settings({"data": source_of(path, target, client_column)}, settings), origin="check").data
     if not isinstance(config, FolderConfig):

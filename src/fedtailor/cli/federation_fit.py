@@ -93,7 +93,7 @@ def _local_trial(
 ) -> None:
     from fedtailor.experiments.building import load
     from fedtailor.flare import local_trial
-    from fedtailor.studies.fit_folder import source_of
+    from fedtailor.tables.fit_sources import source_of
 
     source = source_of(sites, target, column)
     config = fit_config(source | ({"val": 0.0} if source["source"] == "folder" else {}), seed, settings)

@@ -32,6 +32,7 @@ from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.model_description import check_options
 from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
 from fedtailor.flare.audit import Audit, lines_of
 from fedtailor.flare.kits import condition
@@ -48,9 +49,8 @@ from fedtailor.flare.policy import (
     rounded,
 )
 from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.serving.described import check_options
-from fedtailor.studies.cross_fitting import all_in_training
-from fedtailor.studies.site_fit import is_fit, site_fit
+from fedtailor.tables.candidates import all_in_training
+from fedtailor.tables.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:

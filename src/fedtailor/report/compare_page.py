@@ -16,11 +16,11 @@ from fedtailor.report.formatting import count, duration, label, percent, signed,
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, gains, known, read_run, split_name
 from fedtailor.report.run_page import SPLITS
-from fedtailor.studies import table_files
+from fedtailor.studies import result_tables
 from fedtailor.studies.compare import GRID, TABLE, Row, rows
 from fedtailor.studies.grid import Cell as GridCell
 from fedtailor.studies.grid import folder_name
-from fedtailor.studies.tables import cells_of, header, size
+from fedtailor.studies.result_tables import cells_of, header, size
 
 FREE = ("algorithm", "local", "seed", "federation", "checkpoint", "tracking")  # may differ between runs of one task
 MOST_DOTS = 6000  # clients in the chart of gains
@@ -128,7 +128,7 @@ def written(path: Path) -> tuple[list[str], list[str]]:
     """Rows and, of a published table, columns in the table that was written."""
     if not (path / TABLE).is_file():
         return [], []
-    lines = [line.strip("| ").split(" | ") for line in table_files.read(path, TABLE).splitlines()]
+    lines = [line.strip("| ").split(" | ") for line in result_tables.read(path, TABLE).splitlines()]
     rows = [line[0].strip() for line in lines[2:] if len(line) > 1]
     published = not (path / GRID).exists()
     return rows, sorted((column.strip() for column in lines[0]), key=len, reverse=True) if published and lines else []
@@ -366,7 +366,7 @@ def printed(path: Path) -> list[PageSection]:
     """The table of a published one, with the paper's figures; a comparison's is above."""
     if (path / GRID).exists() or not (path / TABLE).is_file():
         return []
-    text = table_files.read(path, TABLE)
+    text = result_tables.read(path, TABLE)
     return [PageSection("printed", "PageTable as printed", code=((TABLE, text),))]
 
 

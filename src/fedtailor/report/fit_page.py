@@ -15,18 +15,11 @@ from fedtailor.metrics.summary import summarise
 from fedtailor.report.compare_page import citations, configuration, left_out, places, runs_in, task_sections, tasks_of
 from fedtailor.report.formatting import count, label, percent, signed, value
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
-from fedtailor.studies.effect_words import (
-    about_model,
-    importance_words,
-    joined,
-    shared_words,
-    sharing_words,
-    size_words,
-)
-from fedtailor.studies.effects import EFFECTS
-from fedtailor.studies.site_metrics import is_noise
-from fedtailor.studies.tables import number
-from fedtailor.studies.terms import INTERCEPT
+from fedtailor.studies.result_tables import number
+from fedtailor.tables.coefficients import INTERCEPT
+from fedtailor.tables.effects import EFFECTS
+from fedtailor.tables.site_metrics import is_noise
+from fedtailor.tables.words import about_model, importance_words, joined, shared_words, sharing_words, size_words
 
 OWN = ("Local", "alone", "trees alone")
 OWN_MODEL = "its own model"

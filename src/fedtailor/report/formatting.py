@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedtailor.studies.tables import number
+from fedtailor.studies.result_tables import number
 
 MOST_ROUNDS = 1500  # points of a curve that a chart can show
 

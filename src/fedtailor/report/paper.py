@@ -15,8 +15,8 @@ from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.studies import significance
 from fedtailor.studies.compare import Row
 from fedtailor.studies.grid import Cell
+from fedtailor.studies.result_tables import check_columns, narrow
 from fedtailor.studies.significance import Ranks, groups
-from fedtailor.studies.tables import check_columns, narrow
 
 WIDTH = 3.3  # inches: a column
 KINDS = (".pdf", ".png", ".svg")

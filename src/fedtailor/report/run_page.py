@@ -17,7 +17,7 @@ from fedtailor.report.formatting import count, duration, label, percent, signed,
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, finished_run_beside, gains, known, read_run
 from fedtailor.studies.explain import explain, weights
-from fedtailor.studies.tables import number, private_words, size
+from fedtailor.studies.result_tables import number, private_words, size
 
 SPLITS = {"val": "validation", "test": "test"}
 WORST = 10  # clients in the table

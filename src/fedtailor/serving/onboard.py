@@ -18,9 +18,8 @@ from fedtailor.experiments.building import assemble, data_seed, dtype_of, load
 from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.run_state import EPOCHS, onboard_newcomers
 from fedtailor.experiments.runner import config_of, reload_experiment
-from fedtailor.experiments.store import FIT, RunFolder, read_json
+from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json
 from fedtailor.experiments.user_source import refuse_other_code
-from fedtailor.serving.described import part_of
 from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part
