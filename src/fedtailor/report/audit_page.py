@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from zlib import crc32
 
-from fedtailor.flare.audit import RunRecord, inferred
+from fedtailor.flare.audit import RunRecord, inferences
 from fedtailor.report.page import KeyFigure, Page, PageSection, PageTable, TableCell, cells, render_html
 from fedtailor.version import __version__
 
@@ -38,5 +38,5 @@ def _section(record: RunRecord) -> PageSection:
     refused = [(*cells(why), TableCell(f"{times:,}", times)) for why, times in record.refused]
     tables = [PageTable("Messages", columns, rows, words=True)]
     tables += [PageTable("Refused", ("why", "times"), refused, words=True)] if refused else []
-    words = tuple(f"Could be inferred: {inference}." for inference in inferred(record))
+    words = tuple(f"Could be inferred: {inference}." for inference in inferences(record))
     return PageSection(f"run-{crc32(record.run.encode())}", record.run, words, figures, tables=tuple(tables))
