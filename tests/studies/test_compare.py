@@ -22,7 +22,7 @@ from fedtailor.experiments.config import CompareConfig, parse, with_settings
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
 from fedtailor.studies.compare import Cost, Row, cells, local_reference, rows, run_grid
 from fedtailor.studies.grid import Cell
-from fedtailor.studies.tables import escaped, files, markdown, number, size, spread, terminal
+from fedtailor.studies.result_tables import escaped, files, markdown, number, size, spread, terminal
 from tests.made_sites import make_sites
 from tests.small import DIGITS, config, records
 

@@ -21,8 +21,8 @@ from fedtailor.experiments import runner, user_code
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal
 from fedtailor.studies.explain import explain
+from fedtailor.tables.serve import personal
 from tests.cli.conftest import Call, call  # noqa: F401
 from tests.small import DIGITS, config
 
@@ -166,7 +166,7 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
 
 def test_a_fit_names_only_folders_in_it(run: Path) -> None:
     from fedtailor.serving.onboard import source_run
-    from fedtailor.serving.personal import run_of
+    from fedtailor.tables.serve import run_of
 
     Path("fit").mkdir()
     for name in ("../run", "/etc", "", 3):

@@ -542,6 +542,13 @@ def new_path(root: Path, name: str) -> Path:
     return next(path for path in (root / each for each in names) if not path.exists())
 
 
+def part_of(folder: Path, name: Any) -> Path:
+    """A folder in another one, by the name that a file gives; a way out of it is a `RunError`."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise RunError(f"{folder}: names {name!r}, which is no folder in it")
+    return folder / name
+
+
 def latest(path: Path) -> Path:
     """The folder of the last complete update of a fit; any other folder is itself."""
     if not (path / CURRENT).is_file():
