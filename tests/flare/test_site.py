@@ -294,6 +294,6 @@ def test_a_long_computation_is_waited_for_and_a_dead_site_is_not() -> None:
     link.alive["bo"] = True
     until = time.monotonic() + 60
     while lines.away and time.monotonic() < until:
-        lines.look()
+        lines.take_back()
         time.sleep(0.01)
     assert lines.away == {}
