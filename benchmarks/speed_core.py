@@ -22,8 +22,8 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
-from fedtailor.data.files import data_root
-from fedtailor.data.images import DIGITS, mnist
+from fedtailor.data.download import data_root
+from fedtailor.data.sources.images import DIGITS, mnist
 from fedtailor.engines import EngineName, malloc
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.models import build

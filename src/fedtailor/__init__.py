@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from fedtailor.core.model import Model as Model
     from fedtailor.core.trees import Params as Params
     from fedtailor.core.trees import Tree as Tree
-    from fedtailor.data.making import federated as federated
-    from fedtailor.data.stored import MappedArray as MappedArray
+    from fedtailor.data.federated import federated as federated
+    from fedtailor.data.mapped_arrays import MappedArray as MappedArray
 
 _PUBLIC = {  # by module: torch is imported by the first use
     "fedtailor.api": ("fit", "load", "run"),
     "fedtailor.algorithms": ("register",),
-    "fedtailor.data.making": ("federated",),
-    "fedtailor.data.stored": ("MappedArray",),
+    "fedtailor.data.federated": ("federated",),
+    "fedtailor.data.mapped_arrays": ("MappedArray",),
     "fedtailor.core.algorithm": (
         *("Algorithm", "ReplySpec", "on_client", "common"),
         *("MODEL", "BODY", "HEAD", "COUNT", "NUMBER"),

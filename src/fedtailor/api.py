@@ -16,9 +16,9 @@ from rich.console import Console
 from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData
-from fedtailor.data import saved
 from fedtailor.data.configs import SourceConfig
-from fedtailor.data.frames import as_frame
+from fedtailor.data.sources import saved_data
+from fedtailor.data.tabular.read import as_frame
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
@@ -291,7 +291,7 @@ def run(
     if (path / CONFIG).exists():
         raise RunError(f"{path}: holds a run already; choose another folder with out")
     if loaded is not None:
-        saved.save(loaded, path / "data")
+        saved_data.save(loaded, path / "data")
     with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:
         runner.start(config, path, root, listener, loaded=loaded, callbacks=callbacks)
     return Run(path)

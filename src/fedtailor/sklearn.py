@@ -20,9 +20,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, validate_data
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.folder import prepared
-from fedtailor.data.frames import as_frame
-from fedtailor.data.tables import table_of
+from fedtailor.data.tabular.prepare import prepared
+from fedtailor.data.tabular.read import as_frame, table_of
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.personal import Personal, personal
 from fedtailor.studies.fit import fit as fitted

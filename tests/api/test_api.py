@@ -19,7 +19,7 @@ from fedtailor.api import Fit, Run
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import load
 from fedtailor.data.configs import DigitsConfig
-from fedtailor.data.frames import as_frame
+from fedtailor.data.tabular.read import as_frame
 from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder

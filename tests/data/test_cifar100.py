@@ -8,8 +8,8 @@ import torch
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data import load
-from fedtailor.data.cifar100 import RECORD
 from fedtailor.data.configs import Cifar100Config
+from fedtailor.data.sources.cifar100 import RECORD
 from fedtailor.errors import DataError
 
 PER_CLASS = 8

@@ -14,8 +14,7 @@ from torch import Tensor
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
 from fedtailor.data import load
-from fedtailor.data.base_configs import Corruption
-from fedtailor.data.configs import Cifar10Config, DigitsConfig, PartitionConfig
+from fedtailor.data.configs import Cifar10Config, Corruption, DigitsConfig, PartitionConfig
 from fedtailor.data.corruptions import KINDS, LUMINANCE, corrupt, corrupt_clients
 from fedtailor.errors import DataError
 from tests.helpers import assert_equal

@@ -13,7 +13,7 @@ import torch
 from fedtailor.data import load
 from fedtailor.data.configs import ImageFolderConfig, TextConfig
 from fedtailor.data.fingerprint import digest
-from fedtailor.data.image_folder import read
+from fedtailor.data.sources.image_folder import read
 from fedtailor.errors import DataError
 
 SHADES = {"dark": 40, "light": 200}

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedtailor.data.parquet_check import check
+from fedtailor.data.tabular.parquet_check import check
 from tests.trust.parsers import SEEDS
 
 

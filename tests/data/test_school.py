@@ -8,7 +8,7 @@ from scipy.io import loadmat, savemat  # type: ignore[import-untyped]
 
 from fedtailor.data import load
 from fedtailor.data.configs import SchoolConfig
-from fedtailor.data.mat_file import read_cells
+from fedtailor.data.sources.school import read_cells
 from fedtailor.errors import DataError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig, SitesConfig
-from fedtailor.data.site import SiteData, load_site, write_prepared
+from fedtailor.data.sources.site_data import SiteData, load_site, write_prepared
 from fedtailor.errors import DataError
 from tests.helpers import make_data
 

@@ -27,7 +27,7 @@ from fedtailor.data.configs import (
     PolynomialConfig,
     QmnistConfig,
 )
-from fedtailor.data.polynomial import coefficients
+from fedtailor.data.sources.polynomial import coefficients
 from fedtailor.errors import DataError
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(DataConfig)

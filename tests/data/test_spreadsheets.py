@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from fedtailor.data.spreadsheets import as_text
+from fedtailor.data.tabular.columns import as_text
 from fedtailor.serving.personal import write_frame
 
 

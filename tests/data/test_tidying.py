@@ -12,8 +12,8 @@ from fedtailor.cli.check_command import as_options
 from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.problems import problems
-from fedtailor.data.tables import read_table, table_of
+from fedtailor.data.tabular.problems import problems
+from fedtailor.data.tabular.read import read_table, table_of
 from fedtailor.errors import DataError
 
 

@@ -9,7 +9,7 @@ import tomli_w
 import torch
 
 from fedtailor import data
-from fedtailor.data.folder import load_newcomer
+from fedtailor.data.sources.table_folder import load_newcomer
 from fedtailor.errors import ConfigError, DataError, RunError, UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse

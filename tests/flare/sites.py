@@ -21,7 +21,7 @@ from fedtailor.core.algorithm import reply_names
 from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
-from fedtailor.data.site import write_prepared
+from fedtailor.data.sources.site_data import write_prepared
 from fedtailor.engines.loop import loop
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig

@@ -17,7 +17,7 @@ from fedtailor.core.algorithm import reply_names
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
 from fedtailor.flare.site import own_fit
-from fedtailor.report.fit_story import headline
+from fedtailor.report.fit_page import headline
 from fedtailor.serving.personal import personal
 from fedtailor.studies import linear_candidates
 from tests.flare.sites import Authority, Sites

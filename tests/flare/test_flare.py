@@ -342,7 +342,7 @@ def test_all_sites_away_ends_the_job_for_a_later_one(tmp_path: Path) -> None:
 def test_a_site_whose_data_differs_is_left_out(tmp_path: Path) -> None:
     federated = Federated(tmp_path, configured("fedavg"))
     other = sources.load(config("data.clients=5", "data.max_samples=30").data, seed=0)
-    from fedtailor.data.site import write_prepared
+    from fedtailor.data.sources.site_data import write_prepared
 
     def stop(progress: runner.Progress) -> None:
         raise KeyboardInterrupt

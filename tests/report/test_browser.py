@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedtailor.experiments.store import read_json, write_json
-from fedtailor.report import render
+from fedtailor.report import page as page_html
 from fedtailor.report.write import write
 from fedtailor.studies.fit import fit
 from tests.made_sites import make_sites
@@ -116,8 +116,8 @@ def check(
 ) -> None:
     """Everything that a page must be."""
     checks = (Path(__file__).parent / "checks.js").read_text(encoding="utf-8")
-    ours = render.scripts()
-    monkeypatch.setattr(render, "scripts", lambda: (checks, *([axe] if axe else []), *ours))
+    ours = page_html.scripts()
+    monkeypatch.setattr(page_html, "scripts", lambda: (checks, *([axe] if axe else []), *ours))
     write(subject, folder / "page.html")
     told = looked_at(folder, width, dark)
     assert told["problems"] == []

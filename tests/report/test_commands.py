@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedtailor.report.serve import Server
+from fedtailor.report.watch import Server
 from tests.cli.conftest import Call, call, refused  # noqa: F401 - fixtures
 from tests.report.pages import parsed
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from fedtailor.experiments.store import read_json, write_json
-from fedtailor.report.effect_charts import caterpillar
-from fedtailor.report.fit_page import fairness, fit_page, served_sentence
-from fedtailor.report.fit_story import by_size, headline, who
+from fedtailor.report.fit_page import by_size, caterpillar, fairness, fit_page, headline, served_sentence, who
 from fedtailor.studies import fit as fitting
 from fedtailor.studies.effects import EFFECTS
 from tests.made_sites import make_sites

@@ -18,7 +18,7 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.rounds_file import CHECK, line_of
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.metrics.summary import share_hurt
-from fedtailor.report.render import embedded
+from fedtailor.report.page import embedded
 from fedtailor.report.write import write
 from fedtailor.studies.explain import weights
 from tests.report.pages import Parsed, parsed, report

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from fedtailor.data.tables import read_rows, read_table, table_of
+from fedtailor.data.tabular.read import read_rows, read_table, table_of
 from fedtailor.errors import DataError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse

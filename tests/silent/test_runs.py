@@ -13,8 +13,9 @@ import tomli_w
 
 import fedtailor as ft
 from fedtailor.core.data import FederatedData
-from fedtailor.data import load, saved
+from fedtailor.data import load
 from fedtailor.data.configs import DigitsConfig
+from fedtailor.data.sources import saved_data
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse
@@ -45,12 +46,12 @@ def searched(path: str) -> CompareConfig:
 
 def test_data_of_a_program_is_searched_if_it_has_validation_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     one_after_the_other(monkeypatch)
-    saved.save(digits(0.3), Path("made"))
+    saved_data.save(digits(0.3), Path("made"))
     (cell,) = run_grid(searched("made"), Path("grid"), None, lambda *step: None)
     tried = read_json(Path("grid") / FOUND)["found"]["FedAvg"]["tried"]
     assert [trial["settings"]["local.lr"] for trial in tried] == [1e-6, 0.2]
     assert cell.config.local.lr == max(tried, key=lambda trial: float(trial["val"]))["settings"]["local.lr"]
-    saved.save(digits(0.0), Path("without"))
+    saved_data.save(digits(0.0), Path("without"))
     with pytest.raises(ConfigError, match="a search needs validation samples, and saved has none"):
         run_grid(searched("without"), Path("other"), None, lambda *step: None)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedtailor as ft
-from fedtailor.data.site import SiteData, load_site
+from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import parse

@@ -11,7 +11,7 @@ import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.metrics import mean_absolute_error, mean_poisson_deviance
 
-from fedtailor.data.target import suggested
+from fedtailor.data.tabular.target import suggested
 from fedtailor.errors import DataError
 from fedtailor.serving.personal import personal, predicted
 from fedtailor.serving.trees import tree_outputs

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fedtailor.data.earlier_rows import EarlierRows, row_keys
+from fedtailor.data.tabular.earlier_rows import EarlierRows, row_keys
 from fedtailor.experiments.store import read_json
 from fedtailor.serving.linear_json import by_hand, linear_record
 from fedtailor.serving.personal import personal

@@ -16,7 +16,7 @@ from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
 from fedtailor.experiments.store import read_json
 from fedtailor.report import paper
-from fedtailor.report.outputs import Paper
+from fedtailor.report.paper import Paper
 from fedtailor.studies import significance
 from fedtailor.studies.compare import cells, rows, run_grid
 from fedtailor.studies.search import FOUND, notes
@@ -110,7 +110,7 @@ def test_rows_are_paired_by_client(tmp_path: Path) -> None:
     assert (tmp_path / "c.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     first = (tmp_path / "c.pdf").read_bytes()
-    paper.curves(grid, tmp_path / "c.pdf")
+    paper.draw_curves(grid, tmp_path / "c.pdf")
     assert (tmp_path / "c.pdf").read_bytes() == first
 
     again: list[str] = []

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 import fedtailor as ft
-from fedtailor.data.earlier_rows import row_keys
+from fedtailor.data.tabular.earlier_rows import row_keys
 from fedtailor.errors import DataError, RunError
 from fedtailor.experiments.latest import CURRENT, latest
 from fedtailor.experiments.store import FIT, RunFolder, read_json
@@ -114,7 +114,7 @@ def test_figures_before_and_after_are_those_of_the_models_on_the_same_rows(here:
     before = read_json(here / "fit" / FIT)["sites"]["s1"]["personal"]
     assert told["before"] == pytest.approx(before, rel=1e-9)  # the same rows, the same model
     # by hand: the test rows are those whose predictions give the figure of the first record
-    from fedtailor.data.earlier_rows import _hashes, _written
+    from fedtailor.data.tabular.earlier_rows import _hashes, _written
     from fedtailor.serving.personal import Personal
 
     first: Personal = _first(here, "s1")

@@ -15,7 +15,7 @@ from fedtailor.flare.kits import RUNS
 from fedtailor.flare.policy import Account, Budget, Policy, SitePrivacy, Spent, party
 from fedtailor.flare.server import SITES
 from fedtailor.flare.site import RUN, SiteState, set_state, standing
-from fedtailor.report.reading import recorded
+from fedtailor.report.recorded_run import read_run
 from fedtailor.serving.onboard import onboard
 from fedtailor.serving.personal import sites_of
 from fedtailor.serving.trees import TREES_FOLDER, Trees
@@ -47,7 +47,7 @@ def _models(path: Path) -> Any:
 
 
 def _page(path: Path) -> Any:
-    found = recorded(path)
+    found = read_run(path)
     if found.unreadable:  # which the page says
         raise UserError("lines that cannot be read")
     return found.config.plain(), found.about, found.lines, found.results

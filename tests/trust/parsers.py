@@ -26,8 +26,8 @@ from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
 from fedtailor.data.pickled_arrays import read_dict
-from fedtailor.data.school import _read as read_mat
-from fedtailor.data.tables import read_table
+from fedtailor.data.sources.school import _read as read_mat
+from fedtailor.data.tabular.read import read_table
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, read_toml

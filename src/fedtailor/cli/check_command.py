@@ -76,7 +76,7 @@ def check(
 def _check_files(path: Path, target: str, client_column: str | None, settings: list[str], as_json: bool) -> None:
     """Every problem of every file, one line each."""
     from fedtailor.data.configs import FolderConfig
-    from fedtailor.data.problems import problems
+    from fedtailor.data.tabular.problems import problems
     from fedtailor.experiments.config import parse, with_settings
     from fedtailor.studies.fit_folder import source_of
 
@@ -97,7 +97,7 @@ def _check_files(path: Path, target: str, client_column: str | None, settings: l
 def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
     """Beside the first problem of files, how many there are and what lists them."""
     from fedtailor.data.configs import FolderConfig
-    from fedtailor.data.problems import problems
+    from fedtailor.data.tabular.problems import problems
     from fedtailor.experiments.config import parse
 
     try:

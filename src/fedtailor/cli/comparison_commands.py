@@ -38,7 +38,7 @@ def compare(
     from fedtailor.experiments.config import CompareConfig, parse, read_toml, with_settings
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import new_path
-    from fedtailor.report.outputs import Paper
+    from fedtailor.report.paper import Paper
     from fedtailor.studies import table_files
     from fedtailor.studies.compare import rows, run_grid
     from fedtailor.studies.search import notes

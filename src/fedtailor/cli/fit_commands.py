@@ -123,7 +123,7 @@ def update(
     are grown only where rows changed. The earlier models serve until the new ones are complete, and are kept.
     After an interruption, run the same command again.
     """
-    from fedtailor.data.tables import read_rows
+    from fedtailor.data.tabular.read import read_rows
     from fedtailor.experiments.latest import latest, root_of
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT
@@ -197,7 +197,7 @@ def predict(
     Rows are prepared as in training. The output file has all columns of FILE, the prediction and, in
     classification, class probabilities.
     """
-    from fedtailor.data.tables import client_name
+    from fedtailor.data.tabular.read import client_name
     from fedtailor.serving.by_site import predicted_by_site, site_column
     from fedtailor.serving.personal import check_ending, personal, predicted, write_frame
 

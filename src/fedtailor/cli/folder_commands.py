@@ -85,7 +85,7 @@ def watch(
 
     Reachable from this machine only; the page refreshes itself. Ctrl-C stops the server, not the run.
     """
-    from fedtailor.report.serve import server
+    from fedtailor.report.watch import server
 
     with server(run, port, data_root) as page_server:
         print(f"watching {run} at {page_server.address} (Ctrl-C to stop)", flush=True)

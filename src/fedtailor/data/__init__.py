@@ -54,7 +54,7 @@ class SourceInfo:
     @property
     def has_pixels(self) -> bool:
         """Whether its floating-point numbers are made of bytes; its `load` then takes their type, `dtype`."""
-        return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw")
+        return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw_data")
 
 
 # modules by name, so that listing the sources imports neither torch nor polars
@@ -79,28 +79,30 @@ SOURCES: dict[str, SourceInfo] = {
     "shakespeare": SourceInfo(
         "Shakespeare's plays by role, next-character prediction: natural clients", ShakespeareConfig, "shakespeare"
     ),
-    "duw-mnist": SourceInfo("MNIST as the DUW paper's clients hold it", DuwMnistConfig, "duw"),
+    "duw-mnist": SourceInfo("MNIST as the DUW paper's clients hold it", DuwMnistConfig, "duw_data"),
     "stanford-dogs": SourceInfo(
-        "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw"
+        "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw_data"
     ),
-    "folder": SourceInfo("your own data: a folder with one CSV or Parquet file per client", FolderConfig, "folder"),
+    "folder": SourceInfo(
+        "your own data: a folder with one CSV or Parquet file per client", FolderConfig, "table_folder"
+    ),
     "image-folder": SourceInfo(
         "your own images: a folder client/class/image, or a CSV of paths", ImageFolderConfig, "image_folder"
     ),
     "text": SourceInfo("your own sentences and labels, in CSV or Parquet files", TextConfig, "text"),
     "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),
-    "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved"),
-    "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "own"),
-    "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site"),
+    "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved_data"),
+    "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "user_source"),
+    "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site_data"),
 }
 
 
 def has_validation(config: DataConfig) -> bool:
     """Whether clients will have validation samples; of data that a program made, as it lies on disk."""
     if isinstance(config, SavedConfig):
-        from fedtailor.data import saved
+        from fedtailor.data.sources import saved_data
 
-        return saved.validation_samples(config) > 0
+        return saved_data.validation_samples(config) > 0
     return isinstance(config, OwnConfig) or bool(getattr(config, "val", 0))
 
 
@@ -111,5 +113,7 @@ def load(config: DataConfig, *, seed: int, root: Path | None = None, dtype: torc
     """
     source = SOURCES[config.source]
     width = {"dtype": dtype} if source.has_pixels and dtype is not None else {}
-    data: FederatedData = import_module(f"fedtailor.data.{source.module}").load(config, seed=seed, root=root, **width)
+    data: FederatedData = import_module(f"fedtailor.data.sources.{source.module}").load(
+        config, seed=seed, root=root, **width
+    )
     return data

@@ -15,11 +15,15 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 
-from fedtailor.data.files import data_root
+from fedtailor.data.files import expanded
 from fedtailor.errors import DataError, nearest
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in total where known
+
+
 _CHUNK = 1 << 20
+
+
 _TIMEOUT = 60  # seconds without a byte
 
 
@@ -53,7 +57,10 @@ _MNIST = _idx_files(
         "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
     },
 )
+
+
 _HEART = "https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/"
+
 
 REMOTES: dict[str, tuple[Remote, ...]] = {
     "mnist": _MNIST,
@@ -188,3 +195,25 @@ def _checksum(path: Path, like: str) -> str:
     kind = like.split(":", 1)[0]
     with path.open("rb") as f:
         return f"{kind}:{hashlib.file_digest(f, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()}"
+
+
+def data_root(root: Path | None = None) -> Path:
+    """The folder that holds data sets: as given, else FEDTAILOR_DATA, else the user's cache."""
+    if root is not None:
+        return root
+    if os.environ.get("FEDTAILOR_DATA"):
+        return expanded(os.environ["FEDTAILOR_DATA"])
+    return Path.home() / ".cache" / "fedtailor"
+
+
+def locate(root: Path, relative: str, source: str) -> Path:
+    """Path of a file of a data set; a `.gz` may also lie there unpacked."""
+    path = root / relative
+    for candidate in (path, path.with_suffix("") if path.suffix == ".gz" else path):
+        if candidate.is_file():
+            return candidate
+    fetch = f'run "fedtailor download {source}" or ' if source in REMOTES else ""
+    why = "" if fetch else "; there is no address to download it from"
+    raise DataError(
+        f"{path}: not found; {fetch}set FEDTAILOR_DATA to the folder that holds {Path(relative).parts[0]}{why}"
+    )

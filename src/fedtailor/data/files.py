@@ -6,7 +6,6 @@ import gzip
 import io
 import lzma
 import math
-import os
 import struct
 import tokenize
 import zipfile
@@ -29,36 +28,12 @@ BROKEN_HEADER = (struct.error, tokenize.TokenError, SyntaxError)
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 
-def data_root(root: Path | None = None) -> Path:
-    """The folder that holds data sets: as given, else FEDTAILOR_DATA, else the user's cache."""
-    if root is not None:
-        return root
-    if os.environ.get("FEDTAILOR_DATA"):
-        return expanded(os.environ["FEDTAILOR_DATA"])
-    return Path.home() / ".cache" / "fedtailor"
-
-
 def expanded(path: Path | str) -> Path:
     """With the home folder that "~" or "~name" stands for."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise DataError(f'{path}: there is no user "{Path(path).parts[0][1:]}"; write out the folder') from None
-
-
-def locate(root: Path, relative: str, source: str) -> Path:
-    """Path of a file of a data set; a `.gz` may also lie there unpacked."""
-    path = root / relative
-    for candidate in (path, path.with_suffix("") if path.suffix == ".gz" else path):
-        if candidate.is_file():
-            return candidate
-    from fedtailor.data.download import REMOTES  # it needs data_root
-
-    fetch = f'run "fedtailor download {source}" or ' if source in REMOTES else ""
-    why = "" if fetch else "; there is no address to download it from"
-    raise DataError(
-        f"{path}: not found; {fetch}set FEDTAILOR_DATA to the folder that holds {Path(relative).parts[0]}{why}"
-    )
 
 
 def read_bytes(path: Path) -> bytes:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fedtailor.data.configs import FolderConfig, ImageFolderConfig, SourceConfig, TextConfig
 from fedtailor.data.files import expanded
-from fedtailor.data.image_folder import entries
-from fedtailor.data.tables import client_name
+from fedtailor.data.sources.image_folder import entries
+from fedtailor.data.tabular.read import client_name
 
 
 def digest(config: SourceConfig) -> str | None:

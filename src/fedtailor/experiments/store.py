@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
-from fedtailor.data.preparation import Preparation
+from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments import records
 from fedtailor.experiments.config import RunConfig, parse, read_toml

@@ -11,7 +11,7 @@ import tomli_w
 from fedtailor import algorithms
 from fedtailor.core.algorithm import reply_names
 from fedtailor.data.configs import SitesConfig
-from fedtailor.data.site import write_prepared
+from fedtailor.data.sources.site_data import write_prepared
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import RunConfig

@@ -26,7 +26,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
 from fedtailor.data.files import expanded
-from fedtailor.data.site import SiteData, load_site
+from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError, RunError, nearest

@@ -5,21 +5,54 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.store import ABOUT, CONFIG, METRICS
-from fedtailor.report.formatting import count, duration, value
-from fedtailor.report.page_model import Figure, Page, Section, Table, cells
-from fedtailor.report.reading import Recorded, recorded, split_name
-from fedtailor.report.task_charts import Task, fairness, gain_chart, hurt, learning, table, traffic
+from fedtailor.report.formatting import count, duration, label, percent, signed, thinned, value
+from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
+from fedtailor.report.recorded_run import RecordedRun, gains, known, read_run, split_name
+from fedtailor.report.run_page import SPLITS
 from fedtailor.studies import table_files
-from fedtailor.studies.compare import GRID, TABLE
+from fedtailor.studies.compare import GRID, TABLE, Row, rows
+from fedtailor.studies.grid import Cell as GridCell
 from fedtailor.studies.grid import folder_name
+from fedtailor.studies.tables import cells_of, header, size
 
 FREE = ("algorithm", "local", "seed", "federation", "checkpoint", "tracking")  # may differ between runs of one task
+MOST_DOTS = 6000  # clients in the chart of gains
+
+
+@dataclass(frozen=True)
+class ComparedTask:
+    """Runs that may be compared: the same data, environment and rounds."""
+
+    name: str  # what it has that the others have not; empty if it is the only one
+    runs: Mapping[str, Mapping[int, RecordedRun]]  # label -> seed -> run
+
+    @property
+    def all(self) -> list[RecordedRun]:
+        return [run for seeds in self.runs.values() for run in seeds.values()]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table; finished runs only."""
+        grid = [
+            GridCell(name, seed, run.path, run.config) for name, by in self.runs.items() for seed, run in by.items()
+        ]
+        return rows(grid)
+
+
+@dataclass(frozen=True)
+class TablePlace:
+    """Where a run stands in its table."""
+
+    label: str
+    column: str  # of a published table; empty in a comparison
+    seed: int
 
 
 def compare_page(path: Path) -> Page:
@@ -39,12 +72,12 @@ def compare_page(path: Path) -> Page:
     return Page(f"{path.resolve().name}: {names}", "Comparison", state, finished, tuple(sections), path.resolve().name)
 
 
-def runs_in(path: Path) -> tuple[list[Recorded], list[str]]:
+def runs_in(path: Path) -> tuple[list[RecordedRun], list[str]]:
     """The runs of a folder, and why others cannot be read."""
     runs, failed = [], []
     for folder in sorted({file.parent for name in (ABOUT, CONFIG) for file in path.glob(f"*/{name}")}):
         try:
-            run = recorded(folder)
+            run = read_run(folder)
             if run.unreadable:
                 raise RunError(f"{run.path / METRICS}: {count(run.unreadable, 'line')} cannot be read")
             runs.append(run)
@@ -59,16 +92,7 @@ def left_out(failed: Sequence[str]) -> list[str]:
     return [f"{sentence}; the first: {failed[0]}."] if failed else []
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a run stands in its table."""
-
-    label: str
-    column: str  # of a published table; empty in a comparison
-    seed: int
-
-
-def places(path: Path, runs: Sequence[Recorded]) -> dict[Path, Place]:
+def places(path: Path, runs: Sequence[RecordedRun]) -> dict[Path, TablePlace]:
     """Rows, columns and seeds, from the names of folders and the words in the table that was written of them."""
     names, columns = written(path)
     stems = {run.path: split_name(run.path.name) or (run.path.name, run.config.seed) for run in runs}
@@ -76,11 +100,11 @@ def places(path: Path, runs: Sequence[Recorded]) -> dict[Path, Place]:
     for where, (stem, seed) in stems.items():
         column = next((c for c in columns if stem.endswith(f"_{as_folder(c)}")), "")
         row = stem.removesuffix(f"_{as_folder(column)}") if column else stem
-        out[where] = Place(next((n for n in names if as_folder(n) == row), row), column, seed)
+        out[where] = TablePlace(next((n for n in names if as_folder(n) == row), row), column, seed)
     return _titled(runs, out)
 
 
-def _titled(runs: Sequence[Recorded], by_path: dict[Path, Place]) -> dict[Path, Place]:
+def _titled(runs: Sequence[RecordedRun], by_path: dict[Path, TablePlace]) -> dict[Path, TablePlace]:
     """The algorithm's title for labels that are only its name, or the only ones of the algorithm."""
     labels: dict[str, set[str]] = {}
     for run in runs:
@@ -110,9 +134,9 @@ def written(path: Path) -> tuple[list[str], list[str]]:
     return rows, sorted((column.strip() for column in lines[0]), key=len, reverse=True) if published and lines else []
 
 
-def tasks_of(recorded_runs: Sequence[Recorded], by_path: Mapping[Path, Place]) -> list[Task]:
+def tasks_of(recorded_runs: Sequence[RecordedRun], by_path: Mapping[Path, TablePlace]) -> list[ComparedTask]:
     """Runs by the column they stand in, else by what they were trained on; each task named by what sets it apart."""
-    groups: dict[str, dict[str, dict[int, Recorded]]] = {}
+    groups: dict[str, dict[str, dict[int, RecordedRun]]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in recorded_runs:
         place = by_path[run.path]
@@ -123,7 +147,7 @@ def tasks_of(recorded_runs: Sequence[Recorded], by_path: Mapping[Path, Place]) -
     keys = {k for flat in settings.values() for k in flat}
     varying = sorted(k for k in keys if len({json.dumps(flat.get(k)) for flat in settings.values()}) > 1)
     return [
-        Task(
+        ComparedTask(
             ", ".join(f"{k.partition('.')[2]} {settings[key][k]}".strip() for k in varying if k in settings[key]), runs
         )
         for key, runs in sorted(groups.items())
@@ -138,7 +162,7 @@ def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def summary(runs: Sequence[Recorded], tasks: Sequence[Task], failed: Sequence[str]) -> Section:
+def summary(runs: Sequence[RecordedRun], tasks: Sequence[ComparedTask], failed: Sequence[str]) -> PageSection:
     """In plain words."""
     names = {name for task in tasks for name in task.runs}
     seeds = {seed for task in tasks for by in task.runs.values() for seed in by}
@@ -151,14 +175,14 @@ def summary(runs: Sequence[Recorded], tasks: Sequence[Task], failed: Sequence[st
     text += left_out(failed)
     seconds = sum(line["seconds"] for run in runs for line in run.lines)
     figures = (
-        Figure("Runs", f"{len(done)} of {len(runs)}", "finished"),
-        Figure("Clients", " / ".join(sorted({f"{len(run.clients)}" for run in runs}, key=int)), "of each run"),
-        Figure("Time", duration(seconds), "all runs together"),
+        KeyFigure("Runs", f"{len(done)} of {len(runs)}", "finished"),
+        KeyFigure("Clients", " / ".join(sorted({f"{len(run.clients)}" for run in runs}, key=int)), "of each run"),
+        KeyFigure("Time", duration(seconds), "all runs together"),
     )
-    return Section("summary", "Summary", tuple(text), figures)
+    return PageSection("summary", "Summary", tuple(text), figures)
 
 
-def best(task: Task) -> str:
+def best(task: ComparedTask) -> str:
     """Who is first, and who does least harm."""
     table, higher = task.rows, task.all[0].higher
     ranked = sorted((row for row in table if math.isfinite(row.last[0])), key=lambda row: row.last[0], reverse=higher)
@@ -177,46 +201,187 @@ def best(task: Task) -> str:
     return text + "."
 
 
-def task_sections(task: Task, suffix: str) -> list[Section]:
-    """Table and charts of a task."""
+def task_sections(task: ComparedTask, suffix: str) -> list[PageSection]:
+    """PageTable and charts of a task."""
     title = task.name or "Results"
     units = tuple(filter(None, [task.all[0].units]))
     if not task.rows:
         curves = learning(task, suffix)
         if curves is None:
-            return [Section(f"task{suffix}", title, missing="no run on it is finished")]
-        return [Section(f"task{suffix}", title, ("No run is finished yet.", *units), charts=(curves,))]
+            return [PageSection(f"task{suffix}", title, missing="no run on it is finished")]
+        return [PageSection(f"task{suffix}", title, ("No run is finished yet.", *units), charts=(curves,))]
     charts = [traffic(task, suffix), learning(task, suffix), fairness(task, suffix), hurt(task, suffix)]
     drawn = [chart for chart in charts if chart is not None]
-    first = Section(f"task{suffix}", title, units, charts=tuple(drawn), tables=(table(task),), tables_first=True)
+    first = PageSection(f"task{suffix}", title, units, charts=tuple(drawn), tables=(table(task),), tables_first=True)
     gain = gain_chart(task, suffix)
     ending = f": {task.name}" if task.name else ""
     if gain is None:
         why = "there is no finished run of Local with the same seeds"
-        return [first, Section(f"gain{suffix}", f"Gain over Local{ending}", missing=why)]
-    return [first, Section(f"gain{suffix}", f"Gain over Local{ending}", units, charts=(gain,))]
+        return [first, PageSection(f"gain{suffix}", f"Gain over Local{ending}", missing=why)]
+    return [first, PageSection(f"gain{suffix}", f"Gain over Local{ending}", units, charts=(gain,))]
 
 
-def printed(path: Path) -> list[Section]:
+def table(task: ComparedTask) -> PageTable:
+    """All rows and columns of the comparison."""
+    rows = task.rows
+    cell_rows = [tuple(map(TableCell, cells_of(row), sort_keys(row))) for row in rows]
+    title = "All algorithms" + (f", {task.name}" if task.name else "")
+    return PageTable(f"{title}: mean ± spread over seeds", tuple(header(rows)), cell_rows, sortable=True)
+
+
+def sort_keys(row: Row) -> list[Value]:
+    """The numbers behind the cells of a row."""
+    figures = [row.last[0], row.selected[0], row.client_std, row.worst_tenth, row.hurt]
+    return [row.label, *(x if math.isfinite(x) else None for x in (*figures, *astuple(row.cost)))]
+
+
+def traffic(task: ComparedTask, suffix: str) -> Chart | None:
+    """What an algorithm reaches and what it costs."""
+    rows = [row for row in task.rows if math.isfinite(row.last[0]) and row.cost.bytes > 0]
+    if not rows:
+        return None
+    metric = rows[0].metric
+    return Chart(
+        f"traffic{suffix}",
+        "scatter",
+        f"Test {metric} against bytes",
+        "One dot per algorithm: "
+        + "; ".join(f"{r.label} {value(metric, r.last[0])} for {size(r.cost.bytes)}" for r in rows)
+        + ".",
+        ("algorithm", "bytes", metric),
+        [(r.label, r.cost.bytes, r.last[0]) for r in rows],
+        {"x": "bytes", "y": metric, "name": "algorithm", "labels": True, "bytes": True, "xlabel": "bytes, both ways"}
+        | {"ylabel": f"test {label(metric)}", "percent": percent(metric, metric)},
+        "Last round; bytes of a whole run.",
+    )
+
+
+def learning(task: ComparedTask, suffix: str) -> Chart | None:
+    """Curves of all algorithms, mean over clients and seeds."""
+    run = task.all[0]
+    for split in SPLITS:
+        rows: list[tuple[Value, ...]] = []
+        for name, by in task.runs.items():
+            rounds: dict[int, list[float]] = {}
+            for one in by.values():
+                for round, values in one.measured(split, run.metric):
+                    if finite := known(values):
+                        rounds.setdefault(round, []).append(mean(finite))
+            rows += [(name, round, mean(means), len(means)) for round, means in thinned(sorted(rounds.items()), 400)]
+        if rows:
+            break
+    else:
+        return None
+    last = {str(name): figure for name, _, figure, _ in rows}
+    ends = ", ".join(f"{name} {value(run.metric, float(figure or 0))}" for name, figure in last.items())
+    return Chart(
+        f"learning{suffix}",
+        "lines",
+        f"{SPLITS[split].capitalize()} {run.metric} by round",
+        f"Line chart, one line per algorithm; at its end: {ends}.",
+        ("algorithm", "round", run.metric, "seeds"),
+        rows,
+        {"x": "round", "y": run.metric, "series": "algorithm", "ylabel": label(run.metric)}
+        | {"percent": percent(run.metric, run.metric)},
+        "Mean over clients and seeds.",
+    )
+
+
+def fairness(task: ComparedTask, suffix: str) -> Chart | None:
+    """How the worst tenth of the clients fares."""
+    rows = [row for row in task.rows if math.isfinite(row.worst_tenth)]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: row.worst_tenth, reverse=task.all[0].higher)
+    metric = rows[0].metric
+    return Chart(
+        f"worst{suffix}",
+        "bars",
+        f"Test {metric} of the worst tenth",
+        "One bar per algorithm, best first: "
+        + ", ".join(f"{r.label} {value(metric, r.worst_tenth)}" for r in rows)
+        + ".",
+        ("algorithm", "worst tenth", "mean"),
+        [(r.label, r.worst_tenth, r.last[0]) for r in rows],
+        {"x": "worst tenth", "name": "algorithm", "percent": percent(metric, "worst tenth", "mean")}
+        | {"xlabel": f"{label(metric)} of the worst tenth"},
+        "Mean of the tenth of the clients with the poorest figures.",
+    )
+
+
+def hurt(task: ComparedTask, suffix: str) -> Chart | None:
+    """Clients that would be better off alone."""
+    rows = sorted((row for row in task.rows if math.isfinite(row.hurt)), key=lambda row: row.hurt)
+    if len(rows) < 2:
+        return None
+    return Chart(
+        f"hurt{suffix}",
+        "bars",
+        "Clients hurt",
+        "One bar per algorithm: " + ", ".join(f"{r.label} {100 * r.hurt:.0f} %" for r in rows) + ".",
+        ("algorithm", "hurt"),
+        [(r.label, r.hurt) for r in rows],
+        {"x": "hurt", "name": "algorithm", "percent": ["hurt"], "xlabel": "clients worse off than alone (%)"},
+        "Share of the clients that Local serves better.",
+    )
+
+
+def gain_chart(task: ComparedTask, suffix: str) -> Chart | None:
+    """Every client of every seed against itself alone."""
+    alone = {
+        seed: run
+        for by in task.runs.values()
+        for seed, run in by.items()
+        if run.config.algorithm.name == "local" and run.results is not None
+    }
+    rows: list[tuple[Value, ...]] = []
+    for name, by in task.runs.items():
+        for seed, run in by.items():
+            if run.results is None or seed not in alone or run.config.algorithm.name == "local":
+                continue
+            if run.clients != alone[seed].clients:
+                continue
+            each = gains(run.tested, alone[seed].tested, run.higher)
+            rows += [(name, seed, c, g) for c, g in zip(run.clients, each, strict=True) if math.isfinite(g)]
+    if not rows:
+        return None
+    metric = task.all[0].metric
+    means = {name: mean(float(r[3] or 0) for r in rows if r[0] == name) for name in dict.fromkeys(r[0] for r in rows)}
+    return Chart(
+        f"gains{suffix}",
+        "dots",
+        "Gain of each client over Local",
+        "One dot per client and seed; mean gain: "
+        + ", ".join(f"{n} {signed(metric, g)}" for n, g in means.items())
+        + ".",
+        ("algorithm", "seed", "client", "gain"),
+        thinned(rows, MOST_DOTS),
+        {"x": "gain", "series": "algorithm", "name": "client", "diverging": True, "percent": percent(metric, "gain")}
+        | {"xlabel": f"gain in {metric}" + (" (points)" if metric == "accuracy" else "")},
+        "Clients of all seeds; right of zero they are better off than alone. The short line is the mean.",
+    )
+
+
+def printed(path: Path) -> list[PageSection]:
     """The table of a published one, with the paper's figures; a comparison's is above."""
     if (path / GRID).exists() or not (path / TABLE).is_file():
         return []
     text = table_files.read(path, TABLE)
-    return [Section("printed", "Table as printed", code=((TABLE, text),))]
+    return [PageSection("printed", "PageTable as printed", code=((TABLE, text),))]
 
 
-def configuration(tasks: Sequence[Task]) -> Section:
+def configuration(tasks: Sequence[ComparedTask]) -> PageSection:
     """What all runs have in common, from the first."""
     run = tasks[0].all[0]
     common = {k: v for k, v in flattened(run.config.plain()).items() if k.partition(".")[0] not in FREE}
     rows = [cells(key, json.dumps(setting, ensure_ascii=False)) for key, setting in common.items()]
     note = "Common to the runs" if len(tasks) == 1 else f"Of the first task, {tasks[0].name}"
-    return Section("configuration", "Configuration", tables=(Table(note, ("", ""), rows, words=True),))
+    return PageSection("configuration", "Configuration", tables=(PageTable(note, ("", ""), rows, words=True),))
 
 
-def citations(runs: Sequence[Recorded]) -> Section:
+def citations(runs: Sequence[RecordedRun]) -> PageSection:
     """BibTeX of every algorithm."""
     kinds = {run.title: run.kind for run in runs}
     texts = dict.fromkeys(kind.citation.strip() for kind in kinds.values() if kind is not None and kind.citation)
     missing = "" if texts else "the algorithms name no papers"
-    return Section("citation", "Citation", code=(("BibTeX", "\n\n".join(texts)),) if texts else (), missing=missing)
+    return PageSection("citation", "Citation", code=(("BibTeX", "\n\n".join(texts)),) if texts else (), missing=missing)

@@ -1,4 +1,4 @@
-"""The page on a fit: every site alone, in common and personalized, what serves it, and the runs behind that."""
+"""The page on a fit: every site alone, in common and personalized, what its models mean, and the runs behind that."""
 
 from __future__ import annotations
 
@@ -7,36 +7,41 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.metrics.summary import summarise
-from fedtailor.report.compare_page import (
-    citations,
-    configuration,
-    left_out,
-    places,
-    runs_in,
-    task_sections,
-    tasks_of,
+from fedtailor.report.compare_page import citations, configuration, left_out, places, runs_in, task_sections, tasks_of
+from fedtailor.report.formatting import count, label, percent, signed, value
+from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
+from fedtailor.studies.effect_words import (
+    about_model,
+    importance_words,
+    joined,
+    shared_words,
+    sharing_words,
+    size_words,
 )
-from fedtailor.report.effect_charts import matters, sharing
-from fedtailor.report.fit_charts import card, quality
-from fedtailor.report.fit_story import OWN, story
-from fedtailor.report.formatting import count, label, signed, value
-from fedtailor.report.page_model import Cell, Chart, Figure, Page, Section, Table, cells
 from fedtailor.studies.effects import EFFECTS
+from fedtailor.studies.site_metrics import is_noise
 from fedtailor.studies.tables import number
+from fedtailor.studies.terms import INTERCEPT
 
+OWN = ("Local", "alone", "trees alone")
 OWN_MODEL = "its own model"
-MANY = 12  # sites, above which the chart comes before the table
-
-
 WORDS = {
     "mixed": "a mixed model, which is partly common and partly the site's own",
     "common": "the common model",
     "trees on the shared model": "trees on top of the shared model",
 }
+NAMES = {"baseline": "baseline", "alone": "alone", "common": "in common", "personal": "personal models"}
+NAMED = 3  # sites that are named
+MANY = 12  # sites, above which the chart comes before the table, and tables are folded
+QUANTILES = ("5 %", "25 %", "median", "75 %", "95 %")
+MOST_TERMS, MOST_SHOWN, MOST_LINES, MOST_COLUMNS = 25, 12, 6, 12
+ALL = "all sites"
+NONE = "the fit does not keep it; fedtailor explain computes it"
 
 
 def fit_page(path: Path) -> Page:
@@ -68,7 +73,136 @@ def fit_page(path: Path) -> Page:
     return Page(title, "Fit", state, True, tuple(sections), path.name)
 
 
-def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> Section:
+def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] = ()) -> PageSection:
+    """Of a fit of tables; `more` are further sentences."""
+    coefficients = effects.get("coefficients")
+    text = [
+        headline(record),
+        who(record),
+        by_size(record),
+        " ".join(shared_words(coefficients)) if coefficients else "",
+        next(iter(importance_words(effects["importance"])), "") if effects else "",
+        *more,
+    ]
+    metric, means = record["metric"], record["means"]
+    rows = [row for row in record["sites"].values() if row.get("gain_ci")]
+    better, worse = (sum(sign * row["gain_ci"][k] > 0 for row in rows) for k, sign in ((0, 1), (1, -1)))
+    figures = [
+        KeyFigure("Personal models", value(metric, means["personal"]), f"mean test {metric} over sites"),
+        KeyFigure("Alone", value(metric, means["alone"]), "each site's best own model"),
+        KeyFigure("In common", value(metric, means["common"]), "one model for all"),
+        KeyFigure("Baseline", value(metric, means["baseline"]), "each site's mean, or shares of its classes"),
+    ]
+    if len(record["sites"]) > 1 and rows:
+        figures.append(KeyFigure("Gain, lose", f"{better}, {worse}", f"sites beyond noise, of {len(rows)}"))
+    charts = [chart for chart in (levels(record),) if chart is not None]
+    return PageSection("summary", "Summary", tuple(filter(None, text)), tuple(figures), tuple(charts))
+
+
+def in_federation(record: dict[str, Any]) -> str:
+    """What a federation's fit gave this site; of the others it knows nothing."""
+    ((site, row),) = record["sites"].items()
+    metric = record["metric"]
+    if row["served"] in OWN:
+        return f"{site} keeps its own model: the federation's did not help it by more than its uncertainty."
+    alone, personal = value(metric, row["alone"]), value(metric, row["personal"])
+    figures = f"test {metric} is {alone} with its best model alone and {personal} with the model it is served by"
+    return f"{site} is served by {row['served']}, of a fit with the other sites of its federation: {figures}."
+
+
+def headline(record: dict[str, Any]) -> str:
+    """Whether sharing pays, in one sentence."""
+    metric, means, estimate = record["metric"], record["means"], record["differences"]["alone"]
+    sites = record["sites"]
+    if record.get("settings", {}).get("federated"):
+        return in_federation(record)
+    if len(sites) == 1:
+        return "There is one site, so that nothing can be shared: it is served by a model of its own."
+    if all(row["served"] in OWN for row in sites.values()):
+        every = "Both sites keep" if len(sites) == 2 else f"All {len(sites)} sites keep"
+        return f"{every} their own model: sharing did not help any of them by more than its uncertainty."
+    alone, personal = value(metric, means["alone"]), value(metric, means["personal"])
+    figures = f"mean test {metric} is {alone} with each site's best model alone and {personal} with personal models"
+    if estimate["ci"] is None or not math.isfinite(estimate["gain"]):
+        return f"Whether sharing pays cannot be told: {figures}, on too few test rows."
+    low, high = estimate["ci"]
+    bounds = f"95 % interval of the gain {number(metric, low)} to {number(metric, high)}"
+    if is_noise(estimate["ci"]):
+        return f"Sharing makes no sure difference: {figures}. That may be noise ({bounds})."
+    part = abs(estimate["gain"] / means["alone"]) if means["alone"] else math.nan
+    how = "better" if estimate["gain"] > 0 else "worse"
+    size = signed(metric, abs(estimate["gain"])).lstrip("+") if metric == "accuracy" else f"{100 * part:.1f} %"
+    return f"Sharing {'pays' if estimate['gain'] > 0 else 'did harm'}: {figures}, {size} {how} ({bounds})."
+
+
+def who(record: dict[str, Any]) -> str:
+    """Which sites gain and lose on their test rows, beyond noise."""
+    sites = record["sites"]
+    known = {name: row for name, row in sites.items() if row.get("gain_ci") is not None}
+    if len(sites) == 1 or not known:
+        return ""
+    sign = 1 if record["higher_is_better"] else -1
+    gain = {name: sign * (row["personal"] - row["alone"]) for name, row in known.items()}
+    better = sorted((n for n, row in known.items() if row["gain_ci"][0] > 0), key=lambda n: -gain[n])
+    worse = sorted((n for n, row in known.items() if row["gain_ci"][1] < 0), key=lambda n: gain[n])
+    parts = []
+    for names, verb in ((better, "gain"), (worse, "lose")):
+        verb = f"{verb}s" if len(names) == 1 else verb
+        which = f" ({'most: ' if len(names) > NAMED else ''}{joined(names[:NAMED])})" if names else ""
+        parts.append(f"{len(names) or 'none'} {verb}{which}" if names else f"none {verb}s")
+    rest, few = len(known) - len(better) - len(worse), len(sites) - len(known)
+    close = f"{rest} {'is' if rest == 1 else 'are'} too close to call" if rest else ""
+    too_few = f"{few} {'has' if few == 1 else 'have'} too few test rows to tell" if few else ""
+    verdicts = ", ".join(filter(None, [*parts, close, too_few]))
+    return f"Of {count(len(sites), 'site')}, compared with their best model alone and beyond noise: {verdicts}."
+
+
+def by_size(record: dict[str, Any]) -> str:
+    """Whether small sites gain more, where there are enough sites to say so."""
+    sign = 1 if record["higher_is_better"] else -1
+    pairs = [(row["train"], sign * (row["personal"] - row["alone"])) for row in record["sites"].values()]
+    pairs = [(size, gain) for size, gain in pairs if math.isfinite(gain)]
+    if len(pairs) < 8:
+        return ""
+    middle = median(size for size, _ in pairs)
+    small, large = [g for n, g in pairs if n <= middle], [g for n, g in pairs if n > middle]
+    if not small or not large:
+        return ""
+    metric = record["metric"]
+    which = f"those with at most {middle:g} training rows by {signed(metric, mean(small))}"
+    others = f"larger ones by {signed(metric, mean(large))}"
+    if mean(small) > max(1.5 * mean(large), 0):
+        return f"Small sites gain most, as they have most to learn from the others: {which} on average, {others}."
+    return f"Sites change on average: {which}, {others}."
+
+
+def levels(record: dict[str, Any]) -> Chart | None:
+    """Mean test figures side by side, with their intervals."""
+    metric, means, ci = record["metric"], record["means"], record["ci"]
+    rows = [
+        (NAMES[key], means[key], *(ci[key] or (None, None)))
+        for key in ("baseline", "alone", "common", "personal")
+        if key in means and math.isfinite(means[key]) and not (key == "common" and len(record["sites"]) == 1)
+    ]
+    if len(rows) < 2:
+        return None
+    better = "higher" if record["higher_is_better"] else "lower"
+    over = "over sites" if len(record["sites"]) >= 8 else "over rows"
+    return Chart(
+        "levels",
+        "intervals",
+        f"Mean test {metric} of the sites: {better} is better",
+        "; ".join(f"{name} {value(metric, x)}" for name, x, *_ in rows) + ".",
+        ("model", metric, "low", "high"),
+        rows,
+        {"x": metric, "low": "low", "high": "high", "name": "model", "xlabel": f"test {label(metric)}"}
+        | {"percent": percent(metric, metric, "low", "high")},
+        f"Lines are 95 % intervals {over}. All models are measured on the same rows: differences are surer than the "
+        "lines suggest.",
+    )
+
+
+def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> PageSection:
     """In plain words."""
     metric, means, rows = record["metric"], record["means"], record["sites"]
     text = (
@@ -80,12 +214,12 @@ def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> Section:
         *left_out(failed),
     )
     figures = (
-        Figure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),
-        Figure("Alone", value(metric, means["alone"]), "each site's own data only"),
-        Figure("In common", value(metric, means["common"]), "one model for all"),
-        Figure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone"),
+        KeyFigure(f"Test {metric}", value(metric, means["personal"]), "mean of sites, personalized"),
+        KeyFigure("Alone", value(metric, means["alone"]), "each site's own data only"),
+        KeyFigure("In common", value(metric, means["common"]), "one model for all"),
+        KeyFigure("Hurt", f"{100 * record['hurt']:.0f} %", "sites worse off than alone"),
     )
-    return Section("summary", "Summary", text, figures)
+    return PageSection("summary", "Summary", text, figures)
 
 
 def served_sentence(served: list[str]) -> str:
@@ -115,15 +249,15 @@ def served_sentence(served: list[str]) -> str:
     )
 
 
-def sites(record: dict[str, Any]) -> Section:
+def sites(record: dict[str, Any]) -> PageSection:
     """A line per site."""
     metric = record["metric"]
     rows, drawn = [], []
     for name, row in record["sites"].items():
-        figures = [Cell(number(metric, row[k]), row[k]) for k in ("alone", "common", "personal")]
-        sure = (Cell(verdict(row), verdict(row)),) if "gain_ci" in row else ()
-        size = Cell(f"{row['train']:,}", row["train"])
-        rows.append((Cell(name, name), size, *figures, *sure, Cell(row["served"], row["served"])))
+        figures = [TableCell(number(metric, row[k]), row[k]) for k in ("alone", "common", "personal")]
+        sure = (TableCell(verdict(row), verdict(row)),) if "gain_ci" in row else ()
+        size = TableCell(f"{row['train']:,}", row["train"])
+        rows.append((TableCell(name, name), size, *figures, *sure, TableCell(row["served"], row["served"])))
         gain = row["personal"] - row["alone"] if record["higher_is_better"] else row["alone"] - row["personal"]
         drawn.append((name, gain, row["served"]))
     unit = " %" if metric == "accuracy" else ""
@@ -154,12 +288,12 @@ def sites(record: dict[str, Any]) -> Section:
         | {"percent": ["gain"] if metric == "accuracy" else [], "rank": "sites, by gain", "diverging": True},
         "0 where the site is served by its own model.",
     )
-    table = Table("At each site", columns, rows, sortable=True, folded=is_many and is_table, wraps=True)
+    table = PageTable("At each site", columns, rows, sortable=True, folded=is_many and is_table, wraps=True)
     charts = (chart,) if any(math.isfinite(gain) and gain for _, gain, _ in drawn) else ()
-    return Section("sites", "Sites", text, fairness(record), charts, (table,), tables_first=not is_many)
+    return PageSection("sites", "Sites", text, fairness(record), charts, (table,), tables_first=not is_many)
 
 
-def fairness(record: dict[str, Any]) -> tuple[Figure, ...]:
+def fairness(record: dict[str, Any]) -> tuple[KeyFigure, ...]:
     """How the worst fare, and how far sites are apart: personal models, and beside them each site alone."""
     measures, metric, rows = record.get("fairness"), record["metric"], record["sites"].values()
     if not measures or len(rows) == 1:
@@ -168,11 +302,11 @@ def fairness(record: dict[str, Any]) -> tuple[Figure, ...]:
     alone = summarise([row["alone"] for row in rows], higher_is_better=higher)
     of_alone = f"alone {value(metric, alone.worst_tenth)}"
     figures = [
-        Figure("Worst site", value(metric, measures["worst_value"]), f"{measures['worst']}, with its personal model")
+        KeyFigure("Worst site", value(metric, measures["worst_value"]), f"{measures['worst']}, with its personal model")
     ]
     if len(rows) >= 10:
-        figures.append(Figure("Worst tenth of the sites", value(metric, measures["worst_tenth"]), of_alone))
-    spread = Figure("Spread over sites (sd)", value(metric, measures["spread"]), f"alone {value(metric, alone.std)}")
+        figures.append(KeyFigure("Worst tenth of the sites", value(metric, measures["worst_tenth"]), of_alone))
+    spread = KeyFigure("Spread over sites (sd)", value(metric, measures["spread"]), f"alone {value(metric, alone.std)}")
     return (*figures, spread)
 
 
@@ -184,15 +318,317 @@ def verdict(row: dict[str, Any]) -> str:
     return "gains" if low > 0 else "loses" if high < 0 else "may be noise"
 
 
-def halving(record: dict[str, Any], units: str) -> Section:
+def matters(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
+    """Importance of columns, their coefficients, and how predictions change with those that matter most."""
+    section = PageSection("matters", "What matters")
+    if not effects:
+        return section.without(NONE)
+    importance = effects["importance"]
+    charts = [chart for chart in (_importance(importance), _coefficients(effects)) if chart is not None]
+    charts += [_curve(curve, effects, record) for curve in effects["curves"]]
+    if not charts:
+        return section.without("no column varies within a site")
+    return PageSection(section.id, section.title, tuple(importance_words(importance)), charts=tuple(charts))
+
+
+def _importance(importance: dict[str, Any]) -> Chart | None:
+    metric = importance["metric"]
+    rows = [
+        (each["column"], each["mean"], each["mean"] - each["sd"], each["mean"] + each["sd"])
+        for each in importance["columns"]
+    ]
+    rows = rows[:MOST_COLUMNS]
+    if not any(row[1] > 0 for row in rows):
+        return None
+    origin = "held out of training" if importance["held_out"] else "of training"
+    return Chart(
+        "importance",
+        "bars",
+        "What the predictions need",
+        "One bar per column: " + ", ".join(f"{row[0]} {signed(metric, row[1])}" for row in rows) + ".",
+        ("column", "worse by", "low", "high"),
+        rows,
+        {"x": "worse by", "name": "column", "low": "low", "high": "high"}
+        | {"xlabel": f"{label(metric)} worse by", "percent": percent(metric, "worse by", "low", "high")},
+        f"How much worse {metric} gets when a column is shuffled within each site, on {importance['rows']:,} rows "
+        f"{origin}. The thin line is the spread of {importance['repeats']} shuffles.",
+    )
+
+
+def _coefficients(effects: dict[str, Any]) -> Chart | None:
+    coefficients = effects["coefficients"]
+    if not coefficients or len(coefficients["outputs"]) != 1:
+        return None
+    (output,) = coefficients["outputs"]
+    terms = [term for term in output["terms"] if term["value"] is not None and term["name"] != INTERCEPT]
+    if not terms:
+        return None
+    terms = sorted(terms, key=lambda term: -abs(term["value"]) / max(term["high"] - term["low"], 1e-12))[:MOST_SHOWN]
+    is_few, sites = len(coefficients["sites"]) < MOST_LINES, coefficients["sites"]
+    rows: list[tuple[Value, ...]] = []
+    for term in terms:
+        name = f"{term['name']} (not {term['reference']})" if term["reference"] else term["name"]
+        rows.append((name, ALL, term["value"], term["low"], term["high"]))
+        if len(sites) > 1 and term["differs"]:
+            for site, own in zip(sites, term["sites"], strict=True):
+                ends = (own["low"], own["high"]) if is_few else (None, None)
+                rows.append((name, site, own["value"], *ends))
+    effect = f"change in the log-odds of {output['class']}" if output["class"] else f"change in {coefficients['scale']}"
+    is_varied = any(term["differs"] for term in terms) and len(sites) > 1
+    dots = " Dots are the sites' own, where they differ." if is_varied and not is_few else ""
+    series = {"series": "site"} if is_varied else {}
+    return Chart(
+        "coefficients",
+        "intervals",
+        "What each column does",
+        "Coefficients with 95 % intervals: "
+        + "; ".join(f"{t['name']} {size_words(t, coefficients['scale'])}" for t in terms[:8])
+        + ".",
+        ("column", "site", "effect", "low", "high"),
+        rows,
+        {"x": "effect", "low": "low", "high": "high", "name": "column", "diverging": True, "xlabel": effect} | series,
+        "Per standard deviation of a number; of a category against the usual one; the surest first. "
+        f"Lines are 95 % intervals.{dots}",
+    )
+
+
+def _curve(curve: dict[str, Any], effects: dict[str, Any], record: dict[str, Any]) -> Chart:
+    column, outputs = curve["column"], effects["outputs"]
+    target = record["target"] or "the target"
+    prediction = f"probability of {outputs[0]}" if record["task"] == "classification" else f"predicted {target}"
+    is_single = len(outputs) <= 1
+    if curve["kind"] == "category":
+        return _categories(curve, prediction if is_single else "probability", outputs)
+    sizes = {name: record["sites"][name]["train"] for name in curve["sites"] if name in record["sites"]}
+    rows: list[tuple[Value, ...]] = []
+    if is_single:
+        lines = {ALL: curve["y"]} if len(record["sites"]) > 1 else {}
+        largest = sorted(sizes, key=lambda name: -sizes[name])[: MOST_LINES - 1]
+        lines |= {name: curve["sites"][name] for name in largest}
+        rows = [(name, x, y[0]) for name, points in lines.items() for x, y in zip(curve["x"], points, strict=True)]
+    else:
+        prediction = "probability"
+        rows = [(name, x, y[k]) for k, name in enumerate(outputs) for x, y in zip(curve["x"], curve["y"], strict=True)]
+    first, last = curve["y"][0][0], curve["y"][-1][0]
+    x = f"{column}, in standard deviations" if curve["is_standardised"] else column
+    of_sites = "Over all sites, and at those with most rows." if is_single and len(record["sites"]) > 1 else ""
+    return Chart(
+        f"effect-{column}",
+        "lines",
+        f"Prediction by {column}",
+        f"{prediction} goes from {first:.3g} at {curve['x'][0]:.4g} to {last:.3g} at {curve['x'][-1]:.4g}.",
+        ("line", x, prediction),
+        rows,
+        {
+            "x": x,
+            "y": prediction,
+            "series": "line",
+            "xlabel": x,
+            "ylabel": prediction,
+            "first": ALL,
+            "dates": curve["is_date"],
+        },
+        f"All else as it is (accumulated local effects). {of_sites}".strip(),
+    )
+
+
+def _categories(curve: dict[str, Any], prediction: str, outputs: list[str]) -> Chart:
+    """Dots, those of sites too where one number is predicted; else one series per class."""
+    column, levels = curve["column"], curve["x"]
+    rows: list[tuple[Value, ...]]
+    if len(outputs) <= 1:
+        lines = {ALL: curve["y"]} | (curve["sites"] if 1 < len(curve["sites"]) < MOST_LINES else {})
+        rows = [(level, name, y[0]) for name, points in lines.items() for level, y in zip(levels, points, strict=True)]
+        note = "All else as it is." if len(lines) > 1 else "Mean over all sites, all else as it is."
+    else:
+        rows = [(level, n, y[k]) for k, n in enumerate(outputs) for level, y in zip(levels, curve["y"], strict=True)]
+        note = "Mean over all sites, all else as it is."
+    means = [(level, y[0]) for level, y in zip(levels, curve["y"], strict=True)]
+    return Chart(
+        f"effect-{column}",
+        "intervals",
+        f"Prediction by {column}",
+        f"{prediction} by category: " + ", ".join(f"{level} {y:.3g}" for level, y in means) + ".",
+        (column, "line", prediction),
+        rows,
+        {"x": prediction, "name": column, "xlabel": prediction}
+        | ({"series": "line"} if len({row[1] for row in rows}) > 1 else {}),
+        note,
+    )
+
+
+def sharing(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
+    """Per column whether sites have its effect in common; and in words, what leaves a site."""
+    rows = [cells(name, words["sent"], words["private"]) for name, words in record["shared"].items()]
+    sent = PageTable("What leaves a site, by model", ("", "sent", "stays private"), rows, words=True)
+    coefficients = effects.get("coefficients")
+    if not coefficients or len(coefficients["sites"]) == 1:
+        return PageSection("shared", "What is shared", tables=(sent,))
+    text = (about_model(coefficients), *shared_words(coefficients))
+    columns: tuple[str, ...] = ("", "effect over all sites", "between sites")
+    lines = []
+    for output in coefficients["outputs"]:
+        for term in output["terms"]:
+            name = "level" if term["name"] == INTERCEPT else term["name"]
+            name = f"{name}, {output['class']}" if len(coefficients["outputs"]) > 1 else name
+            words = sharing_words(term, len(coefficients["sites"]))
+            lines.append(cells(name, size_words(term, coefficients["scale"]), words[:1].upper() + words[1:]))
+    table = PageTable("Common, or a site's own", columns, lines, words=True, folded=len(lines) > MOST_TERMS)
+    chart = caterpillar(coefficients)
+    return PageSection("shared", "What is shared", text, charts=(chart,) if chart else (), tables=(table, sent))
+
+
+def caterpillar(coefficients: dict[str, Any]) -> Chart | None:
+    """Every site's own coefficient of the term in which sites differ most."""
+    terms = [
+        t for output in coefficients["outputs"] for t in output["terms"] if t["differs"] and t["value"] is not None
+    ]
+    slopes = [term for term in terms if term["name"] != INTERCEPT] or terms
+    if not slopes:
+        return None
+    term = min(slopes, key=lambda each: each["share"])
+    factor = term["sd"] or 1.0
+    rows = sorted(
+        (site, own["value"] / factor, own["low"] / factor, own["high"] / factor)
+        for site, own in zip(coefficients["sites"], term["sites"], strict=True)
+    )
+    rows.sort(key=lambda row: -row[1])
+    name = "level" if term["name"] == INTERCEPT else term["name"]
+    unit = "" if name == "level" else f", against {term['reference']}" if term["reference"] else ", per unit"
+    return Chart(
+        "own",
+        "intervals",
+        f"Where sites differ most: {name}",
+        f"Each site's own coefficient with its 95 % interval, from {rows[0][0]} {rows[0][1]:.3g} to {rows[-1][0]} "
+        f"{rows[-1][1]:.3g}; the common one is {term['value'] / factor:.3g}.",
+        ("site", "coefficient", "low", "high"),
+        rows,
+        {"x": "coefficient", "low": "low", "high": "high", "name": "site", "diverging": rows[0][1] * rows[-1][1] < 0}
+        | {"xlabel": f"{name}{unit}", "rank": "sites, by their coefficient"},
+        f"The coefficient of each site, drawn towards the common one, {term['value'] / factor:.3g}, the more the fewer "
+        "rows it has. Lines are 95 % intervals.",
+    )
+
+
+def quality(record: dict[str, Any]) -> PageSection:
+    """Calibration and ROC, or residuals, on test rows."""
+    section = PageSection("quality", "How good the models are")
+    plots = record.get("plots", {})
+    charts = [*_of_classes(plots), *_of_numbers(plots, record["target"])]
+    if not charts:
+        return section.without("test rows are too few for plots, or there are more than two classes")
+    return PageSection(
+        section.id, section.title, ("On test rows, by the models that serve the sites.",), charts=tuple(charts)
+    )
+
+
+def _of_classes(plots: dict[str, Any]) -> list[Chart]:
+    if "reliability" not in plots:
+        return []
+    bins = plots["reliability"]
+    rows: list[tuple[Value, ...]] = [("personal models", p, share, n) for p, share, n in bins]
+    rows += [("perfect", 0.0, 0.0, None), ("perfect", 1.0, 1.0, None)]
+    furthest = max(abs(p - share) for p, share, _ in bins)
+    reliability = Chart(
+        "reliability",
+        "lines",
+        "Calibration",
+        f"Probability that was said against how often it was so, in bins; furthest apart by {furthest:.2f}.",
+        ("line", "probability", "frequency", "rows"),
+        rows,
+        {
+            "x": "probability",
+            "y": "frequency",
+            "series": "line",
+            "xlabel": "predicted probability",
+            "ylabel": "frequency",
+        },
+        "On the straight line, probabilities are what they say.",
+    )
+    curves = {name: points for name, points in plots["roc"].items() if points}
+    if not curves:
+        return [reliability]
+    roc = Chart(
+        "roc",
+        "lines",
+        "ROC curves",
+        f"True against false positives, of all sites and the largest: {', '.join(curves)}.",
+        ("site", "false positives", "true positives"),
+        [(name, x, y) for name, points in curves.items() for x, y in points],
+        {
+            "x": "false positives",
+            "y": "true positives",
+            "series": "site",
+            "xlabel": "false positives",
+            "ylabel": "true positives",
+        },
+        "All sites together, and the sites with most test rows.",
+    )
+    return [reliability, roc]
+
+
+def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
+    residuals = plots.get("residuals")
+    if not residuals:
+        return []
+    rows = [(name, each[2], each[0], each[1], each[3], each[4]) for name, each in residuals.items()]
+    wide = max(residuals, key=lambda name: residuals[name][-1] - residuals[name][0])
+    return [
+        Chart(
+            "residuals",
+            "intervals",
+            "Residuals of each site",
+            f"Five quantiles of the residuals of each site; the widest are those of {wide}.",
+            ("site", "median", *(QUANTILES[k] for k in (0, 1, 3, 4))),
+            rows,
+            {
+                "x": "median",
+                "low": QUANTILES[0],
+                "high": QUANTILES[4],
+                "inner": [QUANTILES[1], QUANTILES[3]],
+                "name": "site",
+                "diverging": True,
+                "xlabel": f"{target}, true less predicted",
+            },
+            "Dot: median; thick: half of the rows; thin: 90 % of them. Right of zero the model says too little.",
+        )
+    ]
+
+
+def card(record: dict[str, Any]) -> PageSection:
+    """Rows, target and drift of each site."""
+    section = PageSection("card", "The sites' data")
+    if "card" not in record:
+        return section.without("the fit is not one of tables")
+    rows, drifting = [], 0
+    for name, each in record["card"].items():
+        drifting += bool(each["drift"])
+        words = ", ".join(f"{feature} {apart:+.1f} sd" for feature, apart in each["drift"]) or "-"
+        size = TableCell(f"{each['rows']:,}", each["rows"])
+        rows.append((*cells(name), size, *cells(each["target"], words)))
+    text = (
+        f"{drifting} of {count(len(rows), 'site')} {'has' if drifting == 1 else 'have'} features that are far from "
+        "those of all sites together: by half a standard deviation or more, and beyond chance.",
+        *(note for note in record["notes"] if "missing at" in note or "NOT ALL ROWS" in note or "far from all" in note),
+    )
+    columns = ("site", "training rows", record["target"] or "target", "features that differ most")
+    return PageSection(
+        section.id,
+        section.title,
+        text,
+        tables=(PageTable("Before training", columns, rows, sortable=True, words=True, folded=len(rows) > MANY),),
+    )
+
+
+def halving(record: dict[str, Any], units: str) -> PageSection:
     """Who was dropped, and when."""
-    section = Section("halving", "Candidates dropped on the way")
+    section = PageSection("halving", "Candidates dropped on the way")
     if not record["dropped"]:
-        return Section(section.id, section.title, missing="none was dropped")
+        return PageSection(section.id, section.title, missing="none was dropped")
     metric = record["metric"]
     rows = [
         cells(d["label"], f"{d['round']}", "-" if d["val"] is None else number(metric, d["val"]), d["why"])
         for d in record["dropped"]
     ]
-    table = Table("On validation data", ("", "after round", metric, "why"), rows, words=True)
-    return Section(section.id, section.title, tuple(filter(None, [units])), tables=(table,))
+    table = PageTable("On validation data", ("", "after round", metric, "why"), rows, words=True)
+    return PageSection(section.id, section.title, tuple(filter(None, [units])), tables=(table,))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from fedtailor.studies.tables import number
+
+MOST_ROUNDS = 1500  # points of a curve that a chart can show
 
 
 def unit(metric: str) -> str:
@@ -40,3 +44,14 @@ def duration(seconds: float) -> str:
 def label(metric: str) -> str:
     """An axis."""
     return metric + (" (%)" if metric == "accuracy" else "")
+
+
+def percent(metric: str, *columns: str) -> list[str]:
+    """Columns that are drawn in percent."""
+    return list(columns) if metric == "accuracy" else []
+
+
+def thinned(rows: Sequence[Any], most: int = MOST_ROUNDS) -> list[Any]:
+    """At most so many, evenly, with the last."""
+    step = -(-len(rows) // most) if rows else 1
+    return [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % step == 0]

@@ -1,8 +1,9 @@
-"""Figures of a comparison for a paper: learning curves and critical differences, as PDF, PNG or SVG (matplotlib)."""
+"""What a comparison writes for a paper: a table, figures (matplotlib), and tests of whether rows differ."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,54 @@ from typing import Any
 import numpy as np
 
 from fedtailor.errors import ConfigError
-from fedtailor.experiments.store import RunFolder
+from fedtailor.experiments.store import RunFolder, write_atomically
+from fedtailor.studies import significance
+from fedtailor.studies.compare import Row
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.significance import Ranks, groups
+from fedtailor.studies.tables import check_columns, narrow
 
 WIDTH = 3.3  # inches: a column
 KINDS = (".pdf", ".png", ".svg")
 LINES = ("-", "--", ":", "-.")  # so that more rows than colours can be told apart
 
 
-def check(path: Path) -> None:
+@dataclass(frozen=True)
+class Paper:
+    """Which files are wanted."""
+
+    latex: Path | None = None
+    columns: tuple[str, ...] = ()
+    figure: Path | None = None
+    ranks: Path | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As they were given on the command line."""
+        return {"latex": self.latex, "figure": self.figure, "ranks": self.ranks}
+
+    def check(self) -> None:
+        """Refuse before anything runs what could not be written at the end."""
+        check_columns(self.columns)
+        for path in (self.figure, self.ranks):
+            if path is not None:
+                check_figure(path)
+
+    def write(self, grid: Sequence[Cell], rows: Sequence[Row], against: str) -> list[str]:
+        """Write them; returns the tests in words."""
+        blocks = significance.blocks_of(grid)
+        tests = [] if blocks is None else significance.against(blocks, against)
+        if self.latex is not None:
+            ps = {test.label: test.holm for test in tests}
+            write_atomically(self.latex, narrow(rows, self.columns, ps).encode())
+        if self.figure is not None:
+            draw_curves(grid, self.figure)
+        if self.ranks is not None and blocks is not None and (mean_ranks := significance.ranks(blocks)) is not None:
+            draw_ranks(mean_ranks, self.ranks)
+        return [] if blocks is None else significance.words(blocks, against)
+
+
+def check_figure(path: Path) -> None:
     """Raise a `ConfigError` before anything runs that could not be drawn at the end."""
     if path.suffix not in KINDS:
         raise ConfigError(f"{path}: a figure is one of {', '.join(KINDS)}")
@@ -27,7 +66,7 @@ def check(path: Path) -> None:
         raise ConfigError(f"{path}: matplotlib is not installed; pip install 'fedtailor[figures]'")
 
 
-def curves(grid: Sequence[Cell], path: Path) -> None:
+def draw_curves(grid: Sequence[Cell], path: Path) -> None:
     """The metric on validation data by round: mean over clients, then over seeds, and its spread over seeds."""
     figure, axes = _figure(2.6)
     metric = ""
@@ -60,7 +99,7 @@ def _curves_of(cells: Sequence[Cell]) -> tuple[list[dict[int, float]], str]:
     return out, metric
 
 
-def critical(mean_ranks: Ranks, path: Path) -> None:
+def draw_ranks(mean_ranks: Ranks, path: Path) -> None:
     """Mean ranks on a line; bars join rows that are not told apart."""
     order = sorted(mean_ranks.by_label.items(), key=lambda item: item[1])
     rows, half, joined = len(order), (len(order) + 1) // 2, groups(mean_ranks)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import FIT, read_json, write_atomically
-from fedtailor.report.page_model import Page
-from fedtailor.report.reading import is_comparison
-from fedtailor.report.render import html
+from fedtailor.report.page import Page, render_html
+from fedtailor.report.recorded_run import is_comparison
 from fedtailor.report.run_page import run_page
 
 FILE = "report.html"
@@ -32,5 +31,5 @@ def write(path: Path, out: Path | None = None, data_root: Path | None = None) ->
     target = out or path / FILE
     if target.is_dir():
         raise RunError(f"{target}: is a folder; --out names the file to write, such as {target / FILE}")
-    write_atomically(target, html(page_of(path, data_root)).encode())
+    write_atomically(target, render_html(page_of(path, data_root)).encode())
     return target

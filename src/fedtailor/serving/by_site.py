@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedtailor.data.tables import read_rows
+from fedtailor.data.tabular.read import read_rows
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, RunFolder, read_json
 from fedtailor.serving.described import part_of

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.data.preparation import NumberColumn
+from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.errors import RunError
 from fedtailor.experiments.model_building import at_client
 from fedtailor.experiments.runner import reload_experiment

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtailor.core.algorithm import Algorithm
-from fedtailor.data.preparation import MISSING, OTHER, NumberColumn
+from fedtailor.data.tabular.preparation import MISSING, OTHER, NumberColumn
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.numerics import ridge
 from fedtailor.serving.personal import Personal

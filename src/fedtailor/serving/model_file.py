@@ -13,7 +13,7 @@ import safetensors.torch
 from torch import Tensor
 
 from fedtailor import algorithms
-from fedtailor.data.preparation import Preparation
+from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RunError
 from fedtailor.experiments import trust as trusting
 from fedtailor.experiments.config import parse

@@ -11,9 +11,8 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.folder import load_newcomer
-from fedtailor.data.newcomer_table import newcomer_by
-from fedtailor.data.tables import SUFFIXES, client_name, read_table
+from fedtailor.data.sources.table_folder import load_newcomer, newcomer_by
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
 from fedtailor.errors import ConfigError, DataError, RunError, nearest
 from fedtailor.experiments.building import assemble, data_seed, load
 from fedtailor.experiments.config import RunConfig, parse, read_toml

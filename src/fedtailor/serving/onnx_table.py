@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.data.preparation import MISSING, OTHER, CategoryColumn, NumberColumn, Preparation
+from fedtailor.data.tabular.preparation import MISSING, OTHER, CategoryColumn, NumberColumn, Preparation
 from fedtailor.errors import RunError
 from fedtailor.serving.linear_json import weights_of
 from fedtailor.serving.personal import Personal

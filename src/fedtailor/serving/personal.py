@@ -20,12 +20,12 @@ from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.data.files import read_npz
-from fedtailor.data.folder import check_numbers, numbers
-from fedtailor.data.frames import as_frame
-from fedtailor.data.preparation import NumberColumn, Preparation
-from fedtailor.data.spreadsheets import as_text
-from fedtailor.data.tables import SUFFIXES, Table, client_name, read_rows, table_of
-from fedtailor.data.tidying import renamed_columns
+from fedtailor.data.tabular.align import renamed_columns
+from fedtailor.data.tabular.columns import Table, as_text
+from fedtailor.data.tabular.preparation import NumberColumn, Preparation
+from fedtailor.data.tabular.prepare import check_numbers
+from fedtailor.data.tabular.read import SUFFIXES, as_frame, client_name, read_rows, table_of
+from fedtailor.data.tabular.target import numbers
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.latest import latest
 from fedtailor.experiments.model_building import at_client

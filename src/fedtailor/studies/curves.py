@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
-from fedtailor.data.preparation import NumberColumn
+from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.studies.importance import Predict, sampled, stacked, unstacked
 
 Floats = NDArray[np.float64]

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
-from fedtailor.data.folder import numbers
-from fedtailor.data.preparation import MISSING, NumberColumn
-from fedtailor.data.tables import Table, read_rows
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.preparation import MISSING, NumberColumn
+from fedtailor.data.tabular.read import read_rows
+from fedtailor.data.tabular.target import numbers
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.serving.by_site import site_column

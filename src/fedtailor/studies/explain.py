@@ -15,7 +15,7 @@ from torch import Tensor
 from fedtailor.core.client import shares
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params, flat, tree_map
-from fedtailor.data.spreadsheets import as_text
+from fedtailor.data.tabular.columns import as_text
 from fedtailor.errors import RunError
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically, write_json, write_tree

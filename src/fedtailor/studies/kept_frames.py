@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedtailor.data.frames import as_frame
+from fedtailor.data.tabular.read import as_frame
 from fedtailor.errors import DataError
 from fedtailor.experiments.store import write_atomically
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.folder import files_of
-from fedtailor.data.frames import as_frame
-from fedtailor.data.tables import read_rows
-from fedtailor.data.tidying import renamed_columns
+from fedtailor.data.tabular.align import renamed_columns
+from fedtailor.data.tabular.read import as_frame, files_of, read_rows
 from fedtailor.errors import DataError
 from fedtailor.experiments.store import write_atomically
 

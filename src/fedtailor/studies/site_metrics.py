@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtailor.core.data import Rows
 from fedtailor.core.random import stream
 from fedtailor.core.task import Metric, Task
-from fedtailor.data.preparation import TargetColumn
+from fedtailor.data.tabular.preparation import TargetColumn
 from fedtailor.metrics.library import find, known_metrics
 from fedtailor.metrics.summary import summarise
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.core.data import FederatedData
-from fedtailor.data.earlier_rows import row_keys
+from fedtailor.data.tabular.earlier_rows import row_keys
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.store import FIT, read_json, write_json

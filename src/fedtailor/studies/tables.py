@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedtailor.data.spreadsheets import as_text
+from fedtailor.data.tabular.columns import as_text
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.studies.compare import TABLE, Row
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtailor.core.data import FederatedData, Rows
-from fedtailor.data.preparation import NumberColumn, Preparation
+from fedtailor.data.tabular.preparation import NumberColumn, Preparation
 
 Floats = NDArray[np.float64]
 INTERCEPT = "intercept"

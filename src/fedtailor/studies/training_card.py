@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtailor.core.data import FederatedData
-from fedtailor.data.preparation import NumberColumn
+from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.studies.curves import places_of
 
 CARD = "training.json"

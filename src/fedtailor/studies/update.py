@@ -19,9 +19,10 @@ import torch
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.task import Metric
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.earlier_rows import Change, EarlierRows
 from fedtailor.data.fingerprint import digest
-from fedtailor.data.folder import prepared, read_sites
+from fedtailor.data.tabular.earlier_rows import Change, EarlierRows
+from fedtailor.data.tabular.prepare import prepared
+from fedtailor.data.tabular.read import read_sites
 from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.experiments.building import data_seed, task_of
 from fedtailor.experiments.config import RunConfig
@@ -225,7 +226,7 @@ def sites_in(rows: Any, site: str, column: str | None) -> dict[str, Any]:
     """New rows by site: of one that is named, or by the column that names it."""
     import polars as pl
 
-    from fedtailor.data.frames import as_frame
+    from fedtailor.data.tabular.read import as_frame
 
     if site:
         return {site: as_frame(rows)}

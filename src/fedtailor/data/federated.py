@@ -1,0 +1,321 @@
+"""A federation's data from what a program has for each client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fedtailor.core.data import Chosen, FederatedData, Rows, count
+from fedtailor.core.task import TargetKind
+from fedtailor.core.trees import Tree, tree_map
+from fedtailor.data.configs import SplitConfig
+from fedtailor.data.mapped_arrays import DatasetSamples, MappedArray, Several
+from fedtailor.data.splits import client_names, split, starts
+from fedtailor.errors import DataError, nearest
+
+SPLITS = ("train", "val", "test")
+Targets = Tensor | NDArray[np.str_]  # names of classes become numbers when those of all clients are known
+MASK = "attention_mask"
+NUMBERS = "biuf"  # kinds of numpy's types
+GIVE = "give (x, y), a table, a Dataset, or the splits train, val and test"
+
+
+def federated(
+    clients: Mapping[str, Any] | Sequence[Any],
+    *,
+    task: str = "auto",
+    name: str = "own",
+    outputs: int | None = None,
+    classes: Sequence[str] = (),
+    target: str = "label",
+    test: float = 0.25,
+    val: float = 0.1,
+    seed: int = 0,
+    lazy: bool = False,
+    collate: Callable[[Any], Any] | None = None,
+) -> FederatedData:
+    """The data of clients by name; those of a list are called client-00, client-01, ...
+
+    A client is `(x, y)`, or `{"train": (x, y), "val": ..., "test": ...}` if it is split already. x is an array or
+    tensor, named arrays, a list of sequences of unequal length (padded with 0, with an attention_mask beside them),
+    or a `MappedArray`. y may be names of classes. In place of `(x, y)` a table of pandas or polars, or a Hugging Face
+    Dataset, whose column `target` is y, will do, or a torch Dataset of pairs or of dicts; with `lazy` a torch Dataset
+    is read batch by batch and never kept. `collate` makes a batch of the inputs of a Dataset, torch's by default.
+    """
+    if not isinstance(clients, Mapping):
+        clients = dict(zip(client_names(len(clients)), clients, strict=True))
+    if not clients:
+        raise DataError(f"{name}: has no clients")
+    samples = {str(client): _splits(of, f'{name}: client "{client}"') for client, of in clients.items()}
+    if len(samples) < len(clients):
+        raise DataError(f"{name}: two clients have the same name as text; each needs a name of its own")
+    features = _features([part for of in samples.values() for part in of.values()], target)
+    pairs = {
+        client: {
+            s: pair(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, lazy, collate)
+            for s, v in of.items()
+        }
+        for client, of in samples.items()
+    }
+    named = {str(v) for of in pairs.values() for _, y in of.values() if isinstance(y, np.ndarray) for v in y}
+    if named and (numbers := [c for c, of in pairs.items() for _, y in of.values() if isinstance(y, Tensor)]):
+        raise DataError(f'{name}: client "{numbers[0]}" has numbers as labels and others have names; use one of them')
+    classes = tuple(classes) or tuple(sorted(named))
+    if unknown := sorted(named - set(classes)):
+        raise DataError(f'{name}: the label "{unknown[0]}" is not in classes; {nearest(unknown[0], classes)}')
+    cut = SplitConfig(test=test, val=val)
+    parts: dict[str, list[tuple[Tree, Tensor]]] = {s: [] for s in SPLITS}
+    for client, of in pairs.items():
+        ready = {s: (x, _numbered(y, classes, task)) for s, (x, y) in of.items()}
+        if "" in ready:
+            x, y = ready[""]
+            labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
+            cuts = split(len(y), labels, cut, seed=seed, client=client)
+            ready = {s: _at(x, y, getattr(cuts, s)) for s in SPLITS}
+        for s in SPLITS:
+            parts[s].append(ready.get(s) or _at(*ready["train"], np.arange(0)))
+    parts = _equally_long(parts)
+    rows = {s: Rows(*_joined(each, name), starts([len(y) for _, y in each])) for s, each in parts.items()}
+    if not len(rows["train"].y):
+        raise DataError(f"{name}: no client has a training sample")
+    kind = _kind(task, rows["train"].y, name)
+    return FederatedData(
+        name, kind, tuple(samples), rows["train"], rows["val"], rows["test"], outputs or _outputs(kind, rows, classes),
+        classes, features,
+    )  # fmt: skip
+
+
+def _splits(samples: Any, where: str) -> Mapping[str, Any]:
+    """Of a client: its splits by name, or "" for samples that are not split yet."""
+    if not (isinstance(samples, Mapping) and set(samples) <= set(SPLITS)):
+        return {"": samples}
+    if "train" not in samples:
+        raise DataError(f"{where}: has no training samples")
+    return samples
+
+
+def _features(parts: list[Any], target: str) -> tuple[str, ...]:
+    """The columns of the first table, without the target."""
+    table = next((v for v in parts if is_frame(v)), None)
+    return () if table is None else tuple(str(k) for k in table.columns if str(k) != target)
+
+
+def _numbered(y: Targets, classes: Sequence[str], task: str) -> Tensor:
+    """Targets as the task wants them: names of classes as numbers, numbers to predict as columns."""
+    if isinstance(y, np.ndarray):
+        number = {label: i for i, label in enumerate(classes)}
+        return torch.tensor([number[str(v)] for v in y], dtype=torch.int64)
+    if task in ("regression", "quantile", "multilabel", "survival"):
+        y = y if y.is_floating_point() else y.double()
+        y = y[:, None] if y.dim() == 1 and task in ("regression", "quantile") else y
+    if task == "count":
+        return (y[:, None] if y.dim() == 1 else y).to(torch.int64)
+    return y.float() if y.is_floating_point() and y.dtype != torch.float64 else y
+
+
+def _at(x: Tree, y: Tensor, at: Any) -> tuple[Tree, Tensor]:
+    index = torch.as_tensor(at)
+    if isinstance(x, Tensor | dict):
+        return tree_map(lambda v: v[index], x), y[index]
+    return Chosen(x, index), y[index]
+
+
+def _joined(parts: list[tuple[Tree, Tensor]], name: str) -> tuple[Tree, Tensor]:
+    """The samples of all clients one after another; sequences are padded to the longest of all."""
+    first = parts[0][0]
+    if not isinstance(first, Tensor | dict):
+        return Several([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    if isinstance(first, dict):
+        for x, _ in parts:
+            if x.keys() != first.keys():
+                raise DataError(f"{name}: clients have samples of {sorted(first)} and of {sorted(x)}")
+        joined: Tree = {k: _cat([x[k] for x, _ in parts], f"{name}, {k}") for k in first}
+    else:
+        joined = _cat([x for x, _ in parts], name)
+    return joined, torch.cat([y for _, y in parts])
+
+
+def _cat(parts: list[Tensor], where: str) -> Tensor:
+    if len(shapes := {v.shape[1:] for v in parts}) > 1:
+        raise DataError(f"{where}: clients have samples of shapes {', '.join(str(list(s)) for s in shapes)}")
+    return torch.cat(parts)
+
+
+def _equally_long(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[tuple[Tree, Tensor]]]:
+    """Sequences that have a mask, padded to the longest of all clients and splits."""
+    every = [x for each in parts.values() for x, _ in each]
+    if not all(isinstance(x, dict) and MASK in x for x in every):
+        return parts
+    longest = max(x[MASK].shape[1] for x in every)
+
+    def padded(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        length = x[MASK].shape[1]
+        ends = {k: (0, 0) * (v.dim() - 2) + (0, longest - length) for k, v in x.items() if v.shape[1:2] == (length,)}
+        return {k: torch.nn.functional.pad(v, ends[k]) if k in ends else v for k, v in x.items()}
+
+    return {s: [(padded(x), y) for x, y in each] for s, each in parts.items()}
+
+
+def _kind(task: str, y: Tensor, name: str) -> TargetKind:
+    if task != "auto":
+        kind = "regression" if task == "quantile" else "own" if ":" in task else task
+        if kind not in get_args(TargetKind):
+            raise DataError(f'{name}: no task "{task}"; {", ".join(get_args(TargetKind))}')
+        return kind  # type: ignore[return-value]
+    if y.dtype == torch.int64 and y.dim() in (1, 2):
+        return "classification" if y.dim() == 1 else "tokens"
+    if y.is_floating_point() and y.dim() == 1:
+        raise DataError(
+            f"{name}: y is {y.dtype} [rows]; labels must be whole numbers (int64); "
+            'to predict numbers, say task="regression"'
+        )
+    return "regression"
+
+
+def _outputs(kind: str, rows: Mapping[str, Rows], classes: Sequence[str]) -> int:
+    """Classes, or columns of the target."""
+    if classes:
+        return len(classes)
+    if kind in ("classification", "tokens"):
+        return 1 + max(int(r.y.max()) for r in rows.values() if len(r.y))
+    return 1 if kind == "survival" or rows["train"].y.dim() < 2 else rows["train"].y.shape[1]
+
+
+def is_frame(value: Any) -> bool:
+    """Whether it is a table of pandas or polars."""
+    return hasattr(value, "columns") and hasattr(value, "to_numpy")
+
+
+def pair(
+    samples: Any, where: str, target: str, features: Sequence[str], lazy: bool, collate: Callable[[Any], Any] | None
+) -> tuple[Tree, Targets]:
+    """Samples and targets of a client; of a table, `features` in this order."""
+    x: Tree
+    if isinstance(samples, tuple) and len(samples) == 2:
+        x, y = inputs(samples[0], where), _targets(samples[1], f"{where}, y")
+    elif is_frame(samples):
+        x, y = _table(samples, where, target, features)
+    elif hasattr(samples, "with_format") and hasattr(samples, "column_names"):  # a Hugging Face Dataset
+        columns = {k: samples[k] for k in samples.column_names}
+        x = _named({k: v for k, v in columns.items() if k != target}, where)
+        y = _targets(_column(columns, target, where), f"{where}, {target}")
+    elif _is_dataset(samples):
+        x, y = _dataset(samples, where, target, lazy, collate)
+    else:
+        raise DataError(f"{where}: {GIVE}; it is a {type(samples).__name__}")
+    if count(x) != len(y):
+        raise DataError(f"{where}: {count(x)} samples and {len(y)} targets")
+    return x, y
+
+
+def inputs(samples: Any, where: str) -> Tree:
+    """Tensors; sequences of unequal length side by side, with a mask of what is not padding."""
+    if isinstance(samples, MappedArray | DatasetSamples | Chosen):
+        return samples
+    if isinstance(samples, Mapping):
+        return {str(k): _numbers(v, f"{where}, {k}") for k, v in samples.items()}
+    if (
+        isinstance(samples, list)
+        and samples
+        and not np.isscalar(samples[0])
+        and len({np.shape(v) for v in samples}) > 1
+    ):
+        each = [_numbers(v, where) for v in samples]
+        if len({v.shape[1:] for v in each}) > 1:
+            raise DataError(f"{where}: sequences may differ in their first dimension only")
+        mask = pad_sequence([torch.ones(len(v), dtype=torch.int64) for v in each], batch_first=True)
+        return {"input_ids": pad_sequence(each, batch_first=True), MASK: mask}
+    return _numbers(samples, where)
+
+
+def _named(columns: Mapping[str, Any], where: str) -> Tree:
+    """Parts by name; if some are sequences of unequal length, with a mask of the first of them."""
+    x = {
+        k: inputs(v if isinstance(v, list | np.ndarray | Tensor) else list(v), f"{where}, {k}")
+        for k, v in columns.items()
+    }
+    padded = [v for v in x.values() if isinstance(v, dict)]
+    x = {k: v["input_ids"] if isinstance(v, dict) else v for k, v in x.items()}
+    return {MASK: padded[0][MASK]} | x if padded else x
+
+
+def _table(frame: Any, where: str, target: str, features: Sequence[str]) -> tuple[Tensor, Targets]:
+    columns = {str(k): frame[k].to_numpy() for k in frame.columns}
+    y = _targets(_column(columns, target, where), f'{where}, column "{target}"')
+    if other := set(features) ^ (columns.keys() - {target}):
+        raise DataError(f'{where}: all tables need the same columns; "{min(other)}" is not in all of them')
+    for name in features:
+        if columns[name].dtype.kind not in NUMBERS:
+            raise DataError(
+                f'{where}: column "{name}" is not of numbers; encode or drop it, or use ft.fit, which prepares tables'
+            )
+    return torch.from_numpy(np.stack([columns[k].astype(np.float64) for k in features], axis=1)), y
+
+
+def _column(columns: Mapping[str, Any], target: str, where: str) -> Any:
+    if target not in columns:
+        raise DataError(f'{where}: no column "{target}"; {nearest(target, columns)}. target= names it')
+    return columns[target]
+
+
+def _is_dataset(value: Any) -> bool:
+    return (
+        hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, Mapping | np.ndarray | Tensor | str)
+    )
+
+
+def _dataset(
+    dataset: Any, where: str, target: str, lazy: bool, collate: Callable[[Any], Any] | None
+) -> tuple[Tree, Targets]:
+    """Items are pairs, or dicts of which one entry is the target."""
+    items = [dataset[i] for i in range(len(dataset))]
+    if not items:
+        return torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)
+    pick: Callable[[Any], Any]
+    if isinstance(items[0], Mapping):
+        _column(items[0], target, where)
+        pick, y = (lambda item: {k: v for k, v in item.items() if k != target}), [item[target] for item in items]
+    elif isinstance(items[0], tuple | list) and len(items[0]) == 2:
+        pick, y = (lambda item: item[0]), [item[1] for item in items]
+    else:
+        raise DataError(f"{where}: an item of a Dataset must be a pair (x, y), or a dict with the target")
+    targets = torch.stack(y) if isinstance(y[0], Tensor) else _targets(y, f"{where}, y")
+    if lazy or collate is not None:
+        samples = DatasetSamples(dataset, range(len(dataset)), pick, collate or torch.utils.data.default_collate)
+        return (samples if lazy else samples.read(torch.arange(len(items)))), targets
+    picked = [pick(item) for item in items]
+    if isinstance(picked[0], Mapping):
+        return _named({str(k): [np.asarray(one[k]) for one in picked] for k in picked[0]}, where), targets
+    return inputs([np.asarray(one) for one in picked], where), targets
+
+
+def _targets(values: Any, where: str) -> Targets:
+    """Numbers, whole ones as int64; or names of classes."""
+    if not isinstance(values, Tensor):
+        values = np.asarray(values)
+        if values.dtype.kind in "OUS" and values.ndim == 1 and all(isinstance(v, str) for v in values):
+            return values.astype(np.str_)
+    y = _numbers(values, where)
+    return y if y.is_floating_point() else y.long()
+
+
+def _numbers(values: Any, where: str) -> Tensor:
+    if isinstance(values, Tensor):
+        v = values
+    else:
+        try:
+            array = np.asarray(values)
+        except ValueError:
+            raise DataError(f"{where}: must be numbers of one shape") from None
+        if array.dtype.kind not in NUMBERS:
+            raise DataError(f"{where}: must be numbers, and is of {array.dtype}")
+        v = torch.from_numpy(np.require(array, requirements=["C", "W"]))  # torch wants memory that it may write to
+    return v.long() if v.dtype in (torch.int32, torch.int16, torch.int8) else v

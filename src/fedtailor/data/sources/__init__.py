@@ -1,0 +1,1 @@
+"""One file per data set, or per way to bring one's own; each has `load`."""

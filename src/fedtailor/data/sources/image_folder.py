@@ -1,0 +1,93 @@
+"""Your own images: a folder client/class/image, or a CSV of paths with their clients and labels."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedtailor.core.data import FederatedData
+from fedtailor.data import partitions
+from fedtailor.data.configs import ImageFolderConfig
+from fedtailor.data.files import expanded
+from fedtailor.data.pools import Pool, assemble
+from fedtailor.data.tabular.read import client_name, columns
+from fedtailor.errors import DataError
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+MODES = {"rgb": "RGB", "grey": "L"}
+
+
+class Entry(NamedTuple):
+    """One image."""
+
+    client: str
+    label: str
+    path: Path
+
+
+def load(
+    config: ImageFolderConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
+) -> FederatedData:
+    """Read all images at the size asked for, and split each client's."""
+    images = entries(config)
+    clients, classes = sorted({e.client for e in images}), sorted({e.label for e in images})
+    if len(classes) < 2:
+        raise DataError(f'{config.path}: all images are of the class "{classes[0]}"; there is nothing to tell')
+    number, owner = ({name: i for i, name in enumerate(names)} for names in (classes, clients))
+    labels = np.array([number[e.label] for e in images], np.int64)
+    parts = partitions.natural(np.array([owner[e.client] for e in images], np.int64))
+    pool = Pool(np.stack([read(e.path, config) for e in images]), labels, tuple(classes), dtype=dtype)
+    scaled = f"images scaled to {config.size} x {config.size}, {config.colours}"
+    notes = ("partition: the clients of the folder", scaled, *partitions.describe(parts, labels))
+    return assemble(config.path.stem, pool, parts, tuple(clients), config, seed, notes)
+
+
+def entries(config: ImageFolderConfig) -> list[Entry]:
+    """All images, in a fixed order."""
+    path = expanded(config.path)
+    if path.is_file() and client_name(path) is not None:
+        return _listed(path)
+    if not path.is_dir():
+        raise DataError(f"{path}: no folder client/class/image, and no .csv or .parquet file with a column of paths")
+    images = [
+        Entry(client.name, label.name, file)
+        for client in _folders(path)
+        for label in _folders(client)
+        for file in sorted(label.iterdir())
+        if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
+    ]
+    if not images:
+        raise DataError(f"{path}: has no images as client/class/image; known endings: {', '.join(ENDINGS)}")
+    return images
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _listed(path: Path) -> list[Entry]:
+    """The rows of a table; relative paths begin at its folder."""
+    return [Entry(c, label, path.parent / file) for c, label, file in columns(path, "client", "label", "path")]
+
+
+def read(path: Path, config: ImageFolderConfig) -> NDArray[np.uint8]:
+    """The pixels of an image [channels, height, width], upright and scaled."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise DataError("data.source: images need the package pillow; pip install 'fedtailor[images]'") from None
+    try:
+        with warnings.catch_warnings(), Image.open(path) as image:
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            upright = ImageOps.exif_transpose(image).convert(MODES[config.colours])
+            scaled: Any = np.asarray(upright.resize((config.size, config.size), Image.Resampling.BILINEAR))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such image") from None
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{path}: not an image that can be read ({error})") from None
+    return np.ascontiguousarray(scaled[None] if scaled.ndim == 2 else scaled.transpose(2, 0, 1))

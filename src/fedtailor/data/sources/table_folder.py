@@ -1,0 +1,91 @@
+"""Your own data: a folder with one CSV or Parquet file per client, or one file with a column that names the client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from fedtailor.core.data import FederatedData
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.splits import split
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.encode import Target, moments_of, rows_of
+from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
+from fedtailor.data.tabular.prepare import fit_in, prepared, with_names_of
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_sites, read_table
+from fedtailor.data.tabular.target import (
+    numbers,
+    target_of,
+)
+from fedtailor.errors import DataError
+
+
+def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
+    """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
+    return prepared(read_sites(config), config, seed)
+
+
+def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
+    """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
+    if client_name(path) is None:
+        raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
+    tables = read_sites(config)
+    if name in tables:
+        raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
+    return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
+
+
+def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, name: str, seed: int) -> FederatedData:
+    """The newcomer as a federation of one; columns, classes and common scales are those of the run."""
+    target_column = preparation.target
+    columns = preparation.columns
+    table = with_names_of(table, (target_column.name, *(c.name for c in columns)))
+    kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
+    dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
+    fit_in({name: table}, target_column.name, kinds, dates)
+    target = Target(target_column.task, target_column.classes, name=target_column.name, is_log=target_column.is_log)
+    y = target_of(table, target_column.name, target)
+    is_class = target_column.task == "classification"
+    cut = split(len(y), y if is_class else None, config, seed=seed, client=name)
+    numeric = {c: numbers(table.columns[c].of_kind(c in dates)) for c, is_category in kinds.items() if not is_category}
+    own = {
+        c.name: c.model_copy(update={"sites": {name: _scale(c, numeric[c.name][cut.train], config)}, "absent": ()})
+        for c in columns
+        if isinstance(c, NumberColumn)
+    }
+    mine = preparation.model_copy(update={"columns": tuple(own.get(c.name, c) for c in columns)})
+    categorical = {c: table.columns[c].labels() for c, is_category in kinds.items() if is_category}
+    notes: list[str] = []
+    x = mine.encode(name, numeric, categorical, str(table.path), notes)
+    if not is_class:
+        y = target_column.standardised(y)
+    return FederatedData(
+        name=Path(config.path).stem or "folder",
+        task=target_column.task,
+        clients=(name,),
+        train=rows_of([x], [y], [cut.train]),
+        val=rows_of([x], [y], [cut.val]),
+        test=rows_of([x], [y], [cut.test]),
+        outputs=len(target_column.classes) if is_class else 1,
+        classes=target_column.classes,
+        features=mine.features,
+        notes=tuple(notes),
+        preparation=mine,
+    )
+
+
+def _scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
+    """As those of the run, filled with the newcomer's own median where it has values."""
+    known = train[~np.isnan(train)]
+    sites = list(column.sites.values())
+    median = float(np.median(known)) if len(known) else float(np.median([s.median for s in sites]))
+    if config.standardise == "none":
+        return Scale(median=median)
+    lows, highs = [s.low for s in sites if s.low is not None], [s.high for s in sites if s.high is not None]
+    limits = {"low": min(lows), "high": max(highs)} if lows and highs else {}
+    scale = Scale(median=median, mean=sites[0].mean, sd=sites[0].sd, **limits)
+    if config.standardise == "pooled":
+        return scale
+    mean, sd = moments_of([np.where(np.isnan(train), median, scale.clipped(train))])
+    return scale.model_copy(update={"mean": mean, "sd": sd})

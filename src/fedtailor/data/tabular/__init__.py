@@ -1,0 +1,1 @@
+"""Tables of several sites: read, made alike, split and encoded as features."""

@@ -1,0 +1,244 @@
+"""Tables of several sites as people keep them, made alike before anything is learnt; what was done is told.
+
+One name for Age and age, one category for Well and well, numbers and texts in one column as categories, ids left out,
+columns that a site does not have filled later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.tabular.columns import Column, Table, is_compact
+from fedtailor.errors import DataError
+
+if TYPE_CHECKING:
+    pass
+
+Tables = dict[str, Table]
+FEW_LABELS = 12  # numbers and texts in one column are categories if there are at most so many
+MAX_CATEGORIES = 50  # of a column of texts; of more only statistics of the target are features
+UNIQUE = 0.9  # share of distinct values in a column of names or ids
+FEWEST_IDS = 20
+_ID = re.compile(
+    r"(?i:(^|[_\W])(id|ids|uuid|guid|mrn|ssn|key|index|row|rownames|nr|no|patient|subject|case|record|participant)$)"
+    r"|[a-z]I[dD]$|^Unnamed: \d+$"
+)
+
+
+@dataclass(frozen=True)
+class Tidied:
+    """Tables that are alike, the configuration with what was settled, and notes."""
+
+    tables: Tables
+    config: FolderConfig
+    notes: tuple[str, ...]
+    absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # column -> sites that do not have it
+    many: tuple[str, ...] = ()  # columns with so many texts that they stand for statistics of the target
+
+
+def tidied(tables: Tables, config: FolderConfig) -> Tidied:
+    """Make the tables of all sites alike as far as nobody can object; the rest is left for others to refuse."""
+    tables, renamed = _same_names(tables, config)
+    tables = _plain_dates(tables)
+    tables, absent, gaps = _with_all_columns(tables, config)
+    features = _features(tables, config)
+    ids = [c for c in features if c not in config.categorical and _is_id(c, [t.columns[c] for t in tables.values()])]
+    notes = [*renamed, *gaps]
+    if ids:
+        notes.append(
+            f"left out as they name rows: {', '.join(ids)}; to keep one: data.categorical = {_listed(ids[:1])}"
+        )
+    mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables, c)]
+    notes += [f'column "{c}" has numbers and texts: {_words(tables, c)} are categories' for c in mixed]
+    config = config.model_copy(update={"ignore": (*config.ignore, *ids), "categorical": (*config.categorical, *mixed)})
+    for column in (config.target, *(c for c in features if c not in ids)):
+        tables, rewritten = _same_writing(tables, column)
+        notes += rewritten
+    many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables, c))
+    return Tidied(tables, config, tuple(notes), absent, many)
+
+
+def alike(name: str) -> str:
+    """What two ways to write a name have in common."""
+    return re.sub(r"[\W_]+", "_", name.strip().casefold()).strip("_")
+
+
+def renamed_columns(names: Sequence[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Columns of a file by their name in training, where they are written in another way."""
+    forms: dict[str, list[str]] = {}
+    for name in names:
+        forms.setdefault(alike(name), []).append(name)
+    out = {}
+    for name in wanted:
+        candidates = forms.get(alike(name), [])
+        if name not in names and len(candidates) == 1:
+            out[candidates[0]] = name
+    return out
+
+
+def _same_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str]]:
+    counts = Counter(name for table in tables.values() for name in table.names)
+    configured = (config.target, *config.ignore, *config.categorical)
+    best: dict[str, str] = {}
+    for name in (*configured, *(name for name, _ in counts.most_common())):
+        best.setdefault(alike(name), name)
+    out, renamed = {}, dict[tuple[str, str], list[str]]()
+    for site, table in tables.items():
+        twice = {form for form, n in Counter(map(alike, table.names)).items() if n > 1}
+        new = {n: best[alike(n)] for n in table.names if alike(n) not in twice and best[alike(n)] != n}
+        for pair in new.items():
+            renamed.setdefault(pair, []).append(site)
+        columns = {new.get(name, name): column for name, column in table.columns.items()}
+        names = tuple(new.get(name, name) for name in table.names)
+        out[site] = replace(table, names=names, columns=columns) if new else table
+    return out, [f'column "{old}" at {_some(sites)} is read as "{new}"' for (old, new), sites in renamed.items()]
+
+
+def _plain_dates(tables: Tables) -> Tables:
+    """Numbers of eight digits are dates if they are at all sites, or if another site writes dates in another way."""
+    names = dict.fromkeys(name for table in tables.values() for name in table.columns)
+    for name in names:
+        columns = [table.columns[name] for table in tables.values() if name in table.columns]
+        if len({c.is_date for c in columns if c.number.count()}) > 1:
+            is_date = any(c.is_date and not is_compact(c.text) for c in columns)
+            tables = {
+                site: _with(table, name, table.columns[name].of_kind(is_date)) if name in table.columns else table
+                for site, table in tables.items()
+            }
+    return tables
+
+
+def _with_all_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, dict[str, tuple[str, ...]], list[str]]:
+    """Columns that a site does not have, as empty ones; not those that it may have under a similar name."""
+    import polars as pl
+
+    everywhere = Counter(name for table in tables.values() for name in table.columns if name != config.target)
+    absent: dict[str, list[str]] = {}
+    if config.missing == "error" or any(config.target not in table.columns for table in tables.values()):
+        return tables, {}, []
+    for site, table in list(tables.items()):
+        extra = [name for name in table.columns if everywhere[name] < len(tables)]
+        for name in everywhere:
+            if name in table.columns or get_close_matches(name, extra, 1, 0.75):
+                continue
+            gap = Column(
+                pl.Series([None] * table.rows, dtype=pl.String), pl.Series([None] * table.rows, dtype=pl.Float64)
+            )
+            tables = tables | {site: _with(tables[site], name, gap)}
+            absent.setdefault(name, []).append(site)
+    notes = [
+        f'column "{name}" is missing at {_some(sites)}: filled there as missing values are; '
+        f"to leave it out everywhere: data.ignore = {_listed([name])}"
+        for name, sites in absent.items()
+    ]
+    return tables, {name: tuple(sites) for name, sites in absent.items()}, notes
+
+
+def _with(table: Table, name: str, column: Column) -> Table:
+    names = table.names if name in table.names else (*table.names, name)
+    return replace(table, names=names, columns=table.columns | {name: column})
+
+
+def _features(tables: Tables, config: FolderConfig) -> list[str]:
+    known = dict.fromkeys(name for table in tables.values() for name in table.columns)
+    common = [c for c in known if all(c in table.columns for table in tables.values())]
+    return [c for c in common if c != config.target and c not in config.ignore]
+
+
+def _is_id(name: str, columns: Sequence[Column]) -> bool:
+    """Names of rows: nearly all distinct, and called so or texts too many to be categories."""
+    if any(c.is_date for c in columns):
+        return False
+    rows = sum(c.text.count() for c in columns)
+    by_site = sum(c.text.drop_nulls().n_unique() for c in columns)
+    if rows < FEWEST_IDS or by_site < UNIQUE * rows:
+        return False
+    is_whole = all(bool((c.number.drop_nulls() % 1 == 0).all()) for c in columns)
+    if _ID.search(name) and is_whole:
+        return True
+    is_text = sum(int(c.is_text.sum()) for c in columns) > rows / 2
+    return is_text and by_site > MAX_CATEGORIES
+
+
+def is_mixed(tables: Tables, name: str) -> bool:
+    """Whether whole numbers and texts that occur more than once are few enough to be categories: 0, 1, 2, 3+."""
+    columns = [table.columns[name] for table in tables.values()]
+    if any(c.is_date or c.doubtful_date for c in columns):
+        return False
+    texts = Counter(text for c in columns for text in c.text.filter(c.is_text).to_list())
+    if not texts or min(texts.values()) < 2 or not any(c.number.count() for c in columns):
+        return False
+    is_whole = all(bool((c.number.drop_nulls() % 1 == 0).all()) for c in columns)
+    return is_whole and len(_counts(tables, name)) <= FEW_LABELS
+
+
+def _counts(tables: Tables, name: str) -> Counter[str]:
+    """How often each category occurs, summed over the sites."""
+    out: Counter[str] = Counter()
+    for table in tables.values():
+        out.update(table.columns[name].labels().drop_nulls().to_list())
+    return out
+
+
+def _same_writing(tables: Tables, name: str) -> tuple[Tables, list[str]]:
+    """Texts that differ in capitals and blanks alone are one, written as most write it."""
+    if any(name not in t.columns for t in tables.values()) or not any(
+        t.columns[name].is_text.any() for t in tables.values()
+    ):
+        return tables, []
+    best: dict[str, str] = {}
+    other: dict[str, str] = {}
+    for text, _ in _counts(tables, name).most_common():
+        form = " ".join(text.casefold().split())
+        if best.setdefault(form, text) != text:
+            other[text] = best[form]
+    notes = [f'column "{name}": "{old}" is read as "{new}"' for old, new in list(other.items())[:5]]
+    return _replaced(tables, name, other), notes
+
+
+def _has_many(tables: Tables, name: str) -> bool:
+    """Whether a column has more texts than can have a feature each."""
+    columns = [table.columns[name] for table in tables.values()]
+    rows = sum(c.text.count() for c in columns)
+    if any(c.doubtful_date for c in columns) or sum(int(c.is_text.sum()) for c in columns) < rows:
+        return False
+    return len(_counts(tables, name)) > MAX_CATEGORIES
+
+
+def _replaced(tables: Tables, name: str, new: Mapping[str, str]) -> Tables:
+    if not new:
+        return tables
+    out = {}
+    for site, table in tables.items():
+        column = table.columns[name]
+        out[site] = _with(table, name, replace(column, text=column.text.replace(dict(new))))
+    return out
+
+
+def refuse_other_units(tables: Tables, name: str) -> None:
+    """Fail if a column is written with % or a currency at one site and without at another."""
+    by_unit = {t.columns[name].unit: t.path for t in tables.values() if t.columns[name].number.count()}
+    if len(by_unit) > 1:
+        (one, one_path), (other, other_path) = list(by_unit.items())[:2]
+        raise DataError(
+            f'{other_path}: column "{name}" has {f"values in {other}" if other else "plain numbers"}, but '
+            f"{f'values in {one}' if one else 'plain numbers'} in {one_path.name}; use one unit everywhere"
+        )
+
+
+def _words(tables: Tables, name: str) -> str:
+    return ", ".join(sorted(_counts(tables, name)))
+
+
+def _some(sites: Sequence[str]) -> str:
+    return ", ".join(sites[:3]) + (f" and {len(sites) - 3} more sites" if len(sites) > 3 else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f"'{name}'" for name in names) + "]"

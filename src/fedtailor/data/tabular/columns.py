@@ -1,0 +1,239 @@
+"""Columns of a table, known as text and, where possible, as numbers: $1,200, 45 %, 1,5, 9 Mar 2024, 20240109."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedtailor.errors import DataError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+_UNITS = r"^\s*([$€£¥])?\s*([+-]?)\s*([$€£¥])?\s*([\d.,\s']*\d)\s*([$€£¥%])?\s*$"  # before, sign, before, digits, after
+_THOUSANDS = r"^\d{1,3}(?:,\d{3})+(?:\.\d+)?$"
+_DECIMALS = r"^\d+,\d+$"
+_THREE = r"^\d{1,3},\d{3}$"  # a thousand, or a number with three decimals
+_PLAIN = r"^\d+(?:\.\d+)?$"
+_COMPACT = r"^(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])$"
+_NAMED_MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%b %d %Y", "%B %d %Y", "%d-%b-%Y", "%d-%b-%y")
+MOST = 0.8  # share of values that must be written so; others are texts among numbers
+FEWEST = 3  # numbers that must look like a date to be one
+MISSING_VALUES = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"]
+_CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?$"
+# dates whose parts cannot be mistaken, and which part is year, month and day
+_DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
+_DOUBTFUL_DATE = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}\b"  # which of them is the day?
+# digits that are a name: leading zeros, more of them than a number can hold, 12E4
+_CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def first_of(text: pl.Series) -> str | None:
+    """The first value. Where all must be of one form it tells most columns apart, at a thousandth of the cost."""
+    return next((value for value in text if value is not None), None)
+
+
+def amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
+    """Numbers with a currency, a percent sign or commas, and the unit; None if this column is not written so."""
+    import polars as pl
+
+    present = text.drop_nulls()
+    fits = present.filter(present.str.contains(_UNITS))
+    if len(fits) < MOST * len(present) or not len(fits) or fits.str.contains(r"^[+-]?\d+(\.\d+)?$").all():
+        return None
+    marks = {i: text.str.extract(_UNITS, i) for i in (1, 3, 5)}
+    mark = marks[1].fill_null(marks[3]).fill_null(marks[5]).fill_null("")
+    units = mark.filter(text.str.contains(_UNITS).fill_null(False)).unique().to_list()
+    digits = text.str.extract(_UNITS, 4)
+    known = digits.drop_nulls()
+    has_comma = known.str.contains(",", literal=True)
+    if len(units) > 1:  # such as 45 % beside 0.45
+        return None
+    if (known.str.contains(_THOUSANDS) | known.str.contains(_PLAIN)).all():
+        if not units[0] and known.filter(has_comma).str.contains(_THREE).all() and has_comma.any():
+            return None  # in doubt: see `doubtful_number`
+        plain = digits.str.replace_all(",", "")
+    elif (known.str.contains(_DECIMALS) | known.str.contains(r"^\d+$")).all():
+        plain = digits.str.replace(",", ".")
+    else:
+        return None
+    sign = text.str.extract(_UNITS, 2).fill_null("")
+    return (sign + plain).cast(pl.Float64, strict=False), units[0]
+
+
+def doubtful_number(text: pl.Series) -> str | None:
+    """A value such as 1,200 if every comma may be one of thousands or of decimals."""
+    present = text.drop_nulls().str.strip_chars_start("+-")
+    commas = present.filter(present.str.contains(",", literal=True))
+    if not len(commas) or not commas.str.contains(_THREE).all() or not present.str.contains(r"^[\d.,]+$").all():
+        return None
+    return str(commas[0])
+
+
+def named_days(text: pl.Series) -> pl.Series | None:
+    """Days since 1970-01-01 of dates with the name of the month; None if some value is none."""
+    import polars as pl
+
+    first = first_of(text)
+    if first is None or not re.search(r"[A-Za-z]{3}", first) or not re.search(r"\d", first):
+        return None
+    for form in _NAMED_MONTHS:
+        days = text.str.to_date(form, strict=False)
+        if days.null_count() == text.null_count():
+            return days.cast(pl.Int32).cast(pl.Float64)
+    return None
+
+
+def compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
+    """Days since 1970-01-01 of numbers such as 20240109, if all of a few or more are days."""
+    import polars as pl
+
+    first = first_of(text)
+    if first is None or not re.search(_COMPACT, first):
+        return None
+    present = text.drop_nulls()
+    if len(present) < fewest or not present.str.contains(_COMPACT).all():
+        return None
+    days = text.str.to_date("%Y%m%d", strict=False)
+    return days.cast(pl.Int32).cast(pl.Float64) if days.null_count() == text.null_count() else None
+
+
+def is_compact(text: pl.Series) -> bool:
+    """Whether all values are numbers of eight digits, which may have been taken for dates."""
+    first = first_of(text)
+    return first is not None and bool(re.search(r"^\d{8}$", first) and text.drop_nulls().str.contains(r"^\d{8}$").all())
+
+
+@dataclass(frozen=True)
+class Column:
+    """Values of one column as text (null: missing) and as finite numbers (null: missing or not a number)."""
+
+    text: pl.Series
+    number: pl.Series
+    is_date: bool = False  # numbers are days since 1970-01-01
+    unit: str = ""  # a currency or %, where values are written with one
+
+    @property
+    def is_text(self) -> pl.Series:
+        """Where there is a value that is not a number."""
+        return self.number.is_null() & self.text.is_not_null()
+
+    @property
+    def doubtful_date(self) -> str | None:
+        """A value, if all look like dates that may be day/month or month/day."""
+        first = first_of(self.text)
+        if first is None or not re.search(_DOUBTFUL_DATE, first):
+            return None
+        return first if self.text.drop_nulls().str.contains(_DOUBTFUL_DATE).all() else None
+
+    @property
+    def doubtful_number(self) -> str | None:
+        """A value such as 1,200, if the comma may be one of thousands or of decimals."""
+        return doubtful_number(self.text) if self.is_text.any() else None
+
+    def of_kind(self, is_date: bool) -> Column:
+        """Numbers of eight digits as dates or as plain numbers, whichever is wanted; others as they are."""
+        import polars as pl
+
+        if self.is_date == is_date or not is_compact(self.text):
+            return self
+        if not is_date:
+            return Column(self.text, self.text.cast(pl.Float64, strict=False))
+        days = compact_days(self.text, fewest=1)
+        return self if days is None else Column(self.text, days, is_date=True)
+
+    def labels(self) -> pl.Series:
+        """Values as category names; whole numbers are written alike however the file writes them (1, 1.0)."""
+        import polars as pl
+
+        distinct = self.number.drop_nulls().unique().to_list()
+        if self.is_date or not distinct:
+            return self.text
+        names = [_number_name(value) for value in distinct]
+        named = self.number.replace_strict(distinct, names, return_dtype=pl.String, default=None)
+        return named.fill_null(self.text)
+
+    def names(self) -> pl.Series:
+        """Labels of sites and classes: codes such as 007 are kept as they are written."""
+        return self.labels().zip_with(~self.text.str.contains(_CODE).fill_null(False), self.text)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One file."""
+
+    path: Path
+    names: tuple[str, ...]  # of all columns, also the ignored ones
+    columns: dict[str, Column]
+    rows: int
+
+    def only(self, keep: pl.Series) -> Table:
+        """Some of its rows."""
+        columns = {
+            name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
+            for name, column in self.columns.items()
+        }
+        return Table(self.path, self.names, columns, int(keep.sum()))
+
+
+def _column(path: Path, series: pl.Series) -> Column:
+    import polars as pl
+
+    kind = series.dtype
+    if kind == pl.Boolean or isinstance(kind, pl.Categorical | pl.Enum) or kind == pl.Null:
+        series = series.cast(pl.String)
+    if series.dtype == pl.String:
+        text = series.str.strip_chars()
+        text = text.set(text.is_in(MISSING_VALUES), None)
+        if (days := _days(text)) is not None:
+            return Column(text, days, is_date=True)
+        number = text.cast(pl.Float64, strict=False)
+        if number.null_count() > text.null_count() and (amount := amounts(text)) is not None:
+            return Column(text, amount[0], unit=amount[1])
+    elif kind.is_numeric():
+        series = series.fill_nan(None) if kind.is_float() else series
+        text, number = series.cast(pl.String), series.cast(pl.Float64)
+        if kind.is_integer() and (days := compact_days(text)) is not None:
+            return Column(text, days, is_date=True)
+    elif kind == pl.Date or isinstance(kind, pl.Datetime):
+        return Column(series.cast(pl.String), series.cast(pl.Datetime("us")).dt.epoch("us") / 86_400e6, is_date=True)
+    else:
+        raise DataError(
+            f'{path}: column "{series.name}" has the type {kind}, neither numbers nor text nor dates; '
+            f"leave it out with data.ignore = ['{series.name}']"
+        )
+    return Column(text, number.set(~number.is_finite(), None))
+
+
+def _days(text: pl.Series) -> pl.Series | None:
+    """Days since 1970-01-01 if all values are written as dates; null where there is no such day."""
+    import polars as pl
+
+    first = first_of(text)
+    if first is None:
+        return None
+    for pattern, (year, month, day) in _DATES.items():
+        if re.search(pattern, first) and text.drop_nulls().str.contains(pattern).all():
+            parts = [text.str.extract(pattern, i).str.zfill(2) for i in (year, month, day)]
+            clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
+            written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]
+            return written.str.to_datetime("%Y-%m-%d %H:%M:%S", strict=False).dt.epoch("s").cast(pl.Float64) / 86_400
+    return days if (days := named_days(text)) is not None else compact_days(text)
+
+
+def _number_name(number: float) -> str:
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def as_text(value: str) -> str:
+    """A name as it may stand in a CSV file: one that would be a formula gets a quote before it; numbers stay."""
+    if not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value

@@ -1,0 +1,225 @@
+"""From the tables of all clients to features: agree on columns, types and target, then encode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fedtailor.core.data import FederatedData
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.tabular.align import MAX_CATEGORIES, refuse_other_units, renamed_columns, tidied
+from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.earlier_rows import EarlierRows
+from fedtailor.data.tabular.encode import Site, assemble
+from fedtailor.data.tabular.read import client_name
+from fedtailor.data.tabular.target import (
+    complete_target,
+    distinct_labels,
+    numbers,
+    read_target,
+    refuse_mixed_text,
+    report_text,
+    target_of,
+    with_target,
+)
+from fedtailor.errors import DataError, nearest
+
+
+def prepared(
+    tables: dict[str, Table],
+    config: FolderConfig,
+    seed: int,
+    newcomers: dict[str, Table] | None = None,
+    earlier: EarlierRows | None = None,
+) -> FederatedData:
+    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that.
+
+    `earlier` are rows that a fit knows already, and how it prepared them.
+    """
+    tidy = tidied(tables, config)
+    tables, config = tidy.tables, tidy.config
+    columns = common_columns(tables, config)
+    tables, left_out = with_target(tables, config)
+    target, targets, reason = read_target(tables, config)
+    forced = (*config.categorical, *tidy.many)
+    kinds = {column: is_categorical(tables, column, column in forced) for column in columns}
+    newcomers = {name: with_names_of(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
+    dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
+    fit_in(newcomers, config.target, kinds, dates)
+    targets += [target_of(table, config.target, target) for table in newcomers.values()]
+    tables = tables | newcomers
+    if config.missing == "error":
+        _no_missing(tables, columns)
+    sites = [
+        Site(
+            name=name,
+            file=str(table.path),
+            numeric={c: numbers(table.columns[c].of_kind(c in dates)) for c in columns if not kinds[c]},
+            categorical={c: table.columns[c].labels() for c in columns if kinds[c]},
+            y=y,
+        )
+        for (name, table), y in zip(tables.items(), targets, strict=True)
+    ]
+    categorical = [column for column in columns if kinds[column]]
+    notes = (
+        f"{len(sites)} clients from {config.path}: " + ", ".join(f"{site.name} {len(site.y)}" for site in sites),
+        reason,
+        f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
+        *left_out,
+        *tidy.notes,
+        *_sampled(sites, config),
+    )
+    name = client_name(config.path) or config.path.resolve().name or "folder"
+    return assemble(
+        *(name, sites, columns, target, config, config.standardise),
+        seed=seed,
+        notes=notes,
+        newcomers=len(newcomers),
+        dates=dates,
+        absent=tidy.absent,
+        earlier=earlier,
+        many=tidy.many,
+    )
+
+
+def with_names_of(table: Table, columns: Sequence[str]) -> Table:
+    """A newcomer's table with the names of the others."""
+    new = renamed_columns(table.names, columns)
+    names = tuple(new.get(name, name) for name in table.names)
+    return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})
+
+
+def _sampled(sites: Sequence[Site], config: FolderConfig) -> list[str]:
+    """Say loudly that rows are not used."""
+    most = config.max_samples
+    large = [site for site in sites if most is not None and len(site.y) > most]
+    if not large or most is None:
+        return []
+    which = ", ".join(f"{site.name} ({len(site.y):,} rows)" for site in large[:3])
+    more = f" and {len(large) - 3} more sites" if len(large) > 3 else ""
+    return [
+        f"NOT ALL ROWS ARE USED: {most:,} drawn at random at {which}{more}; "
+        f"to use all: data.max_samples = {max(len(site.y) for site in large)}"
+    ]
+
+
+def fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
+    """Newcomers must have the columns of the others, and numbers or dates where these have them."""
+    for name, table in newcomers.items():
+        for column in (target, *kinds):
+            if column not in table.columns:
+                raise DataError(
+                    f'{table.path}: no column "{column}", which every client of the run has; '
+                    f"{nearest(column, table.columns)}"
+                )
+        for column, is_categorical in kinds.items():
+            if not is_categorical:
+                check_numbers(table, column, is_date=column in dates)
+        complete_target({name: table}, target)
+
+
+def check_numbers(table: Table, column: str, is_date: bool) -> None:
+    """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
+    values = table.columns[column].of_kind(is_date)
+    report_text({"": table}, column, "remove the row")
+    if values.number.count() and values.is_date != is_date:
+        was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
+        raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
+
+
+def common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:
+    """Feature columns, in the first file's order; every file must have all of them and the target."""
+    known = list(dict.fromkeys(column for table in tables.values() for column in table.names))
+    for option, names in (("ignore", config.ignore), ("categorical", config.categorical)):
+        for name in names:
+            if name not in known:
+                raise DataError(
+                    f"{config.path}: data.{option} = ['{name}']: no file has this column; {nearest(name, known)}"
+                )
+    if config.target in config.ignore:
+        raise DataError(
+            f"{config.path}: data.ignore = ['{config.target}']: this is the target; choose another with data.target"
+        )
+    for table in tables.values():
+        if config.target not in table.columns:
+            if len(table.names) == 1:
+                raise DataError(
+                    f'{table.path}: no target column "{config.target}", but a single one, "{table.names[0]}"; '
+                    "separate columns by comma, semicolon, tab or |"
+                )
+            raise DataError(
+                f'{table.path}: no target column "{config.target}"; {nearest(config.target, table.columns)}'
+            )
+    columns = [c for c in known if c != config.target and c not in config.ignore]
+    if not columns:
+        raise DataError(f'{config.path}: no columns left to predict "{config.target}" from')
+    for column in columns:
+        owner = next(table.path.name for table in tables.values() if column in table.columns)
+        for table in tables.values():
+            if column not in table.columns:
+                raise DataError(
+                    f'{table.path}: column "{column}" is missing ({owner} has it); add it or leave it out '
+                    f"everywhere with data.ignore = ['{column}']"
+                )
+    return columns
+
+
+def is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool:
+    """Whether a feature column is categorical; text among numbers is an error."""
+    if forced:
+        return True
+    columns = [table.columns[column] for table in tables.values()]
+    remedy = f"leave it out with data.ignore = ['{column}']"
+    for table in tables.values():
+        if (value := table.columns[column].doubtful_date) is not None:
+            raise DataError(
+                f'{table.path}: column "{column}" has dates such as "{value}", where day and month can be mistaken; '
+                f"write them as 2024-01-31, or {remedy}"
+            )
+        if (value := table.columns[column].doubtful_number) is not None:
+            raise DataError(
+                f'{table.path}: column "{column}" has numbers such as "{value}", which may be thousands or decimals; '
+                f"write them as {value.replace(',', '')} or {value.replace(',', '.')}, or {remedy}"
+            )
+    if not any(c.is_text.any() for c in columns):
+        _dates_everywhere(tables, column, remedy)
+        refuse_other_units(tables, column)
+        return False
+    refuse_mixed_text(tables, column, as_categories(column))
+    distinct = distinct_labels(c.labels() for c in columns)
+    if len(distinct) > MAX_CATEGORIES:
+        raise DataError(
+            f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
+            f"files, more than {MAX_CATEGORIES}; leave it out with data.ignore = ['{column}'] or force it with "
+            f"data.categorical = ['{column}']"
+        )
+    return True
+
+
+def as_categories(column: str) -> str:
+    """What to do with a column of numbers and texts."""
+    return (
+        f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
+        f"data.ignore = ['{column}']"
+    )
+
+
+def _dates_everywhere(tables: dict[str, Table], column: str, remedy: str) -> None:
+    """Fail if a column has dates in one file and plain numbers in another."""
+    filled = {table.path: table.columns[column] for table in tables.values() if table.columns[column].number.count()}
+    kinds = {c.is_date: path for path, c in filled.items()}
+    if len(kinds) == 2:
+        raise DataError(
+            f'{kinds[False]}: column "{column}" has numbers, but dates in {kinds[True].name}; correct it, or {remedy}'
+        )
+
+
+def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
+    for table in tables.values():
+        for column in columns:
+            gaps = table.columns[column].text.null_count()
+            if gaps:
+                raise DataError(
+                    f'{table.path}: column "{column}" has no value in {gaps} of {table.rows} rows; '
+                    f"drop it with data.ignore = ['{column}'] or impute with data.missing = 'median'"
+                )

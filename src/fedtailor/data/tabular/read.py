@@ -1,0 +1,280 @@
+"""Read one CSV or Parquet file into columns that are known both as text and, where possible, as numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import expanded, read_bytes
+from fedtailor.data.tabular.columns import MISSING_VALUES, Table, _column
+from fedtailor.data.tabular.parquet_check import check as check_parquet
+from fedtailor.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
+# files with ";" between columns often have "," in numbers
+_DECIMAL_COMMA = r"^\s*([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)\s*$"
+SEPARATORS = ",;\t|"
+
+
+def client_name(path: Path) -> str | None:
+    """File name without its ending, or None if it is not a file of data."""
+    suffix = next((s for s in SUFFIXES if path.name.lower().endswith(s)), None)
+    if suffix is None or path.name.startswith("."):
+        return None
+    return path.name[: -len(suffix)]
+
+
+def read_table(path: Path, ignore: Sequence[str] = ()) -> Table:
+    """Read a file but for the columns to ignore; at least one row, unique column names."""
+    return table_of(path, _read_filled(path), ignore)
+
+
+def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """All rows of a file as they are written, text wherever it is CSV, and the same with decimal points for commas."""
+    import polars as pl
+
+    content = read_bytes(path)
+    if not content.strip():
+        raise DataError(f"{path}: empty file; put the client's rows there or remove it")
+    if path.name.lower().endswith(".parquet"):
+        written, separator = _read_parquet(path, content), ","
+    else:
+        written, separator = _read_csv(path, content)
+    _some_rows(path, written)
+    if separator != ";":
+        return written, written
+    return written, written.with_columns(pl.all().str.replace(_DECIMAL_COMMA, "$1.$2"))
+
+
+def _read_filled(path: Path) -> pl.DataFrame:
+    """The rows of a file that have a value: spreadsheets leave empty ones at the end."""
+    import polars as pl
+
+    _, frame = read_rows(path)
+    gaps = [
+        series.is_null() | series.is_in(MISSING_VALUES) if series.dtype == pl.String else series.is_null()
+        for series in frame
+    ]
+    frame = frame.filter(~pl.all_horizontal(gaps))
+    _some_rows(path, frame)
+    return frame
+
+
+def _some_rows(path: Path, frame: pl.DataFrame) -> None:
+    if frame.height == 0:
+        raise DataError(f"{path}: has a header but no rows; put the client's rows there or remove it")
+
+
+def table_of(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()) -> Table:
+    """The columns of a frame; `path` is its name in messages."""
+    columns = {series.name: _column(path, series) for series in frame if series.name not in ignore}
+    return Table(path, tuple(frame.columns), columns, frame.height)
+
+
+def split_by(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, Table]:
+    """One file that holds several clients: the rows of each, by its name in a column."""
+    import polars as pl
+
+    frame = _read_filled(path)
+    if column not in frame.columns:
+        raise DataError(f'{path}: no client column "{column}"; {nearest(column, frame.columns)}')
+    names = _column(path, frame[column]).names()
+    if gaps := names.null_count():
+        raise DataError(
+            f'{path}: client column "{column}" has no value in {gaps} of {frame.height} rows; complete or remove them'
+        )
+    frame = frame.drop(column)
+    out = {}
+    for name in sorted(names.unique().to_list()):
+        out[name] = table_of(Path(f"{path}[{name}]"), frame.filter(pl.lit(names == name)), ignore)
+    return out
+
+
+def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
+    import polars as pl
+
+    try:
+        check_parquet(content)
+        return pl.read_parquet(io.BytesIO(content))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, ValueError) as e:
+        raise DataError(f"{path}: truncated or corrupt Parquet file ({_first_line(e)}); write it again") from e
+
+
+def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
+    """The rows as text, null where nothing is written, and what separates the columns."""
+    import polars as pl
+
+    text = _decode(path, content)
+    lines = _lines(text)
+    separator = _separator(lines.split("\n", 1)[0])
+    header = _header(path, lines, separator)
+    marked = io.BytesIO(
+        lines.encode("utf-8-sig")
+    )  # or polars takes a first column "x^2" for the start of a zlib stream
+    try:
+        frame = pl.read_csv(marked, separator=separator, infer_schema=False, new_columns=header)
+    except pl.exceptions.PolarsError as e:
+        raise DataError(f"{path}: {_bad_line(text, separator, len(header)) or _first_line(e)}") from e
+    # polars fills up short lines in silence; they show as gaps in the last column
+    if frame[header[-1]].null_count() and (bad := _bad_line(text, separator, len(header))):
+        raise DataError(f"{path}: {bad}")
+    return frame, separator
+
+
+def _lines(text: str) -> str:
+    """Text with line ends that any reader knows, without blank lines; what stands in quotes is left as it is."""
+    text = text.strip("\r\n") + "\n"
+    has_old_ends = text.count("\r") > text.count("\r\n")
+    if not has_old_ends and "\n\n" not in text and "\n\r\n" not in text:
+        return text  # most files; the rest is slow
+    parts = text.split('"')
+    parts[::2] = [re.sub(r"[\r\n]+", "\n", part) for part in parts[::2]]
+    return '"'.join(parts)
+
+
+def _decode(path: Path, content: bytes) -> str:
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):  # the mark of UTF-16, as spreadsheets write it
+        try:
+            return content.decode("utf-16")
+        except UnicodeDecodeError:
+            raise DataError(f"{path}: damaged UTF-16; save it as UTF-8") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = content[: e.start].count(b"\n") + 1
+        raise DataError(f"{path}: not UTF-8 (byte 0x{content[e.start]:02x} in line {line}); save it as UTF-8") from e
+    if "\0" in text:
+        raise DataError(f"{path}: not UTF-8 (contains zero bytes, perhaps UTF-16); save it as UTF-8")
+    return text
+
+
+def _separator(header: str) -> str:
+    """The most frequent of comma, semicolon, tab and bar in the header line, outside quotes."""
+    bare = "".join(header.split('"')[::2])
+    return max(SEPARATORS, key=bare.count)
+
+
+def _header(path: Path, text: str, separator: str) -> list[str]:
+    names = [name.strip() for name in next(_records(text, separator))]
+    twice = [name for name, count in Counter(names).items() if count > 1 and name]
+    if twice:
+        raise DataError(f'{path}: column "{twice[0]}" appears more than once; rename or remove one')
+    if "" in names:
+        raise DataError(
+            f"{path}: column {names.index('') + 1} has no name (a row index?); name it or write the file without it"
+        )
+    return names
+
+
+def _records(text: str, separator: str) -> Any:
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a field may be long
+    return csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+
+
+def _bad_line(text: str, separator: str, width: int) -> str | None:
+    """The first line with more or fewer fields than the header, told for people."""
+    reader = _records(text, separator)
+    for row in reader:
+        if row and len(row) != width:
+            return f"line {reader.line_num} has {len(row)} fields, the header has {width}; correct it"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
+    """A polars frame of whatever holds columns by name; `origin` names it in messages."""
+    import polars as pl
+
+    if isinstance(rows, pl.DataFrame):
+        return rows
+    if isinstance(rows, pl.LazyFrame):
+        return rows.collect()
+    if isinstance(rows, Mapping):
+        return pl.DataFrame({str(name): _series(str(name), list(values)) for name, values in rows.items()})
+    if hasattr(rows, "columns") and hasattr(rows, "iloc"):  # pandas
+        names = [str(name) for name in rows.columns]
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f'{origin}: column "{repeated[0]}" appears more than once; rename or remove one')
+        return pl.DataFrame([_of_pandas(name, rows.iloc[:, i]) for i, name in enumerate(names)])
+    raise DataError(f"{origin}: is a {type(rows).__name__}; give a frame of polars or pandas, or columns by name")
+
+
+def _of_pandas(name: str, series: Any) -> pl.Series:
+    import polars as pl
+
+    if getattr(series.dtype, "kind", "O") in "iufbM" and type(series.dtype).__module__.startswith("numpy"):
+        return pl.Series(name, series.to_numpy())
+    return _series(name, [None if gap else value for value, gap in zip(series.tolist(), series.isna(), strict=True)])
+
+
+def _series(name: str, values: list[Any]) -> pl.Series:
+    """Values of several kinds are read as text, as in a CSV file."""
+    import polars as pl
+
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) > 1 and not kinds <= {int, float}:
+        return pl.Series(name, [None if value is None else str(value) for value in values], dtype=pl.String)
+    return pl.Series(name, values, strict=False)
+
+
+def read_sites(config: FolderConfig) -> dict[str, Table]:
+    path = expanded(config.path)
+    if config.client_column is None:
+        return _read_folder(path, config.ignore)
+    if not path.is_file():
+        problem = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
+        raise DataError(f"{path}: {problem} that holds all clients")
+    if client_name(path) is None:
+        raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
+    if config.client_column == config.target:
+        raise DataError(f'{path}: "{config.target}" is both target and client column; choose another of them')
+    return split_by(path, config.client_column, config.ignore)
+
+
+def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
+    """Tables by client name, sorted."""
+    return {name: read_table(path, ignore) for name, path in files_of(folder).items()}
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Files by client name, sorted."""
+    if not folder.is_dir():
+        hint = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
+        problem = hint if folder.exists() else "no such folder"
+        raise DataError(f"{folder}: {problem}")
+    files: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        name = client_name(path)
+        if name is None or not path.is_file():
+            continue
+        if name in files:
+            raise DataError(f'{path}: client "{name}" is also in {files[name].name}; keep one of them')
+        files[name] = path
+    if not files:
+        raise DataError(f"{folder}: no data files; put one file per client there ({', '.join(SUFFIXES)})")
+    return {name: files[name] for name in sorted(files)}
+
+
+def columns(file: Path, *names: str) -> list[tuple[str, ...]]:
+    """Some columns of a file as text; an empty cell is an error that names its row."""
+    frame, _ = read_rows(file)
+    for name in names:
+        if name not in frame.columns:
+            raise DataError(f'{file}: no column "{name}"; {nearest(name, frame.columns)}')
+    columns = [[None if v is None else str(v).strip() for v in frame[name].to_list()] for name in names]
+    for name, values in zip(names, columns, strict=True):
+        if empty := [row for row, value in enumerate(values, 1) if not value]:
+            raise DataError(f'{file}: row {empty[0]} has nothing in column "{name}"; fill it or remove the row')
+    return list(zip(*columns, strict=True))

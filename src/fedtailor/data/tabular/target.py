@@ -1,0 +1,216 @@
+"""What is predicted, read from the tables of all clients: classes or numbers, and which rows have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedtailor.data.configs import FolderConfig
+from fedtailor.data.tabular.align import is_mixed
+from fedtailor.data.tabular.columns import Column, Table
+from fedtailor.data.tabular.encode import Target, sort_values
+from fedtailor.data.tabular.preparation import Floats
+from fedtailor.errors import DataError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
+LARGEST = 1e100  # of a number to predict
+MOST_COUNTED = 2**53  # above it whole numbers are not exact
+COUNTED = 100.0  # mean of counts, above which they are as good as numbers
+FEWEST_COUNTS = 5  # distinct whole numbers from 0 on that may be counts rather than classes
+SKEWED = 2.0  # skewness of a long tail
+
+
+def with_target(tables: dict[str, Table], config: FolderConfig) -> tuple[dict[str, Table], tuple[str, ...]]:
+    """Rows and sites without a target are left out, and named."""
+    if config.target not in next(iter(tables.values())).columns:
+        return tables, ()
+    complete, left_out, rows = {}, [], 0
+    for name, table in tables.items():
+        has_target = table.columns[config.target].text.is_not_null()
+        rows += table.rows - int(has_target.sum())
+        if has_target.any():
+            complete[name] = table if has_target.all() else table.only(has_target)
+        else:
+            left_out.append(name)
+    if not complete:
+        raise DataError(f'{config.path}: target column "{config.target}" has no value in any row; choose another')
+    notes = [f'{rows} rows without a value of "{config.target}" are left out'] if rows else []
+    notes += [f"left out, without any target: {', '.join(left_out)}"] if left_out else []
+    return complete, tuple(notes)
+
+
+def complete_target(tables: dict[str, Table], target: str) -> None:
+    """Fail if the target is missing in some row."""
+    for table in tables.values():
+        gaps = table.columns[target].text.null_count()
+        if gaps:
+            raise DataError(
+                f'{table.path}: target column "{target}" has no value in {gaps} of {table.rows} rows; '
+                "remove or complete those rows"
+            )
+
+
+def read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
+    """Task, targets of each client, and why the task was chosen."""
+    complete_target(tables, config.target)
+    columns = [table.columns[config.target] for table in tables.values()]
+    for table in tables.values():
+        if table.columns[config.target].is_date:
+            raise DataError(
+                f'{table.path}: target column "{config.target}" has dates; make a number of them, such as the days '
+                "until then, or choose another with data.target"
+            )
+    task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
+    note = f'target "{config.target}": {task} ({reason})'
+    if config.target_scale == "log" and task != "regression":
+        raise DataError(f"{config.path}: data.target_scale = 'log' is for numbers, and the target is read as {task}")
+    if task in ("regression", "count"):
+        if any(c.is_text.any() for c in columns):
+            report_text(tables, config.target, "set data.task = 'classification'")
+        targets = [numbers(c) for c in columns]
+        for table, y in zip(tables.values(), targets, strict=True):
+            _check_numbers(table, config.target, y, task, config.target_scale == "log")
+        if all((y == targets[0][0]).all() for y in targets):
+            _refuse_constant(columns[0].text[0], config)
+        hint = suggested(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
+        is_log, standardise = config.target_scale == "log", config.standardise_target and task == "regression"
+        target = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
+        return target, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
+    classes = sort_values(distinct_labels(c.names() for c in columns))
+    if len(classes) == 1:
+        _refuse_constant(classes[0], config)
+    target = Target("classification", tuple(classes), name=config.target)
+    hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
+    return target, [codes(c.names(), classes) for c in columns], note + hint
+
+
+def _check_numbers(table: Table, target: str, y: Floats, task: str, is_log: bool) -> None:
+    """Fail at the first row whose number cannot be what it is to be."""
+    checks = [(np.abs(y) > LARGEST, "whose square is too large for a number", "give the target in other units")]
+    if task == "count":
+        no_count = (y < 0) | (y % 1 != 0) | (y > MOST_COUNTED)
+        checks = [(no_count, "which is no count: 0, 1, 2, ...", "set data.task = 'regression'")]
+    if is_log:
+        checks.append((y <= 0, "which has no logarithm", "leave out data.target_scale"))
+    for wrong, fault, remedy in checks:
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise DataError(
+                f'{table.path}: target column "{target}" has {y[row]:g} in data row {row + 1}, {fault}; correct it, or '
+                f"{remedy}"
+            )
+
+
+def suggested(y: Floats) -> str:
+    """What numbers to predict look like, and what then fits them better; nothing for ordinary ones."""
+    if (y >= 0).all() and (y % 1 == 0).all() and y.min() < FEWEST_COUNTS and y.mean() < COUNTED and skewness(y) > 0.5:
+        return "; if these are counts, --task count fits rates (Poisson)"
+    if (y > 0).all() and skewness(y) > SKEWED > abs(skewness(np.log(y))):
+        return "; positive with a long tail: --target-scale log may fit it better"
+    return ""
+
+
+def skewness(y: Floats) -> float:
+    """The third standardised moment; 0 of what does not vary."""
+    sd = y.std()
+    return float((((y - y.mean()) / sd) ** 3).mean()) if sd > 0 else 0.0
+
+
+def _counts_as_classes(columns: Sequence[Column]) -> str:
+    y = np.concatenate([numbers(c) for c in columns])
+    values = np.unique(y)
+    if len(values) > FEWEST_COUNTS and values[0] == 0 and values[1] == 1 and np.bincount(y.astype(int)).argmax() < 3:
+        return "; if these are counts, --task count fits rates (Poisson)"
+    return ""
+
+
+def _refuse_constant(value: object, config: FolderConfig) -> None:
+    raise DataError(
+        f'{config.path}: target column "{config.target}" has the single value "{value}" in all files; '
+        "choose another with data.target"
+    )
+
+
+def distinct_labels(labels: Iterable[pl.Series]) -> set[str]:
+    return {label for series in labels for label in series.drop_nulls().unique().to_list()}
+
+
+def codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
+    return labels.replace_strict(list(classes), list(range(len(classes)))).to_numpy().astype(np.int64)
+
+
+def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
+    columns = [table.columns[target] for table in tables.values()]
+    has_text = any(c.is_text.any() for c in columns)
+    if has_text:
+        if not is_mixed(tables, target):
+            refuse_mixed_text(tables, target, "set data.task = 'classification'")
+    elif not all(((c.number % 1) == 0).all() for c in columns):
+        return "regression", "inferred: its values are not whole numbers"
+    distinct = len(distinct_labels(c.names() for c in columns))
+    kind = "texts" if has_text else "whole numbers"
+    if distinct <= FEW:
+        return "classification", f"inferred: {distinct} distinct {kind}, at most {FEW}"
+    if has_text:
+        raise DataError(
+            f'{next(iter(tables.values())).path}: target column "{target}" has {distinct} distinct texts over all '
+            f"files, more than {FEW}; if they are classes set data.task = 'classification', else choose another "
+            "data.target"
+        )
+    return "regression", f"inferred: {distinct} distinct {kind}, more than {FEW}"
+
+
+def refuse_mixed_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+    """Fail if a column that has text is otherwise numeric: at some file entirely, or mostly over all files."""
+    text = sum(int(table.columns[column].is_text.sum()) for table in tables.values())
+    values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables.values())
+    numeric_file = any(
+        table.columns[column].number.is_not_null().any() and not table.columns[column].is_text.any()
+        for table in tables.values()
+    )
+    if numeric_file or 2 * text < values:
+        report_text(tables, column, remedy)
+
+
+def report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+    """Fail if a column of numbers has text somewhere."""
+    for table in tables.values():
+        rows = table.columns[column].is_text.arg_true()
+        if len(rows):
+            row = int(rows[0])
+            value = table.columns[column].text[row]
+            raise DataError(
+                f'{table.path}: column "{column}" has the text "{value}" in data row {row + 1} '
+                f"where a number is expected; correct the value, or {remedy}"
+            )
+
+
+def numbers(column: Column) -> Floats:
+    """Values with NaN where there is none."""
+    return column.number.to_numpy().astype(np.float64)
+
+
+def target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
+    """A newcomer's target, as the others have it."""
+    if target.task != "classification":
+        report_text({"": table}, column, "remove the row")
+        y = numbers(table.columns[column])
+        _check_numbers(table, column, y, target.task, target.is_log)
+        return y
+    position = {label: i for i, label in enumerate(target.classes)}
+    forms = {label.casefold(): label for label in reversed(target.classes)}
+    labels = table.columns[column].names()
+    other = {label: forms.get(label.casefold(), label) for label in labels.unique().to_list() if label not in position}
+    labels = labels.replace(other) if other else labels
+    if unknown := [label for label in labels.unique(maintain_order=True).to_list() if label not in position]:
+        raise DataError(
+            f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '
+            f"known: {', '.join(target.classes)}"
+        )
+    return codes(labels, target.classes)

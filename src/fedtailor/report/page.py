@@ -1,0 +1,169 @@
+"""What a page is made of, and its HTML: one self-contained file that works offline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from fedtailor.version import __version__
+
+Value = str | float | int | None
+VENDOR = ("d3-7.9.2.min.js", "plot-0.6.17.min.js")
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Rows under named columns, and how to draw them; the rows are what can be downloaded."""
+
+    id: str
+    kind: str  # lines, dots, bars, heat, scatter, intervals: a function of charts.js
+    title: str
+    summary: str  # in words, for those who do not see it
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[Value, ...]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """For the page's script; no number is infinite or not a number."""
+        rows = [[plain(v) for v in row] for row in self.rows]
+        return {"id": self.id, "kind": self.kind, "columns": list(self.columns), "rows": rows, **self.options}
+
+
+@dataclass(frozen=True)
+class TableCell:
+    """Text in a table, and what it is sorted by."""
+
+    text: str
+    key: Value = None
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """The first column names the row; the others are numbers unless `words` says otherwise."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[TableCell, ...]]
+    sortable: bool = False
+    words: bool = False
+    folded: bool = False  # shown when asked for
+    wraps: bool = False  # the last column, which is long
+
+
+@dataclass(frozen=True)
+class KeyFigure:
+    """One of the numbers at the top."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """A heading and what stands under it; a section with a reason to be `missing` is left out and named at the end."""
+
+    id: str
+    title: str
+    text: tuple[str, ...] = ()
+    figures: tuple[KeyFigure, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[PageTable, ...] = ()
+    code: tuple[tuple[str, str], ...] = ()  # what it is, and the text as it stands
+    missing: str = ""
+    tables_first: bool = False
+
+    def without(self, why: str) -> PageSection:
+        """This section, left out for a reason."""
+        return replace(self, missing=why)
+
+
+@dataclass(frozen=True)
+class Page:
+    """All of it."""
+
+    title: str
+    kind: str  # above the title: "Run" or "Comparison"
+    state: str  # "finished", or how far it is
+    finished: bool
+    sections: tuple[PageSection, ...]
+    footer: str  # last line
+
+
+def plain(value: Value) -> Value:
+    """Seven digits are what single precision has; None where there is no number."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.7g}") if math.isfinite(value) else None
+
+
+def cells(*values: str | TableCell) -> tuple[TableCell, ...]:
+    """A row of a table; text stands for itself."""
+    return tuple(v if isinstance(v, TableCell) else TableCell(v, v) for v in values)
+
+
+def render_html(page: Page, live: bool = False) -> str:
+    """The page; a live one asks its server every few seconds whether there is news."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined)
+    shown = [section for section in page.sections if not section.missing]
+    return environment.from_string(_text("templates", "page.html.j2")).render(
+        page=page,
+        shown=shown,
+        missing=[section for section in page.sections if section.missing],
+        data=embedded([chart for section in shown for chart in section.charts]),
+        style=Markup(_text("templates", "style.css")),
+        scripts=[Markup(script) for script in scripts()],
+        policy=policy(live),
+        live=live,
+        layout=layout,
+        version=__version__,
+    )
+
+
+def layout(charts: Sequence[Chart]) -> str:
+    """How many charts stand side by side where there is room."""
+    small = all(chart.options.get("small") for chart in charts)
+    return " three" if small and len(charts) > 2 else " two" if small or len(charts) > 1 else ""
+
+
+def embedded(charts: list[Chart]) -> Markup:
+    """JSON that cannot end the script element it stands in, whatever clients are called."""
+    text = json.dumps([chart.plain() for chart in charts], allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def policy(live: bool) -> str:
+    """Only the scripts below run, and nothing is fetched; but a live page may ask where it came from."""
+    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts())
+    network = "connect-src 'self'; " if live else ""
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; {network}"
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+@cache
+def scripts() -> tuple[str, ...]:
+    """d3 and Plot as they are published, and ours."""
+    return *(_text("vendor", name) for name in VENDOR), _text("templates", "charts.js")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _text(*path: str) -> str:
+    return files("fedtailor.report").joinpath(*path).read_text(encoding="utf-8")
