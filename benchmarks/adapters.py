@@ -24,9 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from benchmarks.leaderboard import finished  # noqa: E402
 from fedtailor import algorithms  # noqa: E402
 from fedtailor.core.data import FederatedData  # noqa: E402
-from fedtailor.experiments.building import load  # noqa: E402
+from fedtailor.experiments.building import load, model_of  # noqa: E402
 from fedtailor.experiments.config import RunConfig, parse  # noqa: E402
-from fedtailor.experiments.model_building import model_of  # noqa: E402
 from fedtailor.experiments.store import RESULTS, RunFolder  # noqa: E402
 
 METHODS: dict[str, dict[str, Any]] = {

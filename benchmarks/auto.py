@@ -20,7 +20,7 @@ import numpy as np
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.metrics.summary import share_hurt
-from fedtailor.studies import fit
+from fedtailor.tables import fit, halving
 
 SITES, OUTLIER = 12, 11
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # data, and settings that differ from those of fit
@@ -56,7 +56,7 @@ def run(task: str, seed: int, out: Path) -> dict[str, list[float]]:
         if not path.exists():
             make_sites(path, seed)
         source = source | {"path": str(path)}
-    made = fit.plan(source, folder, seed=seed, values=values)
+    made = halving.plan(source, folder, seed=seed, values=values)
     record = fit.fit(source, folder, seed=seed, values=values, loaded=made.data)
     figures = {"auto": [row["personal"] for row in record["sites"].values()]}
     for cell in made.cells:
@@ -69,7 +69,7 @@ def tested(folder: Path, metric: str) -> list[float]:
     """Of every site, in the round selected on validation data."""
     results = RunFolder(folder).results
     assert results is not None
-    return list(results[fit.KIND]["clients"][metric])
+    return list(results[halving.KIND]["clients"][metric])
 
 
 def table(task: str, found: Mapping[int, Mapping[str, list[float]]]) -> list[str]:

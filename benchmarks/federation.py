@@ -27,7 +27,7 @@ import torch
 from fedtailor.core import codec
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble, build_experiment
@@ -84,7 +84,7 @@ def replayed(
     data = build_experiment(config).data
     setting = assemble(config, data.only(range(sites)))
     torch.set_num_threads(config.federation.threads or 1)  # as a run, and a site, has it
-    engine = loop(setting)
+    engine = InProcess(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
     server = setting.algorithm.server_init(setting.model)
@@ -145,14 +145,14 @@ class Bench:
         path = self.folder / "server" / kits.RUNS / name
         if fresh:
             shutil.rmtree(path, ignore_errors=True)
-        names = local.prepare(self.folder, sites, config, None)
+        names = local.prepare_trial(self.folder, sites, config, None)
         if self.keeper is None:
             self.keeper = operate.ProcessSupervisor(local.participants(self.folder, names))
         for site in names:
             if site not in self.keeper.participants:
                 self.keeper.add(site, "site", self.folder / site)
         at_sites = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
-        Launcher(self.folder / "admin", at_sites, name, names, self.say).to_the_end()
+        Launcher(self.folder / "admin", at_sites, name, names, self.say).run_to_end()
         return RunFolder(path)
 
     def stop(self) -> None:
@@ -185,20 +185,20 @@ def fourth_joins(bench: Bench) -> str:
     shutil.rmtree(bench.folder / "server" / kits.RUNS / run, ignore_errors=True)
     result: list[RunFolder] = []
     path = bench.folder / "server" / kits.RUNS / run
-    names = local.prepare(bench.folder, 3, config, None)
+    names = local.prepare_trial(bench.folder, 3, config, None)
     bench.run(configured("fedavg", "rounds=1"), "warm-up")  # the three are connected
-    local.prepare(bench.folder, 3, config, None)
+    local.prepare_trial(bench.folder, 3, config, None)
     at_sites = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
     launcher = Launcher(bench.folder / "admin", at_sites, run, names, bench.say)
 
     def train() -> None:
-        launcher.to_the_end()
+        launcher.run_to_end()
         result.append(RunFolder(path))
 
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
     _rounds(path, 5)
-    (fourth,) = set(local.prepare(bench.folder, 4, config, None)) - set(names)
+    (fourth,) = set(local.prepare_trial(bench.folder, 4, config, None)) - set(names)
     assert bench.keeper is not None
     bench.keeper.add(fourth, "site", bench.folder / fourth)
     thread.join(300)
@@ -282,7 +282,7 @@ def faulty(hurt: Callable[[Path, subprocess.Popen[bytes]], str], rounds: int = 1
             finally:
                 process.kill()
                 for participant in out.iterdir():
-                    operate.stop(participant)
+                    operate.stop_participant(participant)
         lines = RunFolder(path).metrics()
         missed = sorted({line["round"] for line in lines if line.get("faults")})
         gap = difference(out, "hurt", config)
@@ -304,18 +304,18 @@ def job_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """SIGKILL of a site's job process."""
     import psutil
 
-    pid = operate.running(_site(out))
+    pid = operate.find_process(_site(out))
     assert pid is not None
-    found = [p for p in operate.tree(pid) if "worker_process" in " ".join(psutil.Process(p).cmdline())]
+    found = [p for p in operate.process_tree(pid) if "worker_process" in " ".join(psutil.Process(p).cmdline())]
     os.kill(found[0], signal.SIGKILL)
     return "site's job killed"
 
 
 def site_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """SIGKILL of all processes of a site."""
-    pid = operate.running(_site(out))
+    pid = operate.find_process(_site(out))
     assert pid is not None
-    for each in operate.tree(pid):
+    for each in operate.process_tree(pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
     return "whole site killed"
@@ -323,9 +323,9 @@ def site_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
 
 def server_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """SIGKILL of the server and its job."""
-    pid = operate.running(out / "server")
+    pid = operate.find_process(out / "server")
     assert pid is not None
-    for each in operate.tree(pid):
+    for each in operate.process_tree(pid):
         with suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
     return "server killed"
@@ -341,9 +341,9 @@ def launcher_killed(out: Path, launcher: subprocess.Popen[bytes]) -> str:
 
 def site_paused(out: Path, launcher: subprocess.Popen[bytes]) -> str:
     """A site that stands still for 20 s."""
-    pid = operate.running(_site(out))
+    pid = operate.find_process(_site(out))
     assert pid is not None
-    family = operate.tree(pid)
+    family = operate.process_tree(pid)
     for each in family:
         os.kill(each, signal.SIGSTOP)
     time.sleep(20)
@@ -361,7 +361,7 @@ def unlisted_algorithm(bench: Bench) -> str:
     names = tuple(read_json(bench.folder / kits.ABOUT)["sites"])
     at_sites = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
     try:
-        Launcher(bench.folder / "admin", at_sites, "unlisted", names, bench.say).to_the_end()
+        Launcher(bench.folder / "admin", at_sites, "unlisted", names, bench.say).run_to_end()
     except RunError as error:
         return f"refused: {str(error)[:160]}"
     raise AssertionError("it ran")
@@ -376,7 +376,7 @@ def shipped_code(bench: Bench) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     recipe = CollabRecipe(job_name="shipping", server=nvidia.Coordinator("x", "{}"), client=nvidia.Participant())
     recipe.export(str(folder))
-    with nvidia.office(bench.folder / "admin" / kits.KIT, kits.ADMIN) as office:
+    with nvidia.admin_session(bench.folder / "admin" / kits.KIT, kits.ADMIN) as office:
         job = office.submit(folder / "shipping")
         for _ in range(60):
             if (status := office.status(job)) not in nvidia.RUNNING:
@@ -399,13 +399,13 @@ def older_version(bench: Bench) -> str:
     version = text.split('__version__ = "')[1].split('"')[0]
     (old / "fedtailor" / "__init__.py").write_text(text.replace(version, "0.0.9"))
     config = configured("fedavg", "rounds=2")
-    names = local.prepare(bench.folder, 3, config, None)
+    names = local.prepare_trial(bench.folder, 3, config, None)
     folder = bench.folder / names[0]
-    operate.stop(folder)
+    operate.stop_participant(folder)
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = f"{old}{os.pathsep}{before}"
     try:
-        operate.start("site", folder)
+        operate.start_participant("site", folder)
     finally:
         os.environ["PYTHONPATH"] = before
     run = bench.run(config, "older-version")
@@ -427,13 +427,13 @@ def foreign_certificate(bench: Bench) -> str:
     kits.provision(rogue, about["host"], about["port"], ["rogue"])
     shutil.copy(bench.folder / about["sites"][0] / kits.SITE, rogue / "rogue" / kits.SITE)
     shutil.copy(bench.folder / about["sites"][0] / "rows.safetensors", rogue / "rogue" / "rows.safetensors")
-    operate.start("site", rogue / "rogue")
+    operate.start_participant("site", rogue / "rogue")
     try:
         time.sleep(15)
-        with nvidia.office(bench.folder / "admin" / kits.KIT, kits.ADMIN) as office:
+        with nvidia.admin_session(bench.folder / "admin" / kits.KIT, kits.ADMIN) as office:
             there = office.sites()
     finally:
-        operate.stop(rogue / "rogue")
+        operate.stop_participant(rogue / "rogue")
     log = (rogue / "rogue" / operate.LOG).read_text()
     assert "rogue" not in there, there
     reason = next(
@@ -445,7 +445,7 @@ def foreign_certificate(bench: Bench) -> str:
 def strange_requests(bench: Bench) -> str:
     """What a server may not ask: directly at a site's own end, with the site's own files."""
     config = configured("fedrep", "rounds=2")
-    name = local.prepare(bench.folder, 3, config, None)[0]
+    name = local.prepare_trial(bench.folder, 3, config, None)[0]
     service = SiteService(read_site(bench.folder / name / kits.SITE), name)
     told = []
     number = 0

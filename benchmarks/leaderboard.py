@@ -26,9 +26,8 @@ from fedtailor import algorithms
 from fedtailor.core.data import FederatedData
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
-from fedtailor.experiments.building import load
+from fedtailor.experiments.building import load, model_of
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.model_building import model_of
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder
 from fedtailor.studies.grid import folder_name
 

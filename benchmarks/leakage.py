@@ -92,7 +92,7 @@ def watched(made: Experiment, rounds: int) -> Seen:
     sent: dict[int, Params] = {}
     message: list[Params] = []
     everybody = range(len(made.data.clients))
-    with engines.opened("loop", made) as engine:
+    with engines.open_engine("loop", made) as engine:
         call = engine.call
 
         def recording(request: Call, clients: Sequence[int]) -> Iterator[Reply]:

@@ -68,7 +68,7 @@ def run(data: FederatedData, algorithm: Any, rounds: int, seed: int, setting: in
     experiment = Experiment(algorithm, model, data, Solver(lr=0.1, batch_size=0), seed)
     errors: list[float] = []
     try:
-        with engines.opened("vmap", experiment) as engine:
+        with engines.open_engine("vmap", experiment) as engine:
             fed, server = Federation(engine), algorithm.server_init(model)
             for round in range(1, rounds + 1):
                 server = fed.run_round(round, range(CLIENTS), server)

@@ -24,7 +24,7 @@ from fedtailor.algorithms.learn2pfed import Learn2pFed
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.engines import make, malloc
+from fedtailor.engines import machine, make
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
 
@@ -127,11 +127,11 @@ def main() -> None:
     parser.add_argument("--large", type=int)
     options = parser.parse_args()
     if options.large:
-        with malloc.kept():  # as a run has it
+        with machine.freed_memory_kept():  # as a run has it
             print(json.dumps(large(options.large)))
         return
     torch.set_num_threads(1)
-    with malloc.kept():
+    with machine.freed_memory_kept():
         found = [against_loop(n) for n in (10, 100)]
     for n in (10_000, 100_000):
         done = subprocess.run(

@@ -39,7 +39,7 @@ from fedtailor.experiments.runner import Progress
 from fedtailor.experiments.store import METRICS, RESULTS, write_atomically
 from fedtailor.flare import local_trial
 from fedtailor.flare.kits import RUNS, SITE
-from fedtailor.flare.operate import tree
+from fedtailor.flare.operate import process_tree
 from fedtailor.flare.server import coordinate
 from fedtailor.flare.site import SERVER, SiteService, read_site
 from fedtailor.version import __version__
@@ -57,7 +57,7 @@ TASK: dict[str, Any] = {
 def federation(folder: Path, config: RunConfig, sites: int) -> Iterator[tuple[Router, tuple[str, ...], list[int]]]:
     """Server and sites, each in its namespace; yields the router, the names and the processes."""
     local_trial.HOST = HOST
-    names = local_trial.prepare(folder, sites, config, None)
+    names = local_trial.prepare_trial(folder, sites, config, None)
     router = Router(("server", *names))
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -137,7 +137,7 @@ def many(folder: Path, config: RunConfig, sites: int, rounds: int) -> dict[str, 
 
         def measure() -> dict[str, float]:
             """Of all processes; resident memory counts shared pages several times."""
-            alive = [psutil.Process(p) for root in processes for p in tree(root) if psutil.pid_exists(p)]
+            alive = [psutil.Process(p) for root in processes for p in process_tree(root) if psutil.pid_exists(p)]
             sizes = []
             for path in folder.rglob("*"):
                 with suppress(FileNotFoundError):  # a checkpoint that was replaced meanwhile
@@ -184,7 +184,7 @@ def many_direct(folder: Path, config: RunConfig, sites: int, rounds: int) -> dic
     import psutil
 
     config = config.model_copy(update={"rounds": rounds})
-    names, found, begun = local_trial.prepare(folder, sites, config, None), dict[str, Any](), time.monotonic()
+    names, found, begun = local_trial.prepare_trial(folder, sites, config, None), dict[str, Any](), time.monotonic()
 
     def watch(progress: Progress) -> None:
         if progress.round % (rounds // 5) == 0:

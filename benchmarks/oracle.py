@@ -82,7 +82,7 @@ def squared_error(title: str, data: FederatedData, truth: Tensor, seed: int) -> 
     name, options, rounds = METHODS[title]
     model = build("linear", data.shape, 1, seed=seed, options={"bias": False}, dtype=F64)
     made = Experiment(algorithms.make(name, options), model, data, Solver(lr=0.1, batch_size=0), seed)
-    with engines.opened("vmap", made) as engine:
+    with engines.open_engine("vmap", made) as engine:
         fed, server = Federation(engine), made.algorithm.server_init(model)
         for round in range(1, rounds + 1):
             server = fed.run_round(round, range(CLIENTS), server)

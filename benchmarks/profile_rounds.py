@@ -22,17 +22,17 @@ from fedtailor import algorithms, engines
 
 PARTS = {  # what is timed -> where it is
     "forward pass and loss": (
-        "fedtailor.training.kernels.selection:descent.trained",
-        "fedtailor.training.steps:Training._gradient",
+        "fedtailor.training.kernels.selection:descent.descend",
+        "fedtailor.training.steps:_gradient",
     ),
     "backward pass": ("torch.autograd:grad",),
-    "dense layers: forward and backward": ("fedtailor.training.kernels.dense:_train",),
+    "dense layers: forward and backward": ("fedtailor.training.kernels.dense:_train_part",),
     "update of parameters": (
         "torch:_foreach_add_",
         "torch:Tensor.addmm_",
         *(f"fedtailor.training.kernels.dense:{k}" for k in ("_descend", "DeferredWeightUpdate.finish")),
     ),
-    "copies of parameters": ("fedtailor.training.steps:Training.run",),
+    "copies of parameters": ("fedtailor.training.steps:take_steps",),
     "batches: drawing": ("fedtailor.training.solver:Solver._batches",),
     "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),
     "private states": tuple(f"fedtailor.engines.states:States.{k}" for k in ("read", "write", "check", "begin")),

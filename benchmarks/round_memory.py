@@ -82,9 +82,9 @@ def measure(engine: engines.EngineName, clients: int, workers: int, width: int) 
         return Experiment(algorithms.make("fedavg", {}), model, data, Solver(lr=0.01, batch_size=BATCH), 0)
 
     small, large = experiment(8), experiment(width)
-    with engines.opened("loop", small) as made:  # code and libraries are there from now on
+    with engines.open_engine("loop", small) as made:  # code and libraries are there from now on
         Federation(made).run_round(1, range(2), small.model.params)
-    with engines.opened(engine, large, workers=workers) as made:
+    with engines.open_engine(engine, large, workers=workers) as made:
         fed, before = Federation(made), held()
         with Peak() as peak:
             fed.run_round(1, range(clients), large.model.params)

@@ -24,7 +24,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
 from fedtailor.data.download import data_root
 from fedtailor.data.sources.images import DIGITS, mnist
-from fedtailor.engines import EngineName, malloc
+from fedtailor.engines import EngineName, machine
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
@@ -114,7 +114,7 @@ class Ours:
         self, setting: Experiment, engine: EngineName, cohort: int = 0, workers: int = 0, threads: int = 0
     ) -> None:
         self._held = ExitStack()
-        self._held.enter_context(malloc.kept())  # as a run has it
+        self._held.enter_context(machine.freed_memory_kept())  # as a run has it
         name = engines.choose(setting, cohort).name if engine == "auto" else engine
         self.engine = engines.make(name, setting, workers=workers or engines.cores(), cohort=cohort)
         self.engine.start()

@@ -21,7 +21,7 @@ from benchmarks.speed_core import Figure, Options, Ours, in_turns, on_threads
 from fedtailor import algorithms
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
-from fedtailor.engines import EngineName, malloc
+from fedtailor.engines import EngineName, machine
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import METRICS
@@ -36,7 +36,7 @@ def learn2pfed(options: Options) -> Iterator[Figure]:
     for clients in (100, 200) if options.small else (1_000, 10_000, 100_000):
         task = data(clients, 20, 16)
         rivals = {"ours": ours(task), "limit": stacked(task)}
-        with malloc.kept():  # as a run has it
+        with machine.freed_memory_kept():  # as a run has it
             found = in_turns({k: on_threads(1, run) for k, run in rivals.items()}, options.repeats)
         name, against = f"D: Learn2pFed, {clients} clients", "the same equations stacked, autograd"
         yield Figure(name, found["ours"], found["limit"], against, 1.0, clients=clients)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from benchmarks.speed_tasks import LR
-from fedtailor.engines import malloc
+from fedtailor.engines import machine
 from fedtailor.training.kernels import linear_update as factors
 from fedtailor.training.kernels import winograd
 
@@ -97,7 +97,7 @@ def shares(clients: Clients, cores: int) -> list[list[tuple[Tensor, Tensor]]]:
 
 def _serve(pipe: Any, keeps: bool, is_alone: bool) -> None:
     if keeps:
-        malloc.kept().__enter__()  # for as long as this process lives
+        machine.freed_memory_kept().__enter__()  # for as long as this process lives
     if not is_alone:
         torch.set_num_threads(1)
     ways: dict[str, Round] = {}

@@ -139,7 +139,7 @@ def accuracy(made: Experiment, models: dict[int, Params], split: str) -> list[fl
 def trained(made: Experiment, asked: int, rounds: int) -> tuple[Tree, dict[int, Tree], dict[int, Tree]]:
     """The server's state, the private states and buffers, and what each client sent last."""
     sent: dict[int, Tree] = {}
-    with engines.opened("loop", made) as engine:
+    with engines.open_engine("loop", made) as engine:
         call = engine.call
 
         def recording(request: Call, clients: Sequence[int]) -> Iterator[Reply]:

@@ -139,7 +139,7 @@ def run(config: RunConfig, data: FederatedData) -> Outcome:
     seconds = []
     for turn in range(TURNS):
         began = time.process_time()
-        with engines.opened("vmap", experiment) as engine:
+        with engines.open_engine("vmap", experiment) as engine:
             fed, server = trained(config, experiment, engine)
             seconds.append(time.process_time() - began)
             if turn < TURNS - 1 and seconds[-1] < LONG:

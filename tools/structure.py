@@ -29,7 +29,7 @@ MAKES = {
     "randint",
     "randperm",
 }
-ON_HOST = ("data", "testing", "serving")  # packages that load data, or serve it, on the host
+ON_HOST = ("data", "testing", "tables", "serving")  # packages that load data, or serve it, on the host
 
 
 def main(root: Path) -> int:

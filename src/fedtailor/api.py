@@ -23,22 +23,20 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
-from fedtailor.experiments.latest import latest
 from fedtailor.experiments.progress import grid_shown, shown
-from fedtailor.experiments.store import CONFIG, FIT, RunFolder, new_path, read_json
-from fedtailor.experiments.trust import accept_folder
+from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
+from fedtailor.experiments.user_source import accept_folder
 from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
 from fedtailor.serving import onboard
-from fedtailor.serving import personal as serving
-from fedtailor.serving.personal import Personal
-from fedtailor.studies import fit as fitting
-from fedtailor.studies import update as updating
-from fedtailor.studies.drift import drift_of, drift_of_rows
-from fedtailor.studies.explain_fit import coefficient_rows, explain_fit
-from fedtailor.studies.fit_folder import source_of
-from fedtailor.studies.kept_frames import keep
-from fedtailor.studies.tables import number
+from fedtailor.studies.result_tables import number
+from fedtailor.tables import fit as fitting
+from fedtailor.tables import serve as serving
+from fedtailor.tables import update as updating
+from fedtailor.tables.drift import drift_of, drift_of_rows
+from fedtailor.tables.explain_fit import coefficient_rows, explain_fit
+from fedtailor.tables.fit_sources import keep, source_of
+from fedtailor.tables.serve import Personal
 
 if TYPE_CHECKING:
     import polars as pl

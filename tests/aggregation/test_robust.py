@@ -11,7 +11,7 @@ from fedtailor.aggregation.robust import MEANS, clipped, krum, median, mixed_row
 from fedtailor.core.federation import Attendance, Federation
 from fedtailor.core.reduce import PerClient
 from fedtailor.engines.attacked import TRIGGER, Attack, with_backdoor, with_flipped_labels
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
@@ -58,7 +58,7 @@ def test_neighbours_hide_chance_and_not_what_is_common() -> None:
 def test_a_sum_is_robust_as_the_mean_is() -> None:
     """Some methods sum gradients and take a step on them: a liar must not decide its sign."""
     experiment = build_experiment(config("data.clients=6", "aggregation.mean=median"))
-    fed = Federation(loop(experiment))
+    fed = Federation(InProcess(experiment))
     fed.attendance = Attendance(1, tuple(range(6)), tuple(range(6)))
     gradients = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1000.0])
     replies = PerClient(tuple(range(6)), {"gradient": gradients, "count": torch.arange(6)})

@@ -103,10 +103,10 @@ def test_init_makes_folders_and_adds_to_them(call: Call, refused: Refused, tmp_p
 
 def test_processes_are_found_again_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("psutil")
-    monkeypatch.setattr(operate, "how_to_start", lambda role, folder: operate.Started(["sleep", "60"], {}))
-    pid = operate.start("site", tmp_path)
-    assert operate.start("site", tmp_path) == pid == operate.running(tmp_path)
-    assert operate.tree(pid) == [pid]
-    assert operate.stop(tmp_path)
-    assert operate.running(tmp_path) is None
-    assert not operate.stop(tmp_path)
+    monkeypatch.setattr(operate, "start_command", lambda role, folder: operate.StartCommand(["sleep", "60"], {}))
+    pid = operate.start_participant("site", tmp_path)
+    assert operate.start_participant("site", tmp_path) == pid == operate.find_process(tmp_path)
+    assert operate.process_tree(pid) == [pid]
+    assert operate.stop_participant(tmp_path)
+    assert operate.find_process(tmp_path) is None
+    assert not operate.stop_participant(tmp_path)

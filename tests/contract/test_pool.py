@@ -11,7 +11,7 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import items, tree_map
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool.engine import Pool
 from fedtailor.testing.contract import tolerance
 from fedtailor.training.solver import Solver
@@ -63,7 +63,7 @@ def outcome(engine: Any) -> tuple[dict[str, Tensor], Any]:
 
 @cache
 def reference(algorithm: str, case: str = "") -> tuple[dict[str, Tensor], Any]:
-    return outcome(loop(setting(algorithm, CASES[case] if case else usual(VARIANTS[algorithm]))))
+    return outcome(InProcess(setting(algorithm, CASES[case] if case else usual(VARIANTS[algorithm]))))
 
 
 def assert_same_bits(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -112,7 +112,7 @@ def test_tape(model: str) -> None:
     name, _, policy = model.partition("-")
     made = Experiment(Taped(), make_model(name, data, "mean" if policy else "private"), data, SOLVER, 3)
     outcomes = []
-    for engine in (loop(made), Pool(made, 2)):
+    for engine in (InProcess(made), Pool(made, 2)):
         engine.start()
         fed = Federation(engine)
         server = fed.run_round(0, range(4), made.algorithm.server_init(made.model))

@@ -13,7 +13,8 @@ from fedtailor.core.model import Model
 from fedtailor.core.random import torch_stream
 from fedtailor.core.trees import items
 from fedtailor.engines import devices
-from fedtailor.engines.vmap import fitting, vmap
+from fedtailor.engines.choice import stack_size
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, RunError
 from fedtailor.experiments import run_state, runner
 from tests.contract.test_tape import Taped
@@ -46,10 +47,10 @@ def wide(algorithm: str = "fedavg") -> Experiment:
 
 def test_a_full_device_halves_the_stack_and_the_result_is_the_same() -> None:
     setting = wide()
-    fed = Federation(vmap(setting, 8))
+    fed = Federation(InProcess(setting, chunk=8))
     fed.engine.start()
     wanted = results(fed, play(fed))
-    there = vmap(setting.on(torch.device("sim:0")), 8)
+    there = InProcess(setting.on(torch.device("sim:0")), chunk=8)
     there.start()
     fed = Federation(there)
     torch.get_device_module("sim").reset_peak_memory_stats("sim:0")
@@ -63,13 +64,13 @@ def test_a_full_device_halves_the_stack_and_the_result_is_the_same() -> None:
 
 def test_a_stack_is_as_large_as_a_trial_finds_room_for() -> None:
     setting = wide().on(torch.device("sim:0"))
-    assert fitting(setting) == 8
+    assert stack_size(setting) == 8
     with sim.limited(8 * 4 * 3 * WIDE * 8):
-        assert fitting(setting) in (1, 2)
+        assert stack_size(setting) in (1, 2)
 
 
 def test_a_client_that_does_not_fit_alone_is_named_with_advice() -> None:
-    fed = Federation(vmap(wide().on(torch.device("sim:0")), 4))
+    fed = Federation(InProcess(wide().on(torch.device("sim:0")), chunk=4))
     fed.engine.start()
     setting = fed.engine.experiment
     before = states(fed)

@@ -21,7 +21,7 @@ def test_federation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         run_page(ROOT / "docs/how-to/federation.md", monkeypatch, port="18777")
     finally:
         for participant in empty_folder.glob("hospitals/*"):
-            operate.stop(participant)
+            operate.stop_participant(participant)
     out = capsys.readouterr().out
     assert "outcome: submitted to north, south, west\n" in out
     assert "outcome: done." in out

@@ -6,8 +6,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from fedtailor.studies import fit
-from fedtailor.studies import model_selection as choice
+from fedtailor.tables import fit_sources
+from fedtailor.tables import model_selection as choice
 from tests.docs.pages import ROOT, run_page
 
 PAGE = ROOT / "docs/how-to/fit.md"
@@ -39,7 +39,7 @@ def test_after_the_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_what_is_settled_is_as_the_page_says() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert f"without it there are {fit.ROUNDS}" in text
-    assert f"at most {fit.MOST_ROWS:,} are used".replace(",", " ") in text
+    assert f"without it there are {fit_sources.ROUNDS}" in text
+    assert f"at most {fit_sources.MOST_ROWS:,} are used".replace(",", " ") in text
     assert f"by {choice.CAUTION['error']:g} standard errors in the squared error" in text
     assert choice.CAUTION["metric"] == 0

@@ -10,9 +10,8 @@ import pytest
 from fedtailor.algorithms import algorithms
 from fedtailor.core.algorithm import KEEPS, LEARNS
 from fedtailor.core.task import HIGHER_IS_BETTER, TASKS
-from fedtailor.experiments.sections import FederationSection
+from fedtailor.experiments.sections import FederationSection, SearchSection
 from fedtailor.experiments.store import RunFolder
-from fedtailor.experiments.study_sections import SearchSection
 from fedtailor.experiments.tracking import of_results, of_round
 from fedtailor.metrics.library import known_metrics
 from tests.docs.pages import ROOT, run_page

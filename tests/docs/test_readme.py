@@ -13,7 +13,7 @@ from fedtailor.engines import ENGINES
 from fedtailor.experiments.config import CompareConfig, parse, read_toml
 from fedtailor.studies import compare
 from fedtailor.studies.compare import cells
-from fedtailor.studies.tables import terminal
+from fedtailor.studies.result_tables import terminal
 from tests.docs.pages import ROOT, blocks, make_sites, run_page
 
 README = ROOT / "README.md"

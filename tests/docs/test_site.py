@@ -19,7 +19,7 @@ from fedtailor.cli.main import app
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data import SOURCES
 from fedtailor.experiments.config import CompareConfig
-from fedtailor.experiments.study_sections import SearchSection
+from fedtailor.experiments.sections import SearchSection
 from tests.docs.pages import ROOT, run_page
 
 

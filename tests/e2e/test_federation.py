@@ -14,11 +14,11 @@ import tomli_w
 from fedtailor.cli.federation_fit import fit_config
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
-from fedtailor.serving.personal import personal
+from fedtailor.tables.serve import personal
 from tests.flare.sites import on_loop, tensors
 from tests.helpers import assert_equal
 from tests.small import config
-from tests.studies.test_table_fit import table
+from tests.tables.test_table_fit import table
 
 needs_flare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
 

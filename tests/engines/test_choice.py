@@ -12,10 +12,10 @@ from fedtailor import engines
 from fedtailor.algorithms.ditto import Ditto
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.experiment import Experiment
+from fedtailor.engines.choice import STACKED
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool.engine import Pool
-from fedtailor.engines.vmap import STACKED
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
 from fedtailor.models import build

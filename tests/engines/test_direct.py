@@ -16,7 +16,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.reduce import Limits
 from fedtailor.core.trees import Params, Tree, tree_map
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool import worker
 from fedtailor.engines.pool.engine import Pool
 from fedtailor.engines.pool.shared_memory import Layout
@@ -79,7 +79,7 @@ def test_whatever_is_sent_arrives(sends: str) -> None:
     pool = Pool(setting(Own(sends)), 2, chunk=6)
     found, fed = made(pool)
     pool.close()
-    wanted, _ = made(loop(setting(Own(sends))))
+    wanted, _ = made(InProcess(setting(Own(sends))))
     assert fed.record.faults == []
     assert_equal(found, wanted, 1e-10)
 
@@ -107,7 +107,7 @@ def test_a_norm_that_was_found_on_the_way_is_the_norm() -> None:
     pool = Pool(setting(Large()), 2, chunk=6)
     found, fed = made(pool, limits)
     pool.close()
-    wanted, by_loop = made(loop(setting(Large())), limits)
+    wanted, by_loop = made(InProcess(setting(Large())), limits)
     assert [(f.client, f.round, f.reason) for f in fed.record.faults] == [
         (f.client, f.round, f.reason) for f in by_loop.record.faults
     ]

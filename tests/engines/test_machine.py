@@ -12,7 +12,6 @@ from fedtailor import engines
 from fedtailor.engines import disk, machine
 from fedtailor.engines.pool.engine import Pool
 from fedtailor.errors import ConfigError
-from fedtailor.experiments.locking import lock
 from tests.engines.test_choice import large
 
 GB = 2**30
@@ -73,12 +72,8 @@ def test_a_system_without_fork_has_the_other_engines(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_system_without_room_to_reserve_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_posix_fallocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     with (tmp_path / "states").open("w+b") as file:
         disk._allocate(file.fileno(), 5000)
         assert os.fstat(file.fileno()).st_size == 5000
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # as if it could not be imported
-    with (tmp_path / "lock").open("w") as one, (tmp_path / "lock").open("w") as other:
-        lock(one)
-        lock(other, waits=True)

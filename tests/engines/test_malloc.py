@@ -11,7 +11,7 @@ import pytest
 STEPS = """
 import ctypes, resource
 import torch
-from fedtailor.engines import malloc as kernel
+from fedtailor.engines import machine as kernel
 
 def faults():
     # the C library first puts the scraps beside aligned tensors aside, seven of each size, and until then a tensor
@@ -32,7 +32,7 @@ malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
 # as the C library begins; later it depends on what else has been freed
 library.mallopt(kernel.M_MMAP_THRESHOLD, 128 * 1024)
 print(faults())
-with kernel.kept() as is_kept:
+with kernel.freed_memory_kept() as is_kept:
     assert is_kept
     print(faults())
 print(faults())

@@ -24,7 +24,6 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.engines.loop import loop
 from fedtailor.engines.pool import worker
 from fedtailor.engines.pool.engine import Pool
 from fedtailor.engines.pool.scheduler import Rows
@@ -99,7 +98,7 @@ def pooled(algorithm: Algorithm, workers: int = 2, **options: Any) -> Iterator[t
 
 
 def looped(algorithm: Algorithm, **options: Any) -> Federation:
-    engine = loop(setting(algorithm, **options))
+    engine = InProcess(setting(algorithm, **options))
     engine.start()
     return Federation(engine)
 

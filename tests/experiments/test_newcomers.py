@@ -12,8 +12,8 @@ from fedtailor import data
 from fedtailor.data.sources.table_folder import load_newcomer
 from fedtailor.errors import ConfigError, DataError, RunError, UserError
 from fedtailor.experiments import runner
+from fedtailor.experiments.building import hold_out
 from fedtailor.experiments.config import parse
-from fedtailor.experiments.newcomers import hold_out
 from fedtailor.experiments.store import RunFolder, read_json
 from fedtailor.serving.onboard import onboard
 from fedtailor.studies.grid import Cell

@@ -22,7 +22,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, tree_map
 from fedtailor.data.sources.site_data import write_prepared
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RunFolder, read_json, read_tree
@@ -138,7 +138,7 @@ def tensors(run: Path, sites: Path) -> dict[str, Any]:
 def on_loop(config: RunConfig, missed: dict[int, set[str]] | None = None) -> dict[str, Any]:
     """The same on the loop engine, in which some clients miss some rounds."""
     setting = build_experiment(config)
-    engine = loop(setting)
+    engine = InProcess(setting)
     engine.start()
     fed = Federation(engine, config.federation.limits)
     server = setting.algorithm.server_init(setting.model)

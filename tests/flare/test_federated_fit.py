@@ -16,13 +16,13 @@ from fedtailor.cli.federation_fit import fit_config, policy
 from fedtailor.core.algorithm import reply_names
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
-from fedtailor.flare.site import own_fit
+from fedtailor.flare.site import fit_results
 from fedtailor.report.fit_page import headline
-from fedtailor.serving.personal import personal
-from fedtailor.studies import linear_candidates
+from fedtailor.tables import candidates
+from fedtailor.tables.serve import personal
 from tests.flare.sites import Authority, Sites
 from tests.helpers import assert_equal
-from tests.studies.test_table_fit import table
+from tests.tables.test_table_fit import table
 
 SIZES = [170, 30, 24]
 SETTINGS = ["algorithm.effects=['none', 'intercept']", "federation.silence=0.2", "federation.deadline=2"]
@@ -56,13 +56,13 @@ def test_a_site_predicts_as_the_fit_of_pooled_tables(
     fitted: tuple[Path, Sites, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, _, run = fitted
-    whole = linear_candidates.cells_of
-    monkeypatch.setattr(linear_candidates, "cells_of", lambda *args: whole(*args)[:3])  # as SETTINGS has it
+    whole = candidates.cells_of
+    monkeypatch.setattr(candidates, "cells_of", lambda *args: whole(*args)[:3])  # as SETTINGS has it
     assert run.results is not None
     assert run.results["faults"] == 0
     pooled = ft.fit(table(6, SIZES), "y", client_column="site", out=tmp_path / "fit", progress=False)
     for name in ("s1", "s2"):  # too small for trees
-        path, record = own_fit(root / name / "site.toml")
+        path, record = fit_results(root / name / "site.toml")
         wanted = pooled.record["sites"][name]
         assert record["sites"][name]["test"] == wanted["test"]
         assert record["sites"][name]["alone"] == pytest.approx(wanted["alone"], rel=1e-6)
@@ -71,7 +71,7 @@ def test_a_site_predicts_as_the_fit_of_pooled_tables(
 
 def test_the_page_of_a_site_speaks_of_its_federation(fitted: tuple[Path, Sites, RunFolder]) -> None:
     root, _, _ = fitted
-    _, record = own_fit(root / "s1" / "site.toml")
+    _, record = fit_results(root / "s1" / "site.toml")
     assert headline(record) == "s1 keeps its own model: the federation's did not help it by more than its uncertainty."
     mixed = record | {"sites": {"s1": record["sites"]["s1"] | {"served": "mixed"}}}
     assert headline(mixed).startswith(
@@ -82,11 +82,11 @@ def test_the_page_of_a_site_speaks_of_its_federation(fitted: tuple[Path, Sites, 
 def test_trees_are_grown_at_the_site_and_stay_there(fitted: tuple[Path, Sites, RunFolder]) -> None:
     root, link, _ = fitted
     before = len(link.seen)
-    path, record = own_fit(root / "s0" / "site.toml")
+    path, record = fit_results(root / "s0" / "site.toml")
     assert list(path.glob("trees/*.safetensors"))
     assert record["sites"]["s0"]["parts"]
     assert len(link.seen) == before
-    assert own_fit(root / "s0" / "site.toml")[1]["means"] == record["means"]
+    assert fit_results(root / "s0" / "site.toml")[1]["means"] == record["means"]
 
 
 def test_the_policy_that_is_printed_is_enough_and_nothing_less_is(tmp_path: Path) -> None:

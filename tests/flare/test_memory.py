@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedtailor.experiments.json_text import indented
+from fedtailor.experiments.store import json_text
 from fedtailor.flare.nvidia import SharedTimer
-from fedtailor.flare.operate import how_to_start
+from fedtailor.flare.operate import start_command
 from tests.flare.test_site import Asked
 
 numbers = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -27,12 +27,12 @@ values = st.recursive(numbers, lambda inner: st.lists(inner) | st.dictionaries(s
 
 @given(values)
 def test_text_is_that_of_the_library(value: Any) -> None:
-    assert indented(value) == json.dumps(value, indent=1)
+    assert json_text(value) == json.dumps(value, indent=1)
 
 
 def test_tuples_and_other_keys_are_written_as_by_the_library() -> None:
     value = {None: (), True: (1, [2.5, float("inf")]), 1.5: {}, "é": "\u2028"}
-    assert indented(value) == json.dumps(value, indent=1)
+    assert json_text(value) == json.dumps(value, indent=1)
 
 
 def unreachable(work: Any) -> int:
@@ -127,7 +127,7 @@ def test_old_cycles_are_collected_in_every_round() -> None:
     """In a process of its own: what is set aside stays so."""
     program = """
 import gc, torch
-from fedtailor.flare.nvidia import Collector
+from fedtailor.flare.nvidia import GarbageCollector
 
 class Cycle:
     alive = 0
@@ -148,7 +148,7 @@ def a_round(number):
     return before, Cycle.alive
 
 gc.disable()  # but for what is asked for here
-collector = Collector()
+collector = GarbageCollector()
 first, second = a_round(1), a_round(2)
 third = a_round(3)
 print(*first, *second, *third, gc.get_freeze_count() > 50_000)
@@ -158,10 +158,9 @@ print(*first, *second, *third, gc.get_freeze_count() > 50_000)
 
 
 def test_participants_are_started_with_few_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtailor.flare.operate._keep_jobs_in", lambda kit, store: None)
     (tmp_path / "kit/startup").mkdir(parents=True)
     (tmp_path / "kit/startup/sub_start.sh").touch()
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    assert how_to_start("server", tmp_path).environment["MALLOC_ARENA_MAX"] == "2"
+    assert start_command("server", tmp_path).environment["MALLOC_ARENA_MAX"] == "2"
     monkeypatch.setenv("MALLOC_ARENA_MAX", "5")
-    assert how_to_start("server", tmp_path).environment["MALLOC_ARENA_MAX"] == "5"
+    assert start_command("server", tmp_path).environment["MALLOC_ARENA_MAX"] == "5"

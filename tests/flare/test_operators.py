@@ -18,8 +18,8 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.flare import kits, operate
 from fedtailor.flare.kits import ABOUT, PROJECT
-from fedtailor.flare.server import Presence
-from fedtailor.flare.site import RECEIPTS, set_state, standing
+from fedtailor.flare.server import LastSeen
+from fedtailor.flare.site import RECEIPTS, read_participation, set_participation
 from tests.flare.sites import Authority
 from tests.flare.test_site import Asked
 from tests.small import config
@@ -41,7 +41,7 @@ def test_a_paused_site_answers_nothing_and_goes_on_later(asked: Asked, capsys: p
     pause(asked.file.parent, off=True)
     assert "error" not in asked.begin(2, 0)
     assert "paused; --off ends it" in capsys.readouterr().out
-    set_state(asked.folder, "left")
+    set_participation(asked.folder, "left")
     assert asked.hello()["refused"] == "this site has left the federation"
 
 
@@ -64,7 +64,7 @@ def test_a_withdrawn_run_is_deleted_refused_and_receipted(asked: Asked) -> None:
     asked.restart()
     assert asked.hello()["refused"] == why
     assert "error" not in asked.hello(run="run-3")  # others go on
-    assert standing(asked.folder)["withdrawn"] == ["run-1"]
+    assert read_participation(asked.folder)["withdrawn"] == ["run-1"]
 
 
 def test_the_record_is_told_with_what_follows_from_it(
@@ -118,20 +118,20 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     made = config("rounds=5")
     RunFolder.create(folder / "runs" / "one", made, {"clients": []})
     (folder / "runs/one/metrics.jsonl").write_text("{}\n{}\n")
-    presence = Presence(folder / "runs/one/sites.json")
+    presence = LastSeen(folder / "runs/one/sites.json")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)  # however long the lines below take
     about = {"version": "0.1.0", "now": now + 90, "free": 5 * 2**30, "certificate_ends": now + 86400, "more": [1]}
-    presence.greet({"ada": {"condition": about}, "bo": {"condition": "?"}, "cy": {}})
-    presence.note({"ada": "", "bo": "does not answer", "cy": ""})
+    presence.note_hello({"ada": {"condition": about}, "bo": {"condition": "?"}, "cy": {}})
+    presence.note_round({"ada": "", "bo": "does not answer", "cy": ""})
     assert "more" not in read_json(folder / "runs/one/sites.json")["ada"]
-    monkeypatch.setattr(operate, "running", lambda folder: 7)
+    monkeypatch.setattr(operate, "find_process", lambda folder: 7)
     text = "\n".join(operate.status_lines(found := operate.read_status(folder), now + 10))
     assert "server server: runs as process 7, version" in text
     assert "run one: round 2 of 5" in text
     assert "  ada: seen 10 s ago, version 0.1.0, clock +90 s, 5.0 GB free, certificate until " in text
     assert "  bo: seen 10 s ago, does not answer" in text
-    prometheus = operate.prometheus(found, now)
+    prometheus = operate.prometheus_text(found, now)
     assert 'fedtailor_rounds_total{run="one"} 2\n' in prometheus
     assert 'fedtailor_site_clock_seconds{run="one",site="ada"} 90\n' in prometheus
     assert operate._label('a"b\\c\nd') == 'a\\"b\\\\c\\nd'
@@ -141,12 +141,12 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_needs_care_is_said() -> None:
     now = time.time()
-    assert operate.health_problems({"certificate_ends": now + 90 * 86400, "free": 2**40}, now) == []
-    assert operate.health_problems({"certificate_ends": now - 1}, now) == ["its certificate has ended"]
-    assert operate.health_problems({"certificate_ends": now + 5 * 86400 + 60}, now) == [
+    assert operate.condition_problems({"certificate_ends": now + 90 * 86400, "free": 2**40}, now) == []
+    assert operate.condition_problems({"certificate_ends": now - 1}, now) == ["its certificate has ended"]
+    assert operate.condition_problems({"certificate_ends": now + 5 * 86400 + 60}, now) == [
         "its certificate ends in 5 days"
     ]
-    assert operate.health_problems({"free": 10 * 2**20}, now) == ["only 10 MB of disk are free"]
+    assert operate.condition_problems({"free": 10 * 2**20}, now) == ["only 10 MB of disk are free"]
 
 
 def test_a_large_log_is_put_aside_and_no_more_than_three_are_kept(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_large_log_is_put_aside_and_no_more_than_three_are_kept(tmp_path: Path
     with log.open("ab", buffering=0) as writer:  # as the participant holds it
         for number in range(6):
             writer.write(b"%d" % number * 100)
-            operate.rotate(log, most=100)
+            operate.rotate_log(log, most=100)
         writer.write(b"end")
     assert log.read_bytes() == b"end"
     assert {p.name: p.read_bytes()[:1] for p in tmp_path.glob("log.txt.*")} == {
@@ -198,16 +198,16 @@ def test_a_site_is_revoked_by_one_command(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "admin"):
         write_json(place / ABOUT, {"host": "localhost", "port": 1, "sites": ["ada", "bo"]})
     ada = authority.write_kit(tmp_path / "ada" / "kit", "ada")
-    kits.revoke(tmp_path, "bo")
+    kits.revoke_certificate(tmp_path, "bo")
     assert read_json(tmp_path / ABOUT)["sites"] == ["ada"]
     identity = read_identity(ada, ["ada", "bo"])
     assert identity is not None
     assert len(identity.revoked) == 1
-    assert kits.revoked(tmp_path)["names"] == ["bo"]
+    assert kits.read_revoked(tmp_path)["names"] == ["bo"]
     with pytest.raises(RunError, match="server cannot be revoked"):
-        kits.revoke(tmp_path, "server")
+        kits.revoke_certificate(tmp_path, "server")
     with pytest.raises(RunError, match='no participant "bo"'):
-        kits.renew(tmp_path, "bo")
+        kits.renew_certificate(tmp_path, "bo")
 
 
 def test_a_lock_says_whose_it_is(tmp_path: Path) -> None:
@@ -246,15 +246,15 @@ def test_watching_looks_again(monkeypatch: pytest.MonkeyPatch, asked: Asked) -> 
 def test_a_path_with_spaces_gets_a_link_or_is_refused(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = asked.file.parent.rename(asked.file.parent.parent / "my site")
     (folder / "kit/startup/sub_start.sh").write_text("")
-    script = Path(operate.how_to_start("site", folder).command[1])
+    script = Path(operate.start_command("site", folder).command[1])
     assert not any(c.isspace() for c in str(script))
     assert script.samefile(folder / "kit/startup/sub_start.sh")
     assert script.parents[2].parent.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ConfigError, match='my site": a server cannot run in a path with spaces'):
-        operate.how_to_start("server", folder)
+        operate.start_command("server", folder)
     monkeypatch.setattr("tempfile.mkdtemp", lambda prefix: str(folder))
     with pytest.raises(ConfigError, match="a temporary folder without spaces"):
-        operate.how_to_start("site", folder)
+        operate.start_command("site", folder)
 
 
 def test_a_server_that_does_not_answer_is_a_line_of_its_status(
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_answer_is_a_line_of_its_status(
     def gone(*args: object) -> object:
         raise nvidia.Unreachable("the server cannot be reached: no")
 
-    monkeypatch.setattr(nvidia, "office", gone)
+    monkeypatch.setattr(nvidia, "admin_session", gone)
     write_json(tmp_path / "federation.json", {"host": "here", "port": 1, "sites": []})
     status_command(admin=tmp_path)
     assert capsys.readouterr().out == "server here:1\nneeds care: the server cannot be reached: no\n"
@@ -309,3 +309,27 @@ def test_a_damaged_kit_is_named(file: str, tmp_path: Path) -> None:
         if file != "client.key":
             with pytest.raises(RunError, match="ask the coordinator for the kit"):
                 kits.certificate_end(tmp_path / "kit")
+
+
+def test_a_kit_of_an_earlier_fedtailor_is_updated_at_its_start(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = asked.file.parent
+    for path in ("startup/sub_start.sh", "local/resources.json"):
+        (folder / "kit" / path).parent.mkdir(exist_ok=True)
+        (folder / "kit" / path).touch()
+    resources = folder / "kit/local/resources.json"
+    theirs = {"class_list_enforcement_mode": "enforce", "components": [{"id": "resource_manager"}]}
+    former = theirs | {"class_allow_list": ["own.Class", "fedtailor.deploy.flare.flare_adapter.Participant"]}
+    resources.write_text(json.dumps(former))
+
+    def refuse(path: Path, content: object) -> None:
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as here:
+        here.setattr(operate, "write_plain_json", refuse)
+        with pytest.raises(RunError, match=f"run fedtailor federation start site {folder}"):
+            operate.start_command("site", folder)
+    operate.start_command("site", folder)
+    assert json.loads(resources.read_text()) == theirs | {"class_allow_list": ["own.Class", *kits.CLASSES["site"][1:]]}
+    written = resources.stat().st_mtime_ns
+    operate.start_command("site", folder)
+    assert resources.stat().st_mtime_ns == written

@@ -120,7 +120,7 @@ def test_what_the_policy_does_not_let_out(tmp_path: Path) -> None:
     assert answer["refused"] == 'FedRep sends "body", which the policy does not let out'
 
 
-@pytest.mark.parametrize("part", ["version", "algorithm", "options", "sends"])
+@pytest.mark.parametrize("part", ["version", "algorithm", "options", "sends", "sums"])
 def test_a_promise_that_differs(part: str, tmp_path: Path) -> None:
     assert Asked(tmp_path).start(**{part: "other"})["refused"].startswith(f"the server's {part} is not this site's")
 
@@ -294,6 +294,6 @@ def test_a_long_computation_is_waited_for_and_a_dead_site_is_not() -> None:
     link.alive["bo"] = True
     until = time.monotonic() + 60
     while lines.away and time.monotonic() < until:
-        lines.look()
+        lines.take_back()
         time.sleep(0.01)
     assert lines.away == {}

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError
 from fedtailor.experiments import runner
-from fedtailor.experiments.model_building import model_of
+from fedtailor.experiments.building import model_of
 from fedtailor.models import build
 from fedtailor.models.adapters import AdapterConfig, add_lora
 from tests.small import DIGITS, config

@@ -9,7 +9,7 @@ from scipy.optimize import minimize  # type: ignore[import-untyped]
 
 from fedtailor.numerics import site_gains
 from fedtailor.numerics.blending import on_simplex, quadratic, row_losses
-from fedtailor.studies.model_selection import chance, gains
+from fedtailor.tables.model_selection import chance, gains
 
 F64 = torch.float64
 

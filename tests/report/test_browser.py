@@ -17,7 +17,7 @@ import pytest
 from fedtailor.experiments.store import read_json, write_json
 from fedtailor.report import page as page_html
 from fedtailor.report.write import write
-from fedtailor.studies.fit import fit
+from fedtailor.tables.fit import fit
 from tests.made_sites import make_sites
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,16 +10,16 @@ from fedtailor.experiments.store import FIT, RunFolder, read_json, write_json
 from fedtailor.report.fit_page import fit_page
 from fedtailor.report.run_page import run_page
 from fedtailor.report.write import page_of, write
-from fedtailor.studies import fit as fitting
+from fedtailor.tables import fit, halving
 from tests.made_sites import make_sites
 
 
 def test_page_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fitting, "NETWORK", ({"name": "fedper"}, {"name": "ditto"}))
+    monkeypatch.setattr(halving, "NETWORK", ({"name": "fedper"}, {"name": "ditto"}))
     sites = make_sites(tmp_path / "<sites>", sites=3, rows=40)
     source = {"source": "folder", "path": str(sites), "target": "outcome"}
     out = tmp_path / "out"
-    record = fitting.fit(source, out, rounds=4, values={"model.name": "mlp", "model.hidden": [4]})
+    record = fit.fit(source, out, rounds=4, values={"model.name": "mlp", "model.hidden": [4]})
     page = fit_page(out)
     assert (page.kind, page.finished, page.title) == ("Fit", True, "Personal models for <sites>")
     by_id = {section.id: section for section in page.sections}
@@ -48,7 +48,7 @@ def test_page_of_a_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_number_is_told_with_its_units(tmp_path: Path) -> None:
     sites = make_sites(tmp_path / "sites", sites=2, rows=30, numbers=True)
     values = {"model.name": "linear"}
-    fitting.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=2, values=values)
+    fit.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=2, values=values)
     by_id = {section.id: section for section in fit_page(tmp_path / "out").sections}
     prepared = RunFolder(tmp_path / "out" / "local-seed0").preparation
     assert prepared is not None
@@ -61,6 +61,6 @@ def test_a_number_is_told_with_its_units(tmp_path: Path) -> None:
 
 def test_record_is_what_was_returned(tmp_path: Path) -> None:
     sites = make_sites(tmp_path / "sites", sites=1, rows=30)
-    record = fitting.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=1)
+    record = fit.fit({"path": str(sites), "target": "outcome"}, tmp_path / "out", rounds=1)
     assert read_json(tmp_path / "out" / FIT) == record
     assert "s0" in write(tmp_path / "out").read_text(encoding="utf-8")

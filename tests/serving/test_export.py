@@ -15,7 +15,7 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving import export as exporting
 from fedtailor.serving.export import ENDINGS, Format, export, read_safetensors
-from fedtailor.serving.personal import personal
+from fedtailor.tables.serve import personal
 from tests.small import DIGITS, POLYNOMIAL, config
 
 RUNS = {

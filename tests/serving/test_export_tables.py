@@ -17,7 +17,7 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.serving.export import ENDINGS, export, read_safetensors
 from fedtailor.serving.linear_json import by_hand
-from fedtailor.serving.personal import personal
+from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 
 ROWS = pl.DataFrame(

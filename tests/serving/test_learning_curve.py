@@ -14,7 +14,7 @@ import torch
 import fedtailor as ft
 from fedtailor.errors import RunError
 from fedtailor.serving.learning_curve import _excess, _expected
-from tests.studies.test_table_fit import table
+from tests.tables.test_table_fit import table
 
 
 def told(task: str, sd: float = 1.0) -> Any:

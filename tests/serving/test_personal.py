@@ -11,13 +11,14 @@ import polars as pl
 import pytest
 import torch
 
-from fedtailor.data.tabular.read import read_rows, read_table, table_of
+from fedtailor.data.tabular.read import read_rows, read_table, table_from_frame
 from fedtailor.errors import DataError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal, predicted, write_frame
+from fedtailor.serving.predict import predicted, write_frame
+from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 from tests.small import config, stop_after
 
@@ -135,7 +136,7 @@ def test_what_is_written_follows_from_the_ending(tmp_path: Path) -> None:
     frame = pl.DataFrame({"x": ["a,b", "c"], "prediction": [0.5, 1.5]})
     for name in ("o.csv", "o.tsv", "o.csv.gz", "o.tsv.gz", "o.parquet", "O.PARQUET"):
         write_frame(tmp_path / name, frame)
-        back = table_of(tmp_path, read_rows(tmp_path / name)[0]).columns
+        back = table_from_frame(tmp_path, read_rows(tmp_path / name)[0]).columns
         assert back["x"].text.to_list() == ["a,b", "c"]
         assert back["prediction"].number.to_list() == [0.5, 1.5]
     assert (tmp_path / "o.tsv").read_text().startswith("x\tprediction\na,b\t0.5\n")

@@ -24,10 +24,10 @@ from fedtailor.experiments.config import CompareConfig, parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal
 from fedtailor.studies.compare import run_grid
 from fedtailor.studies.explain import explain
-from fedtailor.studies.fit import fit
+from fedtailor.tables.fit import fit
+from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 from tests.small import DIGITS, config, one_after_the_other, stop_after
 

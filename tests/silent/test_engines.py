@@ -157,7 +157,7 @@ def fingerprint(algorithm: str, engine: engines.EngineName, *, workers: int = 0,
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with engines.opened(engine, experiment, workers=workers) as made:
+        with engines.open_engine(engine, experiment, workers=workers) as made:
             fed = Federation(made)
             return sha256(everything(fed, run(fed, 2)))
     finally:

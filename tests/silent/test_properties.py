@@ -45,7 +45,7 @@ def ran(drawn: dict[str, Any], engine: engines.EngineName) -> tuple[dict[str, An
     environment = Environment(seed=3, answer=drawn["answer"])
     solver = Solver(lr=0.05, batch_size=drawn["batch"])
     experiment = Experiment(algorithms.make(drawn["method"], {}), model, data, solver, 3, environment)
-    with engines.opened(engine, experiment) as made:
+    with engines.open_engine(engine, experiment) as made:
         fed = Federation(made)
         server = experiment.algorithm.server_init(model)
         abandoned = []

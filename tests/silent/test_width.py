@@ -19,8 +19,9 @@ from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import Personal, personal, predicted
+from fedtailor.serving.predict import predicted
 from fedtailor.sklearn import PersonalizedRegressor
+from fedtailor.tables.serve import Personal, personal
 from tests.data.test_sources import idx
 
 A, B = 2.0**24, 2.0**24 + 1  # the same number in float32

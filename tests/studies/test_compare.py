@@ -15,14 +15,14 @@ import pytest
 
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Engine
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
 from fedtailor.studies.compare import Cost, Row, cells, local_reference, rows, run_grid
 from fedtailor.studies.grid import Cell
-from fedtailor.studies.tables import escaped, files, markdown, number, size, spread, terminal
+from fedtailor.studies.result_tables import escaped, files, markdown, number, size, spread, terminal
 from tests.made_sites import make_sites
 from tests.small import DIGITS, config, records
 
@@ -50,7 +50,7 @@ def test_a_pool_takes_no_cores_of_other_runs(
 
     def make(name: str, setting: Experiment, chunk: int, workers: int, *rest: Any) -> Engine:
         asked.append((name, workers))
-        return loop(setting)
+        return InProcess(setting)
 
     monkeypatch.setattr(runner.engines, "make", make)
     monkeypatch.setattr(runner.engines, "cores", lambda: 2)

@@ -11,9 +11,8 @@ import pytest
 from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
-from fedtailor.experiments.rounds_file import line_of
-from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
-from fedtailor.experiments.study_sections import SearchSection
+from fedtailor.experiments.sections import SearchSection
+from fedtailor.experiments.store import RESULTS, RunFolder, read_json, round_line, write_json
 from fedtailor.studies import reproduce
 from fedtailor.studies.compare import run_grid
 from fedtailor.studies.grid import Cell
@@ -131,7 +130,7 @@ def test_figures_that_are_not_finite_lose(tmp_path: Path) -> None:
     tried = found(tmp_path)["FedAvg"]["tried"]
     values = ([0.5] * 4, [float("nan"), 0.9, 0.9, 0.9], [float("nan")] * 4)  # fine; one client lost; all lost
     for entry, accuracies in zip(tried, values, strict=True):
-        line = line_of({"round": 1, "val": {"accuracy": accuracies}})
+        line = round_line({"round": 1, "val": {"accuracy": accuracies}})
         (tmp_path / entry["run"] / "metrics.jsonl").write_bytes(line)
         write_json(tmp_path / entry["run"] / RESULTS, {"lines": 1})
     shutil.rmtree(tmp_path / "fedavg-seed0")  # it may have had another setting

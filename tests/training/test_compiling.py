@@ -23,7 +23,7 @@ from fedtailor.training.solver import Solver
 from tests.helpers import assert_equal, everything, make_data, make_model
 from tests.small import config
 
-CACHE = compiling._compiled
+CACHE = compiling._compiled_loss
 # of parts of torch that torch.compile imports
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 

@@ -17,7 +17,8 @@ from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.batches import stacked
 from fedtailor.training.kernels import dense, structure
 from fedtailor.training.solver import Solver
-from fedtailor.training.steps import Training
+from fedtailor.training.specification import Training
+from fedtailor.training.steps import take_steps
 from tests.helpers import F64, assert_equal, federate, make_data, run
 
 CLIENTS = 3
@@ -64,7 +65,7 @@ def trained(
         model, default_task(task).loss, solver, data.train, lambda _: batches, ("key",), None, None, tensors, True
     )
     before = {k: v.clone() for k, v in values.items()}
-    out = training.run(leaves(tensors), differentiable=False)
+    out = take_steps(training, leaves(tensors), differentiable=False)
     assert_equal(values, before, 0)  # what came in stays as it was
     return dict(zip(params, out, strict=True))
 

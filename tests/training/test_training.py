@@ -18,7 +18,8 @@ from fedtailor.models import build
 from fedtailor.training.batches import Batch, single
 from fedtailor.training.kernels import structure
 from fedtailor.training.solver import Solver
-from fedtailor.training.steps import Training, train
+from fedtailor.training.specification import Training
+from fedtailor.training.steps import train
 from tests.helpers import F64, FULL_BATCH, SOLVER, assert_equal, descend, make_data, make_me, make_model
 
 EPOCHS = 3

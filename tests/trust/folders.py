@@ -12,16 +12,16 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
 from fedtailor.flare.kits import RUNS
-from fedtailor.flare.policy import Account, Budget, Policy, SitePrivacy, Spent, party
+from fedtailor.flare.policy import Budget, Policy, PrivacyAccount, RunUsage, SitePrivacy, make_party
 from fedtailor.flare.server import SITES
-from fedtailor.flare.site import RUN, SiteState, set_state, standing
+from fedtailor.flare.site import RUN, SiteState, read_participation, set_participation
 from fedtailor.report.recorded_run import read_run
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import sites_of
-from fedtailor.serving.trees import TREES_FOLDER, Trees
 from fedtailor.studies.compare import GRID
 from fedtailor.studies.explain import explain
-from fedtailor.studies.fit import fit
+from fedtailor.tables.boosted_trees import TREES_FOLDER, Trees
+from fedtailor.tables.fit import fit
+from fedtailor.tables.serve import sites_of
 from tests.flare.sites import Authority
 from tests.flare.test_site import Asked
 from tests.made_sites import make_sites
@@ -180,27 +180,27 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
     made.ask({"op": "keep", "round": 1})
     server = made.experiment.algorithm.server_init(made.experiment.model)
     made.ask({"op": "evaluate", "round": 1, "splits": ["val"], "keep": "last"}, server)
-    set_state(made.folder, "paused")
+    set_participation(made.folder, "paused")
     site = made.file.parent
     policy = Policy(algorithms=(), sends=(), sums_of=2, partners=("ada", "bo"))
-    party(site / "kit", policy, "ada", "run-1", 0, made.folder / "run-1").opened.claim(1, ("ada", "bo"))
+    make_party(site / "kit", policy, "ada", "run-1", 0, made.folder / "run-1").opened.claim(1, ("ada", "bo"))
 
     def personal(path: Path) -> Any:
         about = read_json(path / "private/run-1/personal/last.json")
         return about, plain(read_tree(path / "private/run-1/personal", about))
 
     def identity(path: Path) -> Any:
-        read = party(path / "kit", policy, "ada", "run-1", 0, path / "private/run-1")
+        read = make_party(path / "kit", policy, "ada", "run-1", 0, path / "private/run-1")
         assert read.identity is not None
         return read.identity.name, read.identity.certificate.hex(), sorted(read.opened.cohort), read.opened.round
 
     def spent(path: Path) -> Any:
-        account = Account(SitePrivacy(**privacy), path / "private")
-        known = Spent(Budget(), path / "private/run-1", 3)
+        account = PrivacyAccount(SitePrivacy(**privacy), path / "private")
+        known = RunUsage(Budget(), path / "private/run-1", 3)
         return account._replies(), known.evaluations, known.calls
 
     return site, {
-        "standing": lambda path: standing(path / "private"),
+        "standing": lambda path: read_participation(path / "private"),
         "run": lambda path: read_json(path / "private/run-1" / RUN),
         "spent": spent,
         "identity and sums": identity,

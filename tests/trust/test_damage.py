@@ -20,7 +20,7 @@ from fedtailor.flare.site import AUDIT
 from fedtailor.report.write import page_of
 from fedtailor.studies.compare import rows, run_grid
 from fedtailor.studies.explain import explain
-from fedtailor.studies.tables import files
+from fedtailor.studies.result_tables import files
 from tests.flare.test_site import Asked
 from tests.small import DIGITS, config, one_after_the_other
 from tests.trust.folders import MAKERS

@@ -81,7 +81,7 @@ def test_noise_is_as_large_as_said_and_does_not_follow_from_the_seed(tmp_path: P
 
 def test_what_noise_does_not_cover_stays(tmp_path: Path) -> None:
     made = private(tmp_path / "body", 3)
-    assert not Policy(algorithms=("fedavg",), sends=(), budget=made.site.site.policy.budget).tells_metrics
+    assert not Policy(algorithms=("fedavg",), sends=(), budget=made.site.site.policy.budget).sends_metrics
     assert "to which this site's noise does not apply" in made.call(taped=True)[0]["refused"]
     other = private(tmp_path / "slopes", 3, algorithm="learn2pfed-net")
     server = other.experiment.algorithm.server_init(other.experiment.model)

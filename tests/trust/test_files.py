@@ -17,12 +17,12 @@ from safetensors.torch import save
 
 import fedtailor as ft
 from fedtailor.errors import UserError
-from fedtailor.experiments import runner, trust
+from fedtailor.experiments import runner, user_source
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.personal import personal
 from fedtailor.studies.explain import explain
+from fedtailor.tables.serve import personal
 from tests.cli.conftest import Call, call  # noqa: F401
 from tests.small import DIGITS, config
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished run of one round, in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(trust, "_remembered", set())
+    monkeypatch.setattr(user_source, "_remembered", set())
     runner.start(config("rounds=1", task=DIGITS | {"model": {"name": "linear"}}), Path("run"))
     return Path("run")
 
@@ -141,7 +141,7 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
     code, _, err = call("run", "own.toml", "--out", "mine-run")
     assert (code, err) == (0, "")
     np.savez("x.npz", x=np.zeros((2, 1, 8, 8)))
-    trust._remembered.clear()  # as in another process
+    user_source._remembered.clear()  # as in another process
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 0
 
     Path("theirs.py").write_text(OWN.format(mark="ran"))
@@ -153,9 +153,10 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
     code, _, err = call("predict", "mine-run", "--site", "client-00", "x.npz", "--trust")
     assert code == 0
     assert (
-        f"{Path('theirs.py').resolve()}, sha256 {trust.fingerprint('theirs:Net', Path('theirs.py').resolve())}" in err
+        f"{Path('theirs.py').resolve()}, sha256 {user_source.fingerprint('theirs:Net', Path('theirs.py').resolve())}"
+        in err
     )
-    trust._remembered.clear()
+    user_source._remembered.clear()
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 0  # remembered, while it is the same file
     Path("theirs.py").write_text(OWN.format(mark="again"))
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 2
@@ -165,7 +166,7 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
 
 def test_a_fit_names_only_folders_in_it(run: Path) -> None:
     from fedtailor.serving.onboard import source_run
-    from fedtailor.serving.personal import run_of
+    from fedtailor.tables.serve import run_of
 
     Path("fit").mkdir()
     for name in ("../run", "/etc", "", 3):

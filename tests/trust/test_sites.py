@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedtailor.core import codec
 from fedtailor.errors import RunError
 from fedtailor.flare.audit import audit_lines
-from fedtailor.flare.policy import Policy, imprinted
+from fedtailor.flare.policy import Policy, find_imprint
 from fedtailor.flare.protocol import ENVELOPE, OPERATIONS, config_for, data_schema
 from fedtailor.flare.site import AUDIT, SERVER
 from tests.flare.test_site import SESSION, Asked
@@ -49,8 +49,8 @@ def evaluated(made: Asked, **changes: Any) -> tuple[dict[str, Any], Any]:
         ({"op": "begin", "round": 2, "kept": 0, "needed": "all"}, "begin: needed: "),
         ({"op": ["begin"]}, 'no operation "'),
         ({"op": "keep"}, "keep: round: Field required"),
-        ({"function": "local", "round": 1, "call": 0, "placed": [3], "taped": False}, "function: placed.0: "),
-        ({"function": ["local"], "round": 1, "call": 0, "placed": [False], "taped": False}, "function: function: "),
+        ({"function": "local", "round": 1, "call": 0, "placed": [3], "taped": False}, "call: placed.0: "),
+        ({"function": ["local"], "round": 1, "call": 0, "placed": [False], "taped": False}, "call: function: "),
         (
             {"round": 1, "sum": 1, "step": "deal", "clients": [0], "threshold": 1, "fraction_bits": -1000000},
             "sumstep: ",
@@ -206,9 +206,9 @@ def test_t4_cotangents_do_not_leave_a_sealed_run(tmp_path: Path) -> None:
 
 def test_t4_metrics_do_not_leave_a_site_that_wants_sums_unless_it_says_so() -> None:
     about: dict[str, Any] = {"algorithms": (), "sends": ()}
-    assert Policy(**about).tells_metrics
-    assert not Policy(**about, sums_of=3).tells_metrics
-    assert Policy(**about, sums_of=3, metrics=True).tells_metrics
+    assert Policy(**about).sends_metrics
+    assert not Policy(**about, sums_of=3).sends_metrics
+    assert Policy(**about, sums_of=3, metrics=True).sends_metrics
 
 
 def test_t9_a_message_for_one_site_alone_is_refused_in_a_sealed_run(tmp_path: Path) -> None:
@@ -268,13 +268,13 @@ def test_t5_a_model_that_singles_rows_out_is_refused(tmp_path: Path) -> None:
 
 def test_imprints_are_told_from_models() -> None:
     weight, bias = torch.randn(400, 13).double(), torch.randn(400).double()
-    assert imprinted({"in.weight": weight, "in.bias": bias}) is None
-    assert imprinted(({"in.weight": weight * 0, "in.bias": bias},)) is None  # not begun yet
-    assert imprinted({"in.weight": weight[:1].expand(400, 13), "in.bias": bias * 0}) is None  # one threshold only
-    assert "400 of 400" in str(imprinted((None, imprint(weight, bias))))
+    assert find_imprint({"in.weight": weight, "in.bias": bias}) is None
+    assert find_imprint(({"in.weight": weight * 0, "in.bias": bias},)) is None  # not begun yet
+    assert find_imprint({"in.weight": weight[:1].expand(400, 13), "in.bias": bias * 0}) is None  # one threshold only
+    assert "400 of 400" in str(find_imprint((None, imprint(weight, bias))))
     half = imprint(weight[:200], bias[:200])
     mixed = {k: torch.cat([v, w]) for (k, v), w in zip(half.items(), (weight[:200], bias[:200]), strict=True)}
-    assert "200 of 400" in str(imprinted(mixed))
+    assert "200 of 400" in str(find_imprint(mixed))
 
 
 def test_models_as_they_are_trained_are_no_imprints() -> None:
@@ -282,7 +282,7 @@ def test_models_as_they_are_trained_are_no_imprints() -> None:
 
     for name in MODELS:
         shape = (1, 28, 28) if "net" in name or "cnn" in name else (64,)
-        assert imprinted(build(name, shape, 10, seed=0).params) is None, name
+        assert find_imprint(build(name, shape, 10, seed=0).params) is None, name
 
 
 def test_the_record_is_told_in_words(tmp_path: Path) -> None:

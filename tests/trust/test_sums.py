@@ -25,7 +25,7 @@ from fedtailor.aggregation.member import (
     rows_of,
     split_messages,
 )
-from fedtailor.flare.policy import Policy, party
+from fedtailor.flare.policy import Policy, make_party
 from fedtailor.flare.protocol import Refused
 from tests.aggregation.declared import Vectors
 from tests.flare.sites import Authority
@@ -153,7 +153,7 @@ def test_t7_a_site_remembers_across_its_processes(authority: Authority, tmp_path
         authority.write_kit(tmp_path / name / "kit", name)
 
     def job() -> dict[int, Party]:
-        return {i: party(tmp_path / n / "kit", policy, n, "run", i, tmp_path / n) for i, n in enumerate(NAMES)}
+        return {i: make_party(tmp_path / n / "kit", policy, n, "run", i, tmp_path / n) for i, n in enumerate(NAMES)}
 
     assert Server(begun(job())).total(range(4)) == [1111.0] * 3
     with pytest.raises(Refusal, match="were summed over other clients before"):
@@ -315,4 +315,4 @@ def test_a_policy_of_sums_needs_a_certificate_and_partners(authority: Authority,
     ):
         policy = Policy(algorithms=(), sends=(), sums_of=3, partners=partners)
         with pytest.raises(Refused, match=why):
-            party(tmp_path / kit, policy, name, "run", 0, tmp_path)
+            make_party(tmp_path / kit, policy, name, "run", 0, tmp_path)

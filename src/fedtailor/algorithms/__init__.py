@@ -13,7 +13,7 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported
 
 _registered: dict[str, type[Algorithm]] = {}
-PROGRAMS = {"tablefit": ("fedtailor.algorithms._shared.table_fit", "TableFit")}
+PROGRAMS = {"tablefit": ("fedtailor.algorithms._programs.table_fit", "TableFit")}
 """Made of several algorithms, not one to list or to compare: known by name, with the module and the class."""
 
 

@@ -39,10 +39,10 @@ def compare(
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import new_path
     from fedtailor.report.paper import Paper
-    from fedtailor.studies import table_files
+    from fedtailor.studies import result_tables
     from fedtailor.studies.compare import rows, run_grid
+    from fedtailor.studies.result_tables import files, record, terminal
     from fedtailor.studies.search import notes
-    from fedtailor.studies.tables import files, record, terminal
 
     refuse_torchrun("compare")
     paper = Paper(latex, tuple(name.strip() for name in columns.split(",") if name.strip()), figure, ranks)
@@ -55,7 +55,7 @@ def compare(
         grid = run_grid(checked, path, data_root, progress, redo)
     table, search_notes = rows(grid), notes(path) if checked.search is not None else []
     search_notes += paper.write(grid, table, checked.compare.against)
-    table_files.write(path, files(table, search_notes))
+    result_tables.write(path, files(table, search_notes))
     if as_json:
         print_json({"folder": path, "table": [record(row) for row in table], "notes": search_notes})
         return
@@ -89,7 +89,7 @@ def reproduce(
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import write_atomically
     from fedtailor.studies import reproduce as published
-    from fedtailor.studies import table_files
+    from fedtailor.studies import result_tables
     from fedtailor.studies.search import notes
 
     folder, is_printed = configs or CONFIGS, str(json_file) == "-"
@@ -111,7 +111,7 @@ def reproduce(
         settings = published.searched(*which, data_root, progress)
         figures = published.run(wanted, published.grid(*which, settings), data_root, progress)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
-    table_files.write(path, {"table.md": text})
+    result_tables.write(path, {"table.md": text})
     if is_printed:
         print_json([f.model_dump() for f in figures])
         return

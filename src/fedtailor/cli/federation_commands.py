@@ -44,7 +44,7 @@ def init(
     """
     from fedtailor.flare import kits
 
-    kits.needs_flare()
+    kits.require_flare()
     for name in kits.provision(folder, host, port, site):
         role = name if name in ("server", "admin") else "site"
         summary = {
@@ -68,23 +68,23 @@ def start(
     """
     from fedtailor.flare import kits, operate
 
-    kits.needs_flare()
+    kits.require_flare()
     if role not in ("server", "site"):
         raise ConfigError(f'"{role}" is neither server nor site')
     to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
-        pid = operate.start(role, folder)
+        pid = operate.start_participant(role, folder)
         print(f"{role} runs as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
         return
-    if operate.running(folder) is not None:
+    if operate.find_process(folder) is not None:
         raise RunError(f"{folder}: runs already; {to_end} ends it")
-    operate.start(role, folder)
+    operate.start_participant(role, folder)
     print(f"{role} runs; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        operate.wait(folder)
+        operate.wait_for(folder)
     except KeyboardInterrupt:
-        operate.stop(folder)
+        operate.stop_participant(folder)
 
 
 @app.command()
@@ -98,15 +98,15 @@ def stop(
     """
     from fedtailor.flare import kits, operate
 
-    kits.needs_flare()
+    kits.require_flare()
     if admin is None:
-        if not operate.stop(Path(target)):
+        if not operate.stop_participant(Path(target)):
             raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
         print(f"{target}: stopped")
         return
-    from fedtailor.flare.nvidia import office
+    from fedtailor.flare.nvidia import admin_session
 
-    with office(admin / kits.KIT, kits.ADMIN) as session:
+    with admin_session(admin / kits.KIT, kits.ADMIN) as session:
         jobs = [job["job_id"] for job in session.jobs(target) if job["job_id"] in session.running()]
         for job in jobs:
             session.abort(job)
@@ -131,7 +131,7 @@ def submit(
     from fedtailor.experiments.store import read_json
     from fedtailor.flare import kits
 
-    kits.needs_flare()
+    kits.require_flare()
     from fedtailor.flare.nvidia import Launcher
 
     checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
@@ -139,7 +139,7 @@ def submit(
     sites = tuple(read_json(admin / kits.ABOUT)["sites"])
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
-        Launcher(admin, checked, name, sites, _say).to_the_end()
+        Launcher(admin, checked, name, sites, _say).run_to_end()
     except KeyboardInterrupt:
         print(f"the job continues; attach to it again with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -161,7 +161,7 @@ def local(
     """
     from fedtailor.flare import kits
 
-    kits.needs_flare()
+    kits.require_flare()
     from fedtailor.flare import local_trial
 
     checked = _checked(config, settings)
@@ -169,7 +169,7 @@ def local(
     folder = out or Path("runs") / f"federation-{name}"
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
-        finished = local_trial.run(folder, sites, checked, name, _say, data_root)
+        finished = local_trial.run_trial(folder, sites, checked, name, _say, data_root)
     except KeyboardInterrupt:
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None

@@ -46,7 +46,7 @@ def fit(
     if show_policy:
         print(policy(), end="")
         return
-    kits.needs_flare()
+    kits.require_flare()
     if (sites is None) == (admin is None):
         raise ConfigError("federation fit: name the tables of a trial on this machine, or give --admin FOLDER")
     name = run or f"fit-seed{seed}"
@@ -83,7 +83,7 @@ def _at_sites(admin: Path, config: Any, name: str) -> None:
     from fedtailor.flare.nvidia import Launcher
 
     names = tuple(read_json(admin / kits.ABOUT)["sites"])
-    Launcher(admin, config, name, names, lambda text: print(text, flush=True)).to_the_end()
+    Launcher(admin, config, name, names, lambda text: print(text, flush=True)).run_to_end()
     print(f"{name}: done. The federation's weights are in the server's folder, under runs/{name}.")
     print("each site sees its own figures and report with: fedtailor federation results FOLDER")
 
@@ -93,7 +93,7 @@ def _local_trial(
 ) -> None:
     from fedtailor.experiments.building import load
     from fedtailor.flare import local_trial
-    from fedtailor.studies.fit_folder import source_of
+    from fedtailor.tables.fit_sources import source_of
 
     source = source_of(sites, target, column)
     config = fit_config(source | ({"val": 0.0} if source["source"] == "folder" else {}), seed, settings)
@@ -101,7 +101,7 @@ def _local_trial(
     if count > MOST_HERE:
         raise ConfigError(f"{sites}: has {count} sites; a trial on one machine is for at most {MOST_HERE}")
     folder = out or Path("runs") / f"federation-{sites.resolve().stem}-{name}"
-    finished = local_trial.run(folder, count, config, name, lambda text: print(text, flush=True))
+    finished = local_trial.run_trial(folder, count, config, name, lambda text: print(text, flush=True))
     for client in finished.about["clients"]:
         print(f"{client}: fedtailor federation results {shlex.quote(str(folder / client))}")
 
@@ -132,10 +132,10 @@ def results(
     """
     from fedtailor.cli.fit_commands import print_fit
     from fedtailor.flare import kits
-    from fedtailor.flare.site import own_fit
+    from fedtailor.flare.site import fit_results
     from fedtailor.report.write import write
 
-    path, record = own_fit(folder / kits.SITE, run, metric)
+    path, record = fit_results(folder / kits.SITE, run, metric)
     page = write(path)
     if as_json:
         print_json({"folder": path, "report": page, **record})

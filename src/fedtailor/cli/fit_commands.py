@@ -69,8 +69,8 @@ def fit(
     from fedtailor.experiments.progress import grid_shown
     from fedtailor.experiments.store import FIT, new_path
     from fedtailor.report.write import write
-    from fedtailor.studies.fit import fit as fitted
-    from fedtailor.studies.fit_folder import source_of
+    from fedtailor.tables.fit import fit as fitted
+    from fedtailor.tables.fit_sources import source_of
 
     source = source_of(sites, target, client_column, task=task, target_scale=target_scale)
     path = out or new_path(Path("runs"), f"{sites.resolve().stem.replace(':', '.')}-fit")
@@ -124,13 +124,12 @@ def update(
     After an interruption, run the same command again.
     """
     from fedtailor.data.tabular.read import read_rows
-    from fedtailor.experiments.latest import latest, root_of
     from fedtailor.experiments.progress import grid_shown
-    from fedtailor.experiments.store import FIT
+    from fedtailor.experiments.store import FIT, latest, root_of
     from fedtailor.report.write import FILE, write
-    from fedtailor.serving.by_site import site_column
-    from fedtailor.studies.update import sites_in
-    from fedtailor.studies.update import update as updated
+    from fedtailor.tables.serve import site_column
+    from fedtailor.tables.update import sites_in
+    from fedtailor.tables.update import update as updated
 
     accept_trust(run, trust)
     again = command_words("update", run, data=data, rows=rows, site=site, time_limit=time_limit, data_root=data_root)
@@ -169,7 +168,7 @@ def drift(
     By site and column: how far values have moved, new categories, missing values; and whether predictions
     have moved. Compared with counts that the fit keeps; the training rows are not needed.
     """
-    from fedtailor.studies.drift import drift_of
+    from fedtailor.tables.drift import drift_of
 
     accept_trust(run, trust)
     drifts = drift_of(run, data, site, client_column, data_root)
@@ -198,8 +197,8 @@ def predict(
     classification, class probabilities.
     """
     from fedtailor.data.tabular.read import client_name
-    from fedtailor.serving.by_site import predicted_by_site, site_column
-    from fedtailor.serving.personal import check_ending, personal, predicted, write_frame
+    from fedtailor.serving.predict import check_ending, predicted, predicted_by_site, write_frame
+    from fedtailor.tables.serve import personal, site_column
 
     if out is not None:
         check_ending(out)
@@ -271,8 +270,8 @@ def onboard(
 
 def print_fit(record: dict[str, Any]) -> None:
     """Print test figures of every site alone, in common and personalized; then what is shared, in words."""
-    from fedtailor.studies.sentences import sentences
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
+    from fedtailor.tables.words import sentences
 
     metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
     print("\n".join(record["notes"]))
@@ -306,7 +305,7 @@ def print_fit(record: dict[str, Any]) -> None:
 
 def print_update(changes: dict[str, Any]) -> None:
     """Print rows and figures before and after, of the sites that changed."""
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     metric, sites = changes["metric"], changes["sites"]
     rows = [
@@ -348,9 +347,9 @@ def print_drift(drifts: Mapping[str, Any]) -> None:
 
 def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
     """Print coefficients and importance, as tables and in words; with `site`, its own coefficients too."""
-    from fedtailor.studies.effect_words import about_model, importance_words, shared_words
-    from fedtailor.studies.effects import EFFECTS
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
+    from fedtailor.tables.effects import EFFECTS
+    from fedtailor.tables.words import about_model, importance_words, shared_words
 
     coefficients = effects["coefficients"]
     if coefficients:
@@ -380,7 +379,7 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
 
 
 def coefficients_title(coefficients: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
-    from fedtailor.studies.effect_words import is_factor
+    from fedtailor.tables.words import is_factor
 
     if coefficients["scale"] == "log-odds":
         return f"odds of {output['class']} against {output['against']}: by which factor they change"
@@ -393,8 +392,8 @@ def coefficient_rows(
     output: Mapping[str, Any], coefficients: Mapping[str, Any], site: str
 ) -> tuple[tuple[str, ...], list[list[str]]]:
     """A line per term: per unit of its column, with the interval; and what differs between sites."""
-    from fedtailor.studies.effect_words import is_factor, unit_of
-    from fedtailor.studies.terms import INTERCEPT
+    from fedtailor.tables.coefficients import INTERCEPT
+    from fedtailor.tables.words import is_factor, unit_of
 
     is_odds, is_single = is_factor(coefficients["scale"]), len(coefficients["sites"]) == 1
 
@@ -413,12 +412,12 @@ def coefficient_rows(
         differ = [] if is_single else [spread if term["differs"] else "common", f"{term['share']:.2f}"]
         rows.append([name, *cells(term, term), *own, *differ])
     of_site = (f"at {site}", "95 % interval ") if site else ()
-    of_sites = () if is_single else ("sd of sites", "common")
+    of_sites = () if is_single else ("sd of sites", "shrinkage")
     return ("", "effect", "95 % interval", *of_site, *of_sites), rows
 
 
 def print_newcomer(name: str, newcomer: Newcomer) -> None:
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     samples = ", ".join(f"{count} {split}" for split, count in newcomer.samples.items())
     print(f"newcomer   {name}: {samples} samples")

@@ -47,7 +47,7 @@ def explain(
     private, 1 fully common), by feature or layer; for learned aggregation weights, their weight by round.
     """
     from fedtailor.experiments.store import FIT
-    from fedtailor.studies.explain_fit import explain_fit
+    from fedtailor.tables.explain_fit import explain_fit
 
     accept_trust(run, trust)
     if (run / FIT).exists():
@@ -96,7 +96,7 @@ def watch(
 def print_folder(path: Path, clients: bool = False) -> None:
     """Print a run, a comparison or a fit in a few lines; one that is not finished says how to continue."""
     from fedtailor.experiments.store import FIT, read_json
-    from fedtailor.studies import table_files
+    from fedtailor.studies import result_tables
     from fedtailor.studies.compare import GRID, TABLE
 
     quoted = shlex.quote(str(path))
@@ -108,7 +108,7 @@ def print_folder(path: Path, clients: bool = False) -> None:
     elif (path / GRID).exists():
         if not (path / TABLE).exists():
             raise RunError(f"{path}: an unfinished comparison; continue with: fedtailor compare CONFIG --out {quoted}")
-        print(table_files.read(path, TABLE), end="")
+        print(result_tables.read(path, TABLE), end="")
     else:
         print_run(path, clients)
 
@@ -128,13 +128,13 @@ def folder_record(path: Path) -> dict[str, Any]:
 
 
 def _table_rows(path: Path) -> list[dict[str, Any]]:
-    from fedtailor.studies import table_files
+    from fedtailor.studies import result_tables
 
     file = path / "table.json"
     if not file.exists():
         return []
     try:
-        rows: list[dict[str, Any]] = json.loads(table_files.read(path, file.name))
+        rows: list[dict[str, Any]] = json.loads(result_tables.read(path, file.name))
     except ValueError as error:
         raise RunError(f"{file}: cannot be read ({error}); the same fedtailor compare writes it again") from None
     return rows

@@ -35,7 +35,7 @@ def status(
     """
     from fedtailor.flare import kits
 
-    kits.needs_flare()
+    kits.require_flare()
     if (folder is None) == (admin is None):
         raise ConfigError("status: give the FOLDER of a participant, or --admin FOLDER")
     if as_json and watch:
@@ -62,13 +62,13 @@ def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
 def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.experiments.store import read_json
     from fedtailor.flare import kits
-    from fedtailor.flare.nvidia import Unreachable, office
+    from fedtailor.flare.nvidia import Unreachable, admin_session
 
     about = read_json(admin / kits.ABOUT)
     record: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
     lines = [f"server {record['server']}"]
     try:
-        with office(admin / kits.KIT, kits.ADMIN) as session:
+        with admin_session(admin / kits.KIT, kits.ADMIN) as session:
             connected, running, jobs, times = session.sites(), session.running(), session.jobs(), session.last_seen()
     except Unreachable as error:
         return record | {"problems": [str(error)]}, [*lines, f"needs care: {error}"]
@@ -98,7 +98,7 @@ def metrics(folder: Folder) -> None:
     """Print the status of a participant in the Prometheus text format, for the textfile collector."""
     from fedtailor.flare import operate
 
-    print(operate.prometheus(operate.read_status(folder)), end="")
+    print(operate.prometheus_text(operate.read_status(folder)), end="")
 
 
 def pause(
@@ -106,19 +106,19 @@ def pause(
     off: Annotated[bool, typer.Option("--off", help="Take part again.")] = False,
 ) -> None:
     """Pause a site: it answers nothing and misses rounds until --off. Nothing is lost."""
-    from fedtailor.flare.site import set_state
+    from fedtailor.flare.site import set_participation
 
-    set_state(private_folder(folder), "active" if off else "paused")
+    set_participation(private_folder(folder), "active" if off else "paused")
     print(f"{folder}: {'takes part again' if off else 'paused; --off ends it'}")
 
 
 def leave(folder: Folder) -> None:
     """Leave the federation: the site no longer answers. What it has stored stays until withdraw deletes it."""
     from fedtailor.flare import operate
-    from fedtailor.flare.site import set_state
+    from fedtailor.flare.site import set_participation
 
-    set_state(private_folder(folder), "left")
-    operate.stop(folder)
+    set_participation(private_folder(folder), "left")
+    operate.stop_participant(folder)
     print(f"{folder}: has left; pause --off takes it back. To delete what it keeps: fedtailor federation withdraw")
 
 
@@ -130,17 +130,17 @@ def withdraw(
 
     Contributions to the common model in earlier rounds cannot be removed; the receipt lists those rounds.
     """
-    from fedtailor.flare.site import withdraw as withdrawn
+    from fedtailor.flare.site import withdraw as withdraw_site
 
-    print(f"{folder}: has withdrawn from {run}; receipt: {withdrawn(private_folder(folder), run)}")
+    print(f"{folder}: has withdrawn from {run}; receipt: {withdraw_site(private_folder(folder), run)}")
 
 
 def certificates(folder: Coordinator, as_json: AsJson = False) -> None:
     """Print when each participant's certificate expires."""
-    from fedtailor.flare.kits import ends, revoked
+    from fedtailor.flare.kits import certificate_ends, read_revoked
 
-    until = {name: f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}" for name, end in ends(folder).items()}
-    revoked_names = revoked(folder)["names"]
+    until = {name: f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}" for name, end in certificate_ends(folder).items()}
+    revoked_names = read_revoked(folder)["names"]
     if as_json:
         print_json({"until": until, "revoked": revoked_names})
         return
@@ -157,10 +157,10 @@ def renew(
     """Create a new key and certificate for a participant, signed by the same authority."""
     from fedtailor.flare import kits
 
-    kits.needs_flare()
-    from fedtailor.flare.kits import renew as renewed
+    kits.require_flare()
+    from fedtailor.flare.kits import renew_certificate
 
-    print(f"{name}: renewed; hand over {renewed(folder, name)}, then start it anew")
+    print(f"{name}: renewed; hand over {renew_certificate(folder, name)}, then start it anew")
 
 
 def revoke(
@@ -168,9 +168,9 @@ def revoke(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A site.")],
 ) -> None:
     """Revoke a site's certificate: the server sends it no requests, and no partner sums with it."""
-    from fedtailor.flare.kits import revoke as revoked_list
+    from fedtailor.flare.kits import revoke_certificate
 
-    path = revoked_list(folder, name)
+    path = revoke_certificate(folder, name)
     print(f"{name}: revoked, for all participants whose folders are in {folder}")
     print(f"elsewhere: copy {path} to the server's folder and to each site's kit folder")
 
@@ -181,13 +181,13 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Summarize a site's audit log: what it was asked for, what left, what that reveals, what it refused."""
-    from fedtailor.flare.audit import audit_lines, read
-    from fedtailor.flare.policy import spent_text
+    from fedtailor.flare.audit import audit_lines, read_runs
+    from fedtailor.flare.policy import account_text
     from fedtailor.flare.site import AUDIT
 
     record = private_folder(folder) / AUDIT
     if as_json:
-        print_json([asdict(run) for run in read(record)])
+        print_json([asdict(run) for run in read_runs(record)])
         return
     if page is None:
         print("\n".join(audit_lines(record)))
@@ -195,7 +195,7 @@ def audit(
     from fedtailor.experiments.store import write_atomically
     from fedtailor.report.audit_page import audit_html
 
-    write_atomically(page, audit_html(folder.name, read(record), spent_text(record.parent)).encode())
+    write_atomically(page, audit_html(folder.name, read_runs(record), account_text(record.parent)).encode())
     print(page)
 
 

@@ -12,7 +12,7 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML configurati
 
 def _latest(path: Path) -> Path:
     """The folder of the models that serve now, if a fit was updated."""
-    from fedtailor.experiments.latest import latest
+    from fedtailor.experiments.store import latest
 
     return latest(path)
 

@@ -96,7 +96,7 @@ def print_run(path: Path, clients: bool = False) -> None:
     """Print a run in a few lines: task, results, traffic, rejected replies; with `clients` every client's metrics."""
     from fedtailor.experiments.store import RunFolder
     from fedtailor.studies.compare import local_reference
-    from fedtailor.studies.tables import number, private_words, size
+    from fedtailor.studies.result_tables import number, private_words, size
 
     folder = RunFolder.open(path)
     config, about, results = folder.config, folder.about, folder.results
@@ -138,7 +138,7 @@ def print_run(path: Path, clients: bool = False) -> None:
 
 def _print_results(results: dict[str, Any], local: dict[str, Any] | None) -> None:
     from fedtailor.metrics.summary import share_hurt
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     metric, higher = results["metric"], results["higher_is_better"]
     rows = []
@@ -159,7 +159,7 @@ def _print_results(results: dict[str, Any], local: dict[str, Any] | None) -> Non
 
 
 def _print_clients(about: dict[str, Any], results: dict[str, Any]) -> None:
-    from fedtailor.studies.tables import number
+    from fedtailor.studies.result_tables import number
 
     figures: dict[str, list[float]] = results["last"]["clients"]
     if any(len(each) != len(about["clients"]) for each in figures.values()):

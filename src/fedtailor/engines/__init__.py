@@ -12,16 +12,15 @@ from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import leaves
 from fedtailor.engines import devices, machine
-from fedtailor.engines.choice import MUCH, Choice, choose, operations
+from fedtailor.engines.choice import MUCH, Choice, choose, operations, stack_size
 from fedtailor.engines.disk import Disk
-from fedtailor.engines.loop import loop
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.machine import cores
 from fedtailor.engines.pool.engine import Pool
-from fedtailor.engines.vmap import fitting, vmap
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
 
-__all__ = ["ENGINES", "Choice", "EngineName", "choose", "cores", "make", "opened", "operations"]
+__all__ = ["ENGINES", "Choice", "EngineName", "choose", "cores", "make", "open_engine", "operations"]
 
 EngineName = Literal["auto", "loop", "vmap", "pool", "wire", "flare"]
 
@@ -56,21 +55,25 @@ def make(
     if name == "flare":
         raise ConfigError('federation.engine = "flare": run it with fedtailor federation submit')
     if name == "loop":
-        return loop(experiment, disk)
+        return InProcess(experiment, disk=disk)
     if experiment.device.type != "cpu":
         return _on_device(name, experiment, chunk, workers, disk, cohort)
     processes = min(workers or (cores() if name == "pool" else 1), clients)
     if name == "pool":
-        return Pool(experiment, processes) if processes > 1 and _fits(experiment, disk) else loop(experiment, disk)
+        return (
+            Pool(experiment, processes)
+            if processes > 1 and _fits(experiment, disk)
+            else InProcess(experiment, disk=disk)
+        )
     # stacks depend on the experiment alone, so that results do not depend on the machine
     much = operations(experiment, cohort)
     is_long = not experiment.algorithm.at_once and much > MUCH
-    stack = chunk or fitting(experiment)
+    stack = chunk or stack_size(experiment)
     if is_long and not chunk:
         stack = min(stack, math.ceil((cohort or clients) / _stacks(much)))
     if is_long and processes > 1 and _fits(experiment, disk):
         return Pool(experiment, processes, stack)
-    return vmap(experiment, stack, disk)
+    return InProcess(experiment, chunk=stack, disk=disk)
 
 
 def _stacks(much: float) -> int:
@@ -84,17 +87,17 @@ def _on_device(
     """A pool has a worker for each device, unless told otherwise, which stacks clients where one process would."""
     clients = len(experiment.data.clients)
     is_stacked = name == "vmap" or choose(experiment, cohort).name == "vmap"
-    stack = (chunk or fitting(experiment)) if is_stacked else 0
+    stack = (chunk or stack_size(experiment)) if is_stacked else 0
     processes = min(workers or devices.count(experiment.device), clients) if name == "pool" else 1
     if processes > 1 and _fits(experiment, disk):
         return Pool(experiment, processes, min(stack, math.ceil((cohort or clients) / processes)))
-    return vmap(experiment, stack, disk) if is_stacked else loop(experiment, disk)
+    return InProcess(experiment, chunk=stack, disk=disk)
 
 
 @contextmanager
-def opened(name: EngineName, experiment: Experiment, *, threads: int = 1, **options: Any) -> Iterator[Engine]:
+def open_engine(name: EngineName, experiment: Experiment, *, threads: int = 1, **options: Any) -> Iterator[Engine]:
     """An engine whose clients have their first state; afterwards the process is as it was."""
-    with machine.prepared(threads):
+    with machine.training_settings(threads):
         engine = make(name, experiment, **options)
         try:
             engine.start()

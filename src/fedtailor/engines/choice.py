@@ -1,8 +1,14 @@
-"""Which engine suits an experiment, and why."""
+"""Which engine suits an experiment and why, and how many clients are stacked."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -10,14 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedtailor.core.data import count
+from fedtailor.core.data import count, take
 from fedtailor.core.experiment import Experiment
+from fedtailor.core.federation import Federation
 from fedtailor.core.random import undrawn
 from fedtailor.core.trees import Params, to_device
+from fedtailor.engines import devices
+from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.machine import can_fork, cores
-from fedtailor.engines.measuring import round_seconds
+from fedtailor.training.kernels.structure import dense_layers
 
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
+MOST = 16  # clients of a measurement
+CACHED = 6 * 2**20  # bytes of parameters on which stacked autograd is fast
+STACKED = 8 * CACHED  # dense layers cut a stack to the cache by themselves; what is left is to call them seldom
+AT_MOST = 256
+AT_MOST_ON_DEVICE = 1024
+COPIES = 8  # of a model that a client needs at least: parameters, gradients, steps, states
 
 
 @dataclass(frozen=True)
@@ -34,23 +49,23 @@ def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
     if experiment.device.type != "cpu":
         return _on_device(experiment, clients)
     kinds = list(experiment.by_architecture.values()) or [experiment]
-    if clients >= 4 and all(_is_dense(kind) and _stacks(kind) for kind in kinds):
+    if clients >= 4 and all(_is_dense(kind) and _can_stack(kind) for kind in kinds):
         each = f", those of each of {len(kinds)} architectures" if len(kinds) > 1 else ""
         return Choice("vmap", f"dense layers of several clients are faster stacked{each}")
     processes = min(workers or cores(), clients) if can_fork() else 1
     if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
         return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
-    return Choice("loop", _alone() if processes < 2 else "rounds too short to be spread over processes")
+    return Choice("loop", _why_alone() if processes < 2 else "rounds too short to be spread over processes")
 
 
-def _alone() -> str:
+def _why_alone() -> str:
     return "one core" if can_fork() else "this system has no fork for worker processes"
 
 
 def _on_device(experiment: Experiment, clients: int) -> Choice:
     """A stack keeps a device busy; convolutions of each client by its own kernels may not be faster stacked."""
     device = experiment.device
-    if clients < 2 or not _stacks(experiment):
+    if clients < 2 or not _can_stack(experiment):
         return Choice("loop", "one client" if clients < 2 else "the model cannot be stacked")
     if _is_dense(experiment):
         return Choice("vmap", f"clients stacked keep {device} busy")
@@ -65,7 +80,7 @@ def _is_dense(experiment: Experiment) -> bool:
     return not any(isinstance(m, kinds) for m in experiment.model.module.modules())
 
 
-def _stacks(experiment: Experiment) -> bool:
+def _can_stack(experiment: Experiment) -> bool:
     """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
     model, x = experiment.model, to_device(experiment.data.train.first(2), experiment.device)
 
@@ -78,6 +93,99 @@ def _stacks(experiment: Experiment) -> bool:
             torch.func.vmap(output)(pair)
     except Exception:
         return False
+    return True
+
+
+def round_seconds(experiment: Experiment, clients: int) -> tuple[float, float]:
+    """Of a round of at most so many clients on a device: one by one, and stacked.
+
+    Measured once for each model and device, and kept in the user's cache.
+    """
+    file = _cache_folder() / f"{_cache_key(experiment, clients)}.json"
+    with suppress(OSError, ValueError, TypeError):
+        alone, stacked = json.loads(file.read_text(encoding="utf-8"))
+        return float(alone), float(stacked)
+    cohort = range(min(clients, MOST, len(experiment.data.clients)))
+    figures = tuple(_measure_round(experiment, cohort, chunk) for chunk in (0, stack_size(experiment)))
+    _write_cache(file, figures)
+    return figures[0], figures[1]
+
+
+def _measure_round(experiment: Experiment, cohort: range, chunk: int) -> float:
+    """The second of two rounds: in the first, a device prepares its kernels."""
+    engine = InProcess(experiment, range(len(experiment.data.clients)), chunk=chunk)
+    engine.start()
+    fed, server = Federation(engine), experiment.algorithm.server_init(experiment.model)
+    seconds = 0.0
+    for _ in range(2):
+        begun = time.perf_counter()
+        fed.run_round(1, cohort, server)
+        torch.accelerator.synchronize(experiment.device)
+        seconds = time.perf_counter() - begun
+    return seconds
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedtailor" / "measured"
+
+
+def _write_cache(file: Path, figures: tuple[float, ...]) -> None:
+    with suppress(OSError):  # a cache that cannot be written is none
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(figures), encoding="utf-8")
+
+
+def _cache_key(experiment: Experiment, clients: int) -> str:
+    """What the time depends on: the model and its steps, the clients, the device and torch."""
+    module = torch.get_device_module(experiment.device)
+    name = module.get_device_name(experiment.device) if hasattr(module, "get_device_name") else experiment.device.type
+    shapes = [(k, list(v.shape), str(v.dtype)) for k, v in experiment.model.params.items()]
+    sizes = [int(n) for n in experiment.data.train.sizes[:MOST]]
+    what = [shapes, repr(experiment.solver), repr(experiment.algorithm), list(experiment.data.shape), sizes]
+    text = json.dumps([*what, min(clients, MOST), name, torch.__version__])
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def stack_size(experiment: Experiment) -> int:
+    """So many clients in a stack that their training is fast."""
+    if experiment.device.type != "cpu":
+        return _stack_size_on_device(experiment)
+    size = sum(v.nbytes for v in experiment.model.params.values())
+    is_dense = bool(dense_layers(experiment.model)) and experiment.solver.is_plain
+    return max(1, min(AT_MOST, (STACKED if is_dense else CACHED) // size))
+
+
+def _stack_size_on_device(experiment: Experiment) -> int:
+    """As many clients as the memory of the device takes: found by trial, halved until it does."""
+    device = experiment.device
+    free = devices.free_memory(device)
+    chunk = min(len(experiment.data.clients), AT_MOST_ON_DEVICE)
+    chunk = chunk if free is None else max(1, min(chunk, free // (COPIES * experiment.model.nbytes)))
+    while chunk > 1 and not _takes_a_step(experiment, chunk):
+        devices.let_go(device)
+        chunk //= 2
+    return chunk
+
+
+def _takes_a_step(experiment: Experiment, chunk: int) -> bool:
+    """Whether there is room for one step of so many clients side by side."""
+    model, rows = experiment.model, experiment.data.train
+    size = experiment.solver.batch_size or int(rows.sizes.max())
+    at = torch.arange(size, device=rows.home) % len(rows.y)
+    x, y = to_device((take(rows.x, at), take(rows.y, at)), model.device)
+
+    def loss(tensors: Params) -> Tensor:
+        return experiment.loss(model(tensors, x, training=True), y).mean()
+
+    try:
+        tensors = {k: v.expand(chunk, *v.shape).clone() for k, v in (model.params | model.private_buffers).items()}
+        trained = {k: tensors[k].requires_grad_() for k in model.trainable}
+        with torch.enable_grad():
+            total = torch.func.vmap(loss, randomness="different")(tensors | trained).sum()
+        gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
+        [v - v if g is None else v - g for v, g in zip(trained.values(), gradients, strict=True)]
+    except Exception as error:
+        return not devices.is_full(error)  # what else is wrong will be said where it happens
     return True
 
 

@@ -1,4 +1,6 @@
-"""Clients in this process, alone (`loop`) or stacked (`vmap`): the same text, the same tapes."""
+"""Clients in this process: one after the other (`loop`, the reference that other engines must equal), or stacked, so
+that one tensor operation serves many (`vmap`, for many small clients and dense models). The same text, the same tapes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import Draws
 from fedtailor.core.trees import Params, Tree, changed_leaves, detach, tree_map
-from fedtailor.engines import devices, malloc
+from fedtailor.engines import devices, machine
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.states import States
 from fedtailor.errors import ClientError
@@ -50,7 +52,7 @@ class InProcess:
     def __init__(
         self,
         experiment: Experiment,
-        clients: Sequence[int],
+        clients: Sequence[int] | None = None,
         *,
         chunk: int = 0,
         recompute: bool = False,
@@ -59,7 +61,7 @@ class InProcess:
         self.experiment = experiment
         self.chunk = chunk  # clients per stack; 0: one after the other, unstacked
         self.recompute = recompute
-        self.clients = tuple(clients)
+        self.clients = tuple(range(len(experiment.data.clients)) if clients is None else clients)  # None: all
         self.states = States(self.clients, disk, experiment.device)
         self._draws = False  # the method or the model uses global generators, which a stack cannot
         self._tape: dict[int, list[_Taped]] = {}
@@ -109,7 +111,7 @@ class InProcess:
         position = {c: i for i, c in enumerate(clients)}
         for group in self.groups(clients):
             yield from self._call_group(call, group, [position[c] for c in group.clients])
-            malloc.trim_after_client(self.experiment.model.nbytes)
+            machine.trim_after_client(self.experiment.model.nbytes)
 
     def _call_group(self, call: Call, group: _Group, rows: list[int]) -> Iterator[Reply]:
         held = self.states.read(group.clients)

@@ -22,9 +22,9 @@ from fedtailor.core.process_group import SINGLE_PROCESS, ProcessGroup, under_tor
 from fedtailor.core.reduce import in_order
 from fedtailor.core.trees import Tree, leaves, rebuild, tree_map, widest
 from fedtailor.engines import devices
+from fedtailor.engines.choice import stack_size
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.engines.vmap import fitting
 from fedtailor.errors import ConfigError, RankLost, RunError, UserError
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ class Sharded:
             raise ConfigError("federation.engine = wire: not with torchrun; use loop, vmap or auto")
         own = ranks.mine(range(len(experiment.data.clients)))
         self.experiment, self.ranks = experiment, ranks
-        stacked = (chunk or fitting(experiment)) if engine == "vmap" else 0
+        stacked = (chunk or stack_size(experiment)) if engine == "vmap" else 0
         self.inside = InProcess(experiment, own, chunk=stacked, disk=disk)
 
     @property

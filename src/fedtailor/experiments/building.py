@@ -1,25 +1,38 @@
-"""Data, model and algorithm of a configuration, put together; what does not fit is said."""
+"""Data, model (or models, where clients have different ones) and algorithm of a configuration, put together.
+
+What does not fit is an error before the first round.
+"""
 
 from __future__ import annotations
 
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
-from fedtailor import algorithms, data
+import torch
+from torch import Tensor
+
+from fedtailor import algorithms, data, models
 from fedtailor.aggregation.dry_run import means_taken, rehearse
 from fedtailor.aggregation.robust import Robust
 from fedtailor.core import task as tasks
-from fedtailor.core.data import FederatedData
+from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
+from fedtailor.core.data import FederatedData, Shape, count
 from fedtailor.core.experiment import Experiment
+from fedtailor.core.model import Model, mix_architectures
+from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Task
+from fedtailor.core.trees import Tree, schema
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state
 from fedtailor.errors import ConfigError
-from fedtailor.experiments import model_building
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.model_building import width
-from fedtailor.experiments.newcomers import hold_out
+from fedtailor.experiments.sections import ModelSection
 from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
 
@@ -37,28 +50,38 @@ def build_experiment(
 
 def load(config: RunConfig, data_root: Path | None = None) -> FederatedData:
     """The data of a configuration, no narrower than its model."""
-    return data.load(config.data, seed=data_seed(config), root=data_root, dtype=width(config))
+    return data.load(config.data, seed=data_seed(config), root=data_root, dtype=dtype_of(config))
 
 
 def data_seed(config: RunConfig) -> int:
-    """From which it follows who has which samples: with `data.seed`, of all of a comparison's runs the same."""
+    """Seed of the split into clients; `data.seed` makes it the same for all runs of a comparison."""
     return config.seed if config.data.seed is None else config.data.seed
 
 
+def hold_out(everybody: FederatedData, share: float, seed: int) -> tuple[FederatedData, FederatedData]:
+    """The clients that train, and a share of all, at least one, that takes no part."""
+    clients = len(everybody.clients)
+    few = max(1, round(share * clients))
+    if few >= clients:
+        raise ConfigError(f"evaluation.unseen = {share:g}: of {clients} clients none would be left to train with")
+    order = stream(seed, "unseen").permutation(clients).tolist()
+    trained = everybody.only(sorted(order[few:]))
+    note = f"{few} of {clients} clients take no part in training; they are onboarded at the end"
+    return replace(trained, notes=(*trained.notes, note)), everybody.only(sorted(order[:few]))
+
+
 def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData | None = None) -> Experiment:
-    """Model and algorithm of a configuration for data that is there already."""
+    """Model and algorithm of a configuration, for data that is loaded already."""
     algorithm, task = algorithms.make(config.algorithm.name, config.algorithm.options), task_of(config, federated)
-    federated, unseen = federated.to(width(config)), None if unseen is None else unseen.to(width(config))
-    model = model_building.model_for(
-        config, federated, () if unseen is None else unseen.clients, _outputs(task, federated)
-    )
+    federated, unseen = federated.to(dtype_of(config)), None if unseen is None else unseen.to(dtype_of(config))
+    model = model_of_federation(config, federated, () if unseen is None else unseen.clients, _outputs(task, federated))
     if config.model.prior == "label" and federated.task != "classification":
         raise ConfigError(f'model.prior = "label": for classification, not {federated.task}')
     if config.local.precision != "float32" and config.model.dtype != "float32":
         raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
-    model_building.check(algorithm, model, task.name)
+    check_algorithm(algorithm, model, task.name)
     if ":" in config.task.name:
-        model_building.check_loss(task, model, federated)
+        check_loss(task, model, federated)
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
         raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")
@@ -102,7 +125,7 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
 
 
 def robust_notes(experiment: Experiment) -> list[str]:
-    """What a run says of a robust mean that has little to keep."""
+    """A warning where a robust mean changes little."""
     if (
         not isinstance(experiment.aggregation.reduction, Robust)
         or getattr(experiment.algorithm, "consensus", "") != "admm"
@@ -115,12 +138,12 @@ def robust_notes(experiment: Experiment) -> list[str]:
 
 
 def attack_of(config: RunConfig) -> Attack:
-    """Which clients lie, and how."""
+    """Which clients are malicious, and what they do."""
     return Attack(config.attack.name, config.attack.share, config.attack.strength, config.seed)
 
 
 def aggregation_of(config: RunConfig) -> Aggregation:
-    """What happens to replies, slot by slot."""
+    """The slots of aggregation, from the sections on privacy, robust means and the server."""
     slots, robust = config.privacy.build(), config.aggregation.build()
     if robust is not None:
         if slots.hides:
@@ -154,7 +177,7 @@ def _check_aggregation(experiment: Experiment, config: RunConfig) -> None:
 
 
 def task_of(config: RunConfig, federated: FederatedData) -> Task:
-    """What is learned: as configured, or what the data is for."""
+    """The task that is configured, or the one that the data is for."""
     name, options = config.task.name, config.task.options
     if name == "auto":
         if federated.task not in tasks.TASKS:
@@ -167,8 +190,182 @@ def task_of(config: RunConfig, federated: FederatedData) -> Task:
 
 
 def _outputs(task: Task, federated: FederatedData) -> int:
-    """How many numbers the model gives."""
+    """Width of the model's output."""
     try:
         return task.outputs(federated.outputs)
     except ValueError as error:
         raise ConfigError(f"task: {error}") from None
+
+
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """Floating-point type of model and data."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
+
+
+def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
+    """The model of a configuration, for samples of a shape."""
+    return models.build(
+        config.model.name,
+        shape,
+        outputs,
+        seed=config.seed,
+        head=config.model.head,
+        options=config.model.options,
+        buffers=config.model.buffers,
+        prior=config.model.prior == "label",
+        dtype=dtype_of(config),
+        adapter=config.model.adapter,
+        checkpoint=config.model.checkpoint or (),
+    )
+
+
+def at_client(config: RunConfig, client: str) -> RunConfig:
+    """The configuration with the model of one client."""
+    return config if config.model.by_client is None else config.model_copy(update={"model": config.model.at(client)})
+
+
+def model_of_federation(config: RunConfig, federated: FederatedData, newcomers: Sequence[str], outputs: int) -> Model:
+    """The server's model; where clients have different ones, it knows which client has which."""
+    if not config.model.by_client:
+        model = model_of(config, federated.shape, outputs)
+        _check_forward(model, config, federated, outputs)
+        return model
+    _refuse_architectures(config)
+    config.model.check_clients([*federated.clients, *newcomers])
+    sections = _distinct_sections(config.model, federated.clients)
+
+    @cache
+    def of(client: str) -> str:
+        own = config.model.at(client)
+        if own not in sections:
+            raise ConfigError(f'model.by_client: no client that trains has the model of "{client}"')
+        return str(sections.index(own))
+
+    for client in newcomers:
+        of(client)
+    each = {}
+    for i, section in enumerate(sections):
+        own = config.model_copy(update={"model": section})
+        model = model_of(own, federated.shape, outputs)
+        _check_forward(model, own, federated, outputs)
+        each[str(i)] = model
+    return mix_architectures(each, of) if len(each) > 1 else each["0"]
+
+
+def _distinct_sections(section: ModelSection, clients: Iterable[str]) -> list[ModelSection]:
+    """The sections of all architectures; that of `[model]` itself comes first, if some client has it."""
+    distinct: list[ModelSection] = []
+    for client in clients:
+        if (own := section.at(client)) not in distinct:
+            distinct.append(own)
+    usual = ModelSection(**section.model_dump(exclude={"by_client"}, exclude_none=True))
+    return sorted(distinct, key=lambda own: own != usual)
+
+
+def _refuse_architectures(config: RunConfig) -> None:
+    """Options that cannot be combined with different models."""
+    if config.data.source == "sites":
+        raise ConfigError("model.by_client: in a simulation only; all sites of a real federation have one model")
+    if config.local.keep_state:
+        raise ConfigError("model.by_client: not with local.keep_state; set it to false")
+
+
+def check_algorithm(algorithm: Algorithm, model: Model, task: str) -> None:
+    """Fail if the algorithm does not support a model, or shares parameters that some clients do not have."""
+    if model.architectures is None:
+        algorithm.check(model, task)
+        return
+    each = list(model.architectures.models.values())
+    for own in each:
+        algorithm.check(own, task)
+    name, first = algorithm.title or type(algorithm).__name__, _exchanged(algorithm, each[0])
+    forms = [schema(_exchanged(algorithm, own)) for own in each]
+    if any(form != forms[0] for form in forms):
+        shared = {path.rpartition("/")[2] for form in forms for path in form}
+        names = sorted(model.differing & shared) or sorted(model.differing)
+        some = ", ".join(f'"{k}"' for k in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ConfigError(
+            f"model.by_client: {name} shares {some}, which not all clients have in the same shape; FedPer, LG-FedAvg "
+            "and kNN-Per share what all have, methods with private heads the body if only heads differ"
+        )
+    if _is_empty(first):
+        raise ConfigError(f"model.by_client: {name} would share nothing: models have none of it in common")
+
+
+def _exchanged(algorithm: Algorithm, model: Model) -> Tree:
+    """What server and clients exchange of a model."""
+    replies = {f: reply_example(algorithm, f, model) for f in client_functions(algorithm)}
+    return {"server": algorithm.server_init(model), "replies": replies}
+
+
+def _is_empty(tree: Tree) -> bool:
+    """Whether a part of a reply has no tensors."""
+    return any(part == {} for reply in tree["replies"].values() for part in (reply if isinstance(reply, tuple) else ()))
+
+
+def check_loss(task: Task, model: Model, federated: FederatedData) -> None:
+    """Fail if a custom loss is not one number per sample: a mean would count the padding of a stack."""
+    x, y = federated.train.first(2), federated.train.y[:2]
+    try:
+        with torch.no_grad():
+            shape = list(task.loss(model(model.params | model.private_buffers, x), y).shape)
+    except Exception:
+        return  # what else is wrong will be said where it happens
+    if len(y) == 2 and shape != [2]:
+        raise ConfigError(
+            f"task.name: the loss of {task.name} must give one number per sample; of 2 it gave shape {shape}"
+        )
+
+
+def architecture_notes(experiment: Experiment, engine: str) -> list[str]:
+    """Which architectures clients have, for the notes of a run."""
+    if not experiment.by_architecture:
+        return []
+    having = Counter(experiment.architecture(c) for c in range(len(experiment.data.clients)))
+    sizes = {
+        name: sum(v.numel() for v in own.model.trainable.values()) for name, own in experiment.by_architecture.items()
+    }
+    each = ", ".join(f"{having[name]} with {size:,} parameters" for name, size in sizes.items())
+    stacks = "; vmap stacks clients of one architecture" if engine == "vmap" else ""
+    return [f"clients have {len(sizes)} architectures: {each}{stacks}"]
+
+
+def _check_forward(model: Model, config: RunConfig, federated: FederatedData, outputs: int) -> None:
+    """Fail if a custom model cannot read the samples, or its output has another shape than the task needs."""
+    x, name = federated.train.first(2), config.model.name
+    has_form = ":" in name and ":" not in config.task.name and federated.task not in ("tokens", "own")
+    is_usual = isinstance(x, Tensor) and x.is_floating_point()
+    if (is_usual and ":" not in name) or not federated.train.is_here or not count(x):
+        return  # models that come with fedtailor are made for the shape
+    samples = (
+        f"samples of {', '.join(x)}" if isinstance(x, dict) else f"of shape {list(x.shape[1:])}" if is_usual else "text"
+    )
+    try:
+        tensors, mode = model.params | model.private_buffers, model.module.training
+        with torch_stream("reads"), torch.no_grad():
+            y = model(tensors, x)
+        model.prepare(tensors, training=mode)
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"model.name: {name} does not read {federated.name}, which is {samples}: {reason}{_line_in(model, error)}"
+        ) from None
+    rows = count(x)
+    if has_form and not (isinstance(y, Tensor) and _has_form(y, rows, outputs, federated.task)):
+        form = f"shape {list(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise ConfigError(
+            f"model.name: {name} must give a tensor [rows, {outputs}] for this task; of {rows} rows it gave {form}"
+        )
+
+
+def _has_form(y: Tensor, rows: int, outputs: int, task: str) -> bool:
+    spare = task == "classification"  # classes that never occur do no harm
+    return y.dim() == 2 and len(y) == rows and (y.shape[1] >= outputs if spare else y.shape[1] == outputs)
+
+
+def _line_in(model: Model, error: BaseException) -> str:
+    """The line in the model's source file at which it failed."""
+    file = inspect.getsourcefile(type(model.module))
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({Path(str(file)).name}, line {lines[-1]})" if lines else ""

@@ -16,26 +16,30 @@ from pydantic import BaseModel, Field, ValidationError
 
 from fedtailor.data import SOURCES, DataConfig
 from fedtailor.data.configs import DigitsConfig
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.experiments.model_section import ModelSection
 from fedtailor.experiments.sections import (
+    RANGE,
+    VALUES,
     AggregationSection,
     AlgorithmSection,
     AttackSection,
     CheckpointSection,
+    CompareSection,
+    EarlyStoppingSection,
     EnvironmentSection,
     EvaluationSection,
     FederationSection,
     LocalSection,
+    ModelSection,
     PrivacySection,
+    SearchSection,
     Section,
+    ServerSection,
     TaskSection,
     TrackingSection,
     dotted,
 )
-from fedtailor.experiments.server_sections import EarlyStoppingSection, ServerSection
-from fedtailor.experiments.study_sections import RANGE, VALUES, CompareSection, SearchSection
 
 CONFIGS = Path(str(resources.files("fedtailor") / "configs"))  # the demo and the published tables
 METHOD = ("algorithm", "server", "federation", "privacy", "aggregation")  # sections that runs on one task may differ in
@@ -148,7 +152,7 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     ):  # a run must be resumable from any folder
         table = tables.get(section)
         if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
-            tables[section] = table | {key: str(expanded(str(path)).resolve())}
+            tables[section] = table | {key: str(expand_home(str(path)).resolve())}
     try:
         return kind.model_validate(tables)
     except ValidationError as error:

@@ -1,18 +1,23 @@
-"""What a run is from round to round: the state of the server, what is measured, kept and saved."""
+"""The state of a run from round to round: the server, the best round so far, what is measured and saved."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedtailor.aggregation import accountant
+from fedtailor.core.client import onboard
 from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
+from fedtailor.core.environment import Environment
+from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
@@ -23,11 +28,13 @@ from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.measuring import measure, missing_metrics
-from fedtailor.experiments.newcomers import EPOCHS, onboarded
 from fedtailor.experiments.store import RESULTS, RunFolder, write_json
+from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.summary import summarise
 from fedtailor.numerics import solve_log
+
+EPOCHS = 3
+"""Default epochs for a newcomer to fine-tune its private parameters."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +330,9 @@ class Run:
     def _onboard(self, folder: RunFolder, newcomers: FederatedData, trained: dict[str, Any]) -> dict[str, Any]:
         """Onboard clients that took no part: what they reach, and by how much those who trained are better off."""
         epochs = self.config.evaluation.unseen_epochs
-        served = list(onboarded(self.engine.experiment, newcomers, self.server, EPOCHS if epochs is None else epochs))
+        served = list(
+            onboard_newcomers(self.engine.experiment, newcomers, self.server, EPOCHS if epochs is None else epochs)
+        )
         with folder.personal_models("unseen") as keep:
             for client, (model, _) in zip(newcomers.clients, served, strict=True):
                 keep(client, model)
@@ -344,3 +353,46 @@ def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
 def round_to(seconds: float) -> float:
     """Milliseconds are enough."""
     return float(f"{seconds:.3f}")
+
+
+def missing_metrics(experiment: Experiment, test: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Which clients with test samples have no number of a metric, and why."""
+    sizes, names = experiment.data.test.sizes.tolist(), experiment.data.clients
+    out = {}
+    for metric in experiment.metrics:
+        without = [c for c, v, n in zip(names, test[metric.name], sizes, strict=True) if n and math.isnan(v)]
+        if without:
+            out[metric.name] = {"clients": without, "reason": metric.missing}
+    return out
+
+
+def measure(
+    engine: Engine,
+    round: int,
+    server: Tree,
+    splits: list[str],
+    keep: Callable[[int, Params], None] = lambda client, model: None,
+    kind: str = "",
+) -> dict[str, dict[str, list[float]]]:
+    """Per split and metric one number per client, in the order of the data's clients; `keep` is given the models."""
+    clients = len(engine.experiment.data.clients)
+    names = [metric.name for metric in engine.experiment.metrics]
+    out = {s: {name: [math.nan] * clients for name in names} for s in splits}  # not a number: it did not answer
+    for group, by_split, stack in engine.evaluate(range(clients), round, server, splits, kind):
+        for split, metrics in by_split.items():
+            for name, values in metrics.items():
+                for client, value in zip(group, values.tolist(), strict=True):
+                    out[split][name][client] = value
+        for row, client in enumerate(group if stack else ()):  # the models of other ranks and of sites are there
+            keep(client, {k: v[row] for k, v in stack.items()})
+    return out
+
+
+def onboard_newcomers(
+    experiment: Experiment, newcomers: FederatedData, server: Tree, epochs: int
+) -> Iterator[tuple[Params, dict[str, dict[str, Tensor]]]]:
+    """The personal model of each newcomer, and its metrics by split; nobody else is touched."""
+    own = replace(experiment, data=newcomers, unseen=None, environment=Environment())
+    for i in range(len(newcomers.clients)):
+        model = onboard(own, i, server, epochs)
+        yield model, evaluate(own, [i], model, ("val", "test"), is_stacked=False)

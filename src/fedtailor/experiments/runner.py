@@ -30,13 +30,13 @@ from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.experiments import model_building, tracking, trust
-from fedtailor.experiments.building import attack_of, build_experiment, robust_notes
+from fedtailor.experiments import tracking, user_source
+from fedtailor.experiments.building import architecture_notes, attack_of, build_experiment, robust_notes
 from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.run_state import Run
-from fedtailor.experiments.source_code import code_of, notes, refuse_other_code
 from fedtailor.experiments.store import CONFIG, METRICS, RunFolder
+from fedtailor.experiments.user_source import code_notes, code_of, refuse_other_code
 from fedtailor.training import compiling
 
 ABANDONED_IN_A_ROW = 10
@@ -100,8 +100,8 @@ def about(
         "streams": STREAMS,
         "notes": [
             *experiment.data.notes,
-            *notes(code),
-            *model_building.notes(experiment, engine),
+            *code_notes(code),
+            *architecture_notes(experiment, engine),
             *robust_notes(experiment),
         ],
     }
@@ -126,7 +126,7 @@ def start(
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
         experiment, placement = _placed(experiment, config, options.get("device"), ranks)
-        trust.remember(config)
+        user_source.remember(config)
         if ranks.count > 1 and (not experiment.aggregation.is_plain or config.attack.name != "none"):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
             raise ConfigError(f"{why}; run in one process")
@@ -145,7 +145,7 @@ def start(
         return run, about(experiment, config, name, data_root, ranks.count) | placement
 
     with ExitStack() as stack:
-        stack.enter_context(machine.prepared(config.federation.threads or 1))
+        stack.enter_context(machine.training_settings(config.federation.threads or 1))
         run, run_about = ranks.agreed(prepared_run)
         prepared = run.engine.experiment.data.preparation
         ranks.agreed(lambda: RunFolder.create(path, config, run_about, prepared) if ranks.rank == 0 else None)
@@ -157,7 +157,7 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
 
     Of a finished run only the end is done again: a site that was away then has no personal model yet.
     """
-    trust.remember(config)
+    user_source.remember(config)
     engine.start()
     if not (path / CONFIG).exists():
         RunFolder.create(path, config, about(engine.experiment, config, name, None))
@@ -182,7 +182,7 @@ def resume(
             return None
         _refuse_other_streams(folder)
         tracking.check(config.tracking)
-        stack.enter_context(machine.prepared(run_about["threads"]))
+        stack.enter_context(machine.training_settings(run_about["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
         experiment, _ = _placed(experiment, config, options.get("device"), ranks)
         run = _begun(run_about["engine"], experiment, config, path, ranks, cores)

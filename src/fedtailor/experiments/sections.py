@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from fedtailor.aggregation.clip import Clip
 from fedtailor.aggregation.noise import GaussianNoise
 from fedtailor.aggregation.robust import Robust
 from fedtailor.aggregation.secure import Secure
+from fedtailor.aggregation.server_step import ServerOptimizer, ServerOptimizerName
 from fedtailor.core.environment import Environment
+from fedtailor.core.model import BufferPolicy
 from fedtailor.core.reduce import Aggregation, Limits, Open
 from fedtailor.engines import EngineName, machine
 from fedtailor.engines.attacked import AttackName
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.models.adapters import AdapterConfig
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
-from fedtailor.training.schedules import Schedule, ScheduleName
-from fedtailor.training.solver import Solver, Work
+from fedtailor.training.options import Schedule, ScheduleName, Work
+from fedtailor.training.solver import Solver
+
+SAME = ("buffers", "prior", "dtype")  # of the model: the same for all clients
+VALUES, RANGE = "values", "range"  # what may be searched: a list, or all numbers between two
 
 
 class Section(BaseModel):
@@ -46,6 +63,54 @@ class AlgorithmSection(OpenSection):
     name: str = Field(
         default="fedrep", description="Algorithm; fedtailor list algorithms shows them and their options."
     )
+
+
+class ModelSection(OpenSection):
+    """Which model, and its options."""
+
+    name: str = Field(default="mlp", description='Model, or an own nn.Module as "package.module:Class".')
+    head: tuple[str, ...] = Field(
+        default=(), description="Modules of the personal head, or globs; empty: the model's default."
+    )
+    adapter: AdapterConfig | None = Field(default=None, description="Adapters to train instead of the weights.")
+    buffers: BufferPolicy = Field(
+        default="private", description="BatchNorm statistics: private to each client, or averaged (mean)."
+    )
+    prior: Literal["none", "label"] = Field(
+        default="none", description="label: add each client's log label frequencies to its logits."
+    )
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="Floating-point precision.")
+    checkpoint: tuple[str, ...] | None = Field(
+        default=None,
+        description="Gradient checkpointing: parts, or globs, whose activations are recomputed to save memory.",
+    )
+    by_client: dict[str, dict[str, Any]] | None = Field(
+        default=None,
+        description="Clients with a different model, by name or glob: its name, head, adapter, checkpoint and options.",
+    )
+
+    def at(self, client: str) -> ModelSection:
+        """The model of a client: the first entry of `by_client` that has its name, else this one."""
+        own = next((v for name, v in (self.by_client or {}).items() if fnmatchcase(client, name)), None)
+        base = self.model_dump(exclude={"by_client"}, exclude_none=True)
+        if own is None:
+            return ModelSection(**base)
+        for key in own.keys() & {*SAME, "by_client"}:
+            raise ConfigError(f'model.by_client: "{key}" is the same for all clients; set model.{key}')
+        if "name" in own:  # options of one model mean nothing to another
+            base = {k: base[k] for k in SAME}
+        try:
+            return ModelSection(**(base | own))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(f'model.by_client: {key} for "{client}": {first["msg"]}', code="config.value") from None
+
+    def check_clients(self, clients: Sequence[str]) -> None:
+        """Fail if an entry of `by_client` is for nobody."""
+        for name in self.by_client or ():
+            if not any(fnmatchcase(client, name) for client in clients):
+                raise ConfigError(f'model.by_client: no client "{name}"; {nearest(name, clients)}')
 
 
 class TaskSection(OpenSection):
@@ -139,6 +204,25 @@ class LocalSection(Section):
         rest, arithmetic = self.model_dump(include=names), Arithmetic(self.kernels, self.precision, self.compile)
         work = Work(self.steps, self.accumulate, self.keep_state, self.refit)
         return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
+
+
+class ServerSection(Section):
+    """What the server makes of the mean of its clients' models; Reddi et al., ICLR 2021, Algorithm 2."""
+
+    optimizer: ServerOptimizerName = Field(
+        default="none",
+        description="none: the mean is the next model; momentum (FedAvgM), adam or yogi: a step towards it.",
+    )
+    lr: float = Field(default=1.0, gt=0, description="Learning rate of the server.")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="Momentum; beta 1 of adam and yogi.")
+    beta2: float = Field(default=0.99, gt=0, lt=1, description="Decay of squared changes (adam and yogi).")
+    tau: float = Field(default=1e-3, gt=0, description="Added to the root of squared changes (adam and yogi).")
+
+    def build(self) -> ServerOptimizer | None:
+        """None where the mean is the next model."""
+        if self.optimizer == "none":
+            return None
+        return ServerOptimizer(self.optimizer, self.lr, self.momentum, self.beta2, self.tau)
 
 
 class FederationSection(Section):
@@ -245,6 +329,19 @@ class EvaluationSection(Section):
     )
 
 
+class EarlyStoppingSection(Section):
+    """Stops a run that no longer improves on validation data."""
+
+    patience: int = Field(
+        default=0, ge=0, description="Rounds without improvement after which the run stops; 0: never."
+    )
+    metric: str = Field(default="", description="Metric on validation data; empty: the one that selects rounds.")
+    min_delta: float = Field(default=0.0, ge=0, description="Smallest improvement that counts.")
+    keep: Literal["best", "last"] = Field(
+        default="best", description="Which round the run ends with: the best, or the last."
+    )
+
+
 class PrivacySection(Section):
     """Protection of individual clients. Secure sums and noise need algorithms that only sum replies."""
 
@@ -335,3 +432,79 @@ def dotted(tables: Any) -> Any:
         inner = dotted(value)
         out |= {f"{key}.{k}": v for k, v in inner.items()} if isinstance(inner, dict) else {key: inner}
     return out
+
+
+class CompareSection(Section):
+    """A grid of runs."""
+
+    name: str = Field(default="compare", description="Name of the folder that holds the runs.")
+    algorithms: tuple[str | dict[str, Any], ...] = Field(
+        default=("local", "fedavg"),
+        min_length=1,
+        description='Names, or tables such as {name = "ditto", lam = 0.5, set = {"local.lr" = 0.1}, label = "mine"}.',
+    )
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Seeds; each algorithm runs once per seed.")
+    workers: int = Field(default=0, ge=0, description="Parallel runs; 0: one per core.")
+    against: str = Field(default="", description="Row that the others are tested against; empty: the first.")
+
+
+class Range(Section):
+    """All numbers between two; whole ones if both are."""
+
+    low: int | float
+    high: int | float
+    log: bool = False  # evenly on a logarithmic scale
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Range:
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError("low must be below high, and above 0 where log = true")
+        return self
+
+
+def is_range(value: Any) -> bool:
+    """Whether a table of a configuration means all numbers between two."""
+    return isinstance(value, Range) or (isinstance(value, dict) and {"low", "high"} <= value.keys())
+
+
+def _keyed(tables: Any) -> Any:
+    """Tables within tables as keys with dots, but for ranges."""
+    if not isinstance(tables, dict):
+        return tables
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        inner = value if is_range(value) else dotted(value)
+        nested = isinstance(inner, dict) and not is_range(inner)
+        out |= _keyed({f"{key}.{k}": v for k, v in value.items()}) if nested else {key: inner}
+    return out
+
+
+Values = Annotated[
+    Annotated[Annotated[list[Any], Field(min_length=1)], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
+    Discriminator(lambda value: RANGE if is_range(value) else VALUES),
+]
+Space = Annotated[dict[str, Values], BeforeValidator(_keyed)]  # key -> its values
+
+
+class SearchSection(Section):
+    """Hyper-parameter search on validation data, before the comparison."""
+
+    trials: int = Field(default=6, ge=1, description="Configurations tried per algorithm, the same number for all.")
+    sampler: Literal["grid", "optuna"] = Field(
+        default="grid",
+        description="grid: combinations of listed values; optuna: TPE, also in ranges of numbers.",
+    )
+    seed: int = Field(default=1000, ge=0, description="Seed of the search runs; must not be one of compare.seeds.")
+    seeds: tuple[int, ...] = Field(default=(), description="Several seeds for each configuration; empty: seed alone.")
+    rounds: int = Field(default=0, ge=0, description="Rounds per search run; 0: as many as in the comparison.")
+    space: Space = Field(
+        default_factory=dict,
+        description='What to try for all, by key: "local.lr" = [0.01, 0.1] or {low = 0.01, high = 1, log = true}.',
+    )
+    algorithms: dict[str, Space] = Field(
+        default_factory=dict, description="What to try for one algorithm, by its name or label."
+    )
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        return self.seeds or (self.seed,)

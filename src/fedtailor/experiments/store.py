@@ -1,37 +1,54 @@
-"""A run's folder. Files appear whole or not at all, carry checksums, and hold tensors and JSON only."""
+"""A run's folder: the only code that writes one. Files appear whole or not at all, carry checksums, and hold tensors
+and JSON only.
+"""
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
+from filelock import FileLock, Timeout
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
+from typing_extensions import TypedDict
 
 from fedtailor.core.codec import build, structure
 from fedtailor.core.trees import Tree, items
 from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
-from fedtailor.experiments import records
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.json_text import indented
-from fedtailor.experiments.locking import hold, owner
-from fedtailor.experiments.records import checked
-from fedtailor.experiments.rounds_file import check_length, line_of, lines_in
-from fedtailor.experiments.tensor_file import Touch, pieces
 
 CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "results.json"
 CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
+CURRENT, UPDATE = "current.json", "update-"  # which folder of an updated fit serves now
+CHECK = "check"  # the last key of a line of metrics.jsonl
 CHANGED = "changed since it was written (checksum differs)"
+DTYPES = {  # as safetensors names them
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+SLICE = 2**24  # numbers that are written at once
+Touch = Callable[[int], None]  # told how many bytes were read
 
 
 def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) -> str:
@@ -55,9 +72,9 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes | memoryview]) 
 
 def write_json(path: Path, value: Any) -> None:
     """JSON with its own checksum inside."""
-    text = indented(value)
-    checked = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": json.loads(text)}
-    write_atomically(path, indented(checked).encode())
+    text = json_text(value)
+    with_checksum = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": json.loads(text)}
+    write_atomically(path, json_text(with_checksum).encode())
 
 
 def read_json(path: Path) -> Any:
@@ -65,17 +82,17 @@ def read_json(path: Path) -> Any:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         content, digest = stored["content"], stored["sha256"]
-        is_changed = hashlib.sha256(indented(content).encode()).hexdigest() != digest
+        is_changed = hashlib.sha256(json_text(content).encode()).hexdigest() != digest
     except FileNotFoundError:
         raise RunError(f"{path}: no such file", code="run.damaged") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise RunError(f"{path}: damaged; it is not the JSON that was written", code="run.damaged") from None
     if is_changed:
         raise RunError(f"{path}: {CHANGED}", code="run.damaged")
-    return _recorded(content, path)
+    return _as_recorded(content, path)
 
 
-class Record(dict[str, Any]):
+class RecordedObject(dict[str, Any]):
     """An object that was read from a file. Other versions may have written less: a key that lacks is a `RunError`."""
 
     def __init__(self, content: dict[str, Any], path: Path) -> None:
@@ -87,15 +104,53 @@ class Record(dict[str, Any]):
         raise RunError(f"{self.path}: {other}", code="run.version")
 
 
-def _recorded(content: Any, path: Path) -> Any:
+def _as_recorded(content: Any, path: Path) -> Any:
     if isinstance(content, dict):
-        return Record({key: _recorded(value, path) for key, value in content.items()}, path)
-    return [_recorded(value, path) for value in content] if isinstance(content, list) else content
+        return RecordedObject({key: _as_recorded(value, path) for key, value in content.items()}, path)
+    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else content
+
+
+def json_text(value: Any, level: int = 0) -> str:
+    """The same text as `json.dumps(value, indent=1)`.
+
+    The library's own writer leaves a cycle of closures behind with every call; a site that writes several files in each
+    round keeps them until the next full collection, which is rare in a process that has torch loaded.
+    """
+    inner, outer = "\n" + " " * (level + 1), "\n" + " " * level
+    if isinstance(value, dict) and value:
+        pairs = [f"{_key(key)}: {json_text(held, level + 1)}" for key, held in value.items()]
+        return "{" + inner + ("," + inner).join(pairs) + outer + "}"
+    if isinstance(value, list | tuple) and value:
+        return "[" + inner + ("," + inner).join(json_text(held, level + 1) for held in value) + outer + "]"
+    return json.dumps(value)
+
+
+def _key(key: Any) -> str:
+    """Names are text; numbers, true, false and null are put in quotes."""
+    if not isinstance(key, str):
+        key = next(iter(json.loads(json.dumps({key: None}))))
+    return json.dumps(key)
+
+
+def safetensors_pieces(tensors: dict[str, Tensor], touch: Touch) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, slice by slice: the library makes all of them at once."""
+    header, end = {}, 0
+    for name, value in tensors.items():
+        start, end = end, end + value.nbytes
+        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as the format has it, so that the numbers are aligned
+    yield len(text).to_bytes(8, "little") + text
+    for value in tensors.values():
+        flat = value.detach().reshape(-1)
+        for i in range(0, len(flat), SLICE):
+            yield flat[i : i + SLICE].contiguous().cpu().numpy().data
+            touch(flat[i : i + SLICE].nbytes)
 
 
 def write_tree(path: Path, tree: Tree, touch: Touch | None = None) -> dict[str, Any]:
     """Tensors of a tree in safetensors; returns what `read_tree` needs."""
-    digest = write_atomically(path, pieces(dict(items(tree)), touch or (lambda size: None)))
+    digest = write_atomically(path, safetensors_pieces(dict(items(tree)), touch or (lambda size: None)))
     return {"file": path.name, "sha256": digest, "tree": structure(tree)}
 
 
@@ -114,6 +169,138 @@ def read_tree(folder: Path, entry: dict[str, Any]) -> Tree:
         return build(entry["tree"], aligned)
     except (SafetensorError, LookupError, TypeError, ValueError) as error:  # a fitting checksum of nonsense
         raise RunError(f"{path}: not the tensors that its index tells of ({error})") from None
+
+
+# What the JSON files of a run must look like, whoever wrote them: a checksum that fits does not make them ours.
+LENIENT = ConfigDict(strict=True, extra="allow")  # other versions may have more or fewer keys, never other types
+Figures = dict[str, list[float]]  # by metric, one per client
+
+
+class AboutFile(TypedDict, total=False):
+    """run.json: what made the run, as far as more is done with it than to show it."""
+
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    clients: list[str]
+    train_samples: list[int]
+    notes: list[str]
+    classes: list[str]
+    outputs: int
+    parameters: int
+    ranks: int
+    task: str
+    config_sha256: str
+
+
+class SummaryEntry(TypedDict, total=False):
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    mean: float
+    std: float
+    worst_tenth: float
+
+
+class TestedRound(TypedDict, total=False):
+    """Of the last round, the selected one, or unseen clients."""
+
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    round: int
+    test: dict[str, SummaryEntry]
+    clients: Figures
+    gap: dict[str, float]
+
+
+class TrafficEntry(TypedDict, total=False):
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    up: int
+    down: int
+    trips: int
+
+
+class ResultsFile(TypedDict, total=False):
+    """results.json of a finished run."""
+
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    metric: str
+    higher_is_better: bool
+    last: TestedRound
+    selected: TestedRound
+    unseen: TestedRound
+    traffic: TrafficEntry
+    seconds: float
+    lines: int
+    faults: int
+    abandoned: int
+
+
+class TensorsEntry(TypedDict):
+    """An entry of an index: a file of tensors."""
+
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    file: str
+    sha256: str
+    tree: Any
+
+
+class ManifestFile(TypedDict, total=False):
+    """checkpoint/manifest.json."""
+
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    round: int
+    seconds: float
+    metrics_length: int
+    trees: dict[str, TensorsEntry]
+
+
+ABOUT_FORM, RESULTS_FORM, MANIFEST_FORM = TypeAdapter(AboutFile), TypeAdapter(ResultsFile), TypeAdapter(ManifestFile)
+INDEX_FORM = TypeAdapter(dict[str, TensorsEntry])
+
+
+def _validate(content: Any, form: TypeAdapter[Any], path: Path) -> Any:
+    """The content unchanged; another form than that of a run's file is a `RunError`."""
+    try:
+        form.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "its content"
+        raise RunError(f"{path}: {where}: {first['msg']}; this is no file of a run", code="run.damaged") from None
+    return content
+
+
+def round_line(record: dict[str, Any]) -> bytes:
+    """A round as a line of the file."""
+    text = json.dumps(record)
+    return f'{text[:-1]}, "{CHECK}": "{_line_digest(text)}"}}\n'.encode()
+
+
+def read_rounds(path: Path, *, are_checked: bool) -> list[dict[str, Any]]:
+    """All whole lines; a last one cut short by a killed process is none. Changed ones are a `RunError`."""
+    try:
+        whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from None
+    return [parse_round(line, are_checked=are_checked, where=f"{path}: line {i}") for i, line in enumerate(whole, 1)]
+
+
+def check_length(path: Path, length: int) -> None:
+    """At the checkpoint the file had this length, and ended with a line."""
+    content = path.read_bytes()[:length] if path.exists() else b""
+    if len(content) < length or not content.endswith(b"\n" if length else b""):
+        raise RunError(f"{path}: shorter than at the checkpoint; it was changed since it was written")
+
+
+def parse_round(line: bytes, *, are_checked: bool, where: str) -> dict[str, Any]:
+    """A round, without its checksum; older runs have none."""
+    try:
+        record = json.loads(line)
+        check = record.pop(CHECK, None)
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        raise RunError(f"{where}: damaged; it is not the JSON that was written") from None
+    if (are_checked or check is not None) and check != _line_digest(json.dumps(record)):
+        raise RunError(f"{where}: changed since it was written (checksum differs)")
+    return dict(record)
+
+
+def _line_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class RunFolder:
@@ -156,7 +343,7 @@ class RunFolder:
     @property
     def about(self) -> dict[str, Any]:
         path = self.path / ABOUT
-        about: dict[str, Any] = checked(read_json(path), records.ABOUT, path)
+        about: dict[str, Any] = _validate(read_json(path), ABOUT_FORM, path)
         if "train_samples" in about and len(about["train_samples"]) != len(about["clients"]):
             raise RunError(f"{path}: as many train_samples as clients are needed", code="run.damaged")
         return about
@@ -165,7 +352,7 @@ class RunFolder:
     def results(self) -> dict[str, Any] | None:
         """The results, or None while the run is not finished."""
         path = self.path / RESULTS
-        return checked(read_json(path), records.RESULTS, path) if path.exists() else None
+        return _validate(read_json(path), RESULTS_FORM, path) if path.exists() else None
 
     @property
     def preparation(self) -> Preparation | None:
@@ -177,11 +364,14 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Nobody else may train in this folder meanwhile; the lock ends with the process."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("a+") as file:
+        with ExitStack() as stack:
             try:
-                hold(file)
-            except OSError:
-                raise RetryableError(f"{self.path}: another process is working on this run{owner(file)}") from None
+                stack.enter_context(FileLock(self.path / LOCK).acquire(blocking=False))
+            except Timeout:
+                owner = _lock_owner(self.path / LOCK)
+                raise RetryableError(f"{self.path}: another process is working on this run{owner}") from None
+            with suppress(OSError):
+                (self.path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
             yield
 
     def save_checkpoint(
@@ -218,12 +408,12 @@ class RunFolder:
 
     def _manifest(self) -> dict[str, Any] | None:
         path = self.path / CHECKPOINT / "manifest.json"
-        return checked(read_json(path), records.MANIFEST, path) if path.exists() else None
+        return _validate(read_json(path), MANIFEST_FORM, path) if path.exists() else None
 
     def append_metrics(self, line: dict[str, Any]) -> int:
         """Add a round; returns the length of the file, by which a checkpoint knows how much of it counts."""
         with (self.path / METRICS).open("ab") as file:
-            file.write(line_of(line))
+            file.write(round_line(line))
             return file.tell()
 
     def cut_metrics(self, length: int) -> None:
@@ -243,10 +433,10 @@ class RunFolder:
         self.check_rounds()
         path, results = self.path / METRICS, self.results
         about = self.about if (self.path / ABOUT).exists() else {}
-        lines = lines_in(path, are_checked=about.get("checked_lines") is True)
+        lines = read_rounds(path, are_checked=about.get("checked_lines") is True)
         if results is not None and len(lines) != results.get("lines", len(lines)):
             raise RunError(f"{path}: has {len(lines)} rounds; when the run ended it had {results['lines']}")
-        return [_recorded(line, path) for line in lines]
+        return [_as_recorded(line, path) for line in lines]
 
     @contextmanager
     def personal_models(self, kind: str) -> Iterator[Callable[[str, Tree], None]]:
@@ -266,7 +456,7 @@ class RunFolder:
     def personal(self, client: str, kind: str = "selected") -> Tree:
         """The personal model of a client, of the validation-selected round or the last one."""
         folder = self.path / "personal" / kind
-        index = checked(read_json(folder / "index.json"), records.INDEX, folder / "index.json")
+        index = _validate(read_json(folder / "index.json"), INDEX_FORM, folder / "index.json")
         if client not in index:
             raise RunError(f'{self.path}: no client "{client}"; {nearest(client, index)}')
         return read_tree(folder, index[client])
@@ -309,6 +499,25 @@ class RunFolder:
         return digest.hexdigest()
 
 
+def _lock_entry() -> dict[str, Any]:
+    """Who holds the lock, for people."""
+    user = "somebody"
+    with suppress(KeyError, OSError, ImportError):  # a container may have no name for it
+        user = getpass.getuser()
+    return {"process": os.getpid(), "user": user, "host": platform.node(), "since": time.time()}
+
+
+def _lock_owner(file: Path) -> str:
+    """Who holds the lock and for how long, in words; nothing if the file does not say."""
+    try:
+        entry = json.loads(file.read_text(encoding="utf-8"))
+        minutes = max(0.0, time.time() - float(entry["since"])) / 60
+        age = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+        return f" (process {int(entry['process'])} of {entry['user']} on {entry['host']}, for {age})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _instead_of_a_run(path: Path) -> str:
     """What a folder without a run is, and which runs are in it."""
     inside = sorted(about.parent.name for about in path.glob(f"*/{ABOUT}"))
@@ -331,3 +540,37 @@ def new_path(root: Path, name: str) -> Path:
     """A folder under `root` that does not exist yet: name, name-2, name-3, ..."""
     names = (name if n == 1 else f"{name}-{n}" for n in count(1))
     return next(path for path in (root / each for each in names) if not path.exists())
+
+
+def part_of(folder: Path, name: Any) -> Path:
+    """A folder in another one, by the name that a file gives; a way out of it is a `RunError`."""
+    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+        raise RunError(f"{folder}: names {name!r}, which is no folder in it")
+    return folder / name
+
+
+def latest(path: Path) -> Path:
+    """The folder of the last complete update of a fit; any other folder is itself."""
+    if not (path / CURRENT).is_file():
+        return path
+    name = read_json(path / CURRENT)["folder"]
+    if not isinstance(name, str) or not name.removeprefix(UPDATE).isdecimal() or not name.startswith(UPDATE):
+        raise RunError(f"{path / CURRENT}: names {name!r}, which is no update", code="run.damaged")
+    return path / name
+
+
+def root_of(path: Path) -> Path:
+    """The folder of the first fit, given that or the folder of an update."""
+    is_update = path.name.startswith(UPDATE) and (path.parent / CURRENT).is_file()
+    return path.parent if is_update else path
+
+
+def number_of(path: Path) -> int:
+    """How many updates a fit has had."""
+    folder = latest(path)
+    return 0 if folder == path else int(folder.name.removeprefix(UPDATE))
+
+
+def make_current(root: Path, folder: Path) -> None:
+    """From now on the models of this folder serve; one file is replaced, so it is these or the earlier ones."""
+    write_json(root / CURRENT, {"folder": folder.name})

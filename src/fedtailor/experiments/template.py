@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 from fedtailor.algorithms import algorithms
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.model_section import ModelSection
-from fedtailor.experiments.sections import AlgorithmSection
+from fedtailor.experiments.sections import AlgorithmSection, ModelSection
 from fedtailor.models import MODELS
 
 

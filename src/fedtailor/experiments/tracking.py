@@ -14,10 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import FileLock
+
 from fedtailor.core.task import recorded_metrics
 from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.locking import lock
 from fedtailor.experiments.sections import TrackingSection, dotted
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.metrics.summary import summarise
@@ -195,8 +196,7 @@ class _MLflow:
 
 def _experiment(client: Any, name: str, store: Path) -> str:
     """The experiment of this name; runs that begin at the same time must not make two of it."""
-    with (store / ".fedtailor.lock").open("w") as file:
-        lock(file, waits=True)
+    with FileLock(store / ".fedtailor.lock"):
         existing = client.get_experiment_by_name(name)
         return existing.experiment_id if existing is not None else client.create_experiment(name)
 

@@ -12,21 +12,21 @@ from typing import Any
 from fedtailor.core import codec
 from fedtailor.core.trees import items
 from fedtailor.errors import RunError
-from fedtailor.experiments.rounds_file import line_of, lines_in
-from fedtailor.flare.policy import spent_text
+from fedtailor.experiments.store import read_rounds, round_line
+from fedtailor.flare.policy import account_text
 
 SIZE = "audit.size"  # beside the record: its length, so that lines that are gone are missed
 CONTROLS = ("hello", "start", "restore", "begin", "keep", "finish", "evaluate")
 
 
-class Audit:
+class AuditLog:
     """Appends to the site's own file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def write(self, request: bytes, reply: bytes, places: int = 0, **about: Any) -> None:
+    def write_message(self, request: bytes, reply: bytes, places: int = 0, **about: Any) -> None:
         """A message that was answered: what it asked for, and what left; one that cannot be read by its length."""
         answer, out = codec.decode(reply, sys.maxsize)  # this site wrote it
         try:
@@ -34,20 +34,20 @@ class Audit:
             op = header.get("op")
         except codec.BrokenMessage:
             about |= {k: answer[k] for k in ("refused", "error") if k in answer}
-            self.line(about | {"asked": "nothing that can be read", "came": {"bytes": len(request)}})
+            self.write_line(about | {"asked": "nothing that can be read", "came": {"bytes": len(request)}})
             return
         op = op or header.get("function") or ("secure sum" if "sum" in header else "gradients")
         line = about | {"asked": op, "round": header.get("round")} | {k: header[k] for k in ("step",) if k in header}
         line["came"] = {"bytes": len(request), "keys": _shapes(tree)}
         line["left"] = {"bytes": len(reply), "keys": _shapes(out)}
         line |= {k: answer[k] for k in ("refused", "error") if k in answer}
-        self.line(line)
+        self.write_line(line)
 
-    def line(self, content: dict[str, Any]) -> None:
+    def write_line(self, content: dict[str, Any]) -> None:
         """Any line, with the time."""
         stamped = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")} | content
         with self.path.open("ab") as file:
-            file.write(line_of(stamped))
+            file.write(round_line(stamped))
             size = file.tell()
         self.path.with_name(SIZE).write_text(str(size))
 
@@ -57,7 +57,7 @@ def _shapes(tree: Any) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MessageKind:
     """Messages of one kind that were answered."""
 
     name: str
@@ -81,7 +81,7 @@ class RunRecord:
     last: str
     messages: int
     rounds: int
-    kinds: list[Kind]
+    kinds: list[MessageKind]
     refused: list[tuple[str, int]]  # why, how often
 
     @property
@@ -90,7 +90,7 @@ class RunRecord:
         return sum(kind.left for kind in self.kinds)
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines of a record; a `RunError` if one was changed, or if some are gone."""
     try:
         size = int(path.with_name(SIZE).read_text()) if path.with_name(SIZE).exists() else 0
@@ -101,23 +101,23 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         raise RunError(f"{path}: shorter than it was; some of it is gone")
     if size > 0 and content[size - 1 : size] != b"\n":
         raise RunError(f"{path}: changed since it was written; a line has no end")
-    return lines_in(path, are_checked=True)
+    return read_rounds(path, are_checked=True)
 
 
-def read(path: Path) -> list[RunRecord]:
+def read_runs(path: Path) -> list[RunRecord]:
     """The record, by run."""
-    if not (lines := lines_of(path)):
+    if not (lines := read_lines(path)):
         raise RunError(f"{path}: no record yet; it begins with the first message")
     runs: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in lines:
             runs.setdefault(line.get("run") or "before any run", []).append(line)
-        return [_of_run(run, its) for run, its in runs.items()]
+        return [_summarize_run(run, its) for run, its in runs.items()]
     except (KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: has a line that no site wrote ({type(error).__name__})") from None
 
 
-def _of_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
+def _summarize_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if "refused" not in line and "left" in line:
@@ -125,13 +125,13 @@ def _of_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
     summaries = []
     for name, messages in kinds.items():
         received, sent = (sum(line[way]["bytes"] for line in messages) for way in ("came", "left"))
-        summaries.append(Kind(name, len(messages), received, sent, messages[-1]["left"]["keys"]))
+        summaries.append(MessageKind(name, len(messages), received, sent, messages[-1]["left"]["keys"]))
     rounds = {line["round"] for line in lines if line.get("round") is not None}
     refused = Counter(line["refused"] for line in lines if "refused" in line).most_common()
     return RunRecord(run, lines[0]["time"], lines[-1]["time"], len(lines), len(rounds), summaries, refused)
 
 
-def inferred(record: RunRecord) -> list[str]:
+def inferences(record: RunRecord) -> list[str]:
     """What somebody could conclude from what left, in words; docs/explanation/privacy.md says more."""
     words = []
     names = {kind.name for kind in record.kinds}
@@ -161,9 +161,9 @@ def times_in_words(count: int) -> str:
 
 def audit_lines(path: Path) -> list[str]:
     """The record for people: for each run what was asked for how often, what left, what follows, what was refused."""
-    spent = spent_text(path.parent)
+    spent = account_text(path.parent)
     text = [f"privacy budget: {spent}"] if spent else []
-    for record in read(path):
+    for record in read_runs(path):
         times = f"{record.first[:16]} to {record.last[:16]}"
         counts = f"{record.messages} messages, {record.rounds} rounds, {record.left:,} bytes left"
         text.append(f"{record.run}: {times}, {counts}")
@@ -171,6 +171,6 @@ def audit_lines(path: Path) -> list[str]:
             f"  {kind.name}: {times_in_words(kind.times)}, {kind.left:,} bytes left; last: {kind.shapes}"
             for kind in record.kinds
         ]
-        text += [f"  could be inferred: {conclusion}" for conclusion in inferred(record)]
+        text += [f"  could be inferred: {conclusion}" for conclusion in inferences(record)]
         text += [f"  refused {times_in_words(times)}: {why}" for why, times in record.refused]
     return text

@@ -38,6 +38,7 @@ ALLOWED = {  # of what an administrator may ask of a site: to take part in a job
     "server-predeployed-flwr": NOTHING,
 }
 OURS = "fedtailor.flare.nvidia."
+FORMERLY = "fedtailor.deploy.flare.flare_adapter."  # in kits that fedtailor 0.2.0 made
 CLASSES = {
     "site": ["nvflare.collab.runtime.executor.CollabExecutor", OURS + "Participant"],
     "server": ["nvflare.collab.runtime.controller.CollabController", OURS + "Coordinator"],
@@ -104,7 +105,7 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
         shutil.copytree(newest / participant, kit)
         kit.parent.chmod(0o700)  # it holds a private key
         if role != "admin":
-            restrict(kit, role)
+            restrict_kit(kit, role)
         if role == "site" and not (folder / name / SITE).exists():
             others = json.dumps([site for site in everybody if site != name])
             text = TEMPLATE.replace("partners = []", f"partners = {others}")
@@ -126,9 +127,7 @@ def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
 
 def _refuse_revoked(folder: Path, sites: list[str]) -> None:
     """A name whose certificate was revoked does not come back: the old one still opens a connection."""
-    from fedtailor.flare.kits import revoked
-
-    revoked_sites = set(revoked(folder)["names"]) & set(sites)
+    revoked_sites = set(read_revoked(folder)["names"]) & set(sites)
     if revoked_sites:
         raise ConfigError(f'--site "{min(revoked_sites)}": its certificate was revoked; take another name for it')
 
@@ -161,7 +160,7 @@ def _run_provision(authority: Path) -> None:
         raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")
 
 
-def restrict(kit: Path, role: str) -> None:
+def restrict_kit(kit: Path, role: str) -> None:
     """FLARE's own policy files: no code in jobs, our classes only, nothing streamed, nothing in shared folders."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
@@ -182,7 +181,7 @@ def write_plain_json(path: Path, content: Any) -> None:
     write_atomically(path, json.dumps(content, indent=1).encode())
 
 
-def needs_flare() -> None:
+def require_flare() -> None:
     """Say how to install it, if it is not there."""
     try:
         import nvflare.collab  # noqa: F401
@@ -190,18 +189,18 @@ def needs_flare() -> None:
         raise UserError("a federation of sites needs NVIDIA FLARE: pip install 'fedtailor[flare]'") from None
 
 
-def ends(folder: Path) -> dict[str, float]:
+def certificate_ends(folder: Path) -> dict[str, float]:
     """When the certificate of each participant ends, of those whose folder is here."""
     about = _about(folder)
     times = {name: certificate_end(folder / name / KIT) for name in ("server", *about["sites"], "admin")}
     return {name: end for name, end in times.items() if end is not None}
 
 
-def renew(folder: Path, name: str) -> Path:
+def renew_certificate(folder: Path, name: str) -> Path:
     """A new key and certificate of a participant, by the same authority; returns the folder to hand over."""
     about = _about(folder)
     subject = _subject(about, name)
-    if name in revoked(folder)["names"]:
+    if name in read_revoked(folder)["names"]:
         raise RunError(f'{folder}: the certificate of "{name}" was revoked; take another name for it')
     known = _state(folder)
     known.pop(subject, None)
@@ -214,12 +213,12 @@ def renew(folder: Path, name: str) -> Path:
     else:  # it was handed over
         shutil.copytree(newest / subject, kit)
         if name != "admin":
-            restrict(kit, "server" if name == "server" else "site")
+            restrict_kit(kit, "server" if name == "server" else "site")
     kit.parent.chmod(0o700)
     return kit
 
 
-def revoke(folder: Path, name: str) -> Path:
+def revoke_certificate(folder: Path, name: str) -> Path:
     """A site that takes part no more: neither the server nor a partner in a secure sum believes its certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
@@ -230,7 +229,7 @@ def revoke(folder: Path, name: str) -> Path:
     subject = _subject(about, name)
     if name in ("server", "admin"):
         raise RunError(f"{folder}: {name} cannot be revoked; make a new federation")
-    old = revoked(folder)
+    old = read_revoked(folder)
     state = _state(folder)
     certificate = x509.load_pem_x509_certificate(state[subject]["cert"].encode())
     content = {
@@ -249,7 +248,7 @@ def revoke(folder: Path, name: str) -> Path:
     return folder / "authority" / REVOKED
 
 
-def revoked(folder: Path) -> dict[str, list[str]]:
+def read_revoked(folder: Path) -> dict[str, list[str]]:
     """Names and certificates that do not count any more."""
     from fedtailor.aggregation.identity import read_revocations
 
@@ -286,7 +285,7 @@ def _subject(about: dict[str, Any], name: str) -> str:
     return {"server": str(about["host"]), "admin": ADMIN}.get(name, name)
 
 
-def condition(folder: Path, kit: Path) -> dict[str, Any]:
+def read_condition(folder: Path, kit: Path) -> dict[str, Any]:
     """What a site tells of itself when a run begins, and `federation health` of any participant."""
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     return {"version": __version__, "now": time.time(), "free": free, "certificate_ends": certificate_end(kit)}

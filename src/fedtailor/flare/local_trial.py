@@ -24,7 +24,7 @@ from fedtailor.flare.policy import EXACT, GRADIENTS
 HOST = "localhost"
 
 
-def prepare(folder: Path, sites: int, config: RunConfig, data_root: Path | None) -> tuple[str, ...]:
+def prepare_trial(folder: Path, sites: int, config: RunConfig, data_root: Path | None) -> tuple[str, ...]:
     """Kits, and for each site the rows of one client and a policy for this algorithm; returns the names."""
     data = load(config, data_root)
     if not 1 <= sites <= len(data.clients):
@@ -52,7 +52,7 @@ def prepare(folder: Path, sites: int, config: RunConfig, data_root: Path | None)
     return names
 
 
-def run(
+def run_trial(
     folder: Path,
     sites: int,
     config: RunConfig,
@@ -63,12 +63,12 @@ def run(
     """From nothing to the results of a run; the same call goes on with one that was interrupted."""
     path = folder / "server" / RUNS / name
     if not (path / RESULTS).exists():
-        names = prepare(folder, sites, config, data_root)
+        names = prepare_trial(folder, sites, config, data_root)
         keeper = ProcessSupervisor(participants(folder, names))
         try:
             at_sites = config.model_copy(update={"data": SitesConfig()})
             check = (path / RESULTS).exists
-            Launcher(folder / "admin", at_sites, name, names, say, check=check).to_the_end()
+            Launcher(folder / "admin", at_sites, name, names, say, check=check).run_to_end()
         finally:
             keeper.stop()
     return RunFolder.open(path)

@@ -89,12 +89,12 @@ class SharedTimer:
             logging.getLogger(__name__).exception("a timer's function failed")
 
 
-def with_shared_timers() -> SimpleNamespace:
+def threading_with_shared_timers() -> SimpleNamespace:
     """The module `threading`, with such timers."""
     return SimpleNamespace(**{name: getattr(threading, name) for name in threading.__all__} | {"Timer": SharedTimer})
 
 
-class Collector:
+class GarbageCollector:
     """After its first round a process has what it keeps: that is set aside, and the rest collected in every round."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in 
 WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: a seventh of the time
 
 
-byte_receiver.threading = with_shared_timers()  # or every reply leaves a thread behind that sleeps for a minute
+byte_receiver.threading = threading_with_shared_timers()  # or each reply leaves a thread that sleeps for a minute
 
 
 class Participant:
@@ -136,7 +136,7 @@ class Participant:
 
     def __init__(self) -> None:
         self._service: SiteService | None = None
-        self._collector = Collector()
+        self._collector = GarbageCollector()
 
     @collab.init
     def start(self) -> None:
@@ -162,7 +162,7 @@ class Coordinator:
     @collab.main
     def main(self) -> None:
         """Called when all sites of the job are ready."""
-        log, collector = logging.getLogger("fedtailor"), Collector()
+        log, collector = logging.getLogger("fedtailor"), GarbageCollector()
 
         def listen(progress: Progress) -> None:
             collector.note(progress.round)
@@ -267,7 +267,7 @@ class AdminSession:
 
 
 @contextmanager
-def office(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminSession]:
+def admin_session(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminSession]:
     """Connect, and log out at the end; what goes wrong between here and the server is `Unreachable`."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints that it connects
         try:
@@ -312,13 +312,13 @@ class Launcher:
     tries: int = 5  # jobs in a row that die young
     check: Callable[[], bool] = lambda: False  # whether the run is known to be finished
 
-    def to_the_end(self) -> None:
+    def run_to_end(self) -> None:
         """Returns when the run is finished; a reason that will not go away is a `RunError`."""
         died, reported = 0, ""
         while True:
             try:
                 begun = time.monotonic()
-                with office(self.admin / KIT, ADMIN) as session:
+                with admin_session(self.admin / KIT, ADMIN) as session:
                     reported = ""
                     job = self._running(session) or self._submit(session)
                     if self._watch(session, job):

@@ -18,24 +18,34 @@ from typing import Any
 
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, read_json, write_atomically
-from fedtailor.flare.audit import lines_of
-from fedtailor.flare.kits import KIT, RUNS, SERVER_FOLDER, SITE, SITE_FILE, condition, write_plain_json
+from fedtailor.flare.audit import read_lines
+from fedtailor.flare.kits import (
+    FORMERLY,
+    KIT,
+    OURS,
+    RUNS,
+    SERVER_FOLDER,
+    SITE,
+    SITE_FILE,
+    read_condition,
+    write_plain_json,
+)
 from fedtailor.flare.server import SITES
-from fedtailor.flare.site import AUDIT, kept_runs, read_site, standing
+from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
 MEMORY = {"MALLOC_ARENA_MAX": "2"}  # FLARE's many threads would each leave gaps in memory of their own
 
 
 @dataclass(frozen=True)
-class Started:
+class StartCommand:
     """How a participant is run."""
 
     command: list[str]
     environment: dict[str, str]
 
 
-def how_to_start(role: str, folder: Path) -> Started:
+def start_command(role: str, folder: Path) -> StartCommand:
     """The command of the server or of a site, with its own paths in the environment."""
     script = (folder / KIT / "startup" / "sub_start.sh").resolve()
     if not script.exists():
@@ -48,10 +58,10 @@ def how_to_start(role: str, folder: Path) -> Started:
         read_site(folder / SITE)  # what is wrong in it is said now
         paths = {SITE_FILE: str((folder / SITE).resolve())}
     else:
-        _keep_jobs_in(folder / KIT, (folder / "store").resolve())
         paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
+    _update_resources(role, folder)
     search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return Started(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": search_path})
+    return StartCommand(["bash", str(script), "--once"], MEMORY | os.environ | paths | {"PATH": search_path})
 
 
 def _without_spaces(folder: Path) -> Path:
@@ -63,22 +73,32 @@ def _without_spaces(folder: Path) -> Path:
     return link
 
 
-def _keep_jobs_in(kit: Path, store: Path) -> None:
-    """FLARE's own choice is the system's temporary folder, which all users share."""
-    file = kit / "local" / "resources.json"
-    resources = json.loads(file.read_text())
-    resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(store / "snapshots")
-    (jobs,) = (c for c in resources["components"] if c["id"] == "job_manager")
-    jobs["args"]["uri_root"] = str(store / "jobs")
-    write_plain_json(file, resources)
+def _update_resources(role: str, folder: Path) -> None:
+    """Let a kit of fedtailor 0.2.0 run today's classes, and keep a server's jobs out of the system's shared folder."""
+    file = folder / KIT / "local" / "resources.json"
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8")
+    resources = json.loads(text.replace(FORMERLY, OURS))
+    if role == "server":
+        store = (folder / "store").resolve()
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(store / "snapshots")
+        (jobs,) = (c for c in resources["components"] if c["id"] == "job_manager")
+        jobs["args"]["uri_root"] = str(store / "jobs")
+    if resources != json.loads(text):
+        try:
+            write_plain_json(file, resources)
+        except OSError as error:
+            again = f"fedtailor federation start {role} {folder}"
+            raise RunError(f"{file}: must be updated ({error}); make it writable and run {again}") from None
 
 
-def start(role: str, folder: Path) -> int:
+def start_participant(role: str, folder: Path) -> int:
     """Start a participant in the background, unless it runs; returns its process id. It logs to its own folder."""
-    if (pid := running(folder)) is not None:
+    if (pid := find_process(folder)) is not None:
         return pid
-    how = how_to_start(role, folder)
-    rotate(folder / LOG)
+    how = start_command(role, folder)
+    rotate_log(folder / LOG)
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
             how.command,
@@ -89,28 +109,28 @@ def start(role: str, folder: Path) -> int:
             stderr=log,
             start_new_session=True,
         )
-    write_atomically(folder / PID, json.dumps({"pid": process.pid, "started": _started(process.pid)}).encode())
+    write_atomically(folder / PID, json.dumps({"pid": process.pid, "started": _start_time(process.pid)}).encode())
     threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay as a zombie
     return process.pid
 
 
-def running(folder: Path) -> int | None:
+def find_process(folder: Path) -> int | None:
     """The process of a participant, if it is alive; a number that was given to another process since is not it."""
     try:
         known = json.loads((folder / PID).read_text())
-        return int(known["pid"]) if _started(known["pid"]) == known["started"] else None
+        return int(known["pid"]) if _start_time(known["pid"]) == known["started"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def wait(folder: Path) -> None:
+def wait_for(folder: Path) -> None:
     """Return when the participant has ended; its log is kept small meanwhile."""
-    while running(folder) is not None:
-        rotate(folder / LOG)
+    while find_process(folder) is not None:
+        rotate_log(folder / LOG)
         time.sleep(0.5)
 
 
-def rotate(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
+def rotate_log(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
     """A log that has grown large becomes log.1, that log.2, and so on; who writes to it by appending goes on."""
     if not log.exists() or log.stat().st_size < most:
         return
@@ -122,24 +142,24 @@ def rotate(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
     os.truncate(log, 0)
 
 
-def stop(folder: Path, seconds: float = 5.0) -> bool:
+def stop_participant(folder: Path, seconds: float = 5.0) -> bool:
     """End a participant and the jobs it started; whether there was one."""
-    pid = running(folder)
+    pid = find_process(folder)
     if pid is None:
         return False
-    family = {p: _started(p) for p in tree(pid)}
+    family = {p: _start_time(p) for p in process_tree(pid)}
     until = time.monotonic() + seconds
     for how in (signal.SIGTERM, signal.SIGKILL):
-        alive = [p for p, since in family.items() if _started(p) == since is not None]
+        alive = [p for p, since in family.items() if _start_time(p) == since is not None]
         for each in alive:
             with suppress(ProcessLookupError):
                 os.kill(each, how)
-        while time.monotonic() < until and any(_started(p) == family[p] for p in alive):
+        while time.monotonic() < until and any(_start_time(p) == family[p] for p in alive):
             time.sleep(0.05)
     return True
 
 
-def tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """A process and all that descend from it."""
     import psutil
 
@@ -150,7 +170,7 @@ def tree(pid: int) -> list[int]:
         return []
 
 
-def _started(pid: int) -> float | None:
+def _start_time(pid: int) -> float | None:
     """When a process began, by which it is told from a later one of the same number; None if it is gone."""
     import psutil
 
@@ -168,25 +188,25 @@ class ProcessSupervisor:
         self.participants = participants  # name -> role, folder
         self._over = threading.Event()
         for role, folder in participants.values():
-            start(role, folder)
+            start_participant(role, folder)
         self._thread = threading.Thread(target=self._keep, daemon=True)
         self._thread.start()
 
     def add(self, name: str, role: str, folder: Path) -> None:
         """One more."""
-        start(role, folder)
+        start_participant(role, folder)
         self.participants = self.participants | {name: (role, folder)}
 
     def _keep(self) -> None:
         while not self._over.wait(1.0):
             for role, folder in self.participants.values():
-                start(role, folder)
+                start_participant(role, folder)
 
     def stop(self) -> None:
         """End them all."""
         self._over.set()
         self._thread.join()
-        enders = [threading.Thread(target=stop, args=(folder,)) for _, folder in self.participants.values()]
+        enders = [threading.Thread(target=stop_participant, args=(folder,)) for _, folder in self.participants.values()]
         for thread in enders:
             thread.start()
         for thread in enders:
@@ -197,7 +217,7 @@ SOON = 30  # days
 FULL = 2**30  # bytes free
 
 
-def health_words(about: dict[str, Any], now: float) -> list[str]:
+def condition_words(about: dict[str, Any], now: float) -> list[str]:
     """A condition in words, as far as it is known; `now` is the reader's clock when it was told."""
     parts = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
     if isinstance(about.get("now"), int | float):
@@ -210,7 +230,7 @@ def health_words(about: dict[str, Any], now: float) -> list[str]:
     return parts
 
 
-def health_problems(about: dict[str, Any], now: float) -> list[str]:
+def condition_problems(about: dict[str, Any], now: float) -> list[str]:
     """What an operator has to do something about."""
     messages = []
     ends = about.get("certificate_ends")
@@ -253,19 +273,19 @@ def read_status(folder: Path) -> Status:
     """The status of a participant on this machine."""
     if not (folder / KIT).is_dir():
         raise RunError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
-    process = running(folder)
+    process = find_process(folder)
     if not (folder / SITE).exists():
-        about = condition(folder, folder / KIT)
+        about = read_condition(folder, folder / KIT)
         paths = {file.parent for name in (CONFIG, ABOUT) for file in folder.glob(f"{RUNS}/*/{name}")}
         run_states = [_run(path) for path in sorted(paths)]
         return Status(folder.name, "server", process, about, run_states)
     private = read_site(folder / SITE).folder
-    about = condition(private, folder / KIT)
+    about = read_condition(private, folder / KIT)
     record = private / AUDIT
-    lines = lines_of(record)
+    lines = read_lines(record)
     last = datetime.fromisoformat(lines[-1]["time"]).timestamp() if lines else None
     refused = sum("refused" in line for line in lines)
-    known, state = kept_runs(private), standing(private)["state"]
+    known, state = kept_runs(private), read_participation(private)["state"]
     return Status(folder.name, "site", process, about, [], state, known, len(lines), refused, last)
 
 
@@ -280,14 +300,14 @@ def status_lines(status: Status, now: float | None = None) -> list[str]:
     """In words."""
     now = time.time() if now is None else now
     runs_as = f"runs as process {status.process}" if status.process else "does not run"
-    words = [runs_as, *([] if status.role == "server" else [status.state]), *health_words(status.condition, now)]
+    words = [runs_as, *([] if status.role == "server" else [status.state]), *condition_words(status.condition, now)]
     lines = [f"{status.role} {status.name}: {', '.join(words)}"]
     for run in status.runs:
         end = "finished" if run.is_finished else f"round {run.rounds} of {run.of}"
         lines.append(f"run {run.name}: {end}")
         for site, about in sorted(run.sites.items()):
             ago = f"seen {_ago(now - about['seen'])} ago" if isinstance(about.get("seen"), int | float) else "not seen"
-            skewed = health_words(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
+            skewed = condition_words(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
             away = [about["away"]] if about.get("away") else []
             lines.append(f"  {site}: {', '.join([ago, *away, *skewed])}")
     if status.role == "site":
@@ -301,10 +321,10 @@ def problems(status: Status, now: float | None = None) -> list[str]:
     """Why a participant is not well; empty if it is."""
     now = time.time() if now is None else now
     messages = [] if status.process else [f"{status.name} does not run"]
-    return messages + [f"{status.name}: {problem}" for problem in health_problems(status.condition, now)]
+    return messages + [f"{status.name}: {problem}" for problem in condition_problems(status.condition, now)]
 
 
-def prometheus(status: Status, now: float | None = None) -> str:
+def prometheus_text(status: Status, now: float | None = None) -> str:
     """The text format of Prometheus, for a textfile collector."""
     now = time.time() if now is None else now
     who = f'{{participant="{_label(status.name)}"}}'

@@ -36,15 +36,15 @@ SAME = 1e-4  # directions that differ by less are one
 LEAST_INPUTS = 3  # with fewer, directions are easily alike
 
 
-def imprinted(message: Tree) -> str | None:
+def find_imprint(message: Tree) -> str | None:
     """The name of a layer whose units are thresholds on one direction, in a message with parameters by name."""
-    for name, weight, bias in _layers(message):
-        if (units := _thresholds(weight, bias)) >= max(UNITS, SHARE * len(weight)):
+    for name, weight, bias in _linear_layers(message):
+        if (units := _count_thresholds(weight, bias)) >= max(UNITS, SHARE * len(weight)):
             return f"{units} of {len(weight)} units of {name} are thresholds on one direction"
     return None
 
 
-def _layers(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _linear_layers(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
     if isinstance(tree, dict):
         for key, weight in tree.items():
             bias = tree.get(f"{key.removesuffix('weight')}bias") if key.endswith("weight") else None
@@ -53,10 +53,10 @@ def _layers(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
                 if rows.dim() == 2 and rows.shape[1] >= LEAST_INPUTS:
                     yield key.removesuffix(".weight"), rows, bias.detach().double()
     for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ():
-        yield from _layers(part)
+        yield from _linear_layers(part)
 
 
-def _thresholds(weight: Tensor, bias: Tensor) -> int:
+def _count_thresholds(weight: Tensor, bias: Tensor) -> int:
     """Units in the largest group with one direction and different thresholds."""
     norms = weight.norm(dim=1)
     alive = norms > 0
@@ -71,7 +71,7 @@ def _thresholds(weight: Tensor, bias: Tensor) -> int:
     return max((len(thresholds[group == g].unique()) for g in group.bincount().topk(1).indices), default=0)
 
 
-def check_message(experiment: Experiment, function: str, placed: Sequence[bool]) -> None:
+def refuse_private_message(experiment: Experiment, function: str, placed: Sequence[bool]) -> None:
     """Refuse a message for this site alone where the algorithm sends all the same.
 
     What the others reply to theirs could be known, and the sum would then be this site's reply.
@@ -110,14 +110,14 @@ class SitePrivacy(BaseModel):
         return accountant.renyi_epsilon(replies, self.delta)
 
 
-class Account:
+class PrivacyAccount:
     """Replies that left with noise, on disk: neither another run nor a new process begins at nothing."""
 
     def __init__(self, privacy: SitePrivacy, folder: Path) -> None:
         self.privacy = privacy
         self.path = folder / ACCOUNT
 
-    def noised(self, experiment: Experiment) -> Experiment:
+    def add_noise(self, experiment: Experiment) -> Experiment:
         """The experiment as it runs here."""
         if not self.privacy.epsilon:
             return experiment
@@ -145,11 +145,11 @@ class Account:
         self.path.with_name(COUNT).write_text(str(sum(replies.values())))
 
     def _replies(self) -> dict[float, int]:
-        account = _account(self.path)
+        account = _read_account(self.path)
         return {} if account is None else {float(noise): int(times) for noise, times in account["replies"]}
 
 
-def _account(path: Path) -> dict[str, Any] | None:
+def _read_account(path: Path) -> dict[str, Any] | None:
     """The account; None if nothing was ever spent. A `RunError` if it is gone, or is an older one."""
     beside = path.with_name(COUNT)
     try:
@@ -162,9 +162,9 @@ def _account(path: Path) -> dict[str, Any] | None:
     return account
 
 
-def spent_text(folder: Path) -> str:
+def account_text(folder: Path) -> str:
     """What the account of a site says, for people; "" if there is none."""
-    if (account := _account(folder / ACCOUNT)) is None:
+    if (account := _read_account(folder / ACCOUNT)) is None:
         return ""
     count = sum(times for _, times in account["replies"])
     epsilon = f"epsilon {account['epsilon']:.2f} of {account['of']:g} at delta {account['delta']:g}"
@@ -198,7 +198,7 @@ class Budget(BaseModel):
     privacy: SitePrivacy = Field(default_factory=SitePrivacy, description="Noise on replies, and its own budget.")
 
 
-class Spent:
+class RunUsage:
     """What one run has used up. On disk, for a server that comes back may not ask anew."""
 
     def __init__(self, budget: Budget, folder: Path, rounds: int) -> None:
@@ -213,7 +213,7 @@ class Spent:
         """Whatever is asked next, this was answered."""
         write_json(self.path, {"evaluations": self.evaluations, "calls": self.calls})
 
-    def evaluate(self, round: int) -> None:
+    def count_evaluation(self, round: int) -> None:
         """One more evaluation, or a refusal."""
         count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
         if count >= self.budget.evaluations_per_round:
@@ -223,7 +223,7 @@ class Spent:
         self.evaluations[round] = count + 1
         self.save()
 
-    def call(self, round: int) -> None:
+    def count_call(self, round: int) -> None:
         """One more call of the algorithm's functions, or a refusal."""
         count = self.calls.get(round, 0)
         if count >= self.budget.calls_per_round:
@@ -241,14 +241,14 @@ def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> 
             raise Refused(f"{split} has fewer than the {budget.min_rows} rows that the policy wants behind a metric")
 
 
-def rounded(budget: Budget, metrics: Tree) -> Tree:
+def round_metrics(budget: Budget, metrics: Tree) -> Tree:
     """Metrics as they may leave."""
     if budget.decimals == EXACT:
         return metrics
     return tree_map(lambda v: torch.round(v, decimals=budget.decimals) if v.is_floating_point() else v, metrics)
 
 
-class Rate:
+class RequestRate:
     """Requests of the last minute."""
 
     def __init__(self, most: int) -> None:
@@ -304,7 +304,7 @@ class Policy(BaseModel):
     budget: Budget = Field(default_factory=Budget, description="How much may be asked.")
 
     @property
-    def tells_metrics(self) -> bool:
+    def sends_metrics(self) -> bool:
         """Whether metrics may leave."""
         return self.sums_of == 0 and not self.budget.privacy.epsilon if self.metrics is None else self.metrics
 
@@ -342,7 +342,7 @@ class Policy(BaseModel):
 OPENED = "sums.json"
 
 
-def party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: Path) -> Party:
+def make_party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: Path) -> Party:
     """What a site brings to the secure sums of a run; refused if its policy wants more than it can see to."""
     from fedtailor.aggregation.identity import owners, read_identity  # need cryptography, which other runs do without
     from fedtailor.aggregation.member import Opened, Party

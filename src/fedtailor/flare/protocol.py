@@ -13,13 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.algorithm import client_functions, reply_example
+from fedtailor.core.algorithm import client_functions, declared_sums, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, items, schema
 from fedtailor.errors import UserError
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.trust import names
+from fedtailor.experiments.user_source import names
 from fedtailor.version import __version__
 
 
@@ -35,21 +35,21 @@ def data_schema(data: FederatedData) -> dict[str, Any]:
     """What the sites must agree on; the server learns no more of the data than this and the number of samples."""
     return {
         "task": data.task,
-        "x": {path: _form(v) for path, v in items(data.train.first(1))},
-        "y": _form(data.train.y),
+        "x": {path: _sample_form(v) for path, v in items(data.train.first(1))},
+        "y": _sample_form(data.train.y),
         "outputs": data.outputs,
         "classes": list(data.classes),
         "features": list(data.features),
     }
 
 
-def _form(v: Tensor) -> list[Any]:
+def _sample_form(v: Tensor) -> list[Any]:
     """Of a sample; floating-point numbers get the width of the model."""
     return [list(v.shape[1:]), "float32" if v.is_floating_point() else str(v.dtype).removeprefix("torch.")]
 
 
 def promise(experiment: Experiment) -> dict[str, Any]:
-    """Which text runs, with which options, and what may leave: equal at both ends, or nothing is done."""
+    """What server and site must agree on: algorithm, options, what may leave and which sums it may enter."""
     algorithm = experiment.algorithm
     sends = {
         name: {path: [list(shape), str(dtype)] for path, (shape, dtype) in schema(example).items()}
@@ -58,6 +58,7 @@ def promise(experiment: Experiment) -> dict[str, Any]:
     }
     options = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
     contract = {"version": __version__, "algorithm": algorithm.title, "options": options, "sends": sends}
+    contract["sums"] = declared_sums(algorithm)
     plain: dict[str, Any] = json.loads(json.dumps(contract, default=str))
     return plain
 
@@ -92,7 +93,7 @@ class _Form(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class Hello(_Form):
+class HelloRequest(_Form):
     op: Text
     version: Text
     run: Text
@@ -103,7 +104,7 @@ class Hello(_Form):
     code: Annotated[list[Text], Field(max_length=100)] = []
 
 
-class Start(_Form):
+class StartRequest(_Form):
     op: Text
     config: dict[str, Any]
     client: Whole
@@ -112,35 +113,35 @@ class Start(_Form):
     first: Round
 
 
-class Restore(_Form):
+class RestoreRequest(_Form):
     op: Text
     kept: Round
 
 
-class Begin(_Form):
+class BeginRequest(_Form):
     op: Text
     round: Round
     kept: Round
     needed: Annotated[list[Round], Field(max_length=1000)]
 
 
-class Keep(_Form):
+class KeepRequest(_Form):
     op: Text
     round: Round
 
 
-class Finish(_Form):
+class FinishRequest(_Form):
     op: Text
 
 
-class Evaluate(_Form):
+class EvaluateRequest(_Form):
     op: Text
     round: Round
     splits: Annotated[list[Literal["train", "val", "test"]], Field(max_length=3)]
     keep: Text
 
 
-class Function(_Form):
+class CallRequest(_Form):
     function: Text
     round: Round
     call: Whole
@@ -149,22 +150,22 @@ class Function(_Form):
     sealed: float | None = None
 
 
-class Cotangent(_Form):
+class CotangentRequest(_Form):
     round: Round
     call: Whole
 
 
-class Term(_Form):
+class SumTermFields(_Form):
     call: Whole
     paths: Annotated[list[str], Field(max_length=100_000)]
     weight: str | None
 
 
-class SumStep(_Form):
+class SumStepRequest(_Form):
     round: Round
     sum: Whole
     step: Literal["keys", "deal", "mask", "confirm", "reveal"]
-    term: Term | None = None
+    term: SumTermFields | None = None
     clients: Places | None = None
     threshold: Whole | None = None
     fraction_bits: Annotated[int, Field(ge=0, le=52)] | None = None
@@ -174,13 +175,13 @@ class SumStep(_Form):
 
 
 OPERATIONS: dict[str, type[_Form]] = {
-    "hello": Hello,
-    "start": Start,
-    "restore": Restore,
-    "begin": Begin,
-    "keep": Keep,
-    "finish": Finish,
-    "evaluate": Evaluate,
+    "hello": HelloRequest,
+    "start": StartRequest,
+    "restore": RestoreRequest,
+    "begin": BeginRequest,
+    "keep": KeepRequest,
+    "finish": FinishRequest,
+    "evaluate": EvaluateRequest,
 }
 NEEDED = {
     "keys": {"term"},
@@ -205,8 +206,8 @@ def check_request(header: dict[str, Any]) -> None:
     name = header.get("op")
     if name is not None and (not isinstance(name, str) or name not in OPERATIONS):
         raise Refused(f'no operation "{str(name)[:40]}"')
-    form = OPERATIONS[name] if name is not None else _of_training(header)
-    operation = name or form.__name__.lower()
+    form = OPERATIONS[name] if name is not None else _training_form(header)
+    operation = name or form.__name__.removesuffix("Request").lower()
     try:
         form.model_validate(header)
     except ValidationError as error:
@@ -215,16 +216,16 @@ def check_request(header: dict[str, Any]) -> None:
         if first["type"] == "extra_forbidden":
             raise Refused(f'{operation} with "{key[:40]}" is not known here') from None
         raise Refused(f"{operation}: {key[:80]}: {first['msg']}") from None
-    if form is SumStep:
-        step, present = header["step"], {k for k in SumStep.model_fields if header.get(k) is not None}
+    if form is SumStepRequest:
+        step, present = header["step"], {k for k in SumStepRequest.model_fields if header.get(k) is not None}
         if wrong := sorted((present - {"round", "sum", "step"}) ^ NEEDED[step]):
             raise Refused(f'a secure sum: step "{step}" with or without "{wrong[0]}"')
 
 
-def _of_training(header: dict[str, Any]) -> type[_Form]:
+def _training_form(header: dict[str, Any]) -> type[_Form]:
     if "sum" in header:
-        return SumStep
-    return Function if "function" in header else Cotangent
+        return SumStepRequest
+    return CallRequest if "function" in header else CotangentRequest
 
 
 MOST_SAMPLES, LARGEST = 10**9, 2**24  # that a site may say it has, and numbers in one sample
@@ -240,7 +241,7 @@ def hello_fault(about: dict[str, Any]) -> str:
         return "number of samples"
     if not isinstance(schema, dict) or set(schema) != set(SCHEMA) or not isinstance(schema["task"], str):
         return "schema"
-    if not isinstance(schema["x"], dict) or not all(map(_is_form, [*schema["x"].values(), schema["y"]])):
+    if not isinstance(schema["x"], dict) or not all(map(_is_sample_form, [*schema["x"].values(), schema["y"]])):
         return "form of its samples"
     if type(schema["outputs"]) is not int or not 0 < schema["outputs"] <= LARGEST:
         return "number of outputs"
@@ -249,7 +250,7 @@ def hello_fault(about: dict[str, Any]) -> str:
     return "" if is_named and max(map(len, names)) <= MOST_NAMES else "names of classes or features"
 
 
-def _is_form(form: Any) -> bool:
+def _is_sample_form(form: Any) -> bool:
     """Shape and type of one sample."""
     if not (isinstance(form, list) and len(form) == 2 and isinstance(form[0], list) and form[1] in TYPES):
         return False

@@ -83,7 +83,7 @@ class SiteRpc:
                 site = waiting.pop(future)
                 replies[site] = self._result(site, future)
             if goal and sum(isinstance(reply, bytes) for reply in replies.values()) >= goal:
-                return replies | {site: self._left_behind(site, future, goal) for future, site in waiting.items()}
+                return replies | {site: self._leave_behind(site, future, goal) for future, site in waiting.items()}
             if done:
                 continue
             for future, site in list(waiting.items()):  # a long computation, or nobody there?
@@ -102,7 +102,7 @@ class SiteRpc:
             self.away[site] = f"does not answer ({error})"
             return error
 
-    def _left_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
+    def _leave_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
         """A site that still computes is away until it has answered; then it begins the next round with the others."""
         self.away[site] = f"is late: {goal} replies close the round"
         self._probes[site] = future
@@ -131,12 +131,12 @@ class SiteRpc:
         self.away[site] = why
         self._out.add(site)
 
-    def settle(self) -> None:
+    def wait_for_late(self) -> None:
         """Wait for those who are late: at the end of a run everybody gets a model."""
         wait([self._probes[site] for site in self.away if site in self._probes], timeout=self.deadline)
-        self.look()
+        self.take_back()
 
-    def look(self) -> None:
+    def take_back(self) -> None:
         """Take back who answers again; does not wait."""
         for site in set(self.away) - self._out:
             probe = self._probes.get(site)
@@ -170,7 +170,7 @@ CONDITION = ("version", "now", "free", "certificate_ends")
 PRESENCE_EVERY = 5.0  # seconds
 
 
-class Presence:
+class LastSeen:
     """When each site was last heard of, and how it is, in a file beside the run, for operators."""
 
     def __init__(self, path: Path) -> None:
@@ -178,7 +178,7 @@ class Presence:
         self.sites: dict[str, dict[str, Any]] = {}
         self._written = 0.0
 
-    def greet(self, greetings: dict[str, Header]) -> None:
+    def note_hello(self, greetings: dict[str, Header]) -> None:
         """What sites say of themselves as a job begins; only what is known is kept of it."""
         now = time.time()
         for site, about in greetings.items():
@@ -187,7 +187,7 @@ class Presence:
             known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
             self.sites[site] = known | {"asked": now, "seen": now}
 
-    def note(self, away: dict[str, str]) -> None:
+    def note_round(self, away: dict[str, str]) -> None:
         """Who answered as a round began, and why others did not; written every few seconds."""
         now = time.time()
         for site, why in away.items():
@@ -201,7 +201,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateReply:
     """A reply that has come, to a call of an earlier round; its site has kept the state after it."""
 
     call: Call
@@ -209,12 +209,12 @@ class Late:
 
 
 @dataclass
-class Buffer:
+class LateReplies:
     """Of each client at most one."""
 
     power: float
     sent: dict[int, Call] = field(default_factory=dict)  # to those who are late
-    come: dict[int, Late] = field(default_factory=dict)
+    come: dict[int, LateReply] = field(default_factory=dict)
     used: dict[int, int] = field(default_factory=dict)  # in this round: client -> rounds late
 
     def state(self, client: int, kept_round: int) -> int:
@@ -222,18 +222,18 @@ class Buffer:
         return self.come[client].call.round if client in self.come else kept_round
 
     def replies(self, call: Call, clients: Sequence[int]) -> dict[int, Tree]:
-        """Late replies of some of these clients, as replies to this call."""
+        """LateReply replies of some of these clients, as replies to this call."""
         self.used = {c: call.round - self.come[c].call.round for c in clients if c in self.come}
         if call.number and (self.come or self.sent):
             raise ConfigError(f'federation.late = "buffer": {call.function} is a second question in round {call.round}')
-        return {c: rebased(self.come[c], call, self.power) for c in clients if c in self.come}
+        return {c: rebase(self.come[c], call, self.power) for c in clients if c in self.come}
 
     def commit(self) -> None:
         """The round has ended with them."""
         self.come = {c: late for c, late in self.come.items() if c not in self.used}
 
 
-def rebased(late: Late, call: Call, power: float) -> Tree:
+def rebase(late: LateReply, call: Call, power: float) -> Tree:
     """Parts that are new versions of what was sent, as changes of what is sent now; the others as they are."""
     weight = (1 + call.round - late.call.round) ** -power
     parts = list(late.reply) if isinstance(late.reply, tuple) else [late.reply]
@@ -262,14 +262,14 @@ def check_late_replies(experiment: Experiment) -> None:
 ROSTER, SITES = "federation.json", "sites.json"
 
 
-class Flare(Remote):
+class FlareEngine(Remote):
     """Sites over lines. A site that is away misses the round; when it is back it goes on from what it kept last."""
 
     def __init__(
-        self, experiment: Experiment, config: RunConfig, lines: SiteRpc, schema: dict[str, Any], presence: Presence
+        self, experiment: Experiment, config: RunConfig, lines: SiteRpc, schema: dict[str, Any], last_seen: LastSeen
     ) -> None:
         super().__init__(experiment)
-        self.presence = presence
+        self.last_seen = last_seen
         self.config = config
         self.lines = lines
         self.schema = schema
@@ -278,7 +278,7 @@ class Flare(Remote):
         self._needed: list[set[int]] = [set() for _ in self.everybody]
         self._round = self.first
         self._goal = 0  # replies that close a call
-        self._buffer = Buffer(config.federation.staleness) if config.federation.late == "buffer" else None
+        self._buffer = LateReplies(config.federation.staleness) if config.federation.late == "buffer" else None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """As ever; but a round may close before the slowest have answered, who then count in a later one."""
@@ -310,7 +310,7 @@ class Flare(Remote):
             keep = {client: {"op": "keep", "round": call.round}}
             ((_, answer, wrong),) = self._tell_each(keep)
             if not wrong and answer.get("kept") == call.round:
-                self._buffer.come[client] = Late(call, self._here(self._read(reply)[1]))
+                self._buffer.come[client] = LateReply(call, self._here(self._read(reply)[1]))
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """All sites at the same time."""
@@ -343,18 +343,20 @@ class Flare(Remote):
         """A new round at every site that is there, from the state it kept last; waits while there are too few."""
         self._calls.clear()
         self._round = round
-        self.lines.look()
+        self.lines.take_back()
         self._take_late()
         until = time.monotonic() + self.lines.deadline
         away = self._begin(round, self.everybody)
-        self.presence.note({self._name(c): "" for c in self.everybody} | {self._name(c): w for c, w in away.items()})
+        self.last_seen.note_round(
+            {self._name(c): "" for c in self.everybody} | {self._name(c): w for c, w in away.items()}
+        )
         least = 2 if self.experiment.aggregation.reduction.is_sealed else 1
         while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
             if time.monotonic() > until:
                 why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())
                 raise RetryableError(f"round {round}: too few sites are available: {why}")
             time.sleep(min(1.0, self.lines.silence / 4))
-            self.lines.look()
+            self.lines.take_back()
             self._take_late()
             away = self._begin(round, list(away))
         return away
@@ -389,7 +391,7 @@ class Flare(Remote):
         """As ever; where models are kept, the late ones are waited for."""
         if keep and self.config.federation.goal:
             away = set(self.lines.away)
-            self.lines.settle()
+            self.lines.wait_for_late()
             names = away - set(self.lines.away)
             self.undo([c for c in self.everybody if self._name(c) in names])  # what they computed late does not count
         return super().evaluate(clients, round, server, splits, keep)
@@ -406,7 +408,7 @@ class Flare(Remote):
 
     def set_states(self, rows: Tree) -> None:
         """Every site goes back to what it kept then."""
-        self._kept_rounds = self._padded(rows)
+        self._kept_rounds = self._kept_of_all(rows)
         for client, _, wrong in self._tell_each(
             {c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept_rounds)}
         ):
@@ -418,10 +420,10 @@ class Flare(Remote):
 
     def saved(self, states: Sequence[Tree]) -> None:
         """Sites may forget, when the next round begins, what no checkpoint needs."""
-        every = [self._padded(tree) for tree in states]
+        every = [self._kept_of_all(tree) for tree in states]
         self._needed = [{rounds[client] for rounds in every} for client in self.everybody]
 
-    def _padded(self, rows: Tree) -> list[int]:
+    def _kept_of_all(self, rows: Tree) -> list[int]:
         """One that was not there yet then is at its start."""
         rounds: list[int] = rows["kept"].tolist()
         return rounds + [self.first] * (len(self.everybody) - len(rounds))
@@ -443,22 +445,22 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     for site in _revoked_names(root.parent):
         if site in link.sites:
             lines.leave_out(site, "its certificate was revoked")
-    presence = Presence(path / SITES)
+    last_seen = LastSeen(path / SITES)
     greetings = _hello(lines, config, roster["run"])
-    presence.greet(greetings)
-    roster = _enrolled(roster, greetings, lines, config)
+    last_seen.note_hello(greetings)
+    roster = _enroll(roster, greetings, lines, config)
     for client in roster["clients"]:
         if client not in link.sites:
             lines.leave_out(client, "is not connected")
     write_json(path / ROSTER, roster)
-    experiment = assemble(config, without_rows(roster))
+    experiment = assemble(config, data_without_rows(roster))
     if config.federation.late == "buffer":
         check_late_replies(experiment)
     torch.set_num_threads(config.federation.threads or 1)
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
-    engine = Flare(experiment, config, lines, roster["schema"], presence)
+    engine = FlareEngine(experiment, config, lines, roster["schema"], last_seen)
     return runner.train_on(engine, "flare", config, path, listener)
 
 
@@ -507,7 +509,7 @@ def _header(reply: bytes) -> Header:
         return {"error": f"its answer {error}"}
 
 
-def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:
+def _enroll(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:
     """The clients of a run: those of before in their order, then who came; who does not fit is left out, by name."""
     clients, samples = list(roster["clients"]), list(roster["samples"])
     schema = roster["schema"]
@@ -536,16 +538,16 @@ def _enrolled(roster: Header, greetings: dict[str, Header], lines: SiteRpc, conf
     return roster | {"clients": clients, "samples": samples, "schema": schema}
 
 
-def _two(form: list[Any]) -> Tensor:
+def _two_rows(form: list[Any]) -> Tensor:
     shape, dtype = form
     return torch.zeros(2, *shape, dtype=getattr(torch, dtype), device="cpu")
 
 
-def without_rows(roster: Header) -> FederatedData:
+def data_without_rows(roster: Header) -> FederatedData:
     """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
     schema, sizes = roster["schema"], roster["samples"]
-    parts = {name: _two(form) for name, form in schema["x"].items()}
-    x, y = parts.get("", parts), _two(schema["y"])
+    parts = {name: _two_rows(form) for name, form in schema["x"].items()}
+    x, y = parts.get("", parts), _two_rows(schema["y"])
     return FederatedData(
         name="sites",
         task=schema["task"],

@@ -25,32 +25,32 @@ from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.model_description import check_options
 from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
-from fedtailor.flare.audit import Audit, lines_of
-from fedtailor.flare.kits import condition
+from fedtailor.flare.audit import AuditLog, read_lines
+from fedtailor.flare.kits import read_condition
 from fedtailor.flare.policy import (
     GRADIENTS,
-    Account,
     Policy,
-    Rate,
-    Spent,
-    check_message,
+    PrivacyAccount,
+    RequestRate,
+    RunUsage,
     check_splits,
-    imprinted,
-    party,
-    rounded,
+    find_imprint,
+    make_party,
+    refuse_private_message,
+    round_metrics,
 )
 from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.serving.described import check_options
-from fedtailor.studies.cross_fitting import all_in_training
-from fedtailor.studies.site_fit import is_fit, site_fit
+from fedtailor.tables.candidates import all_in_training
+from fedtailor.tables.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 STANDING, RECEIPTS = "standing.json", "receipts"
 State = Literal["active", "paused", "left"]
-WORDS = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
+NOT_TAKING_PART = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
 
 
-def standing(folder: Path) -> dict[str, Any]:
+def read_participation(folder: Path) -> dict[str, Any]:
     """What the operator of a site has said: `state`, and the runs that were `withdrawn`."""
     path = folder / STANDING
     return dict(read_json(path)) if path.exists() else {"state": "active", "withdrawn": []}
@@ -70,16 +70,16 @@ def standing(folder: Path) -> dict[str, Any]:
 
 def check_participation(folder: Path, run: str = "") -> None:
     """Refuse whatever the server asks while the site takes no part."""
-    record = standing(folder)
-    if record["state"] in WORDS:
-        raise Refused(WORDS[record["state"]])
+    record = read_participation(folder)
+    if record["state"] in NOT_TAKING_PART:
+        raise Refused(NOT_TAKING_PART[record["state"]])
     if run and run in record["withdrawn"]:
         raise Refused(f"this site has withdrawn from the run {run}")
 
 
-def set_state(folder: Path, state: State) -> None:
+def set_participation(folder: Path, state: State) -> None:
     """From the next request on."""
-    write_json(folder / STANDING, standing(folder) | {"state": state})
+    write_json(folder / STANDING, read_participation(folder) | {"state": state})
 
 
 def withdraw(folder: Path, run: str) -> Path:
@@ -88,7 +88,7 @@ def withdraw(folder: Path, run: str) -> Path:
     if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
         known = ", ".join(kept_runs(folder)) or "none"
         raise RunError(f'{folder}: no run "{run}"; there are: {known}')
-    record, about = standing(folder), _rounds(folder, run)
+    record, about = read_participation(folder), _rounds_sent(folder, run)
     withdrawn = sorted({*record["withdrawn"], run})
     write_json(folder / STANDING, record | {"withdrawn": withdrawn})  # before anything is deleted
     deleted = []
@@ -110,10 +110,10 @@ def kept_runs(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
 
 
-def _rounds(folder: Path, run: str) -> dict[str, Any]:
+def _rounds_sent(folder: Path, run: str) -> dict[str, Any]:
     """Rounds in which a reply left, from the record: what was added into a common model then stays in it."""
     try:
-        entries = lines_of(folder / "audit.jsonl")
+        entries = read_lines(folder / AUDIT)
     except RunError as error:  # no reason not to withdraw
         return {"rounds": None, "record": str(error)}
     left = [e for e in entries if e.get("run") == run and "refused" not in e and "left" in e]
@@ -153,13 +153,13 @@ class SiteState:
 
 
 @dataclass
-class Job:
+class SiteJob:
     """A run that was started here."""
 
     experiment: Experiment
     client: Client
     states: SiteState  # kept on disk
-    spent: Spent
+    spent: RunUsage
     at: int  # the round whose kept state the client goes on from
     changed: bool = False  # since then
     round: int | None = None  # the one that was begun
@@ -211,12 +211,12 @@ def read_site(path: Path) -> SiteFile:
         reason = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"{path}: {key}: {reason}") from None
     base = path.resolve().parent
-    data = site.data.model_copy(update={"path": base / expanded(site.data.path)})
-    places = {"folder": base / expanded(site.folder), "kit": base / expanded(site.kit)}
+    data = site.data.model_copy(update={"path": base / expand_home(site.data.path)})
+    places = {"folder": base / expand_home(site.folder), "kit": base / expand_home(site.kit)}
     return site.model_copy(update=places | {"data": data})
 
 
-def rows_for(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
+def load_rows(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
     """This site's rows; where folds take the place of validation rows, these are trained on too."""
     rows = load_site(data, name, seed=seed)
     return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
@@ -237,13 +237,13 @@ class SiteService:
     def __init__(self, site: SiteFile, name: str) -> None:
         self.name = name
         self.site = site
-        self.audit = Audit(site.folder / AUDIT)
+        self.audit = AuditLog(site.folder / AUDIT)
         self._lock = threading.Lock()
         self._session = _Session()
         self._run = ""
         self._data: FederatedData | None = None
-        self._job: Job | None = None
-        self._rate = Rate(site.policy.budget.requests_per_minute)
+        self._job: SiteJob | None = None
+        self._rate = RequestRate(site.policy.budget.requests_per_minute)
         self._ops: dict[str, Callable[[Header, bytes], bytes]] = {
             "hello": self._hello,
             "start": self._start,
@@ -257,11 +257,11 @@ class SiteService:
     def answer(self, caller: str, request: bytes) -> bytes:
         """One request of a caller. Never raises: an exception would carry its text to the server."""
         if len(request) < ENVELOPE.size:
-            return self._refusal(request, "the request is shorter than its envelope", caller=caller)
+            return self._refuse(request, "the request is shorter than its envelope", caller=caller)
         session, number = ENVELOPE.unpack_from(request)
         message = request[ENVELOPE.size :]
         if caller != SERVER:
-            return self._refusal(message, f'"{caller}" called; only the server may', caller=caller)
+            return self._refuse(message, f'"{caller}" called; only the server may', caller=caller)
         if number == PING:
             return b""
         with self._lock:
@@ -269,32 +269,32 @@ class SiteService:
             if not mine.id and number == PING + 1:  # a late request of an earlier server begins no session
                 mine.id = session
             if session != mine.id:
-                return self._refusal(message, "the request is of another session", number=number)
+                return self._refuse(message, "the request is of another session", number=number)
             if number == mine.last:
                 return mine.reply
             if number < mine.last:
-                return self._refusal(message, f"request {number} is late, {mine.last} was answered", number=number)
-            mine.last, mine.reply = number, self._answered(number, message)
+                return self._refuse(message, f"request {number} is late, {mine.last} was answered", number=number)
+            mine.last, mine.reply = number, self._answer_new(number, message)
             return mine.reply
 
-    def _answered(self, number: int, message: bytes) -> bytes:
+    def _answer_new(self, number: int, message: bytes) -> bytes:
         text: dict[str, str] = {}
         try:
             reply = self._do(message)
         except Refused as why:
-            return self._refusal(message, str(why), run=self._run, number=number)
+            return self._refuse(message, str(why), run=self._run, number=number)
         except Exception as error:
             reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
             text = {"text": str(error)}
-        self.audit.write(message, reply, self._places, run=self._run, number=number, **text)
+        self.audit.write_message(message, reply, self._places, run=self._run, number=number, **text)
         return reply
 
-    def _refusal(self, message: bytes, why: str, **about: Any) -> bytes:
+    def _refuse(self, message: bytes, why: str, **about: Any) -> bytes:
         reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
         try:
-            self.audit.write(message, reply, self._places, **about)
+            self.audit.write_message(message, reply, self._places, **about)
         except Exception:  # not even a message
-            self.audit.line(about | {"refused": why, "bytes": len(message)})
+            self.audit.write_line(about | {"refused": why, "bytes": len(message)})
         return reply
 
     def _do(self, message: bytes) -> bytes:
@@ -320,11 +320,11 @@ class SiteService:
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
         check_participation(self.site.folder, header["run"])
         self._run = header["run"]
-        self._data = rows_for(self.site.data, self.name, header["seed"], header["algorithm"])
+        self._data = load_rows(self.site.data, self.name, header["seed"], header["algorithm"])
         samples = int(self._data.train.sizes[0])
         code = header.get("code", [])
         self.site.policy.check_run(header["algorithm"], header["model"], header["rounds"], samples, code)
-        about = condition(self.site.folder, self.site.kit)
+        about = read_condition(self.site.folder, self.site.kit)
         return codec.encode({"samples": samples, "schema": data_schema(self._data), "condition": about}, None)
 
     def _start(self, header: Header, message: bytes) -> bytes:
@@ -340,7 +340,7 @@ class SiteService:
             raise Refused(str(error)) from None
         if header["schema"] != data_schema(self._data):
             raise Refused("the server describes other data than this site has")
-        experiment = self._account.noised(assemble(config, self._data))
+        experiment = self._account.add_noise(assemble(config, self._data))
         policy.check_sends(experiment.algorithm)
         policy.check_sums(is_sealed=experiment.aggregation.reduction.is_sealed)
         mine, theirs = promise(experiment), header["promise"]
@@ -358,19 +358,19 @@ class SiteService:
             raise Refused(f"a run {self._run} of another configuration is kept here")
         torch.set_num_threads(config.federation.threads or 1)
         party = self._party(header["client"], folder) if experiment.aggregation.reduction.is_sealed else None
-        client = Client(experiment, 0, self._kind_of, party)
+        client = Client(experiment, 0, self._describe_error, party)
         client.inside.start()
-        self._job = Job(experiment, client, states, Spent(policy.budget, folder, config.rounds), header["first"])
+        self._job = SiteJob(experiment, client, states, RunUsage(policy.budget, folder, config.rounds), header["first"])
         if header["first"] not in states.rounds():
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
 
     def _party(self, number: int, folder: Path) -> Party:
-        return party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
+        return make_party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
 
     @property
-    def _account(self) -> Account:
-        return Account(self.site.policy.budget.privacy, self.site.folder)
+    def _account(self) -> PrivacyAccount:
+        return PrivacyAccount(self.site.policy.budget.privacy, self.site.folder)
 
     @property
     def round(self) -> int | None:
@@ -378,16 +378,16 @@ class SiteService:
         return None if self._job is None else self._job.round
 
     @property
-    def _started(self) -> Job:
+    def _running_job(self) -> SiteJob:
         assert self._job is not None
         return self._job
 
     def _restore(self, header: Header, message: bytes) -> bytes:
-        self._started.go_to(header["kept"])
+        self._running_job.go_to(header["kept"])
         return codec.encode({}, None)
 
     def _begin(self, header: Header, message: bytes) -> bytes:
-        job = self._started
+        job = self._running_job
         self.site.policy.check_round(header["round"])
         job.round = None  # until all of this is done
         job.spent.save()
@@ -398,27 +398,27 @@ class SiteService:
         return reply
 
     def _keep(self, header: Header, message: bytes) -> bytes:
-        job = self._started
+        job = self._running_job
         job.refuse_other_round(header["round"])
         job.keep(header["round"])
         return codec.encode({"kept": job.at}, None)
 
     def _pass_on(self, header: Header, message: bytes) -> bytes:
-        return self._started.client.answer(message)
+        return self._running_job.client.answer(message)
 
     def _evaluate(self, header: Header, message: bytes) -> bytes:
-        kind, policy, job = header["keep"], self.site.policy, self._started
+        kind, policy, job = header["keep"], self.site.policy, self._running_job
         if kind and kind not in KINDS:
             raise Refused(f'"{kind}" is no kind of personal model')
         policy.check_round(header["round"])
         answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
         if kind:
             self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
-        if not policy.tells_metrics:
+        if not policy.sends_metrics:
             raise Refused("the policy does not let metrics out")
         check_splits(policy.budget, job.experiment.data, header["splits"])
-        job.spent.evaluate(header["round"])
-        return codec.encode(answer, (rounded(policy.budget, metrics), {}))
+        job.spent.count_evaluation(header["round"])
+        return codec.encode(answer, (round_metrics(policy.budget, metrics), {}))
 
     def _keep_personal(self, kind: str, round: int, model: Tree) -> None:
         assert self._data is not None
@@ -447,10 +447,10 @@ class SiteService:
         if is_sealed and (function is None or header["taped"]):
             raise Refused("a taped call in a run of secure sums: what travels back is of this site alone")
         if is_sealed and function is not None:
-            check_message(job.experiment, function, header["placed"])
-        if self.site.policy.budget.refuse_imprints and (why := imprinted(tree)):
+            refuse_private_message(job.experiment, function, header["placed"])
+        if self.site.policy.budget.refuse_imprints and (why := find_imprint(tree)):
             raise Refused(f"the model would read single rows off the reply: {why}")
-        job.spent.call(header["round"])
+        job.spent.count_call(header["round"])
         self._account.spend(job.experiment, function, header.get("placed", []), tree, header.get("taped", False))
         job.changed = True
         reply = job.client.handle(message)
@@ -462,43 +462,43 @@ class SiteService:
                 raise Refused(f"the reply of {function} {wrong}; it does not leave")
         return reply
 
-    def _kind_of(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         """What happened and where; the error's own text, which may hold values of the data, goes to the record."""
-        self.audit.line({"run": self._run, "text": str(error)})
+        self.audit.write_line({"run": self._run, "text": str(error)})
         kind = type(error.__cause__ or error).__name__
         return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; the site's record says more"
 
 
-OWN = "fit"  # the folder of the site's fit, beside its states
+FIT_FOLDER = "fit"  # the folder of the site's fit, beside its states
 
 
-def fits(private: Path) -> dict[str, Path]:
+def finished_fits(private: Path) -> dict[str, Path]:
     """The fits of tables that have ended here, by the name of the run, oldest first."""
     ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
     ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
     return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
 
 
-def own_fit(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
+def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
     """The folder of this site's fit and its record, made when it is first asked for; the latest, or that of a run."""
     site = read_site(file)
-    known = fits(site.folder)
+    known = finished_fits(site.folder)
     chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]
     if not known:
         raise RunError(f"{site.folder}: no fit has ended here yet; fedtailor federation fit --admin FOLDER begins one")
     if not chosen:
         raise RunError(f'{site.folder}: no fit "{run}"; {nearest(run, known)}')
     folder = known[chosen[-1]]
-    if (folder / OWN / FIT).exists():
-        record = read_json(folder / OWN / FIT)
+    if (folder / FIT_FOLDER / FIT).exists():
+        record = read_json(folder / FIT_FOLDER / FIT)
         if not metric or record["metric"] == metric:
-            return folder / OWN, dict(record)
+            return folder / FIT_FOLDER, dict(record)
     config: RunConfig = parse(read_json(folder / RUN)["config"])
     states = SiteState(folder / "states")
     round = max(states.rounds())
     if round < 1:
         raise RunError(f"{folder}: the fit has not ended yet")
     name = read_json(folder / "personal" / "last.json")["site"]
-    data = rows_for(site.data, name, config.seed, config.algorithm.name)
+    data = load_rows(site.data, name, config.seed, config.algorithm.name)
     state = tree_map(lambda v: v[0], states.read(round)["state"])
-    return folder / OWN, site_fit(config, data, state, folder / OWN, metric)
+    return folder / FIT_FOLDER, site_fit(config, data, state, folder / FIT_FOLDER, metric)

@@ -15,7 +15,7 @@ from fedtailor.core.random import seeded, undrawn
 from fedtailor.core.task import Metric
 from fedtailor.core.trees import Params, Tree, leaves, tree_map, wide, widest
 from fedtailor.errors import RunError
-from fedtailor.training.batches import Batch, brought, on_device, whole
+from fedtailor.training.batches import Batch, on_device, send_samples, whole
 
 LARGE = 16 * 2**20  # bytes of samples in a pass
 
@@ -78,7 +78,7 @@ def _outputs(
         return experiment.algorithm.predict(experiment.model, model, x)
 
     at = part.rows.clamp(max=len(rows.y) - 1)
-    x, y = brought((take(rows.x, at), take(rows.y, at)), experiment.device)
+    x, y = send_samples((take(rows.x, at), take(rows.y, at)), experiment.device)
     every = experiment.model.like.new_ones(at.shape, dtype=torch.bool)
     counts = every if part.weight is None else part.weight > 0
     with torch.no_grad():

@@ -1,17 +1,17 @@
-"""A site's record as a page: what left, in words and numbers."""
+"""The page of a site's audit log: what left the site, in words and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from zlib import crc32
 
-from fedtailor.flare.audit import RunRecord, inferred
+from fedtailor.flare.audit import RunRecord, inferences
 from fedtailor.report.page import KeyFigure, Page, PageSection, PageTable, TableCell, cells, render_html
 from fedtailor.version import __version__
 
 
 def audit_html(site: str, records: Sequence[RunRecord], spent: str = "") -> str:
-    """One self-contained page; `spent` is what the site's privacy budget says."""
+    """The page as HTML; `spent` describes the site's privacy budget."""
     footer = f"Made by fedtailor {__version__} from the site's own record."
     about = f"{len(records)} run{'s' if len(records) != 1 else ''}" + (f"; {spent}" if spent else "")
     return render_html(Page(f"What left {site}", "Audit", about, True, tuple(map(_section, records)), footer))
@@ -38,5 +38,5 @@ def _section(record: RunRecord) -> PageSection:
     refused = [(*cells(why), TableCell(f"{times:,}", times)) for why, times in record.refused]
     tables = [PageTable("Messages", columns, rows, words=True)]
     tables += [PageTable("Refused", ("why", "times"), refused, words=True)] if refused else []
-    words = tuple(f"Could be inferred: {inference}." for inference in inferred(record))
+    words = tuple(f"Could be inferred: {inference}." for inference in inferences(record))
     return PageSection(f"run-{crc32(record.run.encode())}", record.run, words, figures, tables=tuple(tables))

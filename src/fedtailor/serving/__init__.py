@@ -1,1 +1,1 @@
-"""Personal models of a finished run: predict, export, onboard."""
+"""A finished run or fit in use: predict, export, onboard."""

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.errors import RunError
-from fedtailor.experiments.model_building import at_client
+from fedtailor.experiments.building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.serving.linear_json import by_hand, has_linear_base, linear_record
 from fedtailor.serving.model_file import as_safetensors, read_safetensors, readable_again
 from fedtailor.serving.onnx_table import inputs_of_columns, needs, solved_graph, with_columns
-from fedtailor.serving.personal import Personal, personal, run_of
-from fedtailor.serving.trees import NAMES, ON_TOP, TREES, TreeParts, Trees
+from fedtailor.tables.boosted_trees import NAMES, ON_TOP, TREES, TreeParts, Trees
+from fedtailor.tables.serve import Personal, personal, run_of
 
 __all__ = ["ENDINGS", "Format", "export", "read_safetensors"]
 

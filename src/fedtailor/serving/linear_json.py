@@ -13,7 +13,7 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.data.tabular.preparation import MISSING, OTHER, NumberColumn
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.numerics import ridge
-from fedtailor.serving.personal import Personal
+from fedtailor.tables.serve import Personal
 
 FORMAT = "fedtailor linear model"
 HOW = (

@@ -15,13 +15,12 @@ from torch import Tensor
 from fedtailor import algorithms
 from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RunError
-from fedtailor.experiments import trust as trusting
+from fedtailor.experiments import user_source as trusting
 from fedtailor.experiments.config import parse
-from fedtailor.experiments.source_code import changed_since, code_of
-from fedtailor.serving.described import Described, described, model_in
-from fedtailor.serving.personal import Personal
-from fedtailor.serving.trees import ON_TOP, TREES, TreeParts, Trees, checked
-from fedtailor.serving.uncertainty import Extras, extras_of
+from fedtailor.experiments.model_description import Described, described, model_in
+from fedtailor.experiments.user_source import change_since, code_of
+from fedtailor.tables.boosted_trees import ON_TOP, TREES, TreeParts, Trees, checked
+from fedtailor.tables.serve import Extras, Personal, extras_of
 
 LINEAR = "linear"
 
@@ -98,7 +97,7 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
         raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
     if trust:
         trusting.accept(config, str(path), trusting.say)
-    if change := changed_since(about.get("code"), config, str(path)):
+    if change := change_since(about.get("code"), config, str(path)):
         raise RunError(f"{path}: {change} since it was exported; put back what it was, or export it again")
     params = {name: value for name, value in tensors.items() if not name.startswith((f"{TREES}/", f"{ON_TOP}/"))}
     return Personal(

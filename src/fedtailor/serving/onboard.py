@@ -11,17 +11,15 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.sources.table_folder import load_newcomer, newcomer_by
+from fedtailor.data.sources.table_folder import load_newcomer, prepare_newcomer
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
 from fedtailor.errors import ConfigError, DataError, RunError, nearest
-from fedtailor.experiments.building import assemble, data_seed, load
+from fedtailor.experiments.building import assemble, data_seed, dtype_of, load
 from fedtailor.experiments.config import RunConfig, parse, read_toml
-from fedtailor.experiments.model_building import width
-from fedtailor.experiments.newcomers import EPOCHS, onboarded
+from fedtailor.experiments.run_state import EPOCHS, onboard_newcomers
 from fedtailor.experiments.runner import config_of, reload_experiment
-from fedtailor.experiments.source_code import refuse_other_code
-from fedtailor.experiments.store import FIT, RunFolder, read_json
-from fedtailor.serving.described import part_of
+from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json
+from fedtailor.experiments.user_source import refuse_other_code
 from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part
@@ -48,7 +46,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     if name in folder.about["clients"]:
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
     experiment, own = _prepared(folder, file, name, data_root)
-    ((model, figures),) = onboarded(experiment, own, saved[1]["state"]["server"], epochs)
+    ((model, figures),) = onboard_newcomers(experiment, own, saved[1]["state"]["server"], epochs)
     samples = {split: len(getattr(own, split).y) for split in ("train", "val", "test")}
     metrics = {split: {k: float(v) for k, v in values.items()} for split, values in figures.items()}
     about: dict[str, Any] = {"data": str(file), "round": saved[0]["round"], "epochs": epochs}
@@ -77,7 +75,7 @@ def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) 
         if client_name(file) is None:
             raise DataError(f"{file}: not a file of data; the run reads {', '.join(SUFFIXES)}")
         table = read_table(file, config.data.ignore)
-        own = newcomer_by(preparation, config.data, table, name, data_seed(config)).to(width(config))
+        own = prepare_newcomer(preparation, config.data, table, name, data_seed(config)).to(dtype_of(config))
         return assemble(config.model_copy(update={name: type(getattr(config, name))() for name in OF_ROUNDS}), own), own
     experiment = reload_experiment(folder, data_root)
     earlier_root = folder.about["data_root"]

@@ -18,8 +18,8 @@ from torch import Tensor
 from fedtailor.data.tabular.preparation import MISSING, OTHER, CategoryColumn, NumberColumn, Preparation
 from fedtailor.errors import RunError
 from fedtailor.serving.linear_json import weights_of
-from fedtailor.serving.personal import Personal
-from fedtailor.serving.trees import ON_TOP, Trees
+from fedtailor.tables.boosted_trees import ON_TOP, Trees
+from fedtailor.tables.serve import Personal
 
 ML, ML_VERSION, VERSION, IR = "ai.onnx.ml", 3, 18, 10
 PREDICTION = "prediction"

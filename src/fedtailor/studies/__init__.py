@@ -1,1 +1,1 @@
-"""Several runs that answer one question: compare, search, reproduce, fit, explain."""
+"""Several runs that answer one question: compare, search, reproduce, explain."""

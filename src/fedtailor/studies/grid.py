@@ -15,10 +15,10 @@ from typing import Any
 
 from fedtailor.engines import cores
 from fedtailor.errors import RunError, UserError
-from fedtailor.experiments import trust
+from fedtailor.experiments import user_source
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.source_code import changed_code
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder
+from fedtailor.experiments.user_source import change_of
 
 METHODS = ("algorithm", "server", "privacy", "aggregation")  # sections that belong to a row
 
@@ -121,8 +121,8 @@ def _refuse_others(grid: list[Cell]) -> None:
                 f"{cell.folder}: was run with other settings than {cell.label} has now; "
                 'use --fresh for a new folder, --out, or another "label"'
             )
-        trust.remember(wanted)
-    if stale := {cell.folder: change for cell in begun if (change := changed_code(RunFolder(cell.folder)))}:
+        user_source.remember(wanted)
+    if stale := {cell.folder: change for cell in begun if (change := change_of(RunFolder(cell.folder)))}:
         first, names = next(iter(stale)), ", ".join(dict.fromkeys(folder.name for folder in stale))
         rows = " ".join(dict.fromkeys(f'--redo "{cell.label}"' for cell in begun if cell.folder in stale))
         raise RunError(
@@ -161,7 +161,7 @@ def _run_cell(cell: Cell, data_root: Path | None) -> None:
 
     try:
         if (cell.folder / CONFIG).exists():
-            trust.remember(cell.config)
+            user_source.remember(cell.config)
             runner.resume(cell.folder, data_root, listen, cores=_cores)
         else:
             runner.start(cell.config, cell.folder, data_root, listen, cores=_cores)

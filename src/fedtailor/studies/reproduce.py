@@ -15,9 +15,8 @@ from fedtailor import models
 from fedtailor.algorithms import algorithms
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml, with_values
-from fedtailor.experiments.sections import Section
+from fedtailor.experiments.sections import SearchSection, Section, Space
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json
-from fedtailor.experiments.study_sections import SearchSection, Space
 from fedtailor.metrics.memory import training_step
 from fedtailor.metrics.summary import over_seeds
 from fedtailor.studies import search

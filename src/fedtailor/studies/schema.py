@@ -13,7 +13,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 from fedtailor.algorithms import algorithms
 from fedtailor.data import SOURCES
 from fedtailor.experiments.config import CompareConfig
-from fedtailor.experiments.study_sections import SearchSection
+from fedtailor.experiments.sections import SearchSection
 from fedtailor.models import MODELS
 from fedtailor.studies.reproduce import Published
 from fedtailor.version import __version__

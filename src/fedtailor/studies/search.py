@@ -21,8 +21,8 @@ from fedtailor.core.task import recorded_metrics
 from fedtailor.data import has_validation
 from fedtailor.errors import ClientError, ConfigError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, with_values
+from fedtailor.experiments.sections import Range, SearchSection, Space
 from fedtailor.experiments.store import RunFolder, read_json, write_json
-from fedtailor.experiments.study_sections import Range, SearchSection, Space
 from fedtailor.metrics.summary import summarise
 from fedtailor.studies import suggestions
 from fedtailor.studies.grid import Cell, CellListener, Failed, folder_name, refuse_failed, try_cells

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fedtailor.core.random import stream
 from fedtailor.errors import ConfigError
-from fedtailor.experiments.study_sections import Range, SearchSection, Space
+from fedtailor.experiments.sections import Range, SearchSection, Space
 
 if TYPE_CHECKING:
     from fedtailor.studies.search import Subject, Trial, Tried

@@ -56,7 +56,7 @@ def check_algorithm(
             "a linear model for regression and an MLP with BatchNorm; one of them must pass"
         ) from None
     findings = []
-    with machine.prepared(threads=1):
+    with machine.training_settings(threads=1):
         for promise, where, reason, attempt in _attempts(subject):
             finding = Finding(promise, where, "not promised", reason) if reason else _try(promise, where, attempt)
             findings.append(finding)

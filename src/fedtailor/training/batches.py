@@ -182,7 +182,7 @@ def ahead(batches: Sequence[Batch], load: Callable[[Batch], T], *, is_apart: boo
         yield waiting
 
 
-def brought(samples: Tree, device: torch.device) -> Tree:
+def send_samples(samples: Tree, device: torch.device) -> Tree:
     """Samples from the host to the device, while it computes."""
 
     def sent(v: Tensor) -> Tensor:

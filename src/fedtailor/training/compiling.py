@@ -29,7 +29,7 @@ def batch_loss(
 
     model.prepare(tensors, training=True)
     try:
-        return _compiled(model, how, is_stacked)(loss, tensors, x, y, w)
+        return _compiled_loss(model, how, is_stacked)(loss, tensors, x, y, w)
     except (TorchDynamoException, InductorError, InvalidCxxCompiler) as error:
         why = next(line for line in str(error).splitlines() if line.strip())
         raise ConfigError(
@@ -53,7 +53,7 @@ def check(experiment: Experiment, how: Arithmetic, batch_size: int) -> None:
 
 
 @lru_cache(maxsize=4)
-def _compiled(model: Model, how: Arithmetic, is_stacked: bool) -> Callable[..., Tensor]:
+def _compiled_loss(model: Model, how: Arithmetic, is_stacked: bool) -> Callable[..., Tensor]:
     """Kept, as torch compiles a function once for each kind of input."""
 
     def of_client(loss: Loss, tensors: Params, x: Tree, y: Tensor, w: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ other rounds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,16 +16,14 @@ from torch import Tensor
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported
-
-if TYPE_CHECKING:
-    from fedtailor.training.solver import Solver
+from fedtailor.training.options import SolverOptions
 
 Memory = list[Tensor]  # is written to
 Number = int | Tensor
-Optimizer = Callable[["Solver", Tensor, Tensor, Memory, Number], Tensor]
+Optimizer = Callable[[SolverOptions, Tensor, Tensor, Memory, Number], Tensor]
 
 
-def sgd(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
+def sgd(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Plain, or with momentum."""
     gradient = _decayed(s, param, gradient)
     if not s.momentum:
@@ -35,18 +32,18 @@ def sgd(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Numb
     return memory[0]
 
 
-def nesterov(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
+def nesterov(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Momentum that looks a step ahead."""
     ahead = sgd(s, param, gradient, memory, number)
     return _decayed(s, param, gradient) + s.momentum * ahead
 
 
-def adam(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
+def adam(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Weight decay is part of the gradient."""
     return _remembered(_decayed(s, param, gradient), memory, number)
 
 
-def adamw(s: Solver, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
+def adamw(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Weight decay beside the scaled gradient."""
     return _remembered(gradient, memory, number) + s.weight_decay * param
 
@@ -66,7 +63,7 @@ def find(name: str) -> Optimizer:
     return OPTIMIZERS[name]
 
 
-def first_memory(solver: Solver, params: Params) -> dict[str, Memory]:
+def first_memory(solver: SolverOptions, params: Params) -> dict[str, Memory]:
     """Zeros in the shapes of what an optimizer remembers of each parameter: found by a step that is not taken."""
     direction, memory = find(solver.optimizer), {k: list[Tensor]() for k in params}
     for k, v in params.items():
@@ -74,7 +71,7 @@ def first_memory(solver: Solver, params: Params) -> dict[str, Memory]:
     return {k: [torch.zeros_like(v) for v in each] for k, each in memory.items()}
 
 
-def _decayed(s: Solver, param: Tensor, gradient: Tensor) -> Tensor:
+def _decayed(s: SolverOptions, param: Tensor, gradient: Tensor) -> Tensor:
     return gradient + s.weight_decay * param if s.weight_decay else gradient
 
 

@@ -1,9 +1,8 @@
-"""How a client takes its local steps: the options, and the way from `me.sgd` to the operator."""
+"""Local training as algorithms ask for it: from `me.sgd` to the batches of a client and the operator."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -12,77 +11,16 @@ from fedtailor.core.context import ClientContext, OwnSteps
 from fedtailor.core.data import Rows
 from fedtailor.core.random import brief_stream
 from fedtailor.core.trees import Params, Tree
-from fedtailor.training.arithmetic import Arithmetic
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
-from fedtailor.training.schedules import Schedule
-from fedtailor.training.steps import Training, train, wants
+from fedtailor.training.options import SolverOptions
+from fedtailor.training.specification import Training, wants
+from fedtailor.training.steps import train
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step and an epoch are made of, and what lasts from one round to the next."""
-
-    epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
-    accumulate: int = 1  # batches whose gradients make one step
-    keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
-    refit: int = 0  # epochs in which a private part is fitted to the newest common part before it predicts
-    optimizer_state: Tree = field(default=None, compare=False)  # what it remembers before the first
-
-
-@dataclass(frozen=True)
-class Solver:
+class Solver(SolverOptions):
     """Local steps, the same for every algorithm."""
-
-    optimizer: str = "sgd"  # a name in `optimizers`, or "module:function"
-    lr: float = 0.05
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float = 0.0  # largest norm of a step's gradient; 0 is no limit
-    batch_size: int = 32  # 0 is the whole data
-    augment: Literal["crop-flip"] | None = None
-    arithmetic: Arithmetic = field(default_factory=Arithmetic)
-    schedule: Schedule = field(default_factory=Schedule)
-    work: Work = field(default_factory=Work)
-
-    @property
-    def epoch(self) -> int:
-        """Steps that count as an epoch; 0 is a pass over the data."""
-        return self.work.epoch
-
-    @property
-    def refit(self) -> int:
-        """Epochs in which a private part is fitted to the newest common part before it predicts."""
-        return self.work.refit
-
-    @property
-    def optimizer_state(self) -> Tree:
-        """What a client's optimizers remember before the first round; None: they begin anew in every one."""
-        return self.work.optimizer_state
-
-    @property
-    def step_size(self) -> int:
-        """Samples of a step; 0 is the whole data."""
-        return self.batch_size * self.work.accumulate
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether clients keep what an optimizer remembers; plain descent remembers nothing."""
-        return self.work.keep_state and not (self.optimizer == "sgd" and not self.momentum)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a client's move is minus its step size times the sum of its gradients."""
-        return self.is_even and self.optimizer == "sgd" and not (self.momentum or self.weight_decay or self.clip)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all steps of a training have the same size."""
-        return self.schedule.is_constant or self.schedule.over == "rounds"
-
-    def lr_in(self, round: int) -> float:
-        """The step size in a round, in its first step where steps differ."""
-        return self.lr * self.schedule.in_round(round)
 
     def train(
         self, me: ClientContext, tensors: Tree, epochs: int, nth: int, own: OwnSteps

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fedtailor.engines import devices, malloc
+from fedtailor.engines import devices, machine
 from fedtailor.engines.devices import CPU
 from fedtailor.engines.pool.scheduler import Queue, Unit
 from fedtailor.engines.pool.service import Sent, serve, serve_on
@@ -180,7 +180,7 @@ class WorkerProcesses:
         """As many workers as there should be."""
         context: Any = multiprocessing.get_context("spawn" if self._spawns else "fork")
         if len(self.processes) < self._count:
-            malloc.trim()  # else a worker that takes memory which lies free here copies it
+            machine.trim()  # else a worker that takes memory which lies free here copies it
         while len(self.processes) < self._count:
             ours, theirs = context.Pipe()
             number = min(set(range(self._count)) - {process.number for process in self.processes})

@@ -20,7 +20,7 @@ from fedtailor.core.algorithm import reply_example
 from fedtailor.core.client import Call, Outcome, initial, invoke, personal, pull_back
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params, Tree, changed_leaves, detach, leaves, schema, to_device, tree_map
-from fedtailor.engines import devices, malloc
+from fedtailor.engines import devices, machine
 from fedtailor.engines.inprocess import explained, refuse_infinite
 from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, is_at, out_of_the_way, put, put_all
 from fedtailor.engines.states import refuse_other
@@ -148,7 +148,7 @@ class Worker:
                 return answers
         answers = []
         for task in tasks:
-            malloc.trim_after_client(self.experiment.model.nbytes)
+            machine.trim_after_client(self.experiment.model.nbytes)
             rows = len(tasks) if self.chunk else 1
             places = Layout.of(layout.tree, rows).places(self.regions.bytes, task.at)
             mine = [place[task.row] for place in places]

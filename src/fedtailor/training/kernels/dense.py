@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.training.batches import Batch
 from fedtailor.training.kernels import output_buffers
 from fedtailor.training.kernels.structure import Layer, dense_layers
-
-if TYPE_CHECKING:
-    from fedtailor.training.steps import Training
+from fedtailor.training.specification import Training
 
 Gradient = Callable[[Tensor, Tensor], Tensor]  # of a sample's loss by its output
 CACHE = 13 * 2**18  # bytes of parameters that a core works on fast
@@ -43,25 +40,25 @@ GRADIENTS: dict[Callable[[Tensor, Tensor], Tensor], Gradient] = {
 }
 
 
-def trained(training: Training, t: Tree) -> tuple[Params, Params]:
+def train_dense(training: Training, t: Tree) -> tuple[Params, Params]:
     """The layers after all steps, of one client or of a stack."""
     layers, gradient = dense_layers(training.model), GRADIENTS[training.loss]
     x, y, batches = training.data.x, training.data.y, training.draw(training.is_stacked)
     if training.is_stacked:
-        return train(layers, gradient, t, x, y, batches), t["buffers"]
+        return train_stack(layers, gradient, t, x, y, batches), t["buffers"]
     alone = [replace(batch, rows=batch.rows[None]) for batch in batches]
-    return one_client(layers, gradient, t, x, y, alone), t["buffers"]
+    return train_one(layers, gradient, t, x, y, alone), t["buffers"]
 
 
-def one_client(
+def train_one(
     layers: Sequence[Layer], gradient: Gradient, t: Tree, x: Tensor, y: Tensor, batches: Sequence[Batch]
 ) -> Params:
     """A stack of one."""
-    stack = train(layers, gradient, tree_map(lambda v: v[None], t), x, y, batches)
+    stack = train_stack(layers, gradient, tree_map(lambda v: v[None], t), x, y, batches)
     return {k: v[0] for k, v in stack.items()}
 
 
-def train(
+def train_stack(
     layers: Sequence[Layer],
     gradient: Gradient,
     tensors: Tree,
@@ -83,7 +80,7 @@ def train(
     is_one_pass = len(_passes(batches, rows)) == 1 < len(batches) and start[first].stride(0) == 0
     for here in _slices(0, count, count if is_one_pass else some):
         part = tree_map(lambda v, here=here: v[here], tensors | {"trained": trained})
-        ahead = _train(layers, gradient, part, x, y, _passes(list(_of(batches, here)), rows))
+        ahead = _train_part(layers, gradient, part, x, y, _passes(list(_of(batches, here)), rows))
         if ahead is not None:
             for done in _slices(here.start, here.stop, some):
                 ahead.finish(slice(done.start - here.start, done.stop - here.start))
@@ -173,7 +170,7 @@ def _passes(batches: Sequence[Batch], rows: int) -> list[list[Batch]]:
     ]
 
 
-def _train(
+def _train_part(
     layers: Sequence[Layer],
     gradient: Gradient,
     tensors: Tree,

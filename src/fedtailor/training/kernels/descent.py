@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,17 +10,15 @@ from torch import Tensor
 from fedtailor.core.model import call_module
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.kernels import layout, linear_update, output_buffers, winograd
-
-if TYPE_CHECKING:
-    from fedtailor.training.steps import Training
+from fedtailor.training.specification import Training
 
 
-def trained(training: Training, t: Tree) -> tuple[Params, Params]:
+def descend(training: Training, t: Tree) -> tuple[Params, Params]:
     """Parameters and buffers after all steps."""
     model = training.model
     is_last = model.likes_channels_last
     places = output_buffers.current()
-    params: Params = {k: _copied(v, places.take_one(v), is_last).requires_grad_() for k, v in t["params"].items()}
+    params: Params = {k: _copy(v, places.take_one(v), is_last).requires_grad_() for k, v in t["params"].items()}
     t = layout.channels_last_tree(t | {"params": {}}) if is_last else t
     buffers: Params = {k: v.clone() for k, v in t["buffers"].items()}
     frozen = {k: v if k in model.trainable else v.clone() for k, v in t["frozen"].items()}
@@ -54,8 +51,8 @@ def trained(training: Training, t: Tree) -> tuple[Params, Params]:
     return params, buffers
 
 
-def _copied(value: Tensor, place: Tensor | None, is_last: bool) -> Tensor:
+def _copy(value: Tensor, place: Tensor | None, is_last: bool) -> Tensor:
     """A copy in its place if it has one, laid out as convolutions like it."""
     if place is None:
-        return layout.copied(value) if is_last else value.clone()
-    return (layout.laid_out(place) if is_last else place.detach()).copy_(value)
+        return layout.copy_channels_last(value) if is_last else value.clone()
+    return (layout.as_channels_last(place) if is_last else place.detach()).copy_(value)

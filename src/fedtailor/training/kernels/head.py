@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,14 +12,12 @@ from fedtailor.core.data import take
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.batches import Batch
 from fedtailor.training.kernels import dense, layout, structure, winograd
-
-if TYPE_CHECKING:
-    from fedtailor.training.steps import Training
+from fedtailor.training.specification import Training
 
 AT_ONCE = 256  # samples of a pass
 
 
-def trained(training: Training, t: Tree) -> tuple[Params, Params]:
+def train_head(training: Training, t: Tree) -> tuple[Params, Params]:
     """The head after all steps of one client."""
     layer, model = structure.head_layer(training.model), training.model
     assert layer is not None
@@ -35,4 +32,4 @@ def trained(training: Training, t: Tree) -> tuple[Params, Params]:
         before = torch.cat([x.new_zeros(0, t["params"][layer.weight].shape[1]), *parts])
     mine = [Batch(torch.searchsorted(rows, batch.rows)[None]) for batch in batches]
     gradient = dense.GRADIENTS[training.loss]
-    return dense.one_client([layer], gradient, t | {"frozen": {}}, before, take(y, rows), mine), t["buffers"]
+    return dense.train_one([layer], gradient, t | {"frozen": {}}, before, take(y, rows), mine), t["buffers"]

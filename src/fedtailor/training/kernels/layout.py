@@ -22,14 +22,14 @@ def channels_last_tree(t: Tree) -> Tree:
     return t | {part: {k: channels_last(v) for k, v in t[part].items()} for part in parts}
 
 
-def copied(value: Tensor) -> Tensor:
+def copy_channels_last(value: Tensor) -> Tensor:
     """A copy that is laid out so."""
     if value.dim() != 4:
         return value.clone()
     return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
 
 
-def laid_out(place: Tensor) -> Tensor:
+def as_channels_last(place: Tensor) -> Tensor:
     """The same memory, for a tensor that is laid out so."""
     if place.dim() != 4:
         return place.detach()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedtailor.training.kernels.patching import replaced
+from fedtailor.training.kernels.patching import replace_forwards
 
 LEAST = 2**18  # entries of a layer: the gradient of a smaller one stays in the cache
 
@@ -33,7 +33,7 @@ def inside(module: nn.Module, trained: Collection[str]) -> Iterator[Factors]:
     def keep(name: str) -> Callable[[Tensor, Tensor], None]:
         return lambda cotangents, inputs: factors.append((name, cotangents, inputs))
 
-    with replaced({layer: partial(_forward, layer, keep(name)) for name, layer in large.items()}):
+    with replace_forwards({layer: partial(_forward, layer, keep(name)) for name, layer in large.items()}):
         yield factors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def replaced(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+def replace_forwards(forwards: Mapping[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Inside, these layers are computed so, but not within torch.func's transforms, which know only torch's own ways.
     A layer that somebody else has changed stays as it is.
     """

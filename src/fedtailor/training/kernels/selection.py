@@ -7,17 +7,14 @@ configuration gives the same numbers on every machine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.kernels import dense, descent, head, structure
+from fedtailor.training.specification import Training
 
-if TYPE_CHECKING:
-    from fedtailor.training.steps import Training
-
-FastPath = Callable[["Training", Tree], tuple[Params, Params]]  # (training, tensors) -> params, buffers
+FastPath = Callable[[Training, Tree], tuple[Params, Params]]  # (training, tensors) -> params, buffers
 
 
 def fast_path(training: Training, t: Tree) -> FastPath | None:
@@ -34,13 +31,13 @@ def fast_path(training: Training, t: Tree) -> FastPath | None:
         and not t["buffers"]
     )
     if is_by_hand and structure.dense_layers(training.model):
-        return dense.trained
+        return dense.train_dense
     if training.is_stacked:
         return None
     layer = structure.head_layer(training.model) if is_by_hand else None
     if layer is not None and set(t["params"]) == {layer.weight, layer.bias}:
-        return head.trained
-    return None if training.model.warm_starts else descent.trained
+        return head.train_head
+    return None if training.model.warm_starts else descent.descend
 
 
 def uses_channels_last(training: Training, differentiable: bool) -> bool:

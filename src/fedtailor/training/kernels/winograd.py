@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from fedtailor.training.kernels.patching import replaced
+from fedtailor.training.kernels.patching import replace_forwards
 
 STEP = 4  # outputs of a tile, in each direction
 POINTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5)  # and infinity; a kernel of 3 needs the first five
@@ -127,7 +127,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int,
 def inside(module: nn.Module) -> Iterator[None]:
     """Convolutions of the module that gain from it are computed so."""
     layers = [m for m in module.modules() if type(m) is nn.Conv2d and _may(m)]
-    with replaced({layer: partial(_forward, layer) for layer in layers}):
+    with replace_forwards({layer: partial(_forward, layer) for layer in layers}):
         yield
 
 

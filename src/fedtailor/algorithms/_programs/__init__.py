@@ -1,0 +1,1 @@
+"""Programs made of several algorithms, such as a fit of tables."""

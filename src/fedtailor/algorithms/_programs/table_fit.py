@@ -1,0 +1,458 @@
+"""TableFit: linear and mixed models at every site of a federation, cross-fitted, and a blend of them for each.
+
+Stacking: Wolpert, Neural Networks 5, 1992; from out-of-fold predictions: van der Laan, Polley, Hubbard, Stat. Appl.
+Genet. Mol. Biol. 6, 2007. Folds are cut inside each site and what the candidates say of its rows stays there; sums over
+sites decide on candidates, common weights, how much a site's own weights count, and how sure a gain is.
+
+A site's weights minimise its loss plus that of `pull` typical rows of the federation, for which the common weights are
+best. Predicting folds from the others decides between one candidate for all, one blend for all, and blends by site with
+strong to weak pulls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._programs.parts import Part, Seen, folds_at, passed_on
+from fedtailor.algorithms._programs.scaling_rounds import MOMENTS, agreed, moments_of, no_scale, unscaled
+from fedtailor.algorithms.linear_alone import LinearAlone
+from fedtailor.algorithms.mixed_logit import MixedLogit
+from fedtailor.algorithms.mixed_model import MixedModel
+from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.federation import Federation
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ConfigError
+from fedtailor.numerics import blending, ridge, site_gains
+from fedtailor.numerics.blending import HELP, KNOWN, NEWTON, OWN_PULLS, ROUNDING, SURELY
+
+MOST_SLOPES, MOST_TOGETHER = 150, 8  # coefficients that may differ between sites, and together
+ALONE = 0  # the place of a site's own model among the candidates
+Effects = Literal["none", "intercept", "diagonal", "full"]
+
+
+OPTIONS = 2 + len(OWN_PULLS)  # one candidate for all, one blend for all, blends by site
+
+
+class CandidateRows(NamedTuple):
+    """What candidates say of a site's rows out of fold [candidates, rows, outputs]; `counts` is 1 where they do."""
+
+    said: Tensor
+    y: Tensor
+    counts: Tensor
+    fold: Tensor
+    is_class: bool
+
+    def without(self, part: int) -> Tensor:
+        """Rows that a part has; part 0 has all, part p all but those of fold p - 1."""
+        return self.counts * (self.fold != part - 1) if part else self.counts
+
+    def divided(self, noise: Tensor) -> CandidateRows:
+        return self if self.is_class else self._replace(said=self.said / noise, y=self.y / noise)
+
+
+def _zeros(*dims: str) -> Any:
+    """An example of a reply whose dimensions are "candidates", "folds", "parts", "pulls" or "options"."""
+
+    def example(algorithm: Any, model: Model) -> Tensor:
+        sizes = {"folds": algorithm.folds, "parts": algorithm.parts, "candidates": algorithm.candidates}
+        sizes |= {"pulls": len(OWN_PULLS), "options": OPTIONS, "sums": site_gains.SUMS}
+        sizes |= {"thresholds": 1 + 2 * site_gains.THRESHOLDS}
+        return model.like.new_zeros([sizes[dim] for dim in dims])
+
+    return example
+
+
+ERRORS = ReplySpec("losses of candidates", _zeros("candidates", "folds")).summed()
+COUNTS = ReplySpec("rows by fold", _zeros("folds")).summed()
+GRADIENTS = ReplySpec("derivatives of the loss by weights", _zeros("parts", "candidates")).summed()
+CURVATURES = ReplySpec("derivatives of the loss by weights", _zeros("parts", "candidates", "candidates")).summed()
+OWN = ReplySpec("derivatives of the loss by weights", _zeros("parts", "pulls", "candidates", "candidates")).summed()
+LOSSES = ReplySpec("losses of candidates", _zeros("options")).summed()
+CERTAINTY = ReplySpec("moments of gains", _zeros("sums")).summed()
+BELOW = ReplySpec("moments of gains", _zeros("thresholds")).summed()
+WEIGHTS = ReplySpec("weights of candidates", _zeros("candidates")).summed()
+
+
+def usable(effects: str, coefficients: int, is_gaussian: bool) -> bool:
+    """Whether a mixed model of so many coefficients is tried with these effects."""
+    if effects == "full":
+        return coefficients <= MOST_TOGETHER and is_gaussian
+    return effects != "diagonal" or coefficients <= MOST_SLOPES
+
+
+def held_out(rows: CandidateRows, weights: Tensor) -> Tensor:
+    """Outputs with weights [parts, candidates] that had no say of the row."""
+    total = torch.zeros_like(rows.said[0])
+    for f in range(len(weights) - 1):
+        total = total + (rows.fold == f)[:, None] * blending.blended(rows.said, weights[f + 1], rows.is_class)
+    return total
+
+
+def weighted_losses(rows: CandidateRows, outputs: Tensor) -> Tensor:
+    return blending.row_losses(outputs, rows.y, rows.is_class) * rows.counts
+
+
+def losses_by_fold(rows: CandidateRows, losses: Tensor, folds: int) -> Tensor:
+    at = (rows.fold[:, None] == torch.arange(folds, device=rows.fold.device)).to(losses.dtype)
+    return (losses * rows.counts) @ at
+
+
+@dataclass(frozen=True)
+class TableFit(Algorithm):
+    """What `fedtailor fit` does with tables, where each site has its own."""
+
+    effects: tuple[Effects, ...] = ("none", "intercept", "diagonal", "full")
+    """Mixed models to try beside each site's own model, by what differs between sites."""
+
+    folds: int = 5
+    """Parts of a site's rows that are predicted from the others."""
+
+    title: ClassVar[str] = "TableFit"
+    learns: ClassVar[str] = "weights"
+    keeps: ClassVar[str] = "model"
+    private: ClassVar[str] = "models, what they say of rows, weights"
+    onboards_fitted: ClassVar[bool] = True
+    settles: ClassVar[bool] = True
+
+    logit_variation = passed_on(MixedLogit, "logit", "variation")
+    logit_begin = passed_on(MixedLogit, "logit", "begin")
+    logit_linearise = passed_on(MixedLogit, "logit", "linearise")
+    logit_evidence = passed_on(MixedLogit, "logit", "evidence")
+    logit_marginal = passed_on(MixedLogit, "logit", "marginal")
+    logit_slope = passed_on(MixedLogit, "logit", "slope")
+    number_variation = passed_on(MixedModel, "number", "variation")
+    number_marginal = passed_on(MixedModel, "number", "marginal")
+    number_slope = passed_on(MixedModel, "number", "slope")
+
+    @property
+    def candidates(self) -> int:
+        """Each site's own model, and the mixed ones."""
+        return 1 + len(self.effects)
+
+    @property
+    def parts(self) -> int:
+        """All rows, and all but those of each fold."""
+        return 1 + self.folds
+
+    @property
+    def preparation(self) -> int:
+        """Agree on scales; then solve every candidate on every part."""
+        return 1 + len(self.effects) * self.parts
+
+    def check(self, model: Model, task: str) -> None:
+        if ridge.names(model)[1] is None:
+            raise ConfigError("model.bias: this algorithm needs an intercept; set model.bias = true")
+        if task not in ("classification", "regression"):
+            raise ConfigError(f"algorithm.name: {self.title} is for classification and regression, not {task}")
+
+    # candidates
+
+    def client_init(self, me: ClientContext) -> Tree:
+        none = no_scale(me)
+        state = {
+            "center": none,
+            "spread": none + 1,
+            "inner": self.mixed(me, "none").client_init(me),
+            "solved": me.n.new_zeros((self.candidates, self.parts)),
+        }
+        return state | {"models": self.alone(me, state, {})} | self.first_blend(me)
+
+    def mixed(self, me: ClientContext, effects: Effects) -> MixedModel | MixedLogit:
+        is_class = me.experiment.data.task == "classification"
+        return MixedLogit(effects) if is_class else MixedModel(effects)
+
+    def part(self, me: ClientContext, part: int, state: Tree | None = None) -> Part:
+        """The client without the rows of a fold; part 0 has all."""
+        mine = me.state if state is None else state
+        return Part(me, mine["inner"], part - 1 if part else None, self.folds, mine["center"], mine["spread"])
+
+    def alone(self, me: ClientContext, state: Tree, before: Tree) -> Tensor:
+        """The models [candidates, parts, coefficients, outputs] with each site's own ones."""
+        each = [ridge.as_vector(me.model, LinearAlone().choose_fit(self.part(me, p, state))) for p in range(self.parts)]
+        own = torch.stack(each)[None]
+        others = before["models"][1:] if before else torch.zeros_like(own).repeat(self.candidates - 1, 1, 1, 1)
+        return torch.cat([own, others])
+
+    def stage(self, round: int) -> tuple[Effects, int] | None:
+        """Effects and part that a round of the preparation is for."""
+        at = round + self.preparation - 2
+        return (self.effects[at // self.parts], at % self.parts) if 0 <= at < self.preparation - 1 else None
+
+    def at_work(self, me: ClientContext) -> tuple[MixedModel | MixedLogit, Part]:
+        """The algorithm of this round's candidate, and the client as it sees it."""
+        stage = self.stage(me.round)
+        assert stage is not None
+        return self.mixed(me, stage[0]), self.part(me, stage[1])
+
+    def round(self, fed: Federation, server: Tree) -> Tree:
+        stage = self.stage(fed.round)
+        if stage is not None:
+            return self.solve(fed, server, *stage)
+        return self.scale(fed, server) if fed.round < 1 else self.blend(fed, server)
+
+    def scale(self, fed: Federation, server: Tree) -> Tree:
+        """Agree on the mean and the spread of every number; sites solve their own models on that scale."""
+        center, spread, is_number = agreed(fed, self.moments)
+        fed.map(self.own, center, spread)
+        return server | {"center": center, "spread": spread, "is_number": is_number}
+
+    def solve(self, fed: Federation, server: Tree, effects: Effects, part: int) -> Tree:
+        """One candidate on one part; on all but a fold it begins where it ended on all rows."""
+        is_class = not bool(server["is_number"])
+        w = ridge.as_vector(fed.model, fed.model.params)
+        size = len(w) * max(w.shape[1] - 1, 1) if is_class else len(w)
+        dropped = server.get("dropped", {})
+        if fed.clients == 1 or not usable(effects, size, not is_class) or effects in dropped:
+            return server
+        mixed, prefix = (MixedLogit(effects), "logit") if is_class else (MixedModel(effects), "number")
+        fed.map(self.begin)
+        start = server["solved"][effects] if part else mixed.server_init(fed.model)
+        try:
+            solved = mixed.round(Seen(fed, self, prefix), start)  # type: ignore[arg-type]
+        except torch.linalg.LinAlgError:
+            return server | {"dropped": dropped | {effects: w.new_ones(())}}
+        fed.map(self.keep, solved)
+        return server if part else server | {"solved": server.get("solved", {}) | {effects: solved}}
+
+    @on_client(sends=MOMENTS)
+    def moments(self, me: ClientContext, step: Tensor, center: Tensor, unit: Tensor) -> tuple[Tree, Tree]:
+        return me.state, moments_of(me, step, center, unit)
+
+    @on_client()
+    def own(self, me: ClientContext, center: Tensor, spread: Tensor) -> tuple[Tree, Tree]:
+        state = me.state | {"center": center, "spread": spread}
+        solved = torch.cat([torch.ones_like(me.state["solved"][:1]), me.state["solved"][1:]])
+        return state | {"models": self.alone(me, state, me.state), "solved": solved}, None
+
+    @on_client()
+    def begin(self, me: ClientContext) -> tuple[Tree, Tree]:
+        mixed, part = self.at_work(me)
+        return me.state | {"inner": mixed.client_init(part)}, None
+
+    @on_client()
+    def keep(self, me: ClientContext, solved: Tree) -> tuple[Tree, Tree]:
+        mixed, part = self.at_work(me)
+        v = ridge.as_vector(me.model, mixed.personal(part, solved))
+        effects, p = self.stage(me.round) or ("none", 0)
+        here = torch.zeros_like(me.state["solved"])
+        here[1 + self.effects.index(effects), p] = 1
+        models = torch.where(here[:, :, None, None] > 0, v, me.state["models"])
+        return me.state | {"models": models, "solved": torch.maximum(me.state["solved"], here)}, None
+
+    # blends
+
+    def first_blend(self, me: ClientContext) -> dict[str, Tensor]:
+        """What a site keeps of its blend."""
+        zero = me.n.to(me.model.dtype) * 0
+        own = self.alone_weights(zero)
+        return {
+            "noise": zero + 1,
+            "here": zero,
+            "weights": zero + own.expand(self.parts, OPTIONS, -1),
+            "taken": zero + zero.new_zeros(OPTIONS),
+            "gain": zero + zero.new_zeros(4),  # as `site_gains.Gains`
+            "sure": zero + zero.new_zeros(2),  # mean and standard error, shrunk
+            "served": zero + own,
+        }
+
+    def rows(self, me: ClientContext) -> CandidateRows:
+        """What each candidate says of rows that it has not seen."""
+        x, y, mask = self.part(me, 0).train
+        fold, models = folds_at(me, self.folds), me.state["models"]
+        design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
+        said = torch.zeros_like(torch.einsum("nd,cdo->cno", design, models[:, 0]))
+        for f in range(self.folds):
+            said = said + (fold == f)[None, :, None] * torch.einsum("nd,cdo->cno", design, models[:, f + 1])
+        is_class = not y.is_floating_point()
+        return CandidateRows(said.log_softmax(2) if is_class else said, y, mask * (fold >= 0), fold, is_class)
+
+    def alone_weights(self, like: Tensor) -> Tensor:
+        """The weights of a site that keeps its own model."""
+        return (torch.arange(self.candidates, device=like.device) == 0).to(like.dtype)
+
+    def scaled_rows(self, me: ClientContext) -> CandidateRows:
+        """The site's rows in units of its noise; none if it missed a candidate."""
+        rows = self.rows(me)
+        return rows._replace(counts=rows.counts * me.state["here"]).divided(me.state["noise"])
+
+    @on_client(sends=(ERRORS, COUNTS))
+    def errors(self, me: ClientContext, allowed: Tensor) -> tuple[Tree, Tree]:
+        """Losses of each candidate; a site that missed one takes no part in the choice."""
+        here = (me.state["solved"] >= allowed[:, None]).all().to(me.state["noise"].dtype)
+        state = me.state | {"here": here, "noise": torch.ones_like(me.state["noise"])}
+        rows = self.rows(me)
+        rows = rows._replace(counts=rows.counts * here)
+        losses = blending.row_losses(rows.said, rows.y, rows.is_class)
+        return state, (
+            losses_by_fold(rows, losses, self.folds),
+            losses_by_fold(rows, torch.ones_like(losses[0]), self.folds),
+        )
+
+    @on_client(sends=ERRORS)
+    def scaled_errors(self, me: ClientContext, allowed: Tensor, usual: Tensor) -> tuple[Tree, Tree]:
+        """Squared errors in units of the site's noise: that of its best candidate, helped by the usual one."""
+        rows = self.rows(me)
+        rows = rows._replace(counts=rows.counts * me.state["here"])
+        losses = blending.row_losses(rows.said, rows.y, rows.is_class)
+        total = torch.where(allowed > 0, (losses * rows.counts).sum(1), torch.inf).amin()
+        noise = ((total + HELP * usual) / (rows.counts.sum() + HELP)).sqrt().clamp(min=1e-150)
+        return me.state | {"noise": noise}, losses_by_fold(rows, losses / noise.square(), self.folds)
+
+    @on_client(sends=(GRADIENTS, CURVATURES))
+    def curvature(self, me: ClientContext, weights: Tensor) -> tuple[Tree, Tree]:
+        """At the common weights of each part."""
+        rows = self.scaled_rows(me)
+        each = [
+            blending.quadratic(rows.said, rows.y, rows.without(p), weights[p], rows.is_class) for p in range(self.parts)
+        ]
+        return me.state, (torch.stack([g for g, _ in each]), torch.stack([h for _, h in each]))
+
+    def own_quadratic(self, rows: CandidateRows, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """At the site's weights for each part and pull."""
+        each = [
+            [
+                blending.quadratic(rows.said, rows.y, rows.without(p), weights[p, 2 + i], rows.is_class)
+                for i in range(len(OWN_PULLS))
+            ]
+            for p in range(self.parts)
+        ]
+        return tuple(torch.stack([torch.stack([one[k] for one in row]) for row in each]) for k in (0, 1))  # type: ignore[return-value]
+
+    @on_client(sends=OWN)
+    def begin_own(self, me: ClientContext, single: Tensor, common: Tensor) -> tuple[Tree, Tree]:
+        """The site's weights begin at the common ones."""
+        weights = torch.cat([single[:, None], common[:, None].expand(-1, OPTIONS - 1, -1)], dim=1)
+        return me.state | {"weights": weights}, self.own_quadratic(self.scaled_rows(me), weights)[1]
+
+    @on_client(sends=OWN)
+    def step_own(self, me: ClientContext, common: Tensor, metric: Tensor, allowed: Tensor) -> tuple[Tree, Tree]:
+        """A Newton step of the site's weights, drawn towards the common ones as `metric` says."""
+        rows, old = self.scaled_rows(me), me.state["weights"]
+        gradient, hessian = self.own_quadratic(rows, old)
+        own = old[:, 2:]
+        linear = (hessian @ own[..., None])[..., 0] - gradient + (metric @ common[:, None, :, None])[..., 0]
+        weights = torch.cat([old[:, :2], blending.on_simplex(hessian + metric, linear, allowed)], dim=1)
+        return me.state | {"weights": weights}, self.own_quadratic(rows, weights)[1]
+
+    def option_row_losses(self, me: ClientContext) -> Tensor:
+        rows, weights = self.scaled_rows(me), me.state["weights"]
+        return torch.stack([weighted_losses(rows, held_out(rows, weights[:, i])) for i in range(OPTIONS)])
+
+    @on_client(sends=LOSSES)
+    def option_losses(self, me: ClientContext) -> tuple[Tree, Tree]:
+        return me.state, self.option_row_losses(me).sum(1)
+
+    @on_client(sends=(LOSSES, LOSSES, LOSSES))
+    def option_differences(self, me: ClientContext, best: Tensor) -> tuple[Tree, Tree]:
+        """By how much each way of blending loses against the best: sums, squares by row, squares of the site's sums."""
+        losses = self.option_row_losses(me)
+        lost = losses - best @ losses
+        return me.state, (lost.sum(1), lost.square().sum(1), lost.sum(1).square())
+
+    @on_client()
+    def settle(self, me: ClientContext, taken: Tensor) -> tuple[Tree, Tree]:
+        """The site's weights, and what it gains with them over its own model."""
+        rows, unit = self.scaled_rows(me), me.state["noise"].square()
+        served, own = held_out(rows, torch.einsum("o,poc->pc", taken, me.state["weights"])), rows.said[0]
+        gain = (weighted_losses(rows, own) - weighted_losses(rows, served)) * unit
+        least = site_gains.chance(served, own) if rows.is_class else torch.zeros_like(gain)
+        stated = site_gains.gains_of(gain, rows.counts, least)
+        return me.state | {"taken": taken, "gain": torch.stack(list(stated))}, None
+
+    @on_client(sends=BELOW)
+    def gain_counts(self, me: ClientContext, thresholds: Tensor) -> tuple[Tree, Tree]:
+        return me.state, site_gains.below(site_gains.Gains(*me.state["gain"]), thresholds)
+
+    @on_client(sends=CERTAINTY)
+    def gain_sums(self, me: ClientContext, shared: Tensor) -> tuple[Tree, Tree]:
+        return me.state, site_gains.sums_of(site_gains.Gains(*me.state["gain"]), site_gains.Shared(*shared))
+
+    @on_client(sends=WEIGHTS)
+    def decide(self, me: ClientContext, shared: Tensor) -> tuple[Tree, Tree]:
+        """The promise: a site whose own model is known to be better keeps it."""
+        mean, error = site_gains.shrunk(site_gains.Gains(*me.state["gain"]), site_gains.Shared(*shared))
+        weights = torch.einsum("o,oc->c", me.state["taken"], me.state["weights"][0])
+        own = self.alone_weights(weights)
+        is_own = (mean + KNOWN * error < 0) | (me.state["here"] == 0)
+        served = torch.where(is_own, own, weights)
+        return me.state | {"sure": torch.stack([mean, error]), "served": served}, served
+
+    def blend(self, fed: Federation, server: Tree) -> Tree:
+        """The server's half: common weights, the way of blending, and how sure gains are."""
+        allowed = fed.model.like.new_tensor(
+            [1.0, *(float(e in server.get("solved", {}) and e not in server.get("dropped", {})) for e in self.effects)]
+        )
+        is_class = not bool(server["is_number"])
+        losses, counts = fed.sum(fed.map(self.errors, allowed))
+        count = counts.sum()
+        if not is_class:
+            usual = torch.where(allowed > 0, losses.sum(1) / count.clamp(min=1), torch.inf).amin()
+            losses = fed.sum(fed.map(self.scaled_errors, allowed, usual))
+        rest = torch.cat([losses.sum(1)[:, None], losses.sum(1)[:, None] - losses], dim=1)  # [candidates, parts]
+        rest = torch.where(allowed[:, None] > 0, rest, torch.inf)
+        single = torch.nn.functional.one_hot(rest.argmin(0), self.candidates).to(losses)
+        rows = torch.cat([count[None], count - counts]).clamp(min=1)
+        common = uniform = (allowed / allowed.sum()).expand(self.parts, -1)
+        for _ in range(NEWTON if is_class else 1):
+            gradient, hessian = fed.sum(fed.map(self.curvature, common))
+            metric = hessian / rows[:, None, None]
+            linear = ((hessian @ common[..., None]) + metric @ uniform[..., None])[..., 0] - gradient
+            common = blending.on_simplex(hessian + metric, linear, allowed)
+        hessian = fed.sum(fed.map(self.begin_own, single, common))
+        pulls = hessian.new_tensor(OWN_PULLS)[:, None, None]
+        for _ in range(NEWTON if is_class else 1):
+            metric = pulls * hessian / rows[:, None, None, None]
+            hessian = fed.sum(fed.map(self.step_own, common, metric, allowed))
+        taken = self.choose_option(fed, count)
+        fed.map(self.settle, taken)
+
+        def ask(shared: site_gains.Shared) -> Tensor:
+            return fed.sum(fed.map(self.gain_sums, torch.stack(list(shared))))
+
+        def count_below(thresholds: Tensor) -> Tensor:
+            return fed.sum(fed.map(self.gain_counts, thresholds))
+
+        shared = site_gains.shared_by(count_below, ask, count)
+        served = fed.sum(fed.map(self.decide, torch.stack(list(shared))))
+        weights = torch.where(taken[0] > 0, single[0], common[0])
+        fed.report(gain=shared.center, error=shared.doubt.sqrt(), way=taken.argmax())
+        return server | {"common": weights, "served": served / max(len(fed.cohort), 1), "taken": taken}
+
+    def choose_option(self, fed: Federation, count: Tensor) -> Tensor:
+        """The first way of blending, from one for all to blends by site, that is not surely worse than the best."""
+        total = fed.sum(fed.map(self.option_losses))
+        best = torch.nn.functional.one_hot(total.argmin(), OPTIONS).to(total)
+        lost, by_row, by_site = fed.sum(fed.map(self.option_differences, best))
+        spread = torch.stack(
+            [squares - lost.square() / n for squares, n in ((by_row, count.clamp(min=1)), (by_site, len(fed.cohort)))]
+        )
+        is_sure = lost > SURELY * spread.clamp(min=0).sqrt().amax(0) + ROUNDING * total.min().abs()
+        return torch.nn.functional.one_hot((~is_sure).to(torch.int64).argmax(), OPTIONS).to(total)
+
+    def personal(self, me: ClientContext, server: Tree) -> Params:
+        return self.served(me, me.state["served"])
+
+    def served(self, me: ClientContext, weights: Tensor) -> Params:
+        """A blend of linear models is one: of classes only differences of logits count."""
+        is_class = me.experiment.data.task == "classification"
+        v = torch.einsum("c,cdo->do", weights, me.state["models"][:, 0])
+        return ridge.as_params(me.model, unscaled(v, me.state["center"], me.state["spread"], is_class))
+
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
+        """A newcomer's own model, its part of the mixed ones, and the federation's weights."""
+        state = self.client_init(me) | {"center": server["center"], "spread": server["spread"]}
+        models = self.alone(me, state, {})
+        for at, effects in enumerate(self.effects):
+            if effects in server.get("solved", {}) and effects not in server.get("dropped", {}):
+                mixed = self.mixed(me, effects)
+                part = self.part(me, 0, state)
+                part.state = mixed.client_init(part)
+                v = ridge.as_vector(me.model, mixed.personal(part, server["solved"][effects]))
+                models = torch.cat([models[: 1 + at], v.expand_as(models[:1]), models[2 + at :]])
+        return state | {"models": models, "served": server["common"]}

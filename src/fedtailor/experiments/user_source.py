@@ -1,0 +1,319 @@
+"""The user's own code ("module:Class") behind a run: which of it a file may name, and whether it has changed since.
+
+Trust. A user's own command (`run`, `compare`, `fit`, a program) may name any "module:Class", which is remembered: the
+name, the file and a hash over it and all that it imports out of its folder. What a run folder or an exported model
+names is imported only if that very code was remembered before, or is accepted by `--trust`: what a file says is never
+reason enough to run it. The user's configuration folder has one small file for each.
+
+Change. A run does not go on, and is not used, with other code than it began with. The files of an algorithm or model
+and of the modules that it imports are compared, as far as they lie in the folder from which the first was imported; of
+an installed package only the first file. A class of a notebook has no file: its methods and fields are compared, if
+they can be read. Other packages are not looked at, nor fedtailor itself, whose version is recorded.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import shlex
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedtailor import algorithms, models
+from fedtailor.core import task as tasks
+from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.store import CONFIG, RunFolder
+from fedtailor.plugins import SEARCHED, file_of, folder_above, import_folder, imported, located, module_of
+from fedtailor.training import optimizers
+
+PLAIN = (bool, int, float, str, tuple, list)
+Code = dict[str, dict[str, Any]]  # by the key that names it: its "name", its "folder", and "files" with their digests
+
+_remembered = set[str]()  # by this process, which may have no folder to write to
+
+
+def names(config: RunConfig) -> dict[str, str]:
+    """What a configuration names as "module:Class", by key."""
+    named = {
+        "algorithm.name": config.algorithm.name,
+        "model.name": config.model.name,
+        "local.optimizer": config.local.optimizer,
+        "task.name": config.task.name,
+        "data.source": getattr(config.data, "load", ""),
+    }
+    named |= {
+        f"model.by_client.{k}.name": str(own.get("name", "")) for k, own in (config.model.by_client or {}).items()
+    }
+    named |= {
+        f"evaluation.metrics.{i}": name for i, name in enumerate([*config.evaluation.metrics, config.evaluation.decide])
+    }
+    return {key: name for key, name in named.items() if ":" in name}
+
+
+def remember(config: RunConfig) -> None:
+    """What the user's own command names may be named by the files that it writes."""
+    for key, name in names(config).items():
+        if (file := located(key, name)) is not None:
+            _remember(name, file)
+
+
+def require_trusted(config: RunConfig, origin: str) -> None:
+    """Fail if a configuration that was read from a file names code that this user neither ran nor accepted."""
+    for key, name in names(config).items():
+        file = located(key, name)
+        if file is None:
+            raise RunError(f'{origin}: {key} "{name}": has no source file to look at, so no file may name it')
+        if not _is_remembered(name, file):
+            raise RunError(
+                f'{origin}: {key} "{name}" is code outside fedtailor that you have not run yourself: {file} '
+                f"(sha256 {fingerprint(name, file)[:16]}); nothing of it was run. "
+                "Read it, and if you trust it add --trust (in Python: trust=True)"
+            )
+
+
+def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
+    """The user trusts what a file names: told is which file and hash, and only classes of the right kind are taken."""
+    for key, name in names(config).items():
+        file = located(key, name)
+        if file is not None:  # else `require_trusted` says so
+            tell(f'{origin}: trusted: {key} "{name}", {file}, sha256 {fingerprint(name, file)}')
+            find = {"algorithm.name": algorithms.find, "model.name": models.find, "local.optimizer": optimizers.find}
+            find |= {"task.name": tasks.find}
+            is_model = key == "model.name" or key.startswith("model.by_client.")
+            kind = find.get(key, partial(imported, key))(name)
+            if is_model and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+                raise ConfigError(f'{origin}: {key} "{name}": is no nn.Module, and is not called for a file')
+            _remember(name, file)
+
+
+def accept_folder(path: Path, tell: Callable[[str], None] | None = None) -> None:
+    """The same for all that a run, or the runs of a fit, name."""
+    for run in [path] if (path / CONFIG).exists() else sorted(p.parent for p in path.glob(f"*/{CONFIG}")):
+        accept(RunFolder.open(run).config, str(run), tell or say)
+
+
+def say(line: str) -> None:
+    """To the user, beside what a command prints."""
+    print(line, file=sys.stderr)
+
+
+def fingerprint(name: str, file: Path) -> str:
+    """sha256 over the file of a module, its packages, and all that they import out of the same folder."""
+    folder, parts = folder_of(name, file), name.partition(":")[0].split(".")
+    packages = (folder.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts)))
+    digest = hashlib.sha256()
+    for path, content in sources(folder, [file, *filter(Path.is_file, packages)]).items():
+        digest.update(f"{path}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def folder_of(name: str, file: Path) -> Path:
+    """The folder from which a module is imported."""
+    return folder_above(file, name.partition(":")[0]) or file.parent
+
+
+def sources(folder: Path, first: Sequence[Path]) -> dict[str, bytes]:
+    """The first files and all that they need of a folder; of an installed package only the first."""
+    is_installed = folder in {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    waiting, contents = list(first), {}
+    while waiting:
+        file = waiting.pop()
+        name = file.relative_to(folder).as_posix()
+        if name not in contents:
+            contents[name] = file.read_bytes()
+            waiting += [] if is_installed or file.suffix != ".py" else _imports(contents[name], file, folder)
+    return dict(sorted(contents.items()))
+
+
+def _imports(content: bytes, file: Path, folder: Path) -> Iterator[Path]:
+    """Files of a folder that the import statements of another one name."""
+    package = file.relative_to(folder).parts[:-1]
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # it cannot be imported either
+        return
+    for node in nodes:
+        parts_of: list[tuple[str, ...]] = []
+        if isinstance(node, ast.Import):
+            parts_of = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base += tuple(node.module.split(".")) if node.module else ()
+            parts_of = [(*base, alias.name) for alias in node.names]  # a module of a package, or a thing of a module
+        for parts in {name[:end] for name in parts_of for end in range(1, len(name) + 1)}:
+            path = folder.joinpath(*parts)
+            if parts[0] != "fedtailor":
+                yield from (p for p in (path.with_name(f"{path.name}.py"), path / "__init__.py") if p.is_file())
+
+
+def _store() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fedtailor" / "trusted"
+
+
+def _entry(name: str, file: Path) -> tuple[str, str]:
+    """What is remembered, and the name of its file."""
+    content = json.dumps({"name": name, "file": str(file), "sha256": fingerprint(name, file)}, indent=1)
+    return content, hashlib.sha256(content.encode()).hexdigest()
+
+
+def _remember(name: str, file: Path) -> None:
+    content, key = _entry(name, file)
+    _remembered.add(key)
+    with suppress(OSError, RuntimeError):  # without a home it is remembered by this process only
+        if not (path := _store() / f"{key}.json").exists():
+            _store().mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.write_text(content, encoding="utf-8")
+
+
+def _is_remembered(name: str, file: Path) -> bool:
+    key = _entry(name, file)[1]
+    try:
+        return key in _remembered or (_store() / f"{key}.json").is_file()
+    except (OSError, RuntimeError):
+        return False
+
+
+def code_of(config: RunConfig) -> Code:
+    """What a configuration names that is not of this package."""
+    named = {
+        "algorithm.name": (config.algorithm.name, algorithms.find(config.algorithm.name)),
+        "model.name": (config.model.name, models.find(config.model.name)),
+        "local.optimizer": (config.local.optimizer, optimizers.find(config.local.optimizer)),
+    }
+    others = {k: v for k, v in names(config).items() if k not in named}
+    named |= {key: (name, imported(key, name)) for key, name in others.items()}
+    return {key: own for key, (name, kind) in named.items() if (own := _record_of(name, kind)) is not None}
+
+
+def named_code(config: RunConfig) -> Code:
+    """What a configuration names as "module:Class", by its files alone: nothing is imported."""
+    code: Code = {}
+    for key, name in names(config).items():
+        if not name.startswith("fedtailor.") and (file := located(key, name)) is not None:
+            folder = folder_of(name, file)
+            code[key] = {"name": name, "folder": str(folder), "files": _files(folder, file)}
+    return code
+
+
+def code_notes(code: Code) -> list[str]:
+    """What cannot be looked after."""
+    return [
+        f"{key}: the source of {its['name']} cannot be had; a change of it goes unnoticed"
+        for key, its in code.items()
+        if its["files"] is None
+    ]
+
+
+def refuse_other_code(folder: RunFolder) -> None:
+    """Fail if own code of a run is not what it was then, or is not trusted; nothing of it was run until here."""
+    if change := change_of(folder):
+        why = f"{change} since the run was started; put back what it was, or start a new run"
+        raise RunError(f"{folder.path}: {why}", code="run.changed")
+
+
+def change_of(folder: RunFolder) -> str:
+    """In words, what own code of a run is not what it was then; nothing of older folders, which do not tell.
+
+    Code that is not there is a `RunError`.
+    """
+    before = folder.about.get("code")
+    try:
+        return change_since(before, folder.config, str(folder.path))
+    except ConfigError as error:
+        where = _where_to_find(str(error), before or {})
+        raise RunError(f"{folder.path}: {str(error).removesuffix(SEARCHED) if where else error}{where}") from None
+
+
+def change_since(before: Any, config: RunConfig, origin: str) -> str:
+    """The same for what a file recorded. First by the files alone; what is not trusted is not imported to find out."""
+    if before is not None and not _is_code(before):
+        raise RunError(f"{origin}: what it says of its code is damaged")
+    if before is not None and (change := code_difference(before, before | named_code(config))):
+        return change
+    require_trusted(config, origin)
+    return "" if before is None else code_difference(before, code_of(config))
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(its, dict)
+        and isinstance(its.get("name"), str)
+        and isinstance(its.get("folder"), str | None)
+        and isinstance(its.get("files", 0), dict | None)
+        for its in value.values()
+    )
+
+
+def code_difference(before: Code, now: Code) -> str:
+    """What changed, in words, or nothing; where the source could not be had nothing is known."""
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if old is None or new is None:
+            words = "was fedtailor's and is one's own" if old is None else "was one's own and is fedtailor's"
+            return f"{key} {(old or new or {})['name']} {words}"
+        if None in (old["files"], new["files"]) or old["files"] == new["files"]:
+            continue
+        names = sorted({**old["files"], **new["files"]})
+        changed = [name for name in names if old["files"].get(name) != new["files"].get(name)]
+        return f"the code of {key} {new['name']} changed ({', '.join(changed)})"
+    return ""
+
+
+def _where_to_find(error: str, before: Code) -> str:
+    """What to do about own code that is not found."""
+    for key, its in before.items():
+        if error.startswith(f"{key}:"):
+            if ":" in its["name"] and its["folder"]:
+                return f"; it was in {its['folder']}: go there, or set PYTHONPATH={shlex.quote(its['folder'])}"
+            return (
+                f"; it was a class of the program that began the run (in {its['folder'] or 'a console or notebook'}): "
+                "call fedtailor.algorithms.register with it and then fedtailor.experiments.runner.resume, or put it "
+                "into a file and start a new run, which any process can go on with"
+            )
+    return ""
+
+
+def _record_of(name: str, kind: Any) -> dict[str, Any] | None:
+    """What is recorded of a class or function; None if it is of this package."""
+    module = module_of(name, kind)
+    if str(getattr(module, "__name__", "")).partition(".")[0] == "fedtailor":
+        return None
+    file = file_of(module)
+    if file is None:
+        return {"name": name, "folder": None, "files": _digest_without_file(kind)}
+    folder = import_folder(module) or file.parent
+    return {"name": name, "folder": str(folder), "files": _files(folder, file)}
+
+
+def _files(folder: Path, first: Path) -> dict[str, str]:
+    """The first file and all that it needs of a folder."""
+    return {name: _digest(content) for name, content in sources(folder, [first]).items()}
+
+
+def _digest_without_file(kind: Any) -> dict[str, str] | None:
+    """Of a class without a file: what was typed for its methods, and its fields; None where that cannot be had."""
+    fields = getattr(kind, "__dataclass_fields__", {})
+    text = [f"{name} = {field.default}" for name, field in fields.items() if isinstance(field.default, PLAIN)]
+    generated = ("<string>", dataclasses.__file__)
+    methods = [v for v in vars(kind).values() if inspect.isfunction(v) and v.__code__.co_filename not in generated]
+    try:
+        text += [inspect.getsource(method) for method in methods]
+    except (OSError, TypeError):
+        return None
+    return {kind.__qualname__: _digest("\n".join(text).encode())} if methods else None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,153 @@
+"""Predictions for the rows of a file: of one site, or each by the model of its site."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtailor.data.files import read_npz
+from fedtailor.data.tabular.columns import escape_formula
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
+from fedtailor.errors import DataError, RunError, nearest
+from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json, write_atomically
+from fedtailor.tables.intervals import around
+from fedtailor.tables.serve import Personal, personal
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+ORDER = "order of rows in the file"
+ENDS = ("low", "high")
+
+
+def predicted(model: Personal, file: Path, interval: float = 0.0) -> pl.DataFrame:
+    """The rows of a file with a column `prediction` and, for classes, their probabilities; for numbers an interval."""
+    import polars as pl
+
+    if file.suffix == ".npz":
+        x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
+        x = x.to(model.model.dtype) if x.is_floating_point() else x
+        return _with_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x, interval)
+    if client_name(file) is None:
+        raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
+    return predicted_rows(model, file, *read_rows(file), interval)
+
+
+def predicted_rows(
+    model: Personal, file: Path, frame: pl.DataFrame, values: pl.DataFrame, interval: float = 0.0
+) -> pl.DataFrame:
+    """Rows as they are written, with predictions; `values` are the same with decimal points."""
+    return _with_predictions(model, file, frame, model.encode(model.table(file, values)), interval)
+
+
+def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor, interval: float) -> pl.DataFrame:
+    import polars as pl
+
+    try:
+        predictions = model.readable(model.outputs(x))
+    except RuntimeError as error:
+        raise DataError(f"{file}: its samples of shape {list(x.shape[1:])} do not fit the model: {error}") from None
+    columns: dict[str, Any]
+    if model.task == "classification":
+        names = model.classes or tuple(map(str, range(predictions.shape[1])))
+        columns = {"prediction": [names[i] for i in predictions.argmax(1).tolist()]}
+        columns |= {f"probability {name}": predictions[:, i].tolist() for i, name in enumerate(names)}
+    else:
+        ends = [""] if predictions.shape[1] == 1 else [f" {i + 1}" for i in range(predictions.shape[1])]
+        columns = {f"prediction{end}": predictions[:, i].tolist() for i, end in enumerate(ends)}
+    if interval:
+        if model.task not in ("regression", "count"):
+            raise DataError("--interval: is for numbers; of classes there are probabilities")
+        half = model.extras.half_width(interval, model.source)
+        sides = around(predictions[:, 0].double().numpy(), half, model.error_scale)
+        columns |= {f"{end} {100 * interval:g} %": v.tolist() for end, v in zip(ENDS, sides, strict=True)}
+    for name in columns:
+        if name in frame.columns:
+            raise DataError(f'{file}: has a column "{name}" already; rename or remove it')
+    return frame.with_columns(**{name: pl.Series(name, values) for name, values in columns.items()})
+
+
+def write_frame(path: Path, frame: pl.DataFrame) -> None:
+    """As Parquet or CSV, by the ending; whole or not at all."""
+    check_ending(path)
+    name, content = path.name.lower(), io.BytesIO()
+    if name.endswith(".parquet"):
+        frame.write_parquet(content)
+    else:
+        _safe(_plain(frame)).write_csv(content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ",")
+    write_atomically(path, gzip.compress(content.getvalue(), mtime=0) if name.endswith(".gz") else content.getvalue())
+
+
+def _safe(frame: pl.DataFrame) -> pl.DataFrame:
+    """Predicted classes that a spreadsheet would take for a formula; the rows of the file stay as they were written."""
+    import polars as pl
+
+    if "prediction" not in frame.columns or not frame.schema["prediction"].is_(pl.String):
+        return frame
+    return frame.with_columns(frame["prediction"].map_elements(escape_formula, return_dtype=pl.String))
+
+
+def check_ending(path: Path) -> None:
+    """Fail unless predictions can be written to a file of this name."""
+    if not path.name.lower().endswith(SUFFIXES):
+        raise RunError(f"{path}: cannot be written; known endings: {', '.join(SUFFIXES)}")
+
+
+def _plain(frame: pl.DataFrame) -> pl.DataFrame:
+    """A frame with text for what CSV has no form of, such as lists."""
+    import polars as pl
+
+    odd = [s for s in frame if s.dtype.is_nested() or s.dtype in (pl.Duration, pl.Binary, pl.Object)]
+    return frame.with_columns(
+        pl.Series(s.name, [None if value is None else str(value) for value in s.to_list()], dtype=pl.String)
+        for s in odd
+    )
+
+
+def predicted_by_site(path: Path, file: Path, column: str, interval: float = 0.0) -> tuple[pl.DataFrame, list[str]]:
+    """The rows of a file with their predictions, in their order, and notes; sites nobody knows get the common model."""
+    import polars as pl
+
+    frame, values = read_rows(file)
+    if column not in frame.columns:
+        raise DataError(f'{file}: no column "{column}", which names the site; {nearest(column, frame.columns)}')
+    names = frame[column].cast(pl.String)
+    if names.null_count():
+        raise DataError(f'{file}: column "{column}" names no site in {names.null_count()} of {frame.height} rows')
+    known = _sites(path)
+    parts, notes, strangers = [], list[str](), list[str]()
+    for name in names.unique(maintain_order=True).to_list():
+        at = names == name
+        if name in known:
+            model = personal(path, name)
+        else:
+            strangers.append(name)
+            model = _common(path, known)
+        rows = frame.filter(at).with_columns(pl.Series(ORDER, at.arg_true()))
+        parts.append(predicted_rows(model, file, rows, values.filter(at), interval))
+        notes += model.notes
+    if strangers:
+        notes.append(f"{len(strangers)} sites are not in the fit and got the common model: {', '.join(strangers[:5])}")
+    return pl.concat(parts).sort(ORDER).drop(ORDER), notes
+
+
+def _sites(path: Path) -> list[str]:
+    if (path / FIT).exists():
+        record = read_json(path / FIT)
+        source = part_of(path, record["newcomers"])
+        return [*record["sites"], *(p.parent.name for p in source.glob("newcomers/*/index.json"))]
+    return list(RunFolder.open(path).about["clients"])
+
+
+def _common(path: Path, known: list[str]) -> Personal:
+    """The model that all have in common; a fit has one."""
+    if (path / FIT).exists() and "common" in (record := read_json(path / FIT)):
+        return personal(part_of(path, record["common"]), known[0])
+    raise DataError(f"{path}: has no common model for sites that it does not know; known are {', '.join(known[:5])}")

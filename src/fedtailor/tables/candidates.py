@@ -1,0 +1,282 @@
+"""The linear candidates of a fit: alone, common and mixed models, each cross-fitted within a time limit.
+
+Folds are cut inside each site. All sites train together on all but their own part of a fold, and predict it, so that
+every training row is predicted by models that have not seen it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor import engines
+from fedtailor.algorithms._programs.parts import folds_of_rows
+from fedtailor.algorithms._programs.table_fit import usable
+from fedtailor.core.data import FederatedData, Rows
+from fedtailor.core.federation import Federation
+from fedtailor.core.reduce import PerClient
+from fedtailor.core.trees import Params, Tree
+from fedtailor.errors import ClientError, RoundAbandoned, UserError
+from fedtailor.experiments import runner, user_source
+from fedtailor.experiments.building import assemble
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
+from fedtailor.studies.grid import Cell, CellListener
+
+MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
+ALONE, COMMON = "alone", "common"
+START = "start"  # folder of states that an update begins with
+LABELS = {  # by what differs between sites
+    "": ALONE,
+    "none": COMMON,
+    "intercept": "mixed, intercept",
+    "diagonal": "mixed, slopes",
+    "full": "mixed, slopes together",
+}
+FAILURES = (UserError, ClientError, RoundAbandoned, torch.linalg.LinAlgError)  # of one candidate, not of the fit
+
+
+def kind_of(task: str) -> str:
+    """The mixed model of a task."""
+    return {"classification": "mixedlogit", "count": "mixedpoisson"}.get(task, "mixedmodel")
+
+
+def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cell]:
+    """The linear candidates, from simple to rich, each a run of one round."""
+    kind = kind_of(data.task)
+    size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
+    is_gaussian = data.task == "regression"
+    effects = {LABELS[e]: e for e in ("none", "intercept", "diagonal", "full") if usable(e, size, is_gaussian)}
+    wanted = {ALONE: {"name": "linearalone"}}
+    if len(data.clients) > 1:
+        wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}
+    data_table = tables["data"] | ({"val": 0.0} if "val" in tables["data"] else {})
+    solved = {
+        "rounds": 1,
+        "data": data_table,
+        "model": {"name": "linear", "dtype": "float64"},
+        "evaluation": {"every": 1},
+    }
+    cells = []
+    for label, algorithm in wanted.items():
+        config: RunConfig = parse(tables | solved | {"algorithm": algorithm}, origin="fit")
+        name = "-".join([algorithm["name"], *([algorithm["effects"]] if "effects" in algorithm else [])])
+        cells.append(Cell(label, config.seed, out / f"{name}-seed{config.seed}", config))
+    return cells
+
+
+class OutOfTime(Exception):
+    """The time limit is over before a candidate has ended."""
+
+
+@dataclass
+class Clock:
+    """How much of a time limit is left; 0 is none."""
+
+    limit: float
+    begun: float = field(default_factory=time.monotonic)
+
+    def check(self, needed: float = 0.0) -> None:
+        """Raise `OutOfTime` when the limit is over, or would be after so many seconds more."""
+        if self.limit and time.monotonic() - self.begun + needed > self.limit:
+            raise OutOfTime
+
+    def has_time(self, part: float = 1.0) -> bool:
+        """Whether less than that part of the limit is spent."""
+        return not self.limit or time.monotonic() - self.begun < part * self.limit
+
+
+def cross_fitted(
+    cells: list[Cell],
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    root: Path | None,
+    listener: CellListener,
+    clock: Clock,
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Train every linear candidate on all rows, then without each fold; returns what it says out of fold, by label,
+    and what was dropped and why. The sites' own models are always there."""
+    outputs: dict[str, Tensor] = {}
+    dropped: list[dict[str, Any]] = []
+    for cell in cells:
+        why = "the time limit"
+        try:
+            outputs[cell.label] = _cross_fitted_cell(
+                cell, data, folds, root, listener, clock if outputs else Clock(0.0)
+            )
+            continue
+        except OutOfTime:
+            pass
+        except FAILURES as error:
+            if cell.label == ALONE:
+                raise
+            why = str(error).splitlines()[0]
+        dropped.append({"label": cell.label, "round": 0, "val": None, "why": why})
+    return outputs, dropped
+
+
+def _cross_fitted_cell(
+    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, listener: CellListener, clock: Clock
+) -> Tensor:
+    """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
+    any exchange, and show how long the training on all rows will take."""
+
+    def fold_done(fold: int) -> None:
+        listener(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
+        seconds.append(time.monotonic() - clock.begun)
+
+    clock.check()
+    seconds = [time.monotonic() - clock.begun]
+    if not clock.limit:
+        _train(cell, data, root, listener)
+        saved = RunFolder(cell.folder).load_checkpoint()
+        assert saved is not None
+        return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
+    outputs = out_of_fold(cell.config, data, folds, begun_from(cell), fold_done, clock.check)
+    clock.check(MORE_ROWS * (seconds[min(1, len(seconds) - 1)] - seconds[0]))
+    _train(cell, data, root, listener)
+    return outputs
+
+
+def _train(cell: Cell, data: FederatedData, root: Path | None, listener: CellListener) -> None:
+    def listen(p: runner.Progress) -> None:
+        listener(cell.folder.name, p.round, p.rounds)
+
+    if (cell.folder / CONFIG).exists():
+        user_source.remember(cell.config)
+        runner.resume(cell.folder, root, listen, loaded=data)
+    else:
+        runner.start(cell.config, cell.folder, root, listen, loaded=data, server=begun_from(cell))
+
+
+def begun_from(cell: Cell) -> Tree:
+    """The state from which an update begins, if an earlier fit left one."""
+    entry = cell.folder.parent / START / f"{cell.folder.name}.json"
+    return read_tree(entry.parent, read_json(entry)) if entry.exists() else None
+
+
+def delivered(cell: Cell, sites: Sequence[str]) -> list[Params]:
+    """The models of a candidate that was trained on all rows, one for each site."""
+    folder = cell.folder / "personal" / "last"
+    index = read_json(folder / "index.json")
+    return [read_tree(folder, index[site]) for site in sites]
+
+
+FOLDS = 5
+
+
+def all_in_training(data: FederatedData) -> FederatedData:
+    """Validation rows are training rows: folds take their place."""
+    if not len(data.val.x):
+        return data
+    parts = [[torch.cat(pair) for pair in zip(data.train.of(i), data.val.of(i), strict=True)] for i in _sites(data)]
+    sizes = [len(x) for x, _ in parts]
+    train = Rows(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), _starts(sizes))
+    empty = Rows(train.x[:0], train.y[:0], _starts([0] * len(sizes)))
+    return replace(data, train=train, val=empty)
+
+
+def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.int64]:
+    """The fold of every training row, and no site ever without a row.
+
+    Not by class: with the shares of the classes the same in every fold, models that know the site's share would be
+    flattered, since in the rows that they have not seen it is what it is in those that they have.
+    """
+    sizes = data.train.sizes.tolist()
+    each = [folds_of_rows(rows, seed, site, folds) for rows, site in zip(sizes, data.clients, strict=True)]
+    return np.concatenate(each)
+
+
+def only_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
+    """The same sites with some of their training rows."""
+    starts = data.train.starts.tolist()
+    sizes = [int(keep[a:b].sum()) for a, b in pairwise(starts)]
+    at = torch.from_numpy(np.flatnonzero(keep))
+    return replace(data, train=Rows(data.train.x[at], data.train.y[at], _starts(sizes)))
+
+
+def site_of_rows(rows: Rows) -> NDArray[np.int64]:
+    """Which site each row belongs to."""
+    return np.repeat(np.arange(len(rows.sizes)), rows.sizes.numpy())
+
+
+class Watched(Federation):
+    """Calls a function before every exchange; it may end the training by an exception."""
+
+    check: Callable[[], None]
+
+    def map(self, fn: Callable[..., Any], *message: Tree | PerClient) -> PerClient:
+        self.check()
+        return super().map(fn, *message)
+
+
+def trained(
+    config: RunConfig, data: FederatedData, start: Tree = None, check: Callable[[], None] = lambda: None
+) -> tuple[Tree, list[Params]]:
+    """The server's state and every site's model after the rounds of a configuration, in this process."""
+    experiment = assemble(config, data)
+    with engines.open_engine(config.federation.engine, experiment) as engine:
+        fed = Watched(engine, config.federation.limits)
+        fed.check = check
+        server = experiment.algorithm.server_init(experiment.model) if start is None else start
+        everybody = range(len(data.clients))
+        for round in range(1, config.rounds + 1):
+            server = fed.run_round(round, everybody, server)
+        models: dict[int, Params] = {}
+        for group, _, stack in engine.evaluate(everybody, config.rounds, server, ()):
+            for row, client in enumerate(group):
+                models[client] = {name: value[row].clone() for name, value in stack.items()}
+    return server, [models[i] for i in everybody]
+
+
+def outputs_of(config: RunConfig, data: FederatedData, models: list[Params], rows: Rows) -> Tensor:
+    """What every site's model says of its rows: log-probabilities of classes, or numbers."""
+    experiment = assemble(config, replace(data, train=rows if len(rows.x) else data.train))
+    out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64, device="cpu")
+    with torch.no_grad():
+        for i, params in enumerate(models):
+            a, b = int(rows.starts[i]), int(rows.starts[i + 1])
+            if b > a:
+                x = rows.x[a:b].to(experiment.model.dtype)
+                out[a:b] = experiment.algorithm.predict(experiment.model, params, x).double()
+    return out.log_softmax(1) if data.task == "classification" else out
+
+
+def out_of_fold(
+    config: RunConfig,
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    start: Tree = None,
+    fold_done: Callable[[int], None] = lambda fold: None,
+    check: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """What is said of each training row by models that were trained without its fold; NaN where there is no fold.
+
+    Every fold begins at `start`; without one, at what the first fold has come to.
+    """
+    out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
+    for fold in range(int(folds.max()) + 1):
+        held = folds == fold
+        if held.any():
+            server, models = trained(config, only_rows(data, ~held), start, check)
+            start = start or server
+            out[torch.from_numpy(held)] = outputs_of(config, data, models, only_rows(data, held).train)
+            fold_done(fold + 1)
+    return out
+
+
+def _sites(data: FederatedData) -> range:
+    return range(len(data.clients))
+
+
+def _starts(sizes: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(sizes).tolist()], dtype=torch.int64, device="cpu")

@@ -1,0 +1,238 @@
+"""Coefficients of the linear part of a fit, common and by site, with confidence intervals, from the mixed model.
+
+The server's covariance consists of sums over sites. That of a site's own coefficients needs its X'X, and is computed
+where that is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor.core.data import FederatedData, Rows
+from fedtailor.core.trees import Params, Tree
+from fedtailor.data.tabular.preparation import NumberColumn, Preparation
+from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.store import RunFolder
+from fedtailor.numerics.mixed_model import own_covariance
+from fedtailor.studies.grid import Cell
+from fedtailor.tables.candidates import ALONE, COMMON, delivered, kind_of, trained
+
+Floats = NDArray[np.float64]
+INTERCEPT = "intercept"
+ALIASED = 1e-6  # part of a contrast that the data does not show, from which on it is not estimable
+
+
+@dataclass(frozen=True)
+class Term:
+    """A combination of coefficients that is shown."""
+
+    name: str  # such as age, or arm=b
+    column: str
+    weights: Floats  # of the features, and of the intercept, which is last
+    reference: str = ""  # the category that it is compared with
+    sd: float | None = 1.0  # of the feature; None where sites have scales of their own
+    varies: bool = True  # within some site; else its slope cannot differ between sites
+
+
+def terms_of(data: FederatedData) -> list[Term]:
+    """The intercept, at the mean of numbers and usual categories, and a term for every other coefficient.
+
+    Categories are compared with the one that most training rows have: only differences are known of them.
+    """
+    prepared: Preparation = data.preparation
+    size, counts = len(data.features) + 1, data.train.x.sum(0).numpy()
+    varies = within(data.train)
+    eye = np.eye(size)
+    level, out, at = eye[-1].copy(), [], 0
+    for column in prepared.columns:
+        many = len(column.features)
+        if isinstance(column, NumberColumn):
+            spreads = {scale.sd for name, scale in column.sites.items() if name in data.clients}
+            sd = spreads.pop() if len(spreads) == 1 else None
+            out.append(Term(column.name, column.name, eye[at], sd=sd, varies=bool(varies[at])))
+        elif column.statistic_names:
+            some = range(at, at + many)
+            out += [Term(data.features[j], column.name, eye[j], varies=bool(varies[j])) for j in some]
+        else:
+            usual = at + int(counts[at : at + many].argmax()) if many else at
+            level += eye[usual] if many else 0.0
+            for j in range(at, at + many):
+                if j != usual:
+                    name = column.features[j - at]
+                    reference = column.categories[usual - at]
+                    is_within = bool(varies[j] or varies[usual])
+                    out.append(Term(name, column.name, eye[j] - eye[usual], reference, varies=is_within))
+        at += many
+    return [Term(INTERCEPT, INTERCEPT, level), *out]
+
+
+def within(rows: Rows) -> NDArray[np.bool_]:
+    """Features that are not constant within every site."""
+    x, starts = rows.x, rows.starts.tolist()
+    out = np.zeros(x.shape[1], dtype=bool)
+    for a, b in pairwise(starts):
+        if b > a:
+            own = x[a:b]
+            out |= (own != own[:1]).any(0).numpy()
+    return out
+
+
+def unseen(covariance: Floats) -> Floats:
+    """The projection on what the data does not show: directions in which the covariance, a pseudo-inverse, is 0."""
+    values, vectors = np.linalg.eigh(covariance)
+    basis = vectors[:, values > 1e-13 * max(float(values[-1]), 1e-300)]
+    hidden: Floats = np.eye(len(covariance)) - basis @ basis.T
+    return hidden
+
+
+def aliases(weights: Floats, hidden: Floats, features: tuple[str, ...]) -> list[str]:
+    """Features with which a term that is not estimable goes together; nothing if it is estimable."""
+    lost = hidden @ weights
+    if lost @ lost <= ALIASED * (weights @ weights):
+        return []
+    own = {name for name, w in zip(features, weights, strict=False) if w}
+    largest = np.abs(lost).max()
+    return [name for name, v in zip(features, lost, strict=False) if abs(v) > 0.1 * largest and name not in own]
+
+
+Z = 1.959964  # 95 %
+SMALL = 0.02  # sd between sites per sd of a feature, in sds of the target or in log-odds: below, a term is common
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A mixed model as it was fitted, of standardised features."""
+
+    server: Tree  # beta, factor, covariance, noise
+    curvatures: Tensor  # [sites, k, k], X'X of each site
+    own: Floats  # [sites, k], coefficients of each site
+
+    @property
+    def noise(self) -> float:
+        return float(self.server.get("noise", 1.0))
+
+    @property
+    def spread(self) -> Floats:
+        """Covariance of the coefficients between sites."""
+        factor = self.server["factor"].double().numpy()
+        spread: Floats = self.noise * factor @ factor.T
+        return spread
+
+
+def described(cells: list[Cell], weights: Floats) -> Cell | None:
+    """The mixed model with most weight, which tells how sites differ; the common one where that mostly serves them."""
+    total = dict(zip((cell.label for cell in cells), weights.sum(0).tolist(), strict=True))
+    mixed = [cell for cell in cells if cell.label not in (ALONE, COMMON)]
+    common = next((cell for cell in cells if cell.label == COMMON), None)
+    if common is not None and (not mixed or total[COMMON] > len(weights) / 2):
+        return common
+    return max(reversed(mixed), key=lambda cell: total[cell.label], default=None)
+
+
+def mixed_of(cell: Cell, data: FederatedData) -> Mixed:
+    """As its run kept it."""
+    saved = RunFolder(cell.folder).load_checkpoint()
+    assert saved is not None
+    state = saved[1]["state"]
+    own = np.stack([flat(model, data) for model in delivered(cell, data.clients)])
+    return Mixed(state["server"], state["clients"]["state"]["a"].double(), own)
+
+
+def of_one_site(config: RunConfig, data: FederatedData) -> Mixed:
+    """Of a single site, which has nobody to share with: an ordinary model without a penalty on its features."""
+    name = kind_of(data.task)
+    own = parse(config.plain() | {"algorithm": {"name": name, "effects": "none"}}, origin="fit")
+    server, models = trained(own, data)
+    k = len(server["beta"])
+    return Mixed(server, torch.zeros((1, k, k), dtype=torch.float64, device="cpu"), flat(models[0], data)[None])
+
+
+def flat(model: Params, data: FederatedData) -> Floats:
+    """A linear model as a vector: by class against the first, its features and then its intercept."""
+    weight = next(v for v in model.values() if v.dim() == 2).double()
+    bias = next((v.double() for v in model.values() if v.dim() == 1), weight.new_zeros(len(weight)))
+    rows = torch.cat([weight, bias[:, None]], dim=1)
+    vector: Floats = (rows[1:] - rows[:1] if data.task == "classification" else rows).reshape(-1).numpy()
+    return vector
+
+
+def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any]:
+    """As effects.json has them; values are per standard deviation of a number, in units of the target or log-odds."""
+    is_class = data.task == "classification"
+    target = data.preparation.target
+    unit = 1.0 if is_class else float(target.sd)
+    terms, names = terms_of(data), data.classes or tuple(map(str, range(data.outputs)))
+    beta, covariance = mixed.server["beta"].double().reshape(-1).numpy(), mixed.server["covariance"].double()
+    factor, hidden = mixed.server["factor"].double(), unseen(covariance.numpy())
+    size = len(terms[0].weights)
+    by_site = [own_covariance(a, factor, covariance, mixed.noise) for a in mixed.curvatures]
+    own_covariances, shares = [v.numpy() for v, _ in by_site], np.stack([s.numpy() for _, s in by_site]).clip(0, 1)
+    outputs = []
+    for j in range(len(beta) // size):
+        at = slice(j * size, (j + 1) * size)
+        rows = []
+        for term in terms:
+            w = np.zeros(len(beta))
+            w[at] = term.weights
+            alias = sorted(set(aliases(w, hidden, (*data.features, INTERCEPT) * (len(beta) // size))))
+            values, middle = unit * (mixed.own @ w), 0.0 if is_class or term.name != INTERCEPT else target.mean
+            errors = [_root(cov, w) for cov in own_covariances]
+            rows.append(
+                _named(term)
+                | {
+                    "aliases": alias,
+                    **_interval(middle + unit * (beta @ w), unit * _root(covariance.numpy(), w), alias),
+                    "spread": unit * _root(mixed.spread, w),
+                    "differs": _root(mixed.spread, w) > SMALL,
+                    "share": float(shares[:, np.flatnonzero(w)].mean()),
+                    "sites": [
+                        _interval(middle + v, unit * e, alias) for v, e in zip(values.tolist(), errors, strict=True)
+                    ],
+                }
+            )
+        outputs.append(
+            {"class": names[j + 1] if is_class else "", "against": names[0] if is_class else "", "terms": rows}
+        )
+    of_numbers = f"log of {target.name}" if target.is_log or data.task == "count" else target.name
+    scale = "log-odds" if is_class else of_numbers
+    return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": outputs}
+
+
+def _root(covariance: Floats, weights: Floats) -> float:
+    """Standard deviation of a combination."""
+    return float(np.sqrt(max(float(weights @ covariance @ weights), 0.0)))
+
+
+def _named(term: Term) -> dict[str, Any]:
+    return {
+        "name": term.name,
+        "column": term.column,
+        "reference": term.reference,
+        "sd": term.sd,
+        "varies": term.varies,
+    }
+
+
+def _interval(value: float, error: float, alias: list[str]) -> dict[str, float | None]:
+    """Nothing is known of a term that cannot be told apart from others."""
+    if alias:
+        return {"value": None, "low": None, "high": None}
+    return {"value": float(value), "low": float(value - Z * error), "high": float(value + Z * error)}
+
+
+def coefficients_of(cells: list[Cell], weights: Floats, data: FederatedData) -> dict[str, Any] | None:
+    """Of the model that says most, and how much of what serves the sites it is."""
+    if len(data.clients) == 1:
+        return coefficients(of_one_site(cells[0].config, data), data, ALONE) | {"weight": 1.0}
+    cell = described(cells, weights)
+    if cell is None:
+        return None
+    part = float(weights[:, cells.index(cell)].mean())
+    return coefficients(mixed_of(cell, data), data, cell.label) | {"weight": part}

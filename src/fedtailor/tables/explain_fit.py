@@ -1,0 +1,126 @@
+"""What the folder of a fit says of its models; effects that it does not have yet are computed and kept."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtailor.core.data import FederatedData, Rows
+from fedtailor.errors import RunError, nearest
+from fedtailor.experiments.building import task_of
+from fedtailor.experiments.runner import reload_experiment
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, part_of, read_json, write_json
+from fedtailor.metrics.library import find
+from fedtailor.studies.grid import Cell
+from fedtailor.tables.candidates import ALONE, COMMON
+from fedtailor.tables.coefficients import coefficients_of
+from fedtailor.tables.effects import EFFECTS, of_predictions
+from fedtailor.tables.serve import Personal, personal
+from fedtailor.tables.update import rows_of_update
+from fedtailor.tables.words import words_of
+
+EFFECT_LABELS = {
+    ALONE: ALONE,
+    "none": COMMON,
+    "intercept": "mixed, intercept",
+    "diagonal": "mixed, slopes",
+    "full": "mixed, slopes together",
+}
+
+
+def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> dict[str, Any]:
+    """Coefficients, importance, curves and words; of one site only if it is named."""
+    record = read_json(path / FIT)
+    if "sites" not in record:
+        raise RunError(f"{path}: not finished yet; continue with the same fedtailor fit and --out")
+    if site and site not in record["sites"]:
+        raise RunError(f'{path}: no site "{site}"; {nearest(site, record["sites"])}')
+    if (path / EFFECTS).exists():
+        effects = dict(read_json(path / EFFECTS))
+    else:
+        effects = _computed(path, record, data_root)
+        write_json(path / EFFECTS, effects)
+    served = {name: row["served"] for name, row in record["sites"].items() if site in ("", name)}
+    effects |= {"words": words_of(effects), "target": record["target"], "served": served}
+    return _of_site(effects, site) if site else effects
+
+
+def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for every term, common (site is None) and of each site, per unit of its column."""
+    coefficients, out = effects["coefficients"], []
+    for output in coefficients["outputs"] if coefficients else []:
+        for term in output["terms"]:
+            factor = term["sd"] or 1.0
+            for site, each in ((None, term), *zip(coefficients["sites"], term["sites"], strict=True)):
+                numbers = {k: None if each[k] is None else each[k] / factor for k in ("value", "low", "high")}
+                named = {"term": term["name"], "reference": term["reference"], "class": output["class"]}
+                out.append({"site": site} | named | numbers)
+    return out
+
+
+def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
+    """What serves the sites, asked about their rows: importance and curves; coefficients where models are linear."""
+    folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
+    experiment = reload_experiment(folder, data_root, rows_of_update(path, folder) if "update" in record else None)
+    data = experiment.data
+    if not data.is_plain or len(data.shape) != 1 or data.task not in ("classification", "regression", "count"):
+        raise RunError(f"{path}: not a fit of tables; explain one of its runs, such as {folder.path}")
+
+    @cache
+    def model(site: str) -> Personal:
+        return personal(path, site, data_root)
+
+    def predict(rows: Rows) -> Tensor:
+        parts = [
+            model(site).outputs(rows.of(i)[0].to(experiment.model.dtype)).double()
+            for i, site in enumerate(data.clients)
+            if int(rows.sizes[i])
+        ]
+        return torch.cat(parts)
+
+    metric = find(task_of(folder.config, data), record["metric"])
+    doubles = data.to(torch.float64)
+    linear = _coefficients(path, record, doubles) if "weights" in next(iter(record["sites"].values())) else None
+    return {"coefficients": linear, **of_predictions(predict, doubles, metric, folder.config.seed)}
+
+
+def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> dict[str, Any] | None:
+    """Of the linear candidates that lie in a folder."""
+    runs = [RunFolder.open(about.parent) for about in sorted(path.glob(f"*/{ABOUT}"))]
+    cells = []
+    for run in runs:
+        config = run.config
+        effects = config.algorithm.options.get("effects", ALONE)
+        if run.results is not None and effects in EFFECT_LABELS:
+            cells.append(Cell(EFFECT_LABELS[effects], config.seed, run.path, config))
+    weights = [[row["weights"].get(cell.folder.name, 0.0) for cell in cells] for row in record["sites"].values()]
+    try:
+        return coefficients_of(cells, np.array(weights), data)
+    except (RunError, torch.linalg.LinAlgError, np.linalg.LinAlgError):
+        return None
+
+
+def _of_site(effects: dict[str, Any], site: str) -> dict[str, Any]:
+    """Beside what is common, what one site has."""
+    coefficients = effects["coefficients"]
+    if coefficients:
+        at = list(coefficients["sites"]).index(site)
+        outputs = [
+            output | {"terms": [term | {"sites": [term["sites"][at]]} for term in output["terms"]]}
+            for output in coefficients["outputs"]
+        ]
+        effects["coefficients"] = coefficients | {"outputs": outputs, "site": site}
+    columns = [
+        each | {"sites": {k: v for k, v in each["sites"].items() if k == site}}
+        for each in effects["importance"]["columns"]
+    ]
+    effects["importance"] = effects["importance"] | {"columns": columns}
+    effects["curves"] = [
+        curve | {"sites": {k: v for k, v in curve["sites"].items() if k == site}} for curve in effects["curves"]
+    ]
+    return effects

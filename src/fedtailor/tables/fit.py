@@ -1,0 +1,153 @@
+"""A fit from beginning to end; the same call on a finished one reads its record.
+
+Tables are fitted by linear and mixed models and boosted trees. Other data, and a model that is named, go to `halving`.
+Everything is chosen on validation data or out-of-fold predictions; test data is read only for the figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtailor.core.data import FederatedData
+from fedtailor.data.fingerprint import digest
+from fedtailor.data.tabular.earlier_rows import row_keys
+from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments.building import task_of
+from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
+from fedtailor.experiments.user_source import code_difference, code_of
+from fedtailor.studies.grid import Cell, CellListener
+from fedtailor.tables import candidates, fit_sources
+from fedtailor.tables.blend import Selection, select
+from fedtailor.tables.candidates import Clock, all_in_training, cross_fitted, folds_of
+from fedtailor.tables.drift import CARD, training_card
+from fedtailor.tables.effects import EFFECTS, out_of_fold_predictions, table_effects
+from fedtailor.tables.fit_record import table_record
+from fedtailor.tables.fit_sources import read
+from fedtailor.tables.halving import chosen, plan, run_plan
+from fedtailor.tables.model_selection import CAUTION
+from fedtailor.tables.site_metrics import chosen_metric
+
+FOR_CANDIDATES = 0.75  # of a time limit, with reading; the rest is for choosing and for the record
+ROWS = "rows.json"  # which rows are for training and which for testing, by their hashes
+
+
+def fit(
+    source: Mapping[str, Any],
+    out: Path,
+    *,
+    algorithm: str = "auto",
+    data_root: Path | None = None,
+    listener: CellListener = lambda cell, round, rounds: None,
+    time_limit: float = 0.0,
+    metric: str = "",
+    **options: Any,
+) -> dict[str, Any]:
+    """Run what is missing of a fit, choose for every site, and record it; returns the record, as fit.json has it.
+
+    source: the table [data] of a configuration; a folder of files if it names no source.
+    options: as those of `plan`.
+    time_limit: seconds, for tables; candidates for which there is no time are left out, and named. 0 is none.
+    metric: what figures show of a table, such as "auroc"; models are chosen by log loss or squared error.
+    """
+    begun = time.monotonic()
+    tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
+    if fit_sources.is_for(loaded, tables, algorithm):
+        left = max(FOR_CANDIDATES * time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
+        return fit_table(tables, loaded, out, data_root, listener, left, metric)
+    if metric:
+        raise ConfigError(
+            f'--metric {metric}: for tables with --algorithm auto; else --set evaluation.decide="{metric}"'
+        )
+    fit_plan = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
+    claim = claimed(out, algorithm, fit_plan.cells)
+    finished, dropped = run_plan(fit_plan, data_root, listener)
+    record = {"settings": claim} | chosen(fit_plan, finished) | {"dropped": dropped}
+    write_json(out / FIT, record)
+    return record
+
+
+def fit_table(
+    tables: dict[str, Any],
+    loaded: FederatedData,
+    out: Path,
+    root: Path | None,
+    listener: CellListener,
+    limit: float,
+    metric: str = "",
+) -> dict[str, Any]:
+    """Run what is missing, choose for every site, and record it; returns the record."""
+    clock = candidates.Clock(limit)
+    cells = candidates.cells_of(tables, loaded, out)
+    if not metric and loaded.preparation.target.is_log:
+        metric = "mae"  # medians are what it measures
+    metric_name = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
+    claim = claimed(out, "auto", cells)
+    held = read_json(out / FIT)
+    if "sites" in held:
+        if metric and held["metric"] != metric_name:
+            raise RunError(
+                f"{out}: shows {held['metric']}; choose another folder with --out for --metric {metric_name}"
+            )
+        return dict(held)
+    write_json(out / ROWS, row_keys(loaded))
+    selection, data = fit_tables(cells, loaded, out, cells[0].seed, root, listener, limit)
+    record = (
+        {"settings": claim} | table_record(selection, data, out, cells[0].seed, metric) | {"dropped": selection.dropped}
+    )
+    write_json(out / FIT, record)
+    write_json(out / CARD, training_card(data, *out_of_fold_predictions(selection, data, cells[0].seed, record)))
+    if clock.has_time(0.5):  # else `explain` computes them when somebody asks
+        write_json(out / EFFECTS, table_effects(selection, data, out, cells[0].seed, record))
+    return record
+
+
+def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """A folder belongs to one fit, and the same fit goes on in it."""
+    code = [code_of(cell.config) for cell in cells]
+    claim = {
+        "algorithm": algorithm,
+        "caution": CAUTION,
+        "runs": [cell.config.plain() for cell in cells],
+        "files": digest(cells[0].config.data),
+        "code": code,
+    }
+    path = out / FIT
+    if path.exists():
+        current: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
+        saved = current | read_json(path)["settings"]
+        if saved | current != claim:
+            raise RunError(f"{out}: holds another fit; choose another folder with --out")
+        if saved["files"] != claim["files"]:
+            raise RunError(f"{out}: the data is no longer what it was fitted to; choose another folder with --out")
+        changes = (code_difference(old, new) for old, new in zip(saved["code"], code, strict=False))
+        if change := next(filter(None, changes), ""):
+            raise RunError(f"{out}: {change} since it was fitted; choose another folder with --out")
+        return claim
+    if out.exists() and any(out.glob(f"*/{CONFIG}")):
+        raise RunError(f"{out}: holds other runs; choose another folder with --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"settings": claim})
+    return claim
+
+
+def fit_tables(
+    cells: list[Cell],
+    loaded: FederatedData,
+    out: Path,
+    seed: int,
+    root: Path | None,
+    listener: CellListener,
+    limit: float,
+) -> tuple[Selection, FederatedData]:
+    """Train, cross-fit and choose."""
+    data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
+    folds = folds_of(data, seed)
+    outputs, dropped = cross_fitted(cells, data, folds, root, listener, clock)
+    selection = select(cells, data, folds, outputs, seed, clock, out)
+    selection.dropped.extend(dropped)
+    return selection, data

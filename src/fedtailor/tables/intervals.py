@@ -1,0 +1,104 @@
+"""Prediction intervals: conformal, from out-of-fold errors of each site, where it has few with the help of all sites'.
+
+Only sizes of errors are used. The width at a site is a quantile of its own errors mixed with the errors of all sites,
+scaled to the size that is usual at this site. How much these count is settled by predicting folds from the others, and
+the same predictions settle a factor by which held-out rows are covered as often as was asked for: one for small and
+one for large sites.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+ErrorScale = Literal["plain", "log", "root"]  # on which an interval reaches equally far to both sides
+
+
+def around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Floats, Floats]:
+    """The ends of intervals around numbers, logarithms or, of counts, square roots, whose spread is always the same."""
+    if scale == "log":
+        return middle * math.exp(-half), middle * math.exp(half)
+    if scale == "root":
+        root = np.sqrt(middle)
+        return np.maximum(root - half, 0.0) ** 2, (root + half) ** 2
+    return middle - half, middle + half
+
+
+def errors(middle: Floats, y: Floats, scale: ErrorScale) -> Floats:
+    """How far numbers are from the middle of their intervals, on their scale."""
+    if scale == "plain":
+        return np.abs(y - middle)
+    return np.abs(np.log(y) - np.log(middle)) if scale == "log" else np.abs(np.sqrt(y) - np.sqrt(middle))
+
+
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.975, 0.99)
+USUAL = LEVELS.index(0.9)
+PULLS = (10.0, 30.0, 100.0, math.inf)  # rows that the errors of all sites are worth
+HELP = 3.0  # typical rows beside a site's own, where the size of its errors is estimated
+GRID = 1000  # quantiles that stand for the errors of all sites
+SMALL = 30  # rows of a small site
+ENOUGH = 50  # held-out rows of small or of large sites that settle a factor of their own
+FEWEST = 10  # rows in all, below which there are no intervals
+
+
+def half_widths(errors: Floats, site: NDArray[np.int64], folds: NDArray[np.int64], sites: int) -> Floats | None:
+    """[sites + 1, levels]; the last row is for sites that come later. `errors` are absolute, out of fold."""
+    if len(errors) < FEWEST or not (errors > 0).any():
+        return None
+    held = {pull: np.full((len(errors), len(LEVELS)), np.nan) for pull in PULLS}
+    for fold in np.unique(folds):
+        at = folds == fold
+        if at.all():
+            continue
+        for pull, rows in held.items():
+            rows[at] = _widths(errors[~at], site[~at], sites, pull)[site[at]]
+    known = ~np.isnan(held[PULLS[0]][:, 0])
+    if not known.any():
+        return _widths(errors, site, sites, math.inf)
+    best = min(PULLS, key=lambda pull: (_interval_score(errors[known], held[pull][known, USUAL]), -pull))
+    ratios = errors[known, None] / held[best][known]
+    factors = np.tile(_factors(ratios), (sites + 1, 1))
+    is_small = np.bincount(site, minlength=sites) < SMALL
+    for group in (is_small, ~is_small):  # large sites would speak for small ones
+        rows = group[site[known]]
+        if rows.sum() >= ENOUGH:
+            factors[:sites][group] = _factors(ratios[rows])
+    return np.maximum.accumulate(_widths(errors, site, sites, best) * factors, axis=1)
+
+
+def _widths(errors: Floats, site: NDArray[np.int64], sites: int, pull: float) -> Floats:
+    count = np.bincount(site, minlength=sites)
+    usual = float(errors.mean())
+    size = (np.bincount(site, errors, sites) + HELP * usual) / (count + HELP)
+    common = np.quantile(errors / size[site], (np.arange(GRID) + 0.5) / GRID)
+    out = np.empty((sites + 1, len(LEVELS)))
+    out[sites] = np.quantile(errors, LEVELS)
+    order = np.argsort(site, kind="stable")
+    own = np.split(errors[order], np.cumsum(count)[:-1])
+    for i in range(sites):
+        if not len(own[i]) or math.isinf(pull):
+            out[i] = size[i] * np.quantile(common, LEVELS)
+            continue
+        values = np.concatenate([own[i], size[i] * common])
+        weights = np.concatenate([np.ones(len(own[i])), np.full(GRID, pull / GRID)])
+        by_size = np.argsort(values, kind="stable")
+        share = np.cumsum(weights[by_size]) / weights.sum()
+        out[i] = values[by_size][np.minimum(np.searchsorted(share, LEVELS), len(values) - 1)]
+    return np.maximum(out, 1e-12 * usual)
+
+
+def _factors(ratios: Floats) -> Floats:
+    """By level, what widths are multiplied with so that held-out rows are covered as often."""
+    rows = len(ratios)
+    ranks = np.minimum(np.ceil((rows + 1) * np.array(LEVELS)), rows).astype(int) - 1
+    ordered = np.sort(ratios, axis=0)
+    return np.array([ordered[rank, level] for level, rank in enumerate(ranks)])
+
+
+def _interval_score(errors: Floats, widths: Floats) -> float:
+    """Mean width, and a price for every row outside (Gneiting and Raftery); lower is better."""
+    return float((2 * widths + 2 / (1 - LEVELS[USUAL]) * np.maximum(errors - widths, 0)).mean())

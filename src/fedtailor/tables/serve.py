@@ -1,0 +1,332 @@
+"""The personal model of a site, from the folder of a run or a fit: its blend, trees, calibration and intervals."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtailor import algorithms
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import between, count
+from fedtailor.core.model import Model
+from fedtailor.core.trees import Params, Tree
+from fedtailor.data.tabular.align import match_columns
+from fedtailor.data.tabular.columns import ClientTable
+from fedtailor.data.tabular.preparation import NumberColumn, Preparation
+from fedtailor.data.tabular.prepare import check_column
+from fedtailor.data.tabular.read import as_frame, table_from_frame
+from fedtailor.data.tabular.target import numeric_values
+from fedtailor.errors import DataError, RunError, nearest
+from fedtailor.experiments.building import at_client
+from fedtailor.experiments.model_description import described, model_in
+from fedtailor.experiments.runner import reload_experiment
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json
+from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.tables.boosted_trees import TreeParts, tree_parts
+from fedtailor.tables.intervals import ErrorScale, around
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+ROWS = 4096  # at a time
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a fit to tables gives a site beside its linear model."""
+
+    trees: TreeParts | None = None
+    slope: float = 1.0
+    offset: float = 0.0  # of the second of two classes
+    half_widths: Mapping[float, float] = field(default_factory=dict)  # by level, on the scale of errors
+
+    def applied(self, x: Any, outputs: Tensor, is_class: bool) -> Tensor:
+        """Outputs of all parts together, calibrated."""
+        mixed = outputs if self.trees is None else self.trees.mixed(x, outputs, is_class)
+        if (self.slope, self.offset) == (1.0, 0.0):
+            return mixed
+        mixed = mixed * self.slope
+        return mixed + mixed.new_tensor([0.0, self.offset]) if self.offset else mixed
+
+    def half_width(self, level: float, source: str) -> float:
+        """Half the width of the interval that holds this share of the rows; linear between levels that are known."""
+        if not self.half_widths:
+            raise RunError(
+                f"{source}: has no prediction intervals; a fit of numbers in tables with --algorithm auto has"
+            )
+        known = sorted(self.half_widths)
+        if not known[0] <= level <= known[-1]:
+            raise DataError(f"--interval {level:g}: must be from {known[0]:g} to {known[-1]:g}")
+        above = next(each for each in known if each >= level)
+        below = max(each for each in known if each <= level)
+        low, high = self.half_widths[below], self.half_widths[above]
+        return high if above == below else low + (high - low) * (level - below) / (above - below)
+
+
+def extras_of(row: Mapping[str, Any], record: Mapping[str, Any], trees: TreeParts | None) -> Extras:
+    """As the record of a fit has them; a site that came later has the intervals of all."""
+    slope, offset = row.get("calibration", (1.0, 0.0))
+    widths = row.get("half_widths", record.get("half_widths", ()))
+    if not all(isinstance(v, float | int) and math.isfinite(v) for v in (slope, offset, *widths)):
+        raise RunError("fit.json: calibration and half_widths must be numbers", code="run.damaged")
+    return Extras(trees, float(slope), float(offset), dict(zip(record.get("levels", ()), widths, strict=False)))
+
+
+def folded(params: Params, extras: Extras) -> tuple[Params, Extras]:
+    """Without trees, calibration is a part of the linear model, and every export has it."""
+    if extras.trees is not None or (extras.slope, extras.offset) == (1.0, 0.0):
+        return params, extras
+    scaled = {name: value * extras.slope for name, value in params.items()}
+    for name, value in scaled.items():
+        if value.dim() == 1 and len(value) == 2:
+            scaled[name] = value + torch.tensor([0.0, extras.offset], dtype=value.dtype)
+    return scaled, Extras(None, half_widths=extras.half_widths)
+
+
+@dataclass(frozen=True)
+class Personal:
+    """The model that serves one site."""
+
+    site: str
+    algorithm: Algorithm
+    model: Model
+    params: Params
+    task: str
+    classes: tuple[str, ...] = ()
+    preparation: Preparation | None = None
+    source: str = ""  # the folder of the run
+    notes: list[str] = field(default_factory=list)  # what was told while rows were read
+    extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
+
+    @property
+    def title(self) -> str:
+        """The algorithm, for people."""
+        return self.algorithm.title or type(self.algorithm).__name__
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Classes in the order of the outputs, as whole numbers if all of them are; none where they have no names."""
+        try:
+            whole = np.array([int(name) for name in self.classes], dtype=np.int64)
+        except (ValueError, OverflowError):
+            return np.array(self.classes)
+        # 01 and 1 are two classes
+        return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
+
+    def outputs(self, x: Tree) -> Tensor:
+        """What the model says of samples, as in training: logits, or standardised numbers."""
+        with torch.no_grad():
+            parts = [
+                self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
+                for a in range(0, max(count(x), 1), ROWS)
+            ]
+        base = torch.cat(parts)
+        return self.extras.applied(x, base, self.task == "classification")
+
+    def readable(self, outputs: Tensor) -> Tensor:
+        """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
+        if self.task == "classification":
+            return outputs.softmax(1)
+        if self.task == "multilabel":
+            return outputs.sigmoid()
+        if self.preparation is None:
+            return outputs.exp() if self.task == "count" else outputs
+        return self.preparation.target.readable(outputs)
+
+    @property
+    def error_scale(self) -> ErrorScale:
+        """On which intervals reach equally far to both sides."""
+        is_log = self.preparation is not None and self.preparation.target.is_log
+        return "root" if self.task == "count" else "log" if is_log else "plain"
+
+    def predict(self, rows: Any) -> NDArray[Any]:
+        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array.
+
+        An array of a table's rows has the columns of training, as they are in a file; a tensor has prepared features.
+        """
+        values = self._readable(rows)
+        if self.task != "classification":
+            return values.squeeze(1) if values.shape[1] == 1 else values
+        likely = values.argmax(1)
+        return self.labels[likely] if self.classes else likely
+
+    def predict_proba(self, rows: Any) -> NDArray[np.float64]:
+        """The probability of each class, one column each, in the order of `labels`."""
+        if self.task != "classification":
+            raise DataError(f'"{self.site}" predicts a number; predict_proba is for classes')
+        return self._readable(rows)
+
+    def predict_interval(self, rows: Any, level: float = 0.9) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Below and above which the number of a row is expected, in so large a share of new rows of this site."""
+        if self.task not in ("regression", "count"):
+            raise DataError(f'"{self.site}" predicts classes; intervals are for numbers, predict_proba for classes')
+        half = self.extras.half_width(level, self.source)
+        return around(self._readable(rows).squeeze(1), half, self.error_scale)
+
+    def _readable(self, rows: Any) -> NDArray[np.float64]:
+        if isinstance(rows, dict) and self.preparation is None:
+            x: Tree = {k: torch.as_tensor(v) for k, v in rows.items()}
+        elif isinstance(rows, np.ndarray) and self.preparation is not None:
+            x = self.encode(self.table(Path("rows"), self._named(rows)))
+        elif isinstance(rows, np.ndarray | Tensor):
+            x = torch.as_tensor(rows)
+            x = x.to(self.model.dtype) if x.is_floating_point() else x
+        else:
+            x = self.encode(self.table(Path("rows"), as_frame(rows)))
+        return self.readable(self.outputs(x)).double().numpy()
+
+    def _named(self, rows: NDArray[Any]) -> pl.DataFrame:
+        """An array of rows as they stand in a file: its columns are those of training, in their order."""
+        assert self.preparation is not None
+        names = [column.name for column in self.preparation.columns]
+        if rows.ndim != 2 or rows.shape[1] != len(names):
+            raise DataError(
+                f"rows: an array of shape {list(rows.shape)}; the model takes {len(names)} columns, "
+                f"{', '.join(names)}, as they are in a file; features that are prepared already go in as a tensor"
+            )
+        return as_frame({name: rows[:, i].tolist() for i, name in enumerate(names)})
+
+    def table(self, path: Path, frame: pl.DataFrame) -> ClientTable:
+        """The columns of a frame that the model uses; `path` is its name in messages."""
+        used = [] if self.preparation is None else [column.name for column in self.preparation.columns]
+        frame = frame.rename(match_columns(frame.columns, used))
+        return table_from_frame(path, frame, ignore=[name for name in frame.columns if name not in used])
+
+    def encode(self, table: ClientTable) -> Tensor:
+        """The features of a table's rows; it may have other columns too, and need not have the target."""
+        if self.preparation is None:
+            raise DataError(
+                f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
+            )
+        absent = {c.name for c in self.preparation.columns if self.site in c.absent and c.name not in table.columns}
+        for column in self.preparation.columns:
+            if column.name in absent:
+                continue
+            if column.name not in table.columns:
+                hint = nearest(column.name, table.names)
+                raise DataError(f'{table.path}: no column "{column.name}", which the model needs; {hint}')
+            if isinstance(column, NumberColumn):
+                check_column(table, column.name, column.is_date)
+        split = {kind: [c.name for c in self.preparation.columns if c.kind == kind] for kind in ("number", "category")}
+        dates = {c.name for c in self.preparation.columns if isinstance(c, NumberColumn) and c.is_date}
+        numeric = {
+            name: np.full(table.rows, np.nan)
+            if name in absent
+            else numeric_values(table.columns[name].of_kind(name in dates))
+            for name in split["number"]
+        }
+        categorical = {
+            name: [None] * table.rows if name in absent else table.columns[name].labels() for name in split["category"]
+        }
+        x = self.preparation.encode(self.site, numeric, categorical, str(table.path), self.notes)
+        return torch.from_numpy(x).to(self.model.dtype)
+
+    def __repr__(self) -> str:
+        kind = f"classes {', '.join(self.classes)}" if self.classes else self.task
+        return f"Personal({self.site}: {self.title}, {kind})"
+
+
+Floats = NDArray[np.float64]
+
+
+def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
+    """The run that serves a site, the one that a fit chose for it or the only one, and which of its two models."""
+    kind = "selected"
+    if not (path / FIT).exists():
+        folder = RunFolder.open(path)
+    else:
+        chosen = read_json(path / FIT)
+        if "sites" not in chosen:
+            raise RunError(
+                f"{path}: not finished yet; continue with the same fedtailor fit and --out {shlex.quote(str(path))}"
+            )
+        source = part_of(path, chosen["newcomers"])
+        known = {name: part_of(path, row["run"]) for name, row in chosen["sites"].items()}
+        known |= dict.fromkeys(_newcomers(source), source)
+        if site not in known:
+            raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
+        folder, kind = RunFolder.open(known[site]), chosen["kind"]
+    if folder.results is None:
+        raise RunError(
+            f"{folder.path}: not finished yet; continue it with: fedtailor resume {shlex.quote(str(folder.path))}"
+        )
+    return folder, kind
+
+
+def _newcomers(run: Path) -> list[str]:
+    return sorted(p.parent.name for p in run.glob("newcomers/*/index.json"))
+
+
+def sites_of(folder: RunFolder) -> list[str]:
+    """All that have a model in a run."""
+    return [*folder.about["clients"], *_newcomers(folder.path)]
+
+
+def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
+    """The model of a site in the folder of a fit, or of a run: there of the round selected on validation data."""
+    folder, kind = run_of(path := latest(path), site)
+    if site not in sites_of(folder):
+        raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
+    refuse_other_code(folder)
+    config, about, preparation = folder.config, folder.about, folder.preparation
+    if "shape" not in about:  # from before it was kept
+        data = reload_experiment(folder, data_root).data
+        preparation = data.preparation
+        known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
+        about = {"task": about["task"]} | known
+    description = described(about, str(folder.path / ABOUT))
+    newcomer = site in _newcomers(folder.path)
+    if newcomer and (own := read_json(folder.path / "newcomers" / site / "newcomer.json").get("preparation")):
+        preparation = Preparation.model_validate(own)
+    if preparation is not None and preparation.sites and site not in preparation.sites:
+        raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
+    params = folder.newcomer(site) if newcomer else folder.personal(site, kind)
+    extras = Extras()
+    if (path / FIT).exists():
+        record = read_json(path / FIT)
+        row = {} if newcomer else record["sites"].get(site, {})
+        trees = None
+        if "weights" in row:
+            params = _blended(path, site, row["weights"], kind)
+            assert isinstance(description.shape, list)  # of a table
+            trees = tree_parts(path, row, description.shape[0], description.outputs)
+        params, extras = folded(params, extras_of(row, record, trees))
+    return Personal(
+        site=site,
+        algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
+        model=model_in(at_client(config, site), description, params, str(folder.path)),
+        params=params,
+        task=description.task,
+        classes=tuple(description.classes),
+        preparation=preparation.of(site) if preparation is not None else None,
+        source=str(folder.path),
+        extras=extras,
+    )
+
+
+def _blended(path: Path, site: str, weights: dict[str, float], kind: str) -> Params:
+    """The weighted mean of linear models, which predicts the weighted mean of what they predict."""
+    parts = [(weight, RunFolder.open(part_of(path, run)).personal(site, kind)) for run, weight in weights.items()]
+    first = parts[0][1]
+    return {name: sum((w * m[name] for w, m in parts), torch.zeros_like(first[name])) for name in first}
+
+
+def site_column(path: Path) -> str | None:
+    """The column that named the site in training, if there was one."""
+    if (path / FIT).exists():
+        record = read_json(path / FIT)
+        if "newcomers" not in record:
+            raise RunError(f"{path}: not finished yet; call the same fit again")
+        path = part_of(path, record["newcomers"])
+    column: str | None = getattr(RunFolder.open(path).config.data, "client_column", None)
+    return column

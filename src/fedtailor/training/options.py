@@ -1,0 +1,117 @@
+"""How a client takes its local steps: the options that optimizers, kernels and the general path read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fedtailor.core.trees import Tree
+from fedtailor.training.arithmetic import Arithmetic
+
+ScheduleName = Literal["constant", "cosine", "linear", "step"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The step size over the rounds of a run, or over the steps of a training, as a factor of `local.lr`.
+
+    Grows over `warmup`, then falls to `last` of its height; `step` multiplies by `decay` every so often.
+    """
+
+    name: ScheduleName = "constant"
+    over: Literal["rounds", "steps"] = "rounds"
+    length: int = 0  # rounds of the run; steps of a training are counted when it begins
+    warmup: int = 0
+    last: float = 0.0
+    decay: float = 0.1
+    every: int = 0
+
+    @property
+    def is_constant(self) -> bool:
+        return self.name == "constant" and not self.warmup
+
+    def in_round(self, round: int) -> float:
+        """In a round of the run, the first is 1; before that, where something is prepared, as in the first."""
+        return self.factor(max(round - 1, 0), self.length) if self.over == "rounds" else 1.0
+
+    def in_step(self, step: int, steps: int) -> float:
+        """In a step of a training, the first is 0."""
+        return self.factor(step, steps) if self.over == "steps" else 1.0
+
+    def factor(self, at: int, length: int) -> float:
+        """At place `at` of 0 .. length - 1."""
+        if at < self.warmup:
+            return (at + 1) / self.warmup
+        if self.name == "step":
+            return float(self.decay ** ((at - self.warmup) // self.every))
+        done = min((at - self.warmup) / max(length - self.warmup - 1, 1), 1.0)
+        if self.name == "cosine":
+            return self.last + (1 - self.last) * (1 + math.cos(math.pi * done)) / 2
+        return 1 - (1 - self.last) * done if self.name == "linear" else 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step and an epoch are made of, and what lasts from one round to the next."""
+
+    epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
+    accumulate: int = 1  # batches whose gradients make one step
+    keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
+    refit: int = 0  # epochs in which a private part is fitted to the newest common part before it predicts
+    optimizer_state: Tree = field(default=None, compare=False)  # what it remembers before the first
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """The fields of `Solver`, the same for every algorithm."""
+
+    optimizer: str = "sgd"  # a name in `optimizers`, or "module:function"
+    lr: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # largest norm of a step's gradient; 0 is no limit
+    batch_size: int = 32  # 0 is the whole data
+    augment: Literal["crop-flip"] | None = None
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    schedule: Schedule = field(default_factory=Schedule)
+    work: Work = field(default_factory=Work)
+
+    @property
+    def epoch(self) -> int:
+        """Steps that count as an epoch; 0 is a pass over the data."""
+        return self.work.epoch
+
+    @property
+    def refit(self) -> int:
+        """Epochs in which a private part is fitted to the newest common part before it predicts."""
+        return self.work.refit
+
+    @property
+    def optimizer_state(self) -> Tree:
+        """What a client's optimizers remember before the first round; None: they begin anew in every one."""
+        return self.work.optimizer_state
+
+    @property
+    def step_size(self) -> int:
+        """Samples of a step; 0 is the whole data."""
+        return self.batch_size * self.work.accumulate
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether clients keep what an optimizer remembers; plain descent remembers nothing."""
+        return self.work.keep_state and not (self.optimizer == "sgd" and not self.momentum)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a client's move is minus its step size times the sum of its gradients."""
+        return self.is_even and self.optimizer == "sgd" and not (self.momentum or self.weight_decay or self.clip)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all steps of a training have the same size."""
+        return self.schedule.is_constant or self.schedule.over == "rounds"
+
+    def lr_in(self, round: int) -> float:
+        """The step size in a round, in its first step where steps differ."""
+        return self.lr * self.schedule.in_round(round)
