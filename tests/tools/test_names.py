@@ -12,7 +12,16 @@ FILES = sorted((ROOT / "src/fedtailor").rglob("*.py"))
 LEFT = {  # to be renamed
     *("Plan", "Site", "Remote", "Summary", "View", "Outcome", "Layer", "Term", "Run", "Task", "Chosen", "Traffic"),
     *("Pool", "Part", "Rows", "Record"),
-    *("adapters.py", "trees.py", "table_fit.py", "engine.py", "measuring.py", "equilibrium.py", "mixed_model.py"),
+    *(
+        "adapters.py",
+        "trees.py",
+        "table_fit.py",
+        "engine.py",
+        "measuring.py",
+        "equilibrium.py",
+        "mixed_model.py",
+        "options.py",
+    ),
 }
 
 
