@@ -21,7 +21,7 @@ from fedtailor.core.algorithm import Algorithm, reply_example
 from fedtailor.core.client import onboard
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree, items, schema, tree_map
-from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.pool import Pool
 from fedtailor.engines.wire import Site, Wire
 from fedtailor.testing.federations import (
     EQUAL_SIZES,
