@@ -19,7 +19,7 @@ from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.run_state import EPOCHS, onboard_newcomers
 from fedtailor.experiments.runner import config_of, reload_experiment
 from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json
-from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.experiments.user_code import refuse_other_code
 from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part

@@ -30,7 +30,7 @@ from fedtailor.experiments.building import at_client
 from fedtailor.experiments.model_description import described, model_in
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json
-from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.experiments.user_code import refuse_other_code
 from fedtailor.tables.boosted_trees import TreeParts, tree_parts
 from fedtailor.tables.intervals import ErrorScale, around
 
