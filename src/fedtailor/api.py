@@ -25,7 +25,7 @@ from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
 from fedtailor.experiments.progress import grid_shown, shown
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
-from fedtailor.experiments.user_source import accept_folder
+from fedtailor.experiments.user_code import accept_folder
 from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
 from fedtailor.serving import onboard

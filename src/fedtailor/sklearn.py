@@ -20,8 +20,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted, validate_data
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.tabular.prepare import prepared
-from fedtailor.data.tabular.read import as_frame, table_of
+from fedtailor.data.tabular.prepare import prepare_tables
+from fedtailor.data.tabular.read import as_frame, table_from_frame
 from fedtailor.experiments.store import RunFolder
 from fedtailor.tables.fit import fit as fitted
 from fedtailor.tables.serve import Personal, personal
@@ -63,11 +63,11 @@ class _Personalized(BaseEstimator):
             part = frame.filter(pl.Series(sites == site))
             if part.height == 1:
                 raise ValueError(f'site "{site}" has n_samples=1, too few to train and to validate on')
-            tables[site] = table_of(Path(site), part)
+            tables[site] = table_from_frame(Path(site), part)
         options: dict[str, Any] = {"test": 0.0, "val": self.validation, "task": task}
         with tempfile.TemporaryDirectory() as folder:
             config = FolderConfig(path=Path(folder) / "rows", target=TARGET, **options)
-            loaded = prepared(tables, config, seed)
+            loaded = prepare_tables(tables, config, seed)
             values = {"model.dtype": "float64", "checkpoint.seconds": 1e9} | dict(self.settings or {})
             record = fitted(
                 {"source": "saved", "path": folder},
@@ -133,7 +133,7 @@ class _Personalized(BaseEstimator):
 
 
 def _predictions(model: Personal, rows: pl.DataFrame) -> NDArray[np.float64]:
-    return model.readable(model.outputs(model.encode(table_of(Path("X"), rows)))).numpy()
+    return model.readable(model.outputs(model.encode(table_from_frame(Path("X"), rows)))).numpy()
 
 
 def _has_text(X: Any) -> bool:

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from fedtailor.data import download
-from fedtailor.data.download import REMOTES, Remote, fetch
+from fedtailor.data.download import REMOTES, RemoteFile, fetch
 from fedtailor.errors import DataError
 
 CONTENT = b"some data " * 1000
@@ -65,7 +65,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     md5 = hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()
-    monkeypatch.setitem(REMOTES, "toy", (Remote("https://example.org/toy.bin", "Toy/raw", f"md5:{md5}"),))
+    monkeypatch.setitem(REMOTES, "toy", (RemoteFile("https://example.org/toy.bin", "Toy/raw", f"md5:{md5}"),))
 
 
 def left(root: Path) -> list[str]:
@@ -147,7 +147,7 @@ def archive(members: dict[str, bytes]) -> bytes:
 def serve_archive(server: Server, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     server.files["box.tar.gz"] = content
     sha256 = hashlib.sha256(content).hexdigest()
-    remote = Remote("https://example.org/box.tar.gz", "box", f"sha256:{sha256}", ("one.bin", "two.bin"))
+    remote = RemoteFile("https://example.org/box.tar.gz", "box", f"sha256:{sha256}", ("one.bin", "two.bin"))
     monkeypatch.setitem(REMOTES, "box", (remote,))
 
 

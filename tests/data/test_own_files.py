@@ -13,7 +13,7 @@ import torch
 from fedtailor.data import load
 from fedtailor.data.configs import ImageFolderConfig, TextConfig
 from fedtailor.data.fingerprint import digest
-from fedtailor.data.sources.image_folder import read
+from fedtailor.data.sources.image_folder import read_pixels
 from fedtailor.errors import DataError
 
 SHADES = {"dark": 40, "light": 200}
@@ -73,7 +73,7 @@ def test_a_photograph_taken_sideways_is_upright(tmp_path: Path) -> None:
     turned = image.Exif()
     turned[0x0112] = 3  # upside down
     held.save(root / "east" / "dark" / "9.png", exif=turned)
-    found = read(root / "east" / "dark" / "9.png", ImageFolderConfig(path=root, size=8, colours="grey"))
+    found = read_pixels(root / "east" / "dark" / "9.png", ImageFolderConfig(path=root, size=8, colours="grey"))
     assert found[0, :4].max() == 0
     assert found[0, 4:].min() == 255
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from fedtailor.data.tabular.columns import as_text
+from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.serving.predict import write_frame
 
 
 @pytest.mark.parametrize("name", ['=HYPERLINK("http://x")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\tx", "\r=1"])
 def test_a_formula_is_text(name: str) -> None:
-    assert as_text(name) == f"'{name}"
+    assert escape_formula(name) == f"'{name}"
 
 
 @pytest.mark.parametrize("name", ["north", "-1", "+2.5", "-1e3", "a=b", ""])
 def test_names_and_numbers_stay(name: str) -> None:
-    assert as_text(name) == name
+    assert escape_formula(name) == name
 
 
 def test_predicted_classes_are_no_formulas_and_rows_stay_as_they_were(tmp_path: Path) -> None:

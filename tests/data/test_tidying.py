@@ -12,8 +12,8 @@ from fedtailor.cli.check_command import as_options
 from fedtailor.core.data import FederatedData
 from fedtailor.data import load
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.tabular.problems import problems
-from fedtailor.data.tabular.read import read_table, table_of
+from fedtailor.data.tabular.problems import find_problems
+from fedtailor.data.tabular.read import read_table, table_from_frame
 from fedtailor.errors import DataError
 
 
@@ -44,7 +44,7 @@ Y: list[object] = [0, 1] * 12
     ],
 )
 def test_numbers_and_dates_as_people_write_them(written: list[str], numbers: list[float], is_date: bool) -> None:
-    column = table_of(Path("rows"), pl.DataFrame({"x": written})).columns["x"]
+    column = table_from_frame(Path("rows"), pl.DataFrame({"x": written})).columns["x"]
     assert column.number.to_list() == numbers
     assert column.is_date == is_date
 
@@ -160,13 +160,13 @@ def test_all_problems_of_all_files_at_once(tmp_path: Path) -> None:
         c={"x": ["?", "young", *map(str, range(22))], "when": ["2024-01-02"] * 24, "y": Y},
     )
     (path / "d.csv").write_text("")
-    found, _ = problems(FolderConfig(path=path, target="y"))
+    found, _ = find_problems(FolderConfig(path=path, target="y"))
     for part in ('a.csv: column "x" has the text "old"', 'c.csv: column "x" has the text "young"'):
         assert sum(part in words for words in found) == 1
     assert sum('a.csv: column "when" has dates such as' in words for words in found) == 1
     assert sum('b.csv: no target column "y"' in words for words in found) == 1
     assert sum("d.csv: empty file" in words for words in found) == 1
-    assert problems(FolderConfig(path=folder_of_good(tmp_path), target="y"))[0] == []
+    assert find_problems(FolderConfig(path=folder_of_good(tmp_path), target="y"))[0] == []
 
 
 def folder_of_good(tmp_path: Path) -> Path:

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from fedtailor.data.tabular.read import read_rows, read_table, table_of
+from fedtailor.data.tabular.read import read_rows, read_table, table_from_frame
 from fedtailor.errors import DataError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
@@ -136,7 +136,7 @@ def test_what_is_written_follows_from_the_ending(tmp_path: Path) -> None:
     frame = pl.DataFrame({"x": ["a,b", "c"], "prediction": [0.5, 1.5]})
     for name in ("o.csv", "o.tsv", "o.csv.gz", "o.tsv.gz", "o.parquet", "O.PARQUET"):
         write_frame(tmp_path / name, frame)
-        back = table_of(tmp_path, read_rows(tmp_path / name)[0]).columns
+        back = table_from_frame(tmp_path, read_rows(tmp_path / name)[0]).columns
         assert back["x"].text.to_list() == ["a,b", "c"]
         assert back["prediction"].number.to_list() == [0.5, 1.5]
     assert (tmp_path / "o.tsv").read_text().startswith("x\tprediction\na,b\t0.5\n")

@@ -11,7 +11,7 @@ import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
 from sklearn.metrics import mean_absolute_error, mean_poisson_deviance
 
-from fedtailor.data.tabular.target import suggested
+from fedtailor.data.tabular.target import suggest_task
 from fedtailor.errors import DataError
 from fedtailor.serving.predict import predicted
 from fedtailor.tables import boosted_trees, fit, fit_sources
@@ -107,10 +107,10 @@ def test_a_target_that_cannot_be_is_refused(values: list[str], options: dict, wo
 
 def test_counts_and_long_tails_are_recognised() -> None:
     rng = np.random.default_rng(0)
-    assert "--task count" in suggested(rng.poisson(3, 500).astype(float))
-    assert "--target-scale log" in suggested(np.exp(rng.normal(size=500)))
-    assert suggested(rng.normal(50, 10, 500).round()) == ""  # an exam
-    assert suggested(rng.normal(size=500)) == ""
+    assert "--task count" in suggest_task(rng.poisson(3, 500).astype(float))
+    assert "--target-scale log" in suggest_task(np.exp(rng.normal(size=500)))
+    assert suggest_task(rng.normal(50, 10, 500).round()) == ""  # an exam
+    assert suggest_task(rng.normal(size=500)) == ""
 
 
 def test_few_whole_numbers_may_be_counts(tmp_path: Path) -> None:

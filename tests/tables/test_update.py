@@ -113,7 +113,7 @@ def test_figures_before_and_after_are_those_of_the_models_on_the_same_rows(here:
     before = read_json(here / "fit" / FIT)["sites"]["s1"]["personal"]
     assert told["before"] == pytest.approx(before, rel=1e-9)  # the same rows, the same model
     # by hand: the test rows are those whose predictions give the figure of the first record
-    from fedtailor.data.tabular.earlier_rows import _hashes, _written
+    from fedtailor.data.tabular.earlier_rows import _hash_rows, _target_bytes
     from fedtailor.tables.serve import Personal
 
     first: Personal = _first(here, "s1")
@@ -121,7 +121,7 @@ def test_figures_before_and_after_are_those_of_the_models_on_the_same_rows(here:
     target = first.preparation.target
     numeric = {name: x[name].to_numpy() for name in x.columns}
     features = first.preparation.encode("s1", numeric, {}, "rows")
-    keys = _hashes(features, _written(target.standardised(rows["y"].to_numpy()), ()))
+    keys = _hash_rows(features, _target_bytes(target.standardise(rows["y"].to_numpy()), ()))
     at = np.array([key in old["test"] for key in keys])
     new = personal(here / "fit", "s1").predict(x.filter(pl.Series(at)))
     rmse = float(np.sqrt(np.mean((new - rows["y"].to_numpy()[at]) ** 2)))

@@ -26,7 +26,7 @@ from fedtailor.core import codec
 from fedtailor.core.trees import Ragged
 from fedtailor.data.files import read_idx, read_npz
 from fedtailor.data.pickled_arrays import read_dict
-from fedtailor.data.sources.school import _read as read_mat
+from fedtailor.data.sources.school import read_schools as read_mat
 from fedtailor.data.tabular.read import read_table
 from fedtailor.errors import UserError
 from fedtailor.experiments import runner

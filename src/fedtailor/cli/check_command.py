@@ -76,14 +76,14 @@ def check(
 def _check_files(path: Path, target: str, client_column: str | None, settings: list[str], as_json: bool) -> None:
     """Every problem of every file, one line each."""
     from fedtailor.data.configs import FolderConfig
-    from fedtailor.data.tabular.problems import problems
+    from fedtailor.data.tabular.problems import find_problems
     from fedtailor.experiments.config import parse, with_settings
     from fedtailor.tables.fit_sources import source_of
 
     config = parse(with_settings({"data": source_of(path, target, client_column)}, settings), origin="check").data
     if not isinstance(config, FolderConfig):
         raise ConfigError(f"check {path}: only files of your own can be checked")
-    messages, notes = problems(config)
+    messages, notes = find_problems(config)
     if as_json:
         print(json.dumps({"problems": messages, "notes": notes}, indent=1, ensure_ascii=False))
     else:
@@ -97,7 +97,7 @@ def _check_files(path: Path, target: str, client_column: str | None, settings: l
 def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
     """Beside the first problem of files, how many there are and what lists them."""
     from fedtailor.data.configs import FolderConfig
-    from fedtailor.data.tabular.problems import problems
+    from fedtailor.data.tabular.problems import find_problems
     from fedtailor.experiments.config import parse
 
     try:
@@ -106,7 +106,7 @@ def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
         config = parse({"data": source}, origin="fit").data
         if not isinstance(config, FolderConfig):
             raise
-        messages, _ = problems(config)
+        messages, _ = find_problems(config)
         others = [words for words in messages if words != str(error)]
         if not others or str(error) not in messages:
             raise

@@ -412,7 +412,7 @@ def coefficient_rows(
         differ = [] if is_single else [spread if term["differs"] else "common", f"{term['share']:.2f}"]
         rows.append([name, *cells(term, term), *own, *differ])
     of_site = (f"at {site}", "95 % interval ") if site else ()
-    of_sites = () if is_single else ("sd of sites", "common")
+    of_sites = () if is_single else ("sd of sites", "shrinkage")
     return ("", "effect", "95 % interval", *of_site, *of_sites), rows
 
 

@@ -92,7 +92,7 @@ SOURCES: dict[str, SourceInfo] = {
     "text": SourceInfo("your own sentences and labels, in CSV or Parquet files", TextConfig, "text"),
     "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),
     "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved_data"),
-    "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "user_source"),
+    "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "load_function"),
     "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site_data"),
 }
 

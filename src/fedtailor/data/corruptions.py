@@ -99,7 +99,7 @@ def _gaussian_blur(x: Tensor, sd: float, rng: Rng) -> Tensor:
             weights[torch.arange(size), at] += exp(-0.5 * (offset / sd) ** 2)
         return weights / weights.sum(1, keepdim=True)
 
-    return _separable(x, matrix_of)
+    return _apply_separably(x, matrix_of)
 
 
 def _defocus(x: Tensor, constants: tuple[float, float], rng: Rng) -> Tensor:
@@ -151,10 +151,10 @@ def _pixelate(x: Tensor, factor: float, rng: Rng) -> Tensor:
         source = ((torch.arange(size) + 0.5) * (fewer / size)).floor().long()
         return (covered / covered.sum(1, keepdim=True))[source]
 
-    return _separable(x, matrix_of)
+    return _apply_separably(x, matrix_of)
 
 
-def _separable(x: Tensor, matrix_of: Callable[[int], Tensor]) -> Tensor:
+def _apply_separably(x: Tensor, matrix_of: Callable[[int], Tensor]) -> Tensor:
     """The same linear map over rows and over columns."""
     return matrix_of(x.shape[-2]).to(x) @ x @ matrix_of(x.shape[-1]).to(x).mT
 
@@ -167,16 +167,16 @@ def _jpeg(x: Tensor, quality: int, rng: Rng) -> Tensor:
     if channels == 3:
         middle = torch.tensor([0.0, 128.0, 128.0]).to(whole).reshape(3, 1, 1)
         light, *colours = _round(torch.einsum("yc,nchw->nyhw", TO_YCC, whole) + middle).split(1, dim=1)
-        small = _coded(_round(F.avg_pool2d(torch.cat(colours, dim=1), 2)), CHROMINANCE, quality)
+        small = _code_blocks(_round(F.avg_pool2d(torch.cat(colours, dim=1), 2)), CHROMINANCE, quality)
         large = F.interpolate(small, scale_factor=2, mode="bilinear", align_corners=False)
-        decoded = torch.cat([_coded(light, LUMINANCE, quality), large], dim=1) - middle
+        decoded = torch.cat([_code_blocks(light, LUMINANCE, quality), large], dim=1) - middle
         whole = _round(torch.einsum("cy,nyhw->nchw", torch.linalg.inv(TO_YCC), decoded))
     else:
-        whole = _coded(whole, LUMINANCE, quality)
+        whole = _code_blocks(whole, LUMINANCE, quality)
     return (whole[..., :height, :width] / 255).to(x)
 
 
-def _coded(planes: Tensor, table: Tensor, quality: int) -> Tensor:
+def _code_blocks(planes: Tensor, table: Tensor, quality: int) -> Tensor:
     """Planes of 0..255 with the cosines of each block rounded to multiples of the table's, scaled by quality."""
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
     steps = ((table * percent + 50) // 100).clamp(1, 255)

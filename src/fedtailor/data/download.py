@@ -15,7 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
 
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.errors import DataError, nearest
 
 Progress = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in total where known
@@ -28,7 +28,7 @@ _TIMEOUT = 60  # seconds without a byte
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFile:
     """One file: where it is, where it goes, and its checksum as `md5:...` or `sha256:...`."""
 
     url: str
@@ -42,8 +42,8 @@ class Remote:
         return self.url.rsplit("/", 1)[1]
 
 
-def _idx_files(base: str, folder: str, sums: dict[str, str]) -> tuple[Remote, ...]:
-    return tuple(Remote(base + file, folder, "md5:" + md5) for file, md5 in sums.items())
+def _idx_files(base: str, folder: str, sums: dict[str, str]) -> tuple[RemoteFile, ...]:
+    return tuple(RemoteFile(base + file, folder, "md5:" + md5) for file, md5 in sums.items())
 
 
 # the md5 sums are those torchvision publishes for the same files
@@ -62,7 +62,7 @@ _MNIST = _idx_files(
 _HEART = "https://archive.ics.uci.edu/ml/machine-learning-databases/heart-disease/"
 
 
-REMOTES: dict[str, tuple[Remote, ...]] = {
+REMOTES: dict[str, tuple[RemoteFile, ...]] = {
     "mnist": _MNIST,
     "fashion-mnist": _idx_files(
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -75,7 +75,7 @@ REMOTES: dict[str, tuple[Remote, ...]] = {
         },
     ),
     "cifar10": (
-        Remote(
+        RemoteFile(
             "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
             "cifar-10-batches-bin",
             "md5:c32a1d4ab5d03f1284b67883e8d87530",
@@ -94,7 +94,7 @@ REMOTES: dict[str, tuple[Remote, ...]] = {
         ),
     ),
     "heart-disease": tuple(
-        Remote(f"{_HEART}processed.{hospital}.data", "heart_disease", "sha256:" + sha256)
+        RemoteFile(f"{_HEART}processed.{hospital}.data", "heart_disease", "sha256:" + sha256)
         for hospital, sha256 in {
             "cleveland": "a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8",
             "hungarian": "d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796",
@@ -114,7 +114,7 @@ def fetch(
     return [path for remote in REMOTES[name] for path in _fetch(remote, data_root(root), base_url, progress)]
 
 
-def _fetch(remote: Remote, root: Path, base_url: str | None, progress: Progress | None) -> list[Path]:
+def _fetch(remote: RemoteFile, root: Path, base_url: str | None, progress: Progress | None) -> list[Path]:
     folder = root / remote.folder
     wanted = [folder / file for file in remote.unpacks_to or (remote.file,)]
     archive = bool(remote.unpacks_to)
@@ -158,7 +158,7 @@ def _stream(url: str, part: Path, file: str, progress: Progress | None) -> None:
         raise DataError(f"{file}: the connection ended after {done} of {total} bytes (from {url}); try again")
 
 
-def _unpack(archive: Path, remote: Remote) -> None:
+def _unpack(archive: Path, remote: RemoteFile) -> None:
     """Copy out the known members one by one; names inside the archive never become paths."""
     folder = archive.parent
     members = {f"{remote.folder}/{file}": folder / file for file in remote.unpacks_to}
@@ -202,7 +202,7 @@ def data_root(root: Path | None = None) -> Path:
     if root is not None:
         return root
     if os.environ.get("FEDTAILOR_DATA"):
-        return expanded(os.environ["FEDTAILOR_DATA"])
+        return expand_home(os.environ["FEDTAILOR_DATA"])
     return Path.home() / ".cache" / "fedtailor"
 
 

@@ -15,7 +15,7 @@ from fedtailor.core.data import Chosen, FederatedData, Rows, count
 from fedtailor.core.task import TargetKind
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.configs import SplitConfig
-from fedtailor.data.mapped_arrays import DatasetSamples, MappedArray, Several
+from fedtailor.data.mapped_arrays import DatasetSamples, JoinedSamples, MappedArray
 from fedtailor.data.splits import client_names, split, starts
 from fedtailor.errors import DataError, nearest
 
@@ -52,13 +52,13 @@ def federated(
         clients = dict(zip(client_names(len(clients)), clients, strict=True))
     if not clients:
         raise DataError(f"{name}: has no clients")
-    samples = {str(client): _splits(of, f'{name}: client "{client}"') for client, of in clients.items()}
+    samples = {str(client): _by_split(of, f'{name}: client "{client}"') for client, of in clients.items()}
     if len(samples) < len(clients):
         raise DataError(f"{name}: two clients have the same name as text; each needs a name of its own")
-    features = _features([part for of in samples.values() for part in of.values()], target)
+    features = _feature_names([part for of in samples.values() for part in of.values()], target)
     pairs = {
         client: {
-            s: pair(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, lazy, collate)
+            s: read_samples(v, f'{name}: client "{client}"' + (f", {s}" if s else ""), target, features, lazy, collate)
             for s, v in of.items()
         }
         for client, of in samples.items()
@@ -72,26 +72,33 @@ def federated(
     cut = SplitConfig(test=test, val=val)
     parts: dict[str, list[tuple[Tree, Tensor]]] = {s: [] for s in SPLITS}
     for client, of in pairs.items():
-        ready = {s: (x, _numbered(y, classes, task)) for s, (x, y) in of.items()}
+        ready = {s: (x, _encode_targets(y, classes, task)) for s, (x, y) in of.items()}
         if "" in ready:
             x, y = ready[""]
             labels = y.numpy() if y.dtype == torch.int64 and y.dim() == 1 else None
             cuts = split(len(y), labels, cut, seed=seed, client=client)
-            ready = {s: _at(x, y, getattr(cuts, s)) for s in SPLITS}
+            ready = {s: _take_samples(x, y, getattr(cuts, s)) for s in SPLITS}
         for s in SPLITS:
-            parts[s].append(ready.get(s) or _at(*ready["train"], np.arange(0)))
-    parts = _equally_long(parts)
-    rows = {s: Rows(*_joined(each, name), starts([len(y) for _, y in each])) for s, each in parts.items()}
+            parts[s].append(ready.get(s) or _take_samples(*ready["train"], np.arange(0)))
+    parts = _pad_equally(parts)
+    rows = {s: Rows(*_join_clients(each, name), starts([len(y) for _, y in each])) for s, each in parts.items()}
     if not len(rows["train"].y):
         raise DataError(f"{name}: no client has a training sample")
-    kind = _kind(task, rows["train"].y, name)
+    kind = _resolve_task(task, rows["train"].y, name)
     return FederatedData(
-        name, kind, tuple(samples), rows["train"], rows["val"], rows["test"], outputs or _outputs(kind, rows, classes),
-        classes, features,
-    )  # fmt: skip
+        name=name,
+        task=kind,
+        clients=tuple(samples),
+        train=rows["train"],
+        val=rows["val"],
+        test=rows["test"],
+        outputs=outputs or _count_outputs(kind, rows, classes),
+        classes=classes,
+        features=features,
+    )
 
 
-def _splits(samples: Any, where: str) -> Mapping[str, Any]:
+def _by_split(samples: Any, where: str) -> Mapping[str, Any]:
     """Of a client: its splits by name, or "" for samples that are not split yet."""
     if not (isinstance(samples, Mapping) and set(samples) <= set(SPLITS)):
         return {"": samples}
@@ -100,13 +107,13 @@ def _splits(samples: Any, where: str) -> Mapping[str, Any]:
     return samples
 
 
-def _features(parts: list[Any], target: str) -> tuple[str, ...]:
+def _feature_names(parts: list[Any], target: str) -> tuple[str, ...]:
     """The columns of the first table, without the target."""
     table = next((v for v in parts if is_frame(v)), None)
     return () if table is None else tuple(str(k) for k in table.columns if str(k) != target)
 
 
-def _numbered(y: Targets, classes: Sequence[str], task: str) -> Tensor:
+def _encode_targets(y: Targets, classes: Sequence[str], task: str) -> Tensor:
     """Targets as the task wants them: names of classes as numbers, numbers to predict as columns."""
     if isinstance(y, np.ndarray):
         number = {label: i for i, label in enumerate(classes)}
@@ -119,35 +126,35 @@ def _numbered(y: Targets, classes: Sequence[str], task: str) -> Tensor:
     return y.float() if y.is_floating_point() and y.dtype != torch.float64 else y
 
 
-def _at(x: Tree, y: Tensor, at: Any) -> tuple[Tree, Tensor]:
+def _take_samples(x: Tree, y: Tensor, at: Any) -> tuple[Tree, Tensor]:
     index = torch.as_tensor(at)
     if isinstance(x, Tensor | dict):
         return tree_map(lambda v: v[index], x), y[index]
     return Chosen(x, index), y[index]
 
 
-def _joined(parts: list[tuple[Tree, Tensor]], name: str) -> tuple[Tree, Tensor]:
+def _join_clients(parts: list[tuple[Tree, Tensor]], name: str) -> tuple[Tree, Tensor]:
     """The samples of all clients one after another; sequences are padded to the longest of all."""
     first = parts[0][0]
     if not isinstance(first, Tensor | dict):
-        return Several([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        return JoinedSamples([x for x, _ in parts]), torch.cat([y for _, y in parts])
     if isinstance(first, dict):
         for x, _ in parts:
             if x.keys() != first.keys():
                 raise DataError(f"{name}: clients have samples of {sorted(first)} and of {sorted(x)}")
-        joined: Tree = {k: _cat([x[k] for x, _ in parts], f"{name}, {k}") for k in first}
+        joined: Tree = {k: _concatenate([x[k] for x, _ in parts], f"{name}, {k}") for k in first}
     else:
-        joined = _cat([x for x, _ in parts], name)
+        joined = _concatenate([x for x, _ in parts], name)
     return joined, torch.cat([y for _, y in parts])
 
 
-def _cat(parts: list[Tensor], where: str) -> Tensor:
+def _concatenate(parts: list[Tensor], where: str) -> Tensor:
     if len(shapes := {v.shape[1:] for v in parts}) > 1:
         raise DataError(f"{where}: clients have samples of shapes {', '.join(str(list(s)) for s in shapes)}")
     return torch.cat(parts)
 
 
-def _equally_long(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[tuple[Tree, Tensor]]]:
+def _pad_equally(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[tuple[Tree, Tensor]]]:
     """Sequences that have a mask, padded to the longest of all clients and splits."""
     every = [x for each in parts.values() for x, _ in each]
     if not all(isinstance(x, dict) and MASK in x for x in every):
@@ -162,7 +169,7 @@ def _equally_long(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list
     return {s: [(padded(x), y) for x, y in each] for s, each in parts.items()}
 
 
-def _kind(task: str, y: Tensor, name: str) -> TargetKind:
+def _resolve_task(task: str, y: Tensor, name: str) -> TargetKind:
     if task != "auto":
         kind = "regression" if task == "quantile" else "own" if ":" in task else task
         if kind not in get_args(TargetKind):
@@ -178,7 +185,7 @@ def _kind(task: str, y: Tensor, name: str) -> TargetKind:
     return "regression"
 
 
-def _outputs(kind: str, rows: Mapping[str, Rows], classes: Sequence[str]) -> int:
+def _count_outputs(kind: str, rows: Mapping[str, Rows], classes: Sequence[str]) -> int:
     """Classes, or columns of the target."""
     if classes:
         return len(classes)
@@ -192,21 +199,21 @@ def is_frame(value: Any) -> bool:
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
-def pair(
+def read_samples(
     samples: Any, where: str, target: str, features: Sequence[str], lazy: bool, collate: Callable[[Any], Any] | None
 ) -> tuple[Tree, Targets]:
     """Samples and targets of a client; of a table, `features` in this order."""
     x: Tree
     if isinstance(samples, tuple) and len(samples) == 2:
-        x, y = inputs(samples[0], where), _targets(samples[1], f"{where}, y")
+        x, y = to_inputs(samples[0], where), _to_targets(samples[1], f"{where}, y")
     elif is_frame(samples):
-        x, y = _table(samples, where, target, features)
+        x, y = _read_frame(samples, where, target, features)
     elif hasattr(samples, "with_format") and hasattr(samples, "column_names"):  # a Hugging Face Dataset
         columns = {k: samples[k] for k in samples.column_names}
-        x = _named({k: v for k, v in columns.items() if k != target}, where)
-        y = _targets(_column(columns, target, where), f"{where}, {target}")
+        x = _named_inputs({k: v for k, v in columns.items() if k != target}, where)
+        y = _to_targets(_target_column(columns, target, where), f"{where}, {target}")
     elif _is_dataset(samples):
-        x, y = _dataset(samples, where, target, lazy, collate)
+        x, y = _read_dataset(samples, where, target, lazy, collate)
     else:
         raise DataError(f"{where}: {GIVE}; it is a {type(samples).__name__}")
     if count(x) != len(y):
@@ -214,30 +221,30 @@ def pair(
     return x, y
 
 
-def inputs(samples: Any, where: str) -> Tree:
+def to_inputs(samples: Any, where: str) -> Tree:
     """Tensors; sequences of unequal length side by side, with a mask of what is not padding."""
     if isinstance(samples, MappedArray | DatasetSamples | Chosen):
         return samples
     if isinstance(samples, Mapping):
-        return {str(k): _numbers(v, f"{where}, {k}") for k, v in samples.items()}
+        return {str(k): _to_tensor(v, f"{where}, {k}") for k, v in samples.items()}
     if (
         isinstance(samples, list)
         and samples
         and not np.isscalar(samples[0])
         and len({np.shape(v) for v in samples}) > 1
     ):
-        each = [_numbers(v, where) for v in samples]
+        each = [_to_tensor(v, where) for v in samples]
         if len({v.shape[1:] for v in each}) > 1:
             raise DataError(f"{where}: sequences may differ in their first dimension only")
         mask = pad_sequence([torch.ones(len(v), dtype=torch.int64) for v in each], batch_first=True)
         return {"input_ids": pad_sequence(each, batch_first=True), MASK: mask}
-    return _numbers(samples, where)
+    return _to_tensor(samples, where)
 
 
-def _named(columns: Mapping[str, Any], where: str) -> Tree:
+def _named_inputs(columns: Mapping[str, Any], where: str) -> Tree:
     """Parts by name; if some are sequences of unequal length, with a mask of the first of them."""
     x = {
-        k: inputs(v if isinstance(v, list | np.ndarray | Tensor) else list(v), f"{where}, {k}")
+        k: to_inputs(v if isinstance(v, list | np.ndarray | Tensor) else list(v), f"{where}, {k}")
         for k, v in columns.items()
     }
     padded = [v for v in x.values() if isinstance(v, dict)]
@@ -245,9 +252,9 @@ def _named(columns: Mapping[str, Any], where: str) -> Tree:
     return {MASK: padded[0][MASK]} | x if padded else x
 
 
-def _table(frame: Any, where: str, target: str, features: Sequence[str]) -> tuple[Tensor, Targets]:
+def _read_frame(frame: Any, where: str, target: str, features: Sequence[str]) -> tuple[Tensor, Targets]:
     columns = {str(k): frame[k].to_numpy() for k in frame.columns}
-    y = _targets(_column(columns, target, where), f'{where}, column "{target}"')
+    y = _to_targets(_target_column(columns, target, where), f'{where}, column "{target}"')
     if other := set(features) ^ (columns.keys() - {target}):
         raise DataError(f'{where}: all tables need the same columns; "{min(other)}" is not in all of them')
     for name in features:
@@ -258,7 +265,7 @@ def _table(frame: Any, where: str, target: str, features: Sequence[str]) -> tupl
     return torch.from_numpy(np.stack([columns[k].astype(np.float64) for k in features], axis=1)), y
 
 
-def _column(columns: Mapping[str, Any], target: str, where: str) -> Any:
+def _target_column(columns: Mapping[str, Any], target: str, where: str) -> Any:
     if target not in columns:
         raise DataError(f'{where}: no column "{target}"; {nearest(target, columns)}. target= names it')
     return columns[target]
@@ -272,7 +279,7 @@ def _is_dataset(value: Any) -> bool:
     )
 
 
-def _dataset(
+def _read_dataset(
     dataset: Any, where: str, target: str, lazy: bool, collate: Callable[[Any], Any] | None
 ) -> tuple[Tree, Targets]:
     """Items are pairs, or dicts of which one entry is the target."""
@@ -281,33 +288,33 @@ def _dataset(
         return torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)
     pick: Callable[[Any], Any]
     if isinstance(items[0], Mapping):
-        _column(items[0], target, where)
+        _target_column(items[0], target, where)
         pick, y = (lambda item: {k: v for k, v in item.items() if k != target}), [item[target] for item in items]
     elif isinstance(items[0], tuple | list) and len(items[0]) == 2:
         pick, y = (lambda item: item[0]), [item[1] for item in items]
     else:
         raise DataError(f"{where}: an item of a Dataset must be a pair (x, y), or a dict with the target")
-    targets = torch.stack(y) if isinstance(y[0], Tensor) else _targets(y, f"{where}, y")
+    targets = torch.stack(y) if isinstance(y[0], Tensor) else _to_targets(y, f"{where}, y")
     if lazy or collate is not None:
         samples = DatasetSamples(dataset, range(len(dataset)), pick, collate or torch.utils.data.default_collate)
         return (samples if lazy else samples.read(torch.arange(len(items)))), targets
     picked = [pick(item) for item in items]
     if isinstance(picked[0], Mapping):
-        return _named({str(k): [np.asarray(one[k]) for one in picked] for k in picked[0]}, where), targets
-    return inputs([np.asarray(one) for one in picked], where), targets
+        return _named_inputs({str(k): [np.asarray(one[k]) for one in picked] for k in picked[0]}, where), targets
+    return to_inputs([np.asarray(one) for one in picked], where), targets
 
 
-def _targets(values: Any, where: str) -> Targets:
+def _to_targets(values: Any, where: str) -> Targets:
     """Numbers, whole ones as int64; or names of classes."""
     if not isinstance(values, Tensor):
         values = np.asarray(values)
         if values.dtype.kind in "OUS" and values.ndim == 1 and all(isinstance(v, str) for v in values):
             return values.astype(np.str_)
-    y = _numbers(values, where)
+    y = _to_tensor(values, where)
     return y if y.is_floating_point() else y.long()
 
 
-def _numbers(values: Any, where: str) -> Tensor:
+def _to_tensor(values: Any, where: str) -> Tensor:
     if isinstance(values, Tensor):
         v = values
     else:

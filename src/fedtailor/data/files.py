@@ -28,7 +28,7 @@ BROKEN_HEADER = (struct.error, tokenize.TokenError, SyntaxError)
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 
-def expanded(path: Path | str) -> Path:
+def expand_home(path: Path | str) -> Path:
     """With the home folder that "~" or "~name" stands for."""
     try:
         return Path(path).expanduser()

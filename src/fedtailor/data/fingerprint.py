@@ -6,20 +6,20 @@ import hashlib
 from pathlib import Path
 
 from fedtailor.data.configs import FolderConfig, ImageFolderConfig, SourceConfig, TextConfig
-from fedtailor.data.files import expanded
-from fedtailor.data.sources.image_folder import entries
+from fedtailor.data.files import expand_home
+from fedtailor.data.sources.image_folder import list_images
 from fedtailor.data.tabular.read import client_name
 
 
 def digest(config: SourceConfig) -> str | None:
     """Of the files that a source reads from a path; None for published data, which is checked when it is downloaded."""
     source_path: Path | str | None = getattr(config, "path", None)
-    if not isinstance(source_path, Path | str) or not (path := expanded(source_path)).exists():
+    if not isinstance(source_path, Path | str) or not (path := expand_home(source_path)).exists():
         return None
     is_read = client_name if isinstance(config, FolderConfig | TextConfig) else bool
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))
     if isinstance(config, ImageFolderConfig):
-        files = [*([path] if path.is_file() else []), *(entry.path for entry in entries(config))]
+        files = [*([path] if path.is_file() else []), *(entry.path for entry in list_images(config))]
     hasher = hashlib.blake2b(digest_size=16)
     for file in files:
         with file.open("rb") as content:

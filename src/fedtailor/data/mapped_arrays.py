@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedtailor.core.data import Chosen
 from fedtailor.core.trees import Tree, tree_map
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.errors import DataError
 
 KEPT = 32 * 2**20  # bytes read of a file after which its pages are given back
@@ -37,15 +37,15 @@ class MappedArray:
     key: str = ""  # of a tensor in a .safetensors file
     scale: float | None = None
     dtype: torch.dtype = torch.float32
-    _pages: _Pages = field(init=False, repr=False, compare=False)
+    _pages: _MappedPages = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        path = expanded(self.path)
+        path = expand_home(self.path)
         try:
             about = path.stat()
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
-        object.__setattr__(self, "_pages", _mapped(path, self.key, about.st_size, about.st_mtime_ns))
+        object.__setattr__(self, "_pages", _open_pages(path, self.key, about.st_size, about.st_mtime_ns))
 
     def __len__(self) -> int:
         return len(self._pages.array)
@@ -71,16 +71,16 @@ class MappedArray:
 
 
 @lru_cache(maxsize=64)
-def _mapped(path: Path, key: str, size: int, changed: int) -> _Pages:
+def _open_pages(path: Path, key: str, size: int, changed: int) -> _MappedPages:
     """One mapping for all that read a file, as it is now."""
-    return _Pages(path, key)
+    return _MappedPages(path, key)
 
 
-class _Pages:
+class _MappedPages:
     """A mapping whose pages are given back after so many bytes, so that a pass over it does not fill the memory."""
 
     def __init__(self, path: Path, key: str) -> None:
-        dtype, shape, offset = _safetensors(path, key) if path.suffix == ".safetensors" else _npy(path)
+        dtype, shape, offset = _safetensors_layout(path, key) if path.suffix == ".safetensors" else _npy_layout(path)
         self.array = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
         self.since = 0
 
@@ -93,7 +93,7 @@ class _Pages:
         return values
 
 
-def _npy(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def _npy_layout(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     try:
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
@@ -107,7 +107,7 @@ def _npy(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     return dtype, shape, offset
 
 
-def _safetensors(path: Path, key: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def _safetensors_layout(path: Path, key: str) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -160,7 +160,7 @@ class DatasetSamples:
         return v.to(self.dtype) if self.dtype is not None and v.is_floating_point() else v
 
 
-class Several:
+class JoinedSamples:
     """Samples that lie elsewhere, those of one client after those of another."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -185,5 +185,5 @@ class Several:
         order = torch.cat([at for at, _ in pieces]).argsort()
         return tree_map(lambda *each: torch.cat(each)[order], *(values for _, values in pieces))
 
-    def to(self, dtype: torch.dtype) -> Several:
-        return Several([p.to(dtype) for p in self.parts])
+    def to(self, dtype: torch.dtype) -> JoinedSamples:
+        return JoinedSamples([p.to(dtype) for p in self.parts])

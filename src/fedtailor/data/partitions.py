@@ -16,15 +16,15 @@ Indices = NDArray[np.int64]
 
 def iid(samples: int, clients: int, seed: int) -> list[Indices]:
     """Deal all samples in random order; sizes differ by at most one."""
-    _enough(samples, clients, 1)
+    _check_counts(samples, clients, 1)
     order = stream(seed, "partition", "iid").permutation(samples)
     return [np.sort(part) for part in np.array_split(order, clients)]
 
 
 def dirichlet(labels: NDArray[np.int64], clients: int, seed: int, alpha: float, min_samples: int = 4) -> list[Indices]:
     """Divide each class over the clients in Dirichlet(alpha) proportions, then top up clients below `min_samples`."""
-    _enough(len(labels), clients, min_samples)
-    _positive_alpha(alpha)
+    _check_counts(len(labels), clients, min_samples)
+    _check_alpha(alpha)
     rng = stream(seed, "partition", "dirichlet")
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     for label in np.unique(labels):
@@ -46,7 +46,7 @@ def classes(
             f"data.classes_per_client = {classes_per_client}: must be between 1 and {len(present)}, "
             "the number of classes in the data"
         )
-    _enough(len(labels), clients, 1)
+    _check_counts(len(labels), clients, 1)
     rng = stream(seed, "partition", "classes")
     held = _deal_classes(rng, len(present), clients, classes_per_client)
     parts: list[list[Indices]] = [[] for _ in range(clients)]
@@ -83,8 +83,8 @@ def quantity(
     min_samples: int = 4,
 ) -> list[Indices]:
     """Deal all samples at random in unequal amounts, log-normal or Dirichlet; nobody gets fewer than `min_samples`."""
-    _enough(samples, clients, min_samples)
-    _positive_alpha(alpha)
+    _check_counts(samples, clients, min_samples)
+    _check_alpha(alpha)
     rng = stream(seed, "partition", "quantity")
     order = rng.permutation(samples)
     if sizes == "lognormal":
@@ -134,7 +134,7 @@ def _spread(values: list[int]) -> str:
     return f"min {min(values)}, median {np.median(values):g}, max {max(values)}"
 
 
-def _enough(samples: int, clients: int, min_samples: int) -> None:
+def _check_counts(samples: int, clients: int, min_samples: int) -> None:
     if clients < 1:
         raise DataError(f"data.clients = {clients}: must be at least 1")
     if clients > samples:
@@ -146,7 +146,7 @@ def _enough(samples: int, clients: int, min_samples: int) -> None:
         )
 
 
-def _positive_alpha(alpha: float) -> None:
+def _check_alpha(alpha: float) -> None:
     if not 0 < alpha < np.inf:
         raise DataError(f"data.alpha = {alpha}: must be above 0 (0.1 is strong skew, 100 almost none)")
 

@@ -24,7 +24,7 @@ TRAIN_TEST = {"train": ("train",), "test": ("test",), "all": ("train", "test")}
 
 
 @dataclass(frozen=True)
-class Pool:
+class ImagePool:
     """All images of a source before they are dealt; x in float is `(images * scale - mean) / sd`."""
 
     images: NDArray[np.uint8]  # [samples, channels, height, width]
@@ -48,11 +48,11 @@ class Pool:
         return f"pixels scaled to [0, 1], then (x - {self.mean}) / {self.sd}"
 
 
-def deal(name: str, pool: Pool, config: PartitionConfig, seed: int) -> FederatedData:
+def deal_pool(name: str, pool: ImagePool, config: PartitionConfig, seed: int) -> FederatedData:
     """Clients by a partition, some with other names of classes, or each with its own corruption of the images."""
     parts = partitions.partition(pool.labels, config, seed)
     notes = (f"partition: {config.partition}", *partitions.describe(parts, pool.labels))
-    data = assemble(name, pool, parts, client_names(len(parts)), config, seed, notes)
+    data = split_pool(name, pool, parts, client_names(len(parts)), config, seed, notes)
     if config.permuted:
         data = permute_labels(data, config.permuted, seed)
     if config.corruption is not None:
@@ -85,7 +85,7 @@ def permute_labels(data: FederatedData, fraction: float, seed: int) -> Federated
     )
 
 
-class Pooled(Protocol):
+class SamplePool(Protocol):
     """Labelled samples that are dealt to clients: `convert` makes tensors of some of them."""
 
     @property
@@ -100,9 +100,9 @@ class Pooled(Protocol):
     def convert(self, index: Indices, /) -> tuple[Tensor, Tensor]: ...
 
 
-def assemble(
+def split_pool(
     name: str,
-    pool: Pooled,
+    pool: SamplePool,
     parts: list[Indices],
     clients: tuple[str, ...],
     config: SplitConfig,

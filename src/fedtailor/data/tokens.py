@@ -22,7 +22,7 @@ Encode = Callable[[Sequence[str]], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
-class Sentences:
+class SentencePool:
     """All sentences of a source with their labels, before they are dealt."""
 
     sentences: tuple[str, ...]
@@ -47,7 +47,7 @@ def encoder(tokenizer: Path | None, vocabulary: int, length: int) -> tuple[Encod
 def _by_hash(vocabulary: int, length: int) -> Encode:
     def encode(sentences: Sequence[str]) -> NDArray[np.int64]:
         ids = [[1 + crc32(w.encode()) % (vocabulary - 1) for w in re.findall(r"\w+", s.lower())] for s in sentences]
-        return _padded(ids, length)
+        return _pad(ids, length)
 
     return encode
 
@@ -65,8 +65,8 @@ def _by_file(path: Path, length: int) -> Encode:
         raise DataError(f"data.tokenizer: {path} cannot be read ({error})") from None
     tokenizer.no_padding()
     tokenizer.enable_truncation(length)
-    return lambda sentences: _padded([e.ids for e in tokenizer.encode_batch(list(sentences))], length)
+    return lambda sentences: _pad([e.ids for e in tokenizer.encode_batch(list(sentences))], length)
 
 
-def _padded(ids: list[list[int]], length: int) -> NDArray[np.int64]:
+def _pad(ids: list[list[int]], length: int) -> NDArray[np.int64]:
     return np.array([row[:length] + [PADDING] * (length - len(row)) for row in ids], np.int64).reshape(-1, length)

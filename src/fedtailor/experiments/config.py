@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from fedtailor.data import SOURCES, DataConfig
 from fedtailor.data.configs import DigitsConfig
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.experiments.sections import (
     RANGE,
@@ -152,7 +152,7 @@ def parse(tables: dict[str, Any], kind: type[RunConfig] = RunConfig, origin: str
     ):  # a run must be resumable from any folder
         table = tables.get(section)
         if isinstance(table, dict) and not isinstance(path := table.get(key), bool | None):
-            tables[section] = table | {key: str(expanded(str(path)).resolve())}
+            tables[section] = table | {key: str(expand_home(str(path)).resolve())}
     try:
         return kind.model_validate(tables)
     except ValidationError as error:

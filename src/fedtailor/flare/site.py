@@ -25,7 +25,7 @@ from fedtailor.core.algorithm import client_functions, reply_example
 from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, schema, schema_difference, tree_map
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
@@ -89,8 +89,8 @@ def read_site(path: Path) -> SiteFile:
         reason = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
         raise ConfigError(f"{path}: {key}: {reason}") from None
     base = path.resolve().parent
-    data = site.data.model_copy(update={"path": base / expanded(site.data.path)})
-    places = {"folder": base / expanded(site.folder), "kit": base / expanded(site.kit)}
+    data = site.data.model_copy(update={"path": base / expand_home(site.data.path)})
+    places = {"folder": base / expand_home(site.folder), "kit": base / expand_home(site.kit)}
     return site.model_copy(update=places | {"data": data})
 
 

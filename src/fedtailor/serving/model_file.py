@@ -15,10 +15,10 @@ from torch import Tensor
 from fedtailor import algorithms
 from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RunError
-from fedtailor.experiments import user_source as trusting
+from fedtailor.experiments import user_code as trusting
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.model_description import Described, described, model_in
-from fedtailor.experiments.user_source import change_since, code_of
+from fedtailor.experiments.user_code import change_since, code_of
 from fedtailor.tables.boosted_trees import ON_TOP, TREES, TreeParts, Trees, checked
 from fedtailor.tables.serve import Extras, Personal, extras_of
 

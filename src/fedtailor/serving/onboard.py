@@ -11,7 +11,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.sources.table_folder import load_newcomer, newcomer_by
+from fedtailor.data.sources.table_folder import load_newcomer, prepare_newcomer
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
 from fedtailor.errors import ConfigError, DataError, RunError, nearest
 from fedtailor.experiments.building import assemble, data_seed, dtype_of, load
@@ -19,7 +19,7 @@ from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.run_state import EPOCHS, onboard_newcomers
 from fedtailor.experiments.runner import config_of, reload_experiment
 from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json
-from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.experiments.user_code import refuse_other_code
 from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part
@@ -75,7 +75,7 @@ def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) 
         if client_name(file) is None:
             raise DataError(f"{file}: not a file of data; the run reads {', '.join(SUFFIXES)}")
         table = read_table(file, config.data.ignore)
-        own = newcomer_by(preparation, config.data, table, name, data_seed(config)).to(dtype_of(config))
+        own = prepare_newcomer(preparation, config.data, table, name, data_seed(config)).to(dtype_of(config))
         return assemble(config.model_copy(update={name: type(getattr(config, name))() for name in OF_ROUNDS}), own), own
     experiment = reload_experiment(folder, data_root)
     earlier_root = folder.about["data_root"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.data.files import read_npz
-from fedtailor.data.tabular.columns import as_text
+from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json, write_atomically
@@ -91,7 +91,7 @@ def _safe(frame: pl.DataFrame) -> pl.DataFrame:
 
     if "prediction" not in frame.columns or not frame.schema["prediction"].is_(pl.String):
         return frame
-    return frame.with_columns(frame["prediction"].map_elements(as_text, return_dtype=pl.String))
+    return frame.with_columns(frame["prediction"].map_elements(escape_formula, return_dtype=pl.String))
 
 
 def check_ending(path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedtailor.core.client import shares
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params, flat, tree_map
-from fedtailor.data.tabular.columns import as_text
+from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.errors import RunError
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically, write_json, write_tree
@@ -75,7 +75,9 @@ def weights(path: Path) -> dict[int, dict[str, float]]:
         file = io.StringIO()
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["round", "client", "weight"])
-        rows.writerows([round, as_text(client), w] for round, row in by_round.items() for client, w in row.items())
+        rows.writerows(
+            [round, escape_formula(client), w] for round, row in by_round.items() for client, w in row.items()
+        )
         write_atomically(path / WEIGHTS, file.getvalue().encode())
     return by_round
 

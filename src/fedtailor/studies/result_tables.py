@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fedtailor.data.tabular.columns import as_text
+from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.store import CHANGED, read_json, write_atomically, write_json
 from fedtailor.studies.compare import TABLE, Row
@@ -150,7 +150,7 @@ def comma_separated(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(record(rows[0])), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(record(row) | {"algorithm": as_text(row.label)} for row in rows)
+    writer.writerows(record(row) | {"algorithm": escape_formula(row.label)} for row in rows)
     return text.getvalue()
 
 

@@ -26,7 +26,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
-from fedtailor.experiments import runner, user_source
+from fedtailor.experiments import runner, user_code
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
@@ -152,7 +152,7 @@ def _train(cell: Cell, data: FederatedData, root: Path | None, listener: CellLis
         listener(cell.folder.name, p.round, p.rounds)
 
     if (cell.folder / CONFIG).exists():
-        user_source.remember(cell.config)
+        user_code.remember(cell.config)
         runner.resume(cell.folder, root, listen, loaded=data)
     else:
         runner.start(cell.config, cell.folder, root, listen, loaded=data, server=begun_from(cell))

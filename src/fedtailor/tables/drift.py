@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from scipy.stats import chi2  # type: ignore[import-untyped]
 
 from fedtailor.core.data import FederatedData
-from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.preparation import MISSING, NumberColumn
 from fedtailor.data.tabular.read import read_rows
-from fedtailor.data.tabular.target import numbers
+from fedtailor.data.tabular.target import numeric_values
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.tables.effects import places_of
@@ -109,7 +109,7 @@ def _card(path: Path) -> dict[str, Any]:
 
 def site_drift(
     model: Personal,
-    table: Table,
+    table: ClientTable,
     columns: Mapping[str, Any],
     predictions: Mapping[str, Any],
     trained: Mapping[str, Any],
@@ -167,11 +167,11 @@ def site_drift(
     }
 
 
-def _missing(column: NumberColumn, table: Table) -> float:
+def _missing(column: NumberColumn, table: ClientTable) -> float:
     """The share of rows without a value; all of them where there is no such column."""
     if column.name not in table.columns:
         return 1.0
-    values = numbers(table.columns[column.name].of_kind(column.is_date))
+    values = numeric_values(table.columns[column.name].of_kind(column.is_date))
     gaps = np.isnan(values) | ((values == 0) if column.zero_is_missing else False)
     return float(gaps.mean()) if len(gaps) else 0.0
 

@@ -19,7 +19,7 @@ from fedtailor.data.tabular.earlier_rows import row_keys
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
-from fedtailor.experiments.user_source import code_difference, code_of
+from fedtailor.experiments.user_code import code_difference, code_of
 from fedtailor.studies.grid import Cell, CellListener
 from fedtailor.tables import candidates, fit_sources
 from fedtailor.tables.blend import Selection, select

@@ -13,8 +13,8 @@ from fedtailor import data
 from fedtailor.core.data import FederatedData
 from fedtailor.data import SOURCES
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.tabular.align import renamed_columns
-from fedtailor.data.tabular.read import as_frame, files_of, read_rows
+from fedtailor.data.tabular.align import match_columns
+from fedtailor.data.tabular.read import as_frame, client_files, read_rows
 from fedtailor.errors import ConfigError, DataError
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import parse, with_settings, with_values
@@ -147,7 +147,7 @@ def all_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Folder
         content = {"sites.parquet": _parquet(_joined(whole, named, str(source.path)))}
         path = Path("sites.parquet")
     else:
-        frames = {name: read_rows(file)[1] for name, file in files_of(source.path).items()}
+        frames = {name: read_rows(file)[1] for name, file in client_files(source.path).items()}
         for name, frame in added.items():
             if not name or name.startswith(".") or "/" in name:
                 raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
@@ -170,7 +170,7 @@ def _joined(old: pl.DataFrame, new: list[pl.DataFrame], origin: str) -> pl.DataF
 
     parts = [old]
     for rows in new:
-        frame = rows.rename(renamed_columns(rows.columns, old.columns))
+        frame = rows.rename(match_columns(rows.columns, old.columns))
         missing = [name for name in old.columns if name not in frame.columns]
         more = [name for name in frame.columns if name not in old.columns]
         if missing or more:

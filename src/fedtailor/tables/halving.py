@@ -18,7 +18,7 @@ from fedtailor import algorithms
 from fedtailor.core.data import FederatedData
 from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.errors import ClientError, ConfigError, UserError
-from fedtailor.experiments import runner, user_source
+from fedtailor.experiments import runner, user_code
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder
@@ -133,7 +133,7 @@ def run_plan(fit_plan: Plan, data_root: Path | None, listener: CellListener) -> 
             listener(cell.folder.name, p.round, p.rounds)
 
         if (cell.folder / CONFIG).exists():
-            user_source.remember(cell.config)
+            user_code.remember(cell.config)
             runner.resume(cell.folder, data_root, listen, loaded=fit_plan.data, until=until)
         else:
             runner.start(cell.config, cell.folder, data_root, listen, loaded=fit_plan.data, until=until)

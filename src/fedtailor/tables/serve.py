@@ -19,18 +19,18 @@ from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.data.tabular.align import renamed_columns
-from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.align import match_columns
+from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
-from fedtailor.data.tabular.prepare import check_numbers
-from fedtailor.data.tabular.read import as_frame, table_of
-from fedtailor.data.tabular.target import numbers
+from fedtailor.data.tabular.prepare import check_column
+from fedtailor.data.tabular.read import as_frame, table_from_frame
+from fedtailor.data.tabular.target import numeric_values
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.building import at_client
 from fedtailor.experiments.model_description import described, model_in
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json
-from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.experiments.user_code import refuse_other_code
 from fedtailor.tables.boosted_trees import TreeParts, tree_parts
 from fedtailor.tables.intervals import ErrorScale, around
 
@@ -196,13 +196,13 @@ class Personal:
             )
         return as_frame({name: rows[:, i].tolist() for i, name in enumerate(names)})
 
-    def table(self, path: Path, frame: pl.DataFrame) -> Table:
+    def table(self, path: Path, frame: pl.DataFrame) -> ClientTable:
         """The columns of a frame that the model uses; `path` is its name in messages."""
         used = [] if self.preparation is None else [column.name for column in self.preparation.columns]
-        frame = frame.rename(renamed_columns(frame.columns, used))
-        return table_of(path, frame, ignore=[name for name in frame.columns if name not in used])
+        frame = frame.rename(match_columns(frame.columns, used))
+        return table_from_frame(path, frame, ignore=[name for name in frame.columns if name not in used])
 
-    def encode(self, table: Table) -> Tensor:
+    def encode(self, table: ClientTable) -> Tensor:
         """The features of a table's rows; it may have other columns too, and need not have the target."""
         if self.preparation is None:
             raise DataError(
@@ -216,11 +216,13 @@ class Personal:
                 hint = nearest(column.name, table.names)
                 raise DataError(f'{table.path}: no column "{column.name}", which the model needs; {hint}')
             if isinstance(column, NumberColumn):
-                check_numbers(table, column.name, column.is_date)
+                check_column(table, column.name, column.is_date)
         split = {kind: [c.name for c in self.preparation.columns if c.kind == kind] for kind in ("number", "category")}
         dates = {c.name for c in self.preparation.columns if isinstance(c, NumberColumn) and c.is_date}
         numeric = {
-            name: np.full(table.rows, np.nan) if name in absent else numbers(table.columns[name].of_kind(name in dates))
+            name: np.full(table.rows, np.nan)
+            if name in absent
+            else numeric_values(table.columns[name].of_kind(name in dates))
             for name in split["number"]
         }
         categorical = {

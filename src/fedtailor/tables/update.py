@@ -20,9 +20,9 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.task import Metric
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.fingerprint import digest
-from fedtailor.data.tabular.earlier_rows import Change, EarlierRows
-from fedtailor.data.tabular.prepare import prepared
-from fedtailor.data.tabular.read import read_sites
+from fedtailor.data.tabular.earlier_rows import EarlierRows, SiteChange
+from fedtailor.data.tabular.prepare import prepare_tables
+from fedtailor.data.tabular.read import read_client_tables
 from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.experiments.building import data_seed, task_of
 from fedtailor.experiments.config import RunConfig
@@ -87,7 +87,7 @@ def update(
         source = all_rows(source, rows, out)
     _drop_other(out, source)
     earlier = _known_rows(before, RunFolder(part_of(before, record["common"])), number)
-    loaded = prepared(read_sites(source), source, data_seed(config), earlier=earlier)
+    loaded = prepare_tables(read_client_tables(source), source, data_seed(config), earlier=earlier)
     loaded = replace(loaded, name=record["data"])
     lost_sites = [site for site in record["sites"] if site not in loaded.clients]
     if not lost_sites and not any(change.is_any for change in earlier.changes.values()):
@@ -116,7 +116,7 @@ def rows_of_update(fit: Path, run: RunFolder) -> FederatedData:
     config = config_of(run)
     assert isinstance(config.data, FolderConfig)
     earlier = _known_rows(fit, run, 0)
-    return prepared(read_sites(config.data), config.data, data_seed(config), earlier=earlier)
+    return prepare_tables(read_client_tables(config.data), config.data, data_seed(config), earlier=earlier)
 
 
 def _earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
@@ -196,7 +196,7 @@ def _changes(
     }
 
 
-def _figure(folder: Path, name: str, site: Any, change: Change, metric: Metric, classes: tuple[str, ...]) -> float:
+def _figure(folder: Path, name: str, site: Any, change: SiteChange, metric: Metric, classes: tuple[str, ...]) -> float:
     """The metric of a site's model on the test rows that the earlier fit had too, in units of the target."""
     own, at = personal(folder, name), change.kept_test
     assert own.preparation is not None
@@ -210,7 +210,7 @@ def _figure(folder: Path, name: str, site: Any, change: Change, metric: Metric, 
         place = np.array([own.classes.index(label) for label in classes])
         y = torch.from_numpy(place[site.y[at]])
     else:
-        y = torch.from_numpy(target.standardised(site.y[at]))
+        y = torch.from_numpy(target.standardise(site.y[at]))
     outputs, unit = own.outputs(x).double(), target.sd if target.task == "regression" else 1.0
     if target.is_log:  # figures are of the numbers themselves
         outputs, y, unit = target.readable(outputs), target.readable(y), 1.0

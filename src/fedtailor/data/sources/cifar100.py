@@ -14,7 +14,7 @@ from fedtailor.data import partitions
 from fedtailor.data.configs import Cifar100Config
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import check_labels, read_bytes
-from fedtailor.data.pools import TRAIN_TEST, Pool, assemble, deal
+from fedtailor.data.pools import TRAIN_TEST, ImagePool, deal_pool, split_pool
 from fedtailor.data.splits import client_names
 from fedtailor.errors import DataError
 
@@ -30,12 +30,12 @@ def load(
     files = [locate(folder, f"{FOLDER}/{part}.bin", config.source) for part in TRAIN_TEST[config.use]]
     coarse, fine, images = (np.concatenate(x) for x in zip(*map(read, files), strict=True))
     names = tuple(_names(folder, "coarse" if config.members else "fine"))
-    pool = Pool(images, coarse if config.members else fine, names, dtype=dtype)
+    pool = ImagePool(images, coarse if config.members else fine, names, dtype=dtype)
     if not config.members:
-        return deal(config.source, pool, config, seed)
+        return deal_pool(config.source, pool, config, seed)
     parts = by_members(coarse, fine, config.clients, config.members, seed)
     notes = (f"partition: {config.members} classes of each superclass", *partitions.describe(parts, fine))
-    return assemble(config.source, pool, parts, client_names(len(parts)), config, seed, notes)
+    return split_pool(config.source, pool, parts, client_names(len(parts)), config, seed, notes)
 
 
 def read(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:

@@ -13,9 +13,9 @@ from fedtailor.data import partitions
 from fedtailor.data.configs import Clinc150Config
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import read_bytes
-from fedtailor.data.pools import assemble
+from fedtailor.data.pools import split_pool
 from fedtailor.data.splits import client_names
-from fedtailor.data.tokens import Sentences, encoder
+from fedtailor.data.tokens import SentencePool, encoder
 from fedtailor.errors import DataError
 
 SENTENCES, DOMAINS = "clinc150/data_full.json.gz", "clinc150/domains.json"
@@ -29,7 +29,7 @@ def load(config: Clinc150Config, *, seed: int, root: Path | None = None) -> Fede
     intents = tuple(sorted(intent for own in domains.values() for intent in own))
     sentences, labels = _sentences(locate(folder, SENTENCES, config.source), intents)
     encode, words = encoder(config.tokenizer, config.vocabulary, config.length)
-    pool = Sentences(sentences, labels, intents, words, encode)
+    pool = SentencePool(sentences, labels, intents, words, encode)
     of_intent = {intent: number for number, own in enumerate(domains.values()) for intent in own}
     domain = np.array([of_intent[intents[label]] for label in labels])
     if config.partition == "domain":
@@ -41,7 +41,7 @@ def load(config: Clinc150Config, *, seed: int, root: Path | None = None) -> Fede
         parts = partitions.dirichlet(by, config.clients, seed, config.alpha)
         names = client_names(len(parts))
     notes = (f"partition: {config.partition}", *partitions.describe(parts, labels))
-    return assemble(config.source, pool, parts, names, config, seed, notes)
+    return split_pool(config.source, pool, parts, names, config, seed, notes)
 
 
 def _domains(path: Path) -> dict[str, list[str]]:

@@ -62,7 +62,7 @@ def _mnist(config: DuwMnistConfig, seed: int, root: Path, dtype: torch.dtype) ->
     if max(part.max() for part in parts) >= len(train.labels):
         raise DataError(f"{path}: counts more images than MNIST's training set has; put the right files there")
     notes = (f"environment {config.environment} of the DUW paper", *partitions.describe(parts, train.labels))
-    return _assembled(config, seed, parts, train.convert, test.convert, test.labels, DIGITS, (*notes, train.note))
+    return _federate(config, seed, parts, train.convert, test.convert, test.labels, DIGITS, (*notes, train.note))
 
 
 def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype) -> FederatedData:
@@ -79,7 +79,7 @@ def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype)
                 counts[client, label] = count
     except (ValueError, KeyError, TypeError, IndexError) as e:
         raise DataError(f"{table}: not a table of samples per client and class ({e}); put the right file there") from e
-    parts = _in_shape(counts, labels, rows[known])
+    parts = _deal_in_shape(counts, labels, rows[known])
 
     axes = _principal_axes(features[known], config.components) if config.components else None
 
@@ -96,7 +96,7 @@ def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype)
     notes += (f"features: {config.components} principal axes of the training rows",) if config.components else ()
     notes += partitions.describe(parts, labels)
     names = tuple(str(c, "utf-8") if isinstance(c, bytes) else str(c) for c in arrays["classes"].tolist())
-    return _assembled(config, seed, parts, convert, convert_test, labels[test], names, notes)
+    return _federate(config, seed, parts, convert, convert_test, labels[test], names, notes)
 
 
 def _principal_axes(features: NDArray[Any], count: int) -> Tensor:
@@ -109,7 +109,7 @@ def _principal_axes(features: NDArray[Any], count: int) -> Tensor:
     return axes * axes.sum(0).sign()  # an axis has no sign of its own
 
 
-def _in_shape(counts: NDArray[np.int64], labels: NDArray[np.int64], rows: Indices) -> list[Indices]:
+def _deal_in_shape(counts: NDArray[np.int64], labels: NDArray[np.int64], rows: Indices) -> list[Indices]:
     """Rows of each class dealt to clients in the proportions of a table [clients, classes]."""
     dealt: list[list[Indices]] = [[] for _ in counts]
     for label in range(counts.shape[1]):
@@ -120,7 +120,7 @@ def _in_shape(counts: NDArray[np.int64], labels: NDArray[np.int64], rows: Indice
     return [np.sort(np.concatenate(part)) for part in dealt]
 
 
-def _assembled(
+def _federate(
     config: DuwMnistConfig | StanfordDogsConfig,
     seed: int,
     parts: list[Indices],

@@ -10,7 +10,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import HeartDiseaseConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import read_bytes
-from fedtailor.data.tabular.encode import Site, Target, assemble
+from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
 from fedtailor.data.tabular.preparation import Floats
 from fedtailor.errors import DataError
 
@@ -32,7 +32,7 @@ def load(config: HeartDiseaseConfig, *, seed: int, root: Path | None = None) -> 
         "samples per client: " + ", ".join(f"{site.name} {len(site.y)}" for site in sites),
         f"a recorded 0 counts as missing in: {', '.join(ZERO_IS_MISSING)}",
     )
-    return assemble(
+    return encode_sites(
         *("heart-disease", sites, COLUMNS, target, config, config.standardise),
         seed=seed,
         notes=notes,
@@ -40,7 +40,7 @@ def load(config: HeartDiseaseConfig, *, seed: int, root: Path | None = None) -> 
     )
 
 
-def _read(hospital: str, root: Path) -> Site:
+def _read(hospital: str, root: Path) -> SiteColumns:
     path = locate(root, f"heart_disease/processed.{hospital}.data", "heart-disease")
     table = _parse(path)
     for column in ZERO_IS_MISSING:
@@ -49,7 +49,7 @@ def _read(hospital: str, root: Path) -> Site:
     if np.isnan(table[:, -1]).any():
         raise DataError(f"{path}: the target (last column) is missing in some rows; fetch the file again")
     columns = dict(zip(COLUMNS, table.T, strict=False))
-    return Site(
+    return SiteColumns(
         name=hospital,
         file=path.name,
         numeric={name: values for name, values in columns.items() if name not in CATEGORICAL},

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from fedtailor.core.data import FederatedData
 from fedtailor.data import partitions
 from fedtailor.data.configs import ImageFolderConfig
-from fedtailor.data.files import expanded
-from fedtailor.data.pools import Pool, assemble
-from fedtailor.data.tabular.read import client_name, columns
+from fedtailor.data.files import expand_home
+from fedtailor.data.pools import ImagePool, split_pool
+from fedtailor.data.tabular.read import client_name, read_text_columns
 from fedtailor.errors import DataError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 MODES = {"rgb": "RGB", "grey": "L"}
 
 
-class Entry(NamedTuple):
+class ImageEntry(NamedTuple):
     """One image."""
 
     client: str
@@ -34,30 +34,30 @@ def load(
     config: ImageFolderConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
     """Read all images at the size asked for, and split each client's."""
-    images = entries(config)
+    images = list_images(config)
     clients, classes = sorted({e.client for e in images}), sorted({e.label for e in images})
     if len(classes) < 2:
         raise DataError(f'{config.path}: all images are of the class "{classes[0]}"; there is nothing to tell')
     number, owner = ({name: i for i, name in enumerate(names)} for names in (classes, clients))
     labels = np.array([number[e.label] for e in images], np.int64)
     parts = partitions.natural(np.array([owner[e.client] for e in images], np.int64))
-    pool = Pool(np.stack([read(e.path, config) for e in images]), labels, tuple(classes), dtype=dtype)
+    pool = ImagePool(np.stack([read_pixels(e.path, config) for e in images]), labels, tuple(classes), dtype=dtype)
     scaled = f"images scaled to {config.size} x {config.size}, {config.colours}"
     notes = ("partition: the clients of the folder", scaled, *partitions.describe(parts, labels))
-    return assemble(config.path.stem, pool, parts, tuple(clients), config, seed, notes)
+    return split_pool(config.path.stem, pool, parts, tuple(clients), config, seed, notes)
 
 
-def entries(config: ImageFolderConfig) -> list[Entry]:
+def list_images(config: ImageFolderConfig) -> list[ImageEntry]:
     """All images, in a fixed order."""
-    path = expanded(config.path)
+    path = expand_home(config.path)
     if path.is_file() and client_name(path) is not None:
-        return _listed(path)
+        return _read_listing(path)
     if not path.is_dir():
         raise DataError(f"{path}: no folder client/class/image, and no .csv or .parquet file with a column of paths")
     images = [
-        Entry(client.name, label.name, file)
-        for client in _folders(path)
-        for label in _folders(client)
+        ImageEntry(client.name, label.name, file)
+        for client in _subfolders(path)
+        for label in _subfolders(client)
         for file in sorted(label.iterdir())
         if file.suffix.lower() in ENDINGS and not file.name.startswith(".")
     ]
@@ -66,16 +66,19 @@ def entries(config: ImageFolderConfig) -> list[Entry]:
     return images
 
 
-def _folders(path: Path) -> list[Path]:
+def _subfolders(path: Path) -> list[Path]:
     return sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
-def _listed(path: Path) -> list[Entry]:
+def _read_listing(path: Path) -> list[ImageEntry]:
     """The rows of a table; relative paths begin at its folder."""
-    return [Entry(c, label, path.parent / file) for c, label, file in columns(path, "client", "label", "path")]
+    return [
+        ImageEntry(c, label, path.parent / file)
+        for c, label, file in read_text_columns(path, "client", "label", "path")
+    ]
 
 
-def read(path: Path, config: ImageFolderConfig) -> NDArray[np.uint8]:
+def read_pixels(path: Path, config: ImageFolderConfig) -> NDArray[np.uint8]:
     """The pixels of an image [channels, height, width], upright and scaled."""
     try:
         from PIL import Image, ImageOps

@@ -24,7 +24,7 @@ from fedtailor.data.configs import (
 )
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import check_labels, read_cifar, read_idx
-from fedtailor.data.pools import TRAIN_TEST, Pool, assemble, deal
+from fedtailor.data.pools import TRAIN_TEST, ImagePool, deal_pool, split_pool
 from fedtailor.errors import DataError
 
 DIGITS = tuple(str(k) for k in range(10))
@@ -50,19 +50,19 @@ def load(
             pool = _cifar10(folder, config.use)
         case _:
             raise TypeError(f"not an image source: {config!r}")
-    return deal(config.source, replace(pool, dtype=dtype), config, seed)
+    return deal_pool(config.source, replace(pool, dtype=dtype), config, seed)
 
 
 @cache
-def _digits() -> Pool:
+def _digits() -> ImagePool:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = bunch.images.astype(np.uint8).reshape(-1, 1, 8, 8)
-    return Pool(images, bunch.target.astype(np.int64), DIGITS, scale=1 / 16, mean=0.0, sd=1.0)
+    return ImagePool(images, bunch.target.astype(np.int64), DIGITS, scale=1 / 16, mean=0.0, sd=1.0)
 
 
-def mnist(root: Path, folder: str, source: str, use: str, classes: tuple[str, ...]) -> Pool:
+def mnist(root: Path, folder: str, source: str, use: str, classes: tuple[str, ...]) -> ImagePool:
     images, labels = [], []
     for part in TRAIN_TEST[use]:
         stem = {"train": "train", "test": "t10k"}[part]
@@ -72,10 +72,10 @@ def mnist(root: Path, folder: str, source: str, use: str, classes: tuple[str, ..
         labels.append(check_labels(label_file, read_idx(label_file, 1)))
         _same_count(image_file, images[-1], label_file, labels[-1])
     x = np.concatenate(images)
-    return Pool(x[:, None], np.concatenate(labels).astype(np.int64), classes)
+    return ImagePool(x[:, None], np.concatenate(labels).astype(np.int64), classes)
 
 
-def _cifar10(root: Path, use: str) -> Pool:
+def _cifar10(root: Path, use: str) -> ImagePool:
     stems = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
     files = [
         read_cifar(locate(root, f"cifar-10-batches-bin/{stem}.bin", "cifar10"))
@@ -83,7 +83,7 @@ def _cifar10(root: Path, use: str) -> Pool:
         for stem in stems[part]
     ]
     images, labels = zip(*files, strict=True)
-    return Pool(np.concatenate(images), np.concatenate(labels).astype(np.int64), OBJECTS)
+    return ImagePool(np.concatenate(images), np.concatenate(labels).astype(np.int64), OBJECTS)
 
 
 def _qmnist(config: QmnistConfig, seed: int, root: Path, dtype: torch.dtype) -> FederatedData:
@@ -104,10 +104,10 @@ def _qmnist(config: QmnistConfig, seed: int, root: Path, dtype: torch.dtype) -> 
         f"partition: by writer, {config.clients} of the {len(eligible)} with at least {config.min_samples} images",
         *partitions.describe(parts, pool.labels),
     )
-    return assemble(config.source, pool, parts, names, config, seed, notes)
+    return split_pool(config.source, pool, parts, names, config, seed, notes)
 
 
-def _writers(root: Path, pool: Pool, use: str) -> NDArray[np.int64]:
+def _writers(root: Path, pool: ImagePool, use: str) -> NDArray[np.int64]:
     """Writer of each pooled MNIST image; QMNIST's rows are in MNIST's order (of its test rows, the first ones)."""
     writers: list[NDArray[np.int64]] = []
     rest = pool.labels

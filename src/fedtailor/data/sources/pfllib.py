@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import PFLlibConfig, SplitConfig
-from fedtailor.data.files import expanded
+from fedtailor.data.files import expand_home
 from fedtailor.data.pickled_arrays import read_dict
 from fedtailor.data.splits import client_names, split, starts
 from fedtailor.errors import DataError
@@ -21,7 +21,7 @@ Samples = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 def load(config: PFLlibConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Test data is PFLlib's own; validation data is cut from its training data, which has none."""
-    folder = expanded(config.path)
+    folder = expand_home(config.path)
     files = sorted((folder / "train").glob("*.npz"), key=lambda file: (len(file.stem), file.stem))
     if not files:
         raise DataError(f"{folder}: no train/*.npz; give the folder that PFLlib's generate script made, such as MNIST")

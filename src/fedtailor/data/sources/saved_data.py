@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fedtailor.core.data import SPLITS, Chosen, FederatedData, Rows
 from fedtailor.data.configs import SavedConfig
-from fedtailor.data.files import expanded
-from fedtailor.data.mapped_arrays import MappedArray, Several
+from fedtailor.data.files import expand_home
+from fedtailor.data.mapped_arrays import JoinedSamples, MappedArray
 from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import DataError
 
@@ -34,7 +34,7 @@ def save(data: FederatedData, folder: Path) -> None:
     for split in SPLITS:
         rows: Rows = getattr(data, split)
         tensors |= {f"{split}.y": rows.y, f"{split}.starts": rows.starts}
-        described = _described(rows.x, f"{split}.x", tensors)
+        described = _describe_inputs(rows.x, f"{split}.x", tensors)
         if not isinstance(rows.x, Tensor):
             about.setdefault("inputs", {})[split] = described
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,45 +43,45 @@ def save(data: FederatedData, folder: Path) -> None:
     (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
 
-def _described(x: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+def _describe_inputs(x: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """What to write of inputs that are not one tensor; tensors are added to those of the file."""
     if isinstance(x, Tensor):
         tensors[key] = x
         return {"tensor": key}
     if isinstance(x, dict):
-        return {"named": {k: _described(v, f"{key}.{k}", tensors) for k, v in x.items()}}
-    if isinstance(x, Several):
-        return {"several": [_described(part, f"{key}.{i}", tensors) for i, part in enumerate(x.parts)]}
+        return {"named": {k: _describe_inputs(v, f"{key}.{k}", tensors) for k, v in x.items()}}
+    if isinstance(x, JoinedSamples):
+        return {"several": [_describe_inputs(part, f"{key}.{i}", tensors) for i, part in enumerate(x.parts)]}
     if isinstance(x, Chosen):
         tensors[f"{key}.at"] = x.at
-        return {"chosen": _described(x.whole, key, tensors), "at": f"{key}.at"}
+        return {"chosen": _describe_inputs(x.whole, key, tensors), "at": f"{key}.at"}
     if isinstance(x, MappedArray):
-        path = expanded(x.path).resolve()
-        return {"file": str(path), "key": x.key, "scale": x.scale, "holds": _ends(path)}
+        path = expand_home(x.path).resolve()
+        return {"file": str(path), "key": x.key, "scale": x.scale, "holds": _file_mark(path)}
     raise DataError(
         f"data: samples of a {type(x).__name__} read batch by batch cannot be kept with a run; name the function "
         'that makes the data, data.source = "module:load", or read it into memory (lazy=False)'
     )
 
 
-def _read(about: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restore_inputs(about: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "tensor" in about:
         return tensors[about["tensor"]]
     if "named" in about:
-        return {k: _read(v, tensors) for k, v in about["named"].items()}
+        return {k: _restore_inputs(v, tensors) for k, v in about["named"].items()}
     if "several" in about:
-        return Several([_read(part, tensors) for part in about["several"]])
+        return JoinedSamples([_restore_inputs(part, tensors) for part in about["several"]])
     if "chosen" in about:
-        return Chosen(_read(about["chosen"], tensors), tensors[about["at"]])
+        return Chosen(_restore_inputs(about["chosen"], tensors), tensors[about["at"]])
     path = Path(about["file"])
     if not path.is_file():
         raise DataError(f"{path}: the samples of this run lay there, and do no longer; put the file back")
-    if _ends(path) != about["holds"]:
+    if _file_mark(path) != about["holds"]:
         raise DataError(f"{path}: the file is no longer what the run was started with")
     return MappedArray(path, about["key"], about["scale"])
 
 
-def _ends(path: Path) -> str:
+def _file_mark(path: Path) -> str:
     """Of a file that may be too large to be read whole: its length, and what its ends hold."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -93,29 +93,29 @@ def _ends(path: Path) -> str:
 
 def validation_samples(config: SavedConfig) -> int:
     """How many there are of all clients together; only the head of the file is read."""
-    folder = expanded(config.path)
+    folder = expand_home(config.path)
     try:
         with safe_open(folder / TENSORS, "pt") as file:
             return int(file.get_slice("val.y").get_shape()[0])
     except (OSError, SafetensorError) as error:
-        raise _not_ours(folder, error) from None
+        raise _unreadable(folder, error) from None
 
 
 def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read what `save` wrote; neither seed nor `root` is needed, the split was made before."""
-    folder = expanded(config.path)
+    folder = expand_home(config.path)
     try:
         tensors: dict[str, Tensor] = load_file(folder / TENSORS)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         inputs = {s: about.get("inputs", {}).get(s, {"tensor": f"{s}.x"}) for s in SPLITS}
-        rows = {s: Rows(_read(inputs[s], tensors), tensors[f"{s}.y"], tensors[f"{s}.starts"]) for s in SPLITS}
+        rows = {s: Rows(_restore_inputs(inputs[s], tensors), tensors[f"{s}.y"], tensors[f"{s}.starts"]) for s in SPLITS}
         words: dict[str, Any] = {k: tuple(about[k]) if isinstance(about[k], list) else about[k] for k in WORDS}
         prepared = about["preparation"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise _not_ours(folder, error) from None
+        raise _unreadable(folder, error) from None
     preparation = None if prepared is None else Preparation.model_validate(prepared)
     return FederatedData(train=rows["train"], val=rows["val"], test=rows["test"], preparation=preparation, **words)
 
 
-def _not_ours(folder: Path, error: Exception) -> DataError:
+def _unreadable(folder: Path, error: Exception) -> DataError:
     return DataError(f"{folder}: not a folder of data that fedtailor wrote ({error}); make it again")

@@ -15,7 +15,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SchoolConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import read_bytes
-from fedtailor.data.tabular.encode import Site, Target, assemble
+from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
 from fedtailor.errors import DataError
 
 FILE = "school/school.mat"
@@ -28,12 +28,12 @@ NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9
 
 def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Every school is a client."""
-    tables = _read(locate(data_root(root), FILE, config.source))
+    tables = read_schools(locate(data_root(root), FILE, config.source))
     columns = tuple(f"x{i:02d}" for i in range(tables[0][0].shape[1] - 1))  # the last is a constant
     low, high = SCORES
     width = len(str(len(tables) - 1))
     sites = [
-        Site(
+        SiteColumns(
             name=f"school-{i:0{width}d}",
             file=FILE,
             numeric={name: x[:, j] for j, name in enumerate(columns)},
@@ -44,10 +44,10 @@ def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> Federa
     ]
     notes = (f"{sum(len(site.y) for site in sites)} pupils in {len(sites)} schools; scores {low} to {high} as 0 to 1",)
     target = Target("regression", name="score")
-    return assemble(config.source, sites, columns, target, config, config.standardise, seed=seed, notes=notes)
+    return encode_sites(config.source, sites, columns, target, config, config.standardise, seed=seed, notes=notes)
 
 
-def _read(path: Path) -> list[tuple[Any, Any]]:
+def read_schools(path: Path) -> list[tuple[Any, Any]]:
     """Features and scores of each school."""
     try:
         cells = read_cells(read_bytes(path))
@@ -68,7 +68,7 @@ def read_cells(content: bytes) -> dict[str, list[np.ndarray[Any, Any]]]:
         raise ValueError("no MATLAB 5 file")
     out = {}
     for kind, part in _elements(content[HEADER:]):
-        for inner, body in _elements(_unpacked(part)) if kind == COMPRESSED else [(kind, part)]:
+        for inner, body in _elements(_decompress(part)) if kind == COMPRESSED else [(kind, part)]:
             if inner == MATRIX:
                 name, value = _matrix(body)
                 if isinstance(value, list):
@@ -76,7 +76,7 @@ def read_cells(content: bytes) -> dict[str, list[np.ndarray[Any, Any]]]:
     return out
 
 
-def _unpacked(part: bytes) -> bytes:
+def _decompress(part: bytes) -> bytes:
     try:
         return zlib.decompress(part)
     except zlib.error as error:

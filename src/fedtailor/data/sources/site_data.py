@@ -21,11 +21,11 @@ from torch import Tensor
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
 from fedtailor.data.splits import starts
-from fedtailor.data.tabular.columns import Table
-from fedtailor.data.tabular.encode import Site, Target, assemble
+from fedtailor.data.tabular.columns import ClientTable
+from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
 from fedtailor.data.tabular.preparation import Floats, Preparation
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
-from fedtailor.data.tabular.target import complete_target, numbers, report_text
+from fedtailor.data.tabular.target import numeric_values, refuse_text, require_target
 from fedtailor.errors import DataError, nearest
 
 PREPARED = ".safetensors"
@@ -75,17 +75,19 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
     for column in (config.target, *config.numeric, *config.categories):
         if column not in table.columns:
             raise DataError(f'{table.path}: no column "{column}"; {nearest(column, table.columns)}')
-    complete_target({name: table}, config.target)
-    site = Site(
+    require_target({name: table}, config.target)
+    site = SiteColumns(
         name=name,
         file=str(table.path),
-        numeric={c: _filled(table, c, config.fill) for c in config.numeric},
+        numeric={c: _fill_gaps(table, c, config.fill) for c in config.numeric},
         categorical={c: table.columns[c].labels() for c in config.categories},
-        y=_target(table, config),
+        y=_read_target(table, config),
     )
     target = Target("classification" if config.classes else "regression", config.classes, name=config.target)
     columns = (*config.numeric, *config.categories)
-    data = assemble(name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories)
+    data = encode_sites(
+        name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories
+    )
     if config.target_scale is None or config.classes or data.preparation is None:
         return data
     mean, sd = config.target_scale  # by which predictions are read
@@ -93,16 +95,16 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
     return replace(data, preparation=data.preparation.model_copy(update={"target": scaled}))
 
 
-def _filled(table: Table, column: str, fill: dict[str, float]) -> Floats:
-    report_text({"": table}, column, "name it under [data.categories]")
-    values = numbers(table.columns[column])
+def _fill_gaps(table: ClientTable, column: str, fill: dict[str, float]) -> Floats:
+    refuse_text({"": table}, column, "name it under [data.categories]")
+    values = numeric_values(table.columns[column])
     return np.where(np.isnan(values), fill[column], values) if column in fill else values
 
 
-def _target(table: Table, config: SiteData) -> NDArray[Any]:
+def _read_target(table: ClientTable, config: SiteData) -> NDArray[Any]:
     if not config.classes:
-        report_text({"": table}, config.target, "list data.classes")
-        values = numbers(table.columns[config.target])
+        refuse_text({"": table}, config.target, "list data.classes")
+        values = numeric_values(table.columns[config.target])
         mean, spread = config.target_scale or (0.0, 1.0)
         return (values - mean) / spread
     position = {label: i for i, label in enumerate(config.classes)}
@@ -134,7 +136,7 @@ def write_prepared(path: Path, data: FederatedData, client: int) -> None:
     path.write_bytes(save(tensors, metadata={"about": json.dumps(about)}))
 
 
-def _inputs(file: Any, split: str) -> Any:
+def _read_inputs(file: Any, split: str) -> Any:
     """One tensor, or named ones."""
     prefix = f"{split}.x."
     named = {k.removeprefix(prefix): file.get_tensor(k) for k in file.keys() if k.startswith(prefix)}  # noqa: SIM118
@@ -146,7 +148,7 @@ def _read_prepared(path: Path, name: str) -> FederatedData:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["about"])
             rows = {
-                split: Rows(_inputs(file, split), y := file.get_tensor(f"{split}.y"), starts([len(y)]))
+                split: Rows(_read_inputs(file, split), y := file.get_tensor(f"{split}.y"), starts([len(y)]))
                 for split in ("train", "val", "test")
             }
             prepared = about.get("preparation") and Preparation.model_validate(about["preparation"])

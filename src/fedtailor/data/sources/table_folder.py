@@ -9,48 +9,54 @@ import numpy as np
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.splits import split
-from fedtailor.data.tabular.columns import Table
-from fedtailor.data.tabular.encode import Target, moments_of, rows_of
+from fedtailor.data.tabular.columns import ClientTable
+from fedtailor.data.tabular.encode import Target, pooled_moments, stack_rows
 from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
-from fedtailor.data.tabular.prepare import fit_in, prepared, with_names_of
-from fedtailor.data.tabular.read import SUFFIXES, client_name, read_sites, read_table
+from fedtailor.data.tabular.prepare import check_newcomers, prepare_tables, rename_columns
+from fedtailor.data.tabular.read import SUFFIXES, client_name, read_client_tables, read_table
 from fedtailor.data.tabular.target import (
-    numbers,
-    target_of,
+    newcomer_target,
+    numeric_values,
 )
 from fedtailor.errors import DataError
 
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
-    return prepared(read_sites(config), config, seed)
+    return prepare_tables(read_client_tables(config), config, seed)
 
 
 def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
     """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
     if client_name(path) is None:
         raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
-    tables = read_sites(config)
+    tables = read_client_tables(config)
     if name in tables:
         raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
-    return prepared(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
+    return prepare_tables(tables, config, seed, {name: read_table(path, config.ignore)}).only([len(tables)])
 
 
-def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, name: str, seed: int) -> FederatedData:
+def prepare_newcomer(
+    preparation: Preparation, config: FolderConfig, table: ClientTable, name: str, seed: int
+) -> FederatedData:
     """The newcomer as a federation of one; columns, classes and common scales are those of the run."""
     target_column = preparation.target
     columns = preparation.columns
-    table = with_names_of(table, (target_column.name, *(c.name for c in columns)))
+    table = rename_columns(table, (target_column.name, *(c.name for c in columns)))
     kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
     dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
-    fit_in({name: table}, target_column.name, kinds, dates)
+    check_newcomers({name: table}, target_column.name, kinds, dates)
     target = Target(target_column.task, target_column.classes, name=target_column.name, is_log=target_column.is_log)
-    y = target_of(table, target_column.name, target)
+    y = newcomer_target(table, target_column.name, target)
     is_class = target_column.task == "classification"
     cut = split(len(y), y if is_class else None, config, seed=seed, client=name)
-    numeric = {c: numbers(table.columns[c].of_kind(c in dates)) for c, is_category in kinds.items() if not is_category}
+    numeric = {
+        c: numeric_values(table.columns[c].of_kind(c in dates)) for c, is_category in kinds.items() if not is_category
+    }
     own = {
-        c.name: c.model_copy(update={"sites": {name: _scale(c, numeric[c.name][cut.train], config)}, "absent": ()})
+        c.name: c.model_copy(
+            update={"sites": {name: _newcomer_scale(c, numeric[c.name][cut.train], config)}, "absent": ()}
+        )
         for c in columns
         if isinstance(c, NumberColumn)
     }
@@ -59,14 +65,14 @@ def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, na
     notes: list[str] = []
     x = mine.encode(name, numeric, categorical, str(table.path), notes)
     if not is_class:
-        y = target_column.standardised(y)
+        y = target_column.standardise(y)
     return FederatedData(
         name=Path(config.path).stem or "folder",
         task=target_column.task,
         clients=(name,),
-        train=rows_of([x], [y], [cut.train]),
-        val=rows_of([x], [y], [cut.val]),
-        test=rows_of([x], [y], [cut.test]),
+        train=stack_rows([x], [y], [cut.train]),
+        val=stack_rows([x], [y], [cut.val]),
+        test=stack_rows([x], [y], [cut.test]),
         outputs=len(target_column.classes) if is_class else 1,
         classes=target_column.classes,
         features=mine.features,
@@ -75,7 +81,7 @@ def newcomer_by(preparation: Preparation, config: FolderConfig, table: Table, na
     )
 
 
-def _scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
+def _newcomer_scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
     """As those of the run, filled with the newcomer's own median where it has values."""
     known = train[~np.isnan(train)]
     sites = list(column.sites.values())
@@ -87,5 +93,5 @@ def _scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
     scale = Scale(median=median, mean=sites[0].mean, sd=sites[0].sd, **limits)
     if config.standardise == "pooled":
         return scale
-    mean, sd = moments_of([np.where(np.isnan(train), median, scale.clipped(train))])
+    mean, sd = pooled_moments([np.where(np.isnan(train), median, scale.clip(train))])
     return scale.model_copy(update={"mean": mean, "sd": sd})

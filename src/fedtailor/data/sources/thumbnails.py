@@ -15,7 +15,7 @@ from fedtailor.data import partitions
 from fedtailor.data.configs import MiniImageNetConfig, PacsConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import check_labels, read_npz
-from fedtailor.data.pools import TRAIN_TEST, Pool, assemble, deal
+from fedtailor.data.pools import TRAIN_TEST, ImagePool, deal_pool, split_pool
 from fedtailor.errors import DataError
 
 MINI_IMAGENET, PACS = "mini_imagenet32_6k.npz", "pacs32.npz"
@@ -30,11 +30,11 @@ def load(
     """Read, deal and split the thumbnails that a configuration asks for."""
     folder = data_root(root)
     if isinstance(config, MiniImageNetConfig):
-        return deal(config.source, replace(_mini_imagenet(folder, config.use), dtype=dtype), config, seed)
+        return deal_pool(config.source, replace(_mini_imagenet(folder, config.use), dtype=dtype), config, seed)
     return _pacs(folder, config, seed, dtype)
 
 
-def _mini_imagenet(root: Path, use: str) -> Pool:
+def _mini_imagenet(root: Path, use: str) -> ImagePool:
     path = locate(root, MINI_IMAGENET, "mini-imagenet")
     arrays = _arrays(path, "split")
     split = check_labels(path, arrays["split"], len(SPLITS))
@@ -53,7 +53,7 @@ def _pacs(root: Path, config: PacsConfig, seed: int, dtype: torch.dtype) -> Fede
         if not len(part):
             raise DataError(f"{path}: has no images of the domain {name}; put the whole file there")
     notes = ("partition: by domain", *partitions.describe(parts, pool.labels))
-    return assemble(config.source, pool, parts, DOMAINS, config, seed, notes)
+    return split_pool(config.source, pool, parts, DOMAINS, config, seed, notes)
 
 
 def _arrays(path: Path, group: str) -> dict[str, NDArray[Any]]:
@@ -70,6 +70,6 @@ def _arrays(path: Path, group: str) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _pool(path: Path, x: NDArray[Any], y: NDArray[Any], classes: tuple[str, ...]) -> Pool:
+def _pool(path: Path, x: NDArray[Any], y: NDArray[Any], classes: tuple[str, ...]) -> ImagePool:
     labels = check_labels(path, y, len(classes)).astype(np.int64)
-    return Pool(np.ascontiguousarray(x.transpose(0, 3, 1, 2)), labels, classes)
+    return ImagePool(np.ascontiguousarray(x.transpose(0, 3, 1, 2)), labels, classes)

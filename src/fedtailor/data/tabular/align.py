@@ -14,13 +14,13 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.tabular.columns import Column, Table, is_compact
+from fedtailor.data.tabular.columns import ClientTable, Column, is_compact
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
     pass
 
-Tables = dict[str, Table]
+Tables = dict[str, ClientTable]
 FEW_LABELS = 12  # numbers and texts in one column are categories if there are at most so many
 MAX_CATEGORIES = 50  # of a column of texts; of more only statistics of the target are features
 UNIQUE = 0.9  # share of distinct values in a column of names or ids
@@ -32,7 +32,7 @@ _ID = re.compile(
 
 
 @dataclass(frozen=True)
-class Tidied:
+class AlignedTables:
     """Tables that are alike, the configuration with what was settled, and notes."""
 
     tables: Tables
@@ -42,65 +42,69 @@ class Tidied:
     many: tuple[str, ...] = ()  # columns with so many texts that they stand for statistics of the target
 
 
-def tidied(tables: Tables, config: FolderConfig) -> Tidied:
+def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
     """Make the tables of all sites alike as far as nobody can object; the rest is left for others to refuse."""
-    tables, renamed = _same_names(tables, config)
-    tables = _plain_dates(tables)
-    tables, absent, gaps = _with_all_columns(tables, config)
+    tables, renamed = _unify_names(tables, config)
+    tables = _unify_dates(tables)
+    tables, absent, gaps = _add_absent_columns(tables, config)
     features = _features(tables, config)
     ids = [c for c in features if c not in config.categorical and _is_id(c, [t.columns[c] for t in tables.values()])]
     notes = [*renamed, *gaps]
     if ids:
         notes.append(
-            f"left out as they name rows: {', '.join(ids)}; to keep one: data.categorical = {_listed(ids[:1])}"
+            f"left out as they name rows: {', '.join(ids)}; to keep one: data.categorical = {_quote_list(ids[:1])}"
         )
     mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables, c)]
-    notes += [f'column "{c}" has numbers and texts: {_words(tables, c)} are categories' for c in mixed]
+    notes += [f'column "{c}" has numbers and texts: {_join_labels(tables, c)} are categories' for c in mixed]
     config = config.model_copy(update={"ignore": (*config.ignore, *ids), "categorical": (*config.categorical, *mixed)})
     for column in (config.target, *(c for c in features if c not in ids)):
-        tables, rewritten = _same_writing(tables, column)
+        tables, rewritten = _unify_spelling(tables, column)
         notes += rewritten
     many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables, c))
-    return Tidied(tables, config, tuple(notes), absent, many)
+    return AlignedTables(tables, config, tuple(notes), absent, many)
 
 
-def alike(name: str) -> str:
+def normalise_name(name: str) -> str:
     """What two ways to write a name have in common."""
     return re.sub(r"[\W_]+", "_", name.strip().casefold()).strip("_")
 
 
-def renamed_columns(names: Sequence[str], wanted: Iterable[str]) -> dict[str, str]:
+def match_columns(names: Sequence[str], wanted: Iterable[str]) -> dict[str, str]:
     """Columns of a file by their name in training, where they are written in another way."""
     forms: dict[str, list[str]] = {}
     for name in names:
-        forms.setdefault(alike(name), []).append(name)
+        forms.setdefault(normalise_name(name), []).append(name)
     out = {}
     for name in wanted:
-        candidates = forms.get(alike(name), [])
+        candidates = forms.get(normalise_name(name), [])
         if name not in names and len(candidates) == 1:
             out[candidates[0]] = name
     return out
 
 
-def _same_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str]]:
+def _unify_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str]]:
     counts = Counter(name for table in tables.values() for name in table.names)
     configured = (config.target, *config.ignore, *config.categorical)
     best: dict[str, str] = {}
     for name in (*configured, *(name for name, _ in counts.most_common())):
-        best.setdefault(alike(name), name)
+        best.setdefault(normalise_name(name), name)
     out, renamed = {}, dict[tuple[str, str], list[str]]()
     for site, table in tables.items():
-        twice = {form for form, n in Counter(map(alike, table.names)).items() if n > 1}
-        new = {n: best[alike(n)] for n in table.names if alike(n) not in twice and best[alike(n)] != n}
+        twice = {form for form, n in Counter(map(normalise_name, table.names)).items() if n > 1}
+        new = {
+            n: best[normalise_name(n)]
+            for n in table.names
+            if normalise_name(n) not in twice and best[normalise_name(n)] != n
+        }
         for pair in new.items():
             renamed.setdefault(pair, []).append(site)
         columns = {new.get(name, name): column for name, column in table.columns.items()}
         names = tuple(new.get(name, name) for name in table.names)
         out[site] = replace(table, names=names, columns=columns) if new else table
-    return out, [f'column "{old}" at {_some(sites)} is read as "{new}"' for (old, new), sites in renamed.items()]
+    return out, [f'column "{old}" at {_name_some(sites)} is read as "{new}"' for (old, new), sites in renamed.items()]
 
 
-def _plain_dates(tables: Tables) -> Tables:
+def _unify_dates(tables: Tables) -> Tables:
     """Numbers of eight digits are dates if they are at all sites, or if another site writes dates in another way."""
     names = dict.fromkeys(name for table in tables.values() for name in table.columns)
     for name in names:
@@ -108,13 +112,13 @@ def _plain_dates(tables: Tables) -> Tables:
         if len({c.is_date for c in columns if c.number.count()}) > 1:
             is_date = any(c.is_date and not is_compact(c.text) for c in columns)
             tables = {
-                site: _with(table, name, table.columns[name].of_kind(is_date)) if name in table.columns else table
+                site: _set_column(table, name, table.columns[name].of_kind(is_date)) if name in table.columns else table
                 for site, table in tables.items()
             }
     return tables
 
 
-def _with_all_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, dict[str, tuple[str, ...]], list[str]]:
+def _add_absent_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, dict[str, tuple[str, ...]], list[str]]:
     """Columns that a site does not have, as empty ones; not those that it may have under a similar name."""
     import polars as pl
 
@@ -130,17 +134,17 @@ def _with_all_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, dic
             gap = Column(
                 pl.Series([None] * table.rows, dtype=pl.String), pl.Series([None] * table.rows, dtype=pl.Float64)
             )
-            tables = tables | {site: _with(tables[site], name, gap)}
+            tables = tables | {site: _set_column(tables[site], name, gap)}
             absent.setdefault(name, []).append(site)
     notes = [
-        f'column "{name}" is missing at {_some(sites)}: filled there as missing values are; '
-        f"to leave it out everywhere: data.ignore = {_listed([name])}"
+        f'column "{name}" is missing at {_name_some(sites)}: filled there as missing values are; '
+        f"to leave it out everywhere: data.ignore = {_quote_list([name])}"
         for name, sites in absent.items()
     ]
     return tables, {name: tuple(sites) for name, sites in absent.items()}, notes
 
 
-def _with(table: Table, name: str, column: Column) -> Table:
+def _set_column(table: ClientTable, name: str, column: Column) -> ClientTable:
     names = table.names if name in table.names else (*table.names, name)
     return replace(table, names=names, columns=table.columns | {name: column})
 
@@ -175,10 +179,10 @@ def is_mixed(tables: Tables, name: str) -> bool:
     if not texts or min(texts.values()) < 2 or not any(c.number.count() for c in columns):
         return False
     is_whole = all(bool((c.number.drop_nulls() % 1 == 0).all()) for c in columns)
-    return is_whole and len(_counts(tables, name)) <= FEW_LABELS
+    return is_whole and len(_count_labels(tables, name)) <= FEW_LABELS
 
 
-def _counts(tables: Tables, name: str) -> Counter[str]:
+def _count_labels(tables: Tables, name: str) -> Counter[str]:
     """How often each category occurs, summed over the sites."""
     out: Counter[str] = Counter()
     for table in tables.values():
@@ -186,7 +190,7 @@ def _counts(tables: Tables, name: str) -> Counter[str]:
     return out
 
 
-def _same_writing(tables: Tables, name: str) -> tuple[Tables, list[str]]:
+def _unify_spelling(tables: Tables, name: str) -> tuple[Tables, list[str]]:
     """Texts that differ in capitals and blanks alone are one, written as most write it."""
     if any(name not in t.columns for t in tables.values()) or not any(
         t.columns[name].is_text.any() for t in tables.values()
@@ -194,12 +198,12 @@ def _same_writing(tables: Tables, name: str) -> tuple[Tables, list[str]]:
         return tables, []
     best: dict[str, str] = {}
     other: dict[str, str] = {}
-    for text, _ in _counts(tables, name).most_common():
+    for text, _ in _count_labels(tables, name).most_common():
         form = " ".join(text.casefold().split())
         if best.setdefault(form, text) != text:
             other[text] = best[form]
     notes = [f'column "{name}": "{old}" is read as "{new}"' for old, new in list(other.items())[:5]]
-    return _replaced(tables, name, other), notes
+    return _replace_values(tables, name, other), notes
 
 
 def _has_many(tables: Tables, name: str) -> bool:
@@ -208,16 +212,16 @@ def _has_many(tables: Tables, name: str) -> bool:
     rows = sum(c.text.count() for c in columns)
     if any(c.doubtful_date for c in columns) or sum(int(c.is_text.sum()) for c in columns) < rows:
         return False
-    return len(_counts(tables, name)) > MAX_CATEGORIES
+    return len(_count_labels(tables, name)) > MAX_CATEGORIES
 
 
-def _replaced(tables: Tables, name: str, new: Mapping[str, str]) -> Tables:
+def _replace_values(tables: Tables, name: str, new: Mapping[str, str]) -> Tables:
     if not new:
         return tables
     out = {}
     for site, table in tables.items():
         column = table.columns[name]
-        out[site] = _with(table, name, replace(column, text=column.text.replace(dict(new))))
+        out[site] = _set_column(table, name, replace(column, text=column.text.replace(dict(new))))
     return out
 
 
@@ -232,13 +236,13 @@ def refuse_other_units(tables: Tables, name: str) -> None:
         )
 
 
-def _words(tables: Tables, name: str) -> str:
-    return ", ".join(sorted(_counts(tables, name)))
+def _join_labels(tables: Tables, name: str) -> str:
+    return ", ".join(sorted(_count_labels(tables, name)))
 
 
-def _some(sites: Sequence[str]) -> str:
+def _name_some(sites: Sequence[str]) -> str:
     return ", ".join(sites[:3]) + (f" and {len(sites) - 3} more sites" if len(sites) > 3 else "")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quote_list(names: Sequence[str]) -> str:
     return "[" + ", ".join(f"'{name}'" for name in names) + "]"

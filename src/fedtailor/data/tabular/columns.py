@@ -31,12 +31,12 @@ _CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
-def first_of(text: pl.Series) -> str | None:
+def first_value(text: pl.Series) -> str | None:
     """The first value. Where all must be of one form it tells most columns apart, at a thousandth of the cost."""
     return next((value for value in text if value is not None), None)
 
 
-def amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
+def parse_amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
     """Numbers with a currency, a percent sign or commas, and the unit; None if this column is not written so."""
     import polars as pl
 
@@ -73,11 +73,11 @@ def doubtful_number(text: pl.Series) -> str | None:
     return str(commas[0])
 
 
-def named_days(text: pl.Series) -> pl.Series | None:
+def parse_named_days(text: pl.Series) -> pl.Series | None:
     """Days since 1970-01-01 of dates with the name of the month; None if some value is none."""
     import polars as pl
 
-    first = first_of(text)
+    first = first_value(text)
     if first is None or not re.search(r"[A-Za-z]{3}", first) or not re.search(r"\d", first):
         return None
     for form in _NAMED_MONTHS:
@@ -87,11 +87,11 @@ def named_days(text: pl.Series) -> pl.Series | None:
     return None
 
 
-def compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
+def parse_compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
     """Days since 1970-01-01 of numbers such as 20240109, if all of a few or more are days."""
     import polars as pl
 
-    first = first_of(text)
+    first = first_value(text)
     if first is None or not re.search(_COMPACT, first):
         return None
     present = text.drop_nulls()
@@ -103,7 +103,7 @@ def compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
 
 def is_compact(text: pl.Series) -> bool:
     """Whether all values are numbers of eight digits, which may have been taken for dates."""
-    first = first_of(text)
+    first = first_value(text)
     return first is not None and bool(re.search(r"^\d{8}$", first) and text.drop_nulls().str.contains(r"^\d{8}$").all())
 
 
@@ -124,7 +124,7 @@ class Column:
     @property
     def doubtful_date(self) -> str | None:
         """A value, if all look like dates that may be day/month or month/day."""
-        first = first_of(self.text)
+        first = first_value(self.text)
         if first is None or not re.search(_DOUBTFUL_DATE, first):
             return None
         return first if self.text.drop_nulls().str.contains(_DOUBTFUL_DATE).all() else None
@@ -142,7 +142,7 @@ class Column:
             return self
         if not is_date:
             return Column(self.text, self.text.cast(pl.Float64, strict=False))
-        days = compact_days(self.text, fewest=1)
+        days = parse_compact_days(self.text, fewest=1)
         return self if days is None else Column(self.text, days, is_date=True)
 
     def labels(self) -> pl.Series:
@@ -152,7 +152,7 @@ class Column:
         distinct = self.number.drop_nulls().unique().to_list()
         if self.is_date or not distinct:
             return self.text
-        names = [_number_name(value) for value in distinct]
+        names = [_format_number(value) for value in distinct]
         named = self.number.replace_strict(distinct, names, return_dtype=pl.String, default=None)
         return named.fill_null(self.text)
 
@@ -162,7 +162,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class ClientTable:
     """One file."""
 
     path: Path
@@ -170,16 +170,16 @@ class Table:
     columns: dict[str, Column]
     rows: int
 
-    def only(self, keep: pl.Series) -> Table:
+    def only(self, keep: pl.Series) -> ClientTable:
         """Some of its rows."""
         columns = {
             name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
             for name, column in self.columns.items()
         }
-        return Table(self.path, self.names, columns, int(keep.sum()))
+        return ClientTable(self.path, self.names, columns, int(keep.sum()))
 
 
-def _column(path: Path, series: pl.Series) -> Column:
+def column_from_series(path: Path, series: pl.Series) -> Column:
     import polars as pl
 
     kind = series.dtype
@@ -188,15 +188,15 @@ def _column(path: Path, series: pl.Series) -> Column:
     if series.dtype == pl.String:
         text = series.str.strip_chars()
         text = text.set(text.is_in(MISSING_VALUES), None)
-        if (days := _days(text)) is not None:
+        if (days := parse_days(text)) is not None:
             return Column(text, days, is_date=True)
         number = text.cast(pl.Float64, strict=False)
-        if number.null_count() > text.null_count() and (amount := amounts(text)) is not None:
+        if number.null_count() > text.null_count() and (amount := parse_amounts(text)) is not None:
             return Column(text, amount[0], unit=amount[1])
     elif kind.is_numeric():
         series = series.fill_nan(None) if kind.is_float() else series
         text, number = series.cast(pl.String), series.cast(pl.Float64)
-        if kind.is_integer() and (days := compact_days(text)) is not None:
+        if kind.is_integer() and (days := parse_compact_days(text)) is not None:
             return Column(text, days, is_date=True)
     elif kind == pl.Date or isinstance(kind, pl.Datetime):
         return Column(series.cast(pl.String), series.cast(pl.Datetime("us")).dt.epoch("us") / 86_400e6, is_date=True)
@@ -208,11 +208,11 @@ def _column(path: Path, series: pl.Series) -> Column:
     return Column(text, number.set(~number.is_finite(), None))
 
 
-def _days(text: pl.Series) -> pl.Series | None:
+def parse_days(text: pl.Series) -> pl.Series | None:
     """Days since 1970-01-01 if all values are written as dates; null where there is no such day."""
     import polars as pl
 
-    first = first_of(text)
+    first = first_value(text)
     if first is None:
         return None
     for pattern, (year, month, day) in _DATES.items():
@@ -221,14 +221,14 @@ def _days(text: pl.Series) -> pl.Series | None:
             clock = [text.str.extract(pattern, i).fill_null("00") for i in (4, 5, 6)]
             written = parts[0] + "-" + parts[1] + "-" + parts[2] + " " + clock[0] + ":" + clock[1] + ":" + clock[2]
             return written.str.to_datetime("%Y-%m-%d %H:%M:%S", strict=False).dt.epoch("s").cast(pl.Float64) / 86_400
-    return days if (days := named_days(text)) is not None else compact_days(text)
+    return days if (days := parse_named_days(text)) is not None else parse_compact_days(text)
 
 
-def _number_name(number: float) -> str:
+def _format_number(number: float) -> str:
     return str(int(number)) if number.is_integer() else repr(number)
 
 
-def as_text(value: str) -> str:
+def escape_formula(value: str) -> str:
     """A name as it may stand in a CSV file: one that would be a formula gets a quote before it; numbers stay."""
     if not value.startswith(FORMULA):
         return value

@@ -30,24 +30,26 @@ def row_keys(data: FederatedData) -> Keys:
     for i, site in enumerate(data.clients):
         parts = {name: getattr(data, name).of(i) for name in ("train", "val", "test")}
         features = slice(None) if data.preparation is None else ~data.preparation.is_statistic
-        hashes = {n: _hashes(x.numpy()[:, features], _written(y.numpy(), data.classes)) for n, (x, y) in parts.items()}
+        hashes = {
+            n: _hash_rows(x.numpy()[:, features], _target_bytes(y.numpy(), data.classes)) for n, (x, y) in parts.items()
+        }
         keys[site] = {"train": hashes["train"] + hashes["val"], "test": hashes["test"]}
     return keys
 
 
-def _written(y: NDArray[Any], classes: Sequence[str]) -> list[bytes]:
+def _target_bytes(y: NDArray[Any], classes: Sequence[str]) -> list[bytes]:
     """Classes by name: their numbers may change."""
     return [classes[i].encode() for i in y.tolist()] if classes else [v.tobytes() for v in y.astype(np.float64)]
 
 
-def _hashes(x: Floats, y: Sequence[bytes]) -> list[str]:
+def _hash_rows(x: Floats, y: Sequence[bytes]) -> list[str]:
     rows = np.ascontiguousarray(x, dtype=np.float64)
     pairs = zip(rows, y, strict=True)
     return [hashlib.blake2b(row.tobytes() + target, digest_size=8).hexdigest() for row, target in pairs]
 
 
 @dataclass(frozen=True)
-class Change:
+class SiteChange:
     """How a site's rows differ from those of the earlier fit."""
 
     before: int
@@ -68,7 +70,7 @@ class EarlierRows:
     preparation: Preparation
     keys: Keys
     number: int  # of the update: new rows are split by a stream of their own
-    changes: dict[str, Change] = field(default_factory=dict)
+    changes: dict[str, SiteChange] = field(default_factory=dict)
     raw: dict[str, Any] = field(default_factory=dict)  # the sites as they were read
     notes: list[str] = field(default_factory=list)
 
@@ -113,7 +115,7 @@ class EarlierRows:
             np.sort(np.concatenate([known["test"], fresh[added.test]])),
         )
         self.raw[site.name] = site
-        self.changes[site.name] = Change(old, retained + used, used, old - retained, known["test"])
+        self.changes[site.name] = SiteChange(old, retained + used, used, old - retained, known["test"])
         return whole
 
     def _sides(self, site: Any, classes: Sequence[str], before: Mapping[str, list[str]]) -> list[str]:
@@ -123,10 +125,10 @@ class EarlierRows:
             return [""] * len(site.y)
         x = self.preparation.encode(site.name, site.numeric, site.categorical, site.file, [])
         x = x[:, ~self.preparation.is_statistic]  # of a training row it is without its own target
-        y = site.y if classes else target.standardised(site.y)
+        y = site.y if classes else target.standardise(site.y)
         left = {name: Counter(keys) for name, keys in before.items()}
         sides = []
-        for key in _hashes(x, _written(y, classes)):
+        for key in _hash_rows(x, _target_bytes(y, classes)):
             side = next((name for name in ("test", "train") if left[name][key] > 0), "")
             if side:
                 left[side][key] -= 1

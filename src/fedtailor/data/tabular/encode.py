@@ -38,7 +38,7 @@ FOLDS = 5
 
 
 @dataclass(frozen=True)
-class Site:
+class SiteColumns:
     """One client's rows: numbers with NaN where missing, categories with None where missing."""
 
     name: str
@@ -59,9 +59,9 @@ class Target:
     is_log: bool = False
 
 
-def assemble(
+def encode_sites(
     name: str,
-    sites: Sequence[Site],
+    sites: Sequence[SiteColumns],
     columns: Sequence[str],
     target: Target,
     config: SplitConfig,
@@ -121,16 +121,16 @@ def assemble(
     target_column = TargetColumn(name=target.name, task=target.task, classes=target.classes, is_log=target.is_log)
     is_scaled = not labelled and target.standardise and target.task == "regression"
     if is_scaled:
-        inner = [target_column.standardised(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
-        mean, sd = moments_of(inner[:settled])
+        inner = [target_column.standardise(t[cut.train])[:, 0] for t, cut in zip(targets, cuts, strict=True)]
+        mean, sd = pooled_moments(inner[:settled])
         target_column = target_column.model_copy(update={"mean": mean, "sd": sd})
     own: dict[str, list[Floats]] = {}  # of training rows, without their own targets
-    inner_targets = targets if labelled else [target_column.standardised(t) for t in targets]
+    inner_targets = targets if labelled else [target_column.standardise(t) for t in targets]
     training_rows = [cut.train for cut in cuts][:settled]
     for i, each in enumerate(learnt):
         if each.name in many and isinstance(each, CategoryColumn):
             labels = [site.categorical[each.name] for site in sites[:settled]]
-            learnt[i], own[each.name] = with_statistics(
+            learnt[i], own[each.name] = add_target_statistics(
                 each, labels, inner_targets[:settled], training_rows, target_column, seed
             )
             new_notes.append(f'column "{each.name}" has very many texts: they count by {", ".join(learnt[i].features)}')
@@ -145,7 +145,7 @@ def assemble(
             f"{target_column.sd:.6g}"
         )
     if not labelled:
-        targets = [target_column.standardised(t) for t in targets]
+        targets = [target_column.standardise(t) for t in targets]
     matrices = [preparation.encode(site.name, site.numeric, site.categorical, site.file) for site in sites]
     at = 0
     for each in preparation.columns:
@@ -156,9 +156,9 @@ def assemble(
         name=name,
         task=target.task,
         clients=tuple(site.name for site in sites),
-        train=rows_of(matrices, targets, [cut.train for cut in cuts]),
-        val=rows_of(matrices, targets, [cut.val for cut in cuts]),
-        test=rows_of(matrices, targets, [cut.test for cut in cuts]),
+        train=stack_rows(matrices, targets, [cut.train for cut in cuts]),
+        val=stack_rows(matrices, targets, [cut.val for cut in cuts]),
+        test=stack_rows(matrices, targets, [cut.test for cut in cuts]),
         outputs=len(target.classes) if labelled else 1,
         classes=target.classes,
         features=preparation.features,
@@ -169,7 +169,7 @@ def assemble(
 
 def _scales(
     column: str,
-    sites: Sequence[Site],
+    sites: Sequence[SiteColumns],
     cuts: Sequence[Split],
     how: Literal["client", "pooled", "none"],
     settled: int,
@@ -196,12 +196,14 @@ def _scales(
         plain = zip(names, medians, gaps, strict=True)
         return {name: Scale(median=median, missing=gap) for name, median, gap in plain}, filled, []
     limits = [_limits(pooled, own) for own in known]
-    wild = _wild(column, sites, values, limits)
+    wild = _note_outliers(column, sites, values, limits)
     train = [
         np.where(np.isnan(v), median, v if limit is None else np.clip(v, *limit))
         for v, median, limit in zip(train, medians, limits, strict=True)
     ]
-    moments = [moments_of([t]) for t in train] if how == "client" else [moments_of(train[:settled])] * len(train)
+    moments = (
+        [pooled_moments([t]) for t in train] if how == "client" else [pooled_moments(train[:settled])] * len(train)
+    )
     scales = {
         name: Scale(median=median, mean=mean, sd=sd, low=limit and limit[0], high=limit and limit[1], missing=gap)
         for name, median, (mean, sd), limit, gap in zip(names, medians, moments, limits, gaps, strict=True)
@@ -225,8 +227,8 @@ def _limits(pooled: Floats, own: Floats) -> tuple[float, float] | None:
     return low, high
 
 
-def _wild(
-    column: str, sites: Sequence[Site], values: Sequence[Floats], limits: Sequence[tuple[float, float] | None]
+def _note_outliers(
+    column: str, sites: Sequence[SiteColumns], values: Sequence[Floats], limits: Sequence[tuple[float, float] | None]
 ) -> list[str]:
     """A note that names rows beyond the limits."""
     places, count = [], 0
@@ -243,7 +245,7 @@ def _wild(
     ]
 
 
-def moments_of(parts: Sequence[Floats]) -> tuple[float, float]:
+def pooled_moments(parts: Sequence[Floats]) -> tuple[float, float]:
     """Mean and standard deviation from sums over clients; a constant column has spread 1."""
     count = sum(len(part) for part in parts)
     mean = sum(float(part.sum()) for part in parts) / count
@@ -253,7 +255,7 @@ def moments_of(parts: Sequence[Floats]) -> tuple[float, float]:
     return mean, sd if sd > 1e-12 * largest else 1.0
 
 
-def _categories(column: str, sites: Sequence[Site]) -> list[str]:
+def _categories(column: str, sites: Sequence[SiteColumns]) -> list[str]:
     values = {value for site in sites for value in site.categorical[column]}
     return sort_values(value for value in values if value is not None and value != MISSING) + (
         [MISSING] if values & {None, MISSING} else []
@@ -269,7 +271,7 @@ def sort_values(values: Iterable[str]) -> list[str]:
         return distinct
 
 
-def rows_of(
+def stack_rows(
     matrices: Sequence[Floats], targets: Sequence[NDArray[Any]], positions: Sequence[NDArray[np.int64]]
 ) -> Rows:
     """Some rows of every site, one site after another."""
@@ -278,7 +280,7 @@ def rows_of(
     return Rows(torch.from_numpy(x), torch.from_numpy(y), starts([len(at) for at in positions]))
 
 
-def with_statistics(
+def add_target_statistics(
     column: CategoryColumn,
     labels: Sequence[Any],
     targets: Sequence[NDArray[Any]],

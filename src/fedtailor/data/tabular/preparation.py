@@ -36,7 +36,7 @@ class Scale(_Plain):
     high: float | None = None
     missing: float = 0.0  # share of the site's training rows without a value
 
-    def clipped(self, values: Floats) -> Floats:
+    def clip(self, values: Floats) -> Floats:
         """Values within the limits, NaN as it is."""
         return values if self.low is None or self.high is None else np.clip(values, self.low, self.high)
 
@@ -86,7 +86,7 @@ class TargetColumn(_Plain):
     sd: float = 1.0
     is_log: bool = False
 
-    def standardised(self, y: Floats) -> NDArray[Any]:
+    def standardise(self, y: Floats) -> NDArray[Any]:
         """Numbers or counts as a model learns them [rows, 1]."""
         if self.task == "count":
             return y.astype(np.int64)[:, None]
@@ -152,7 +152,7 @@ class Preparation(_Plain):
             if isinstance(column, NumberColumn):
                 scale, values = column.sites[site], numeric[column.name]
                 gaps = np.isnan(values) | ((values == 0) if column.zero_is_missing else False)
-                filled = np.where(gaps, scale.median, scale.clipped(values))
+                filled = np.where(gaps, scale.median, scale.clip(values))
                 blocks.append(((filled - scale.mean) / scale.sd)[:, None])
             else:
                 blocks.append(_features_of(column, categorical[column.name], file, unknown))

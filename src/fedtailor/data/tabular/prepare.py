@@ -7,54 +7,54 @@ from dataclasses import replace
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.tabular.align import MAX_CATEGORIES, refuse_other_units, renamed_columns, tidied
-from fedtailor.data.tabular.columns import Table
+from fedtailor.data.tabular.align import MAX_CATEGORIES, align_tables, match_columns, refuse_other_units
+from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.earlier_rows import EarlierRows
-from fedtailor.data.tabular.encode import Site, assemble
+from fedtailor.data.tabular.encode import SiteColumns, encode_sites
 from fedtailor.data.tabular.read import client_name
 from fedtailor.data.tabular.target import (
-    complete_target,
     distinct_labels,
-    numbers,
+    drop_unlabelled,
+    newcomer_target,
+    numeric_values,
     read_target,
     refuse_mixed_text,
-    report_text,
-    target_of,
-    with_target,
+    refuse_text,
+    require_target,
 )
 from fedtailor.errors import DataError, nearest
 
 
-def prepared(
-    tables: dict[str, Table],
+def prepare_tables(
+    tables: dict[str, ClientTable],
     config: FolderConfig,
     seed: int,
-    newcomers: dict[str, Table] | None = None,
+    newcomers: dict[str, ClientTable] | None = None,
     earlier: EarlierRows | None = None,
 ) -> FederatedData:
     """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that.
 
     `earlier` are rows that a fit knows already, and how it prepared them.
     """
-    tidy = tidied(tables, config)
+    tidy = align_tables(tables, config)
     tables, config = tidy.tables, tidy.config
     columns = common_columns(tables, config)
-    tables, left_out = with_target(tables, config)
+    tables, left_out = drop_unlabelled(tables, config)
     target, targets, reason = read_target(tables, config)
     forced = (*config.categorical, *tidy.many)
     kinds = {column: is_categorical(tables, column, column in forced) for column in columns}
-    newcomers = {name: with_names_of(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
+    newcomers = {name: rename_columns(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
     dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
-    fit_in(newcomers, config.target, kinds, dates)
-    targets += [target_of(table, config.target, target) for table in newcomers.values()]
+    check_newcomers(newcomers, config.target, kinds, dates)
+    targets += [newcomer_target(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":
-        _no_missing(tables, columns)
+        _refuse_missing(tables, columns)
     sites = [
-        Site(
+        SiteColumns(
             name=name,
             file=str(table.path),
-            numeric={c: numbers(table.columns[c].of_kind(c in dates)) for c in columns if not kinds[c]},
+            numeric={c: numeric_values(table.columns[c].of_kind(c in dates)) for c in columns if not kinds[c]},
             categorical={c: table.columns[c].labels() for c in columns if kinds[c]},
             y=y,
         )
@@ -67,10 +67,10 @@ def prepared(
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
         *left_out,
         *tidy.notes,
-        *_sampled(sites, config),
+        *_note_sampling(sites, config),
     )
     name = client_name(config.path) or config.path.resolve().name or "folder"
-    return assemble(
+    return encode_sites(
         *(name, sites, columns, target, config, config.standardise),
         seed=seed,
         notes=notes,
@@ -82,14 +82,14 @@ def prepared(
     )
 
 
-def with_names_of(table: Table, columns: Sequence[str]) -> Table:
+def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
     """A newcomer's table with the names of the others."""
-    new = renamed_columns(table.names, columns)
+    new = match_columns(table.names, columns)
     names = tuple(new.get(name, name) for name in table.names)
     return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})
 
 
-def _sampled(sites: Sequence[Site], config: FolderConfig) -> list[str]:
+def _note_sampling(sites: Sequence[SiteColumns], config: FolderConfig) -> list[str]:
     """Say loudly that rows are not used."""
     most = config.max_samples
     large = [site for site in sites if most is not None and len(site.y) > most]
@@ -103,7 +103,9 @@ def _sampled(sites: Sequence[Site], config: FolderConfig) -> list[str]:
     ]
 
 
-def fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
+def check_newcomers(
+    newcomers: dict[str, ClientTable], target: str, kinds: dict[str, bool], dates: Sequence[str]
+) -> None:
     """Newcomers must have the columns of the others, and numbers or dates where these have them."""
     for name, table in newcomers.items():
         for column in (target, *kinds):
@@ -114,20 +116,20 @@ def fit_in(newcomers: dict[str, Table], target: str, kinds: dict[str, bool], dat
                 )
         for column, is_categorical in kinds.items():
             if not is_categorical:
-                check_numbers(table, column, is_date=column in dates)
-        complete_target({name: table}, target)
+                check_column(table, column, is_date=column in dates)
+        require_target({name: table}, target)
 
 
-def check_numbers(table: Table, column: str, is_date: bool) -> None:
+def check_column(table: ClientTable, column: str, is_date: bool) -> None:
     """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
     values = table.columns[column].of_kind(is_date)
-    report_text({"": table}, column, "remove the row")
+    refuse_text({"": table}, column, "remove the row")
     if values.number.count() and values.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
 
 
-def common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:
+def common_columns(tables: dict[str, ClientTable], config: FolderConfig) -> list[str]:
     """Feature columns, in the first file's order; every file must have all of them and the target."""
     known = list(dict.fromkeys(column for table in tables.values() for column in table.names))
     for option, names in (("ignore", config.ignore), ("categorical", config.categorical)):
@@ -164,7 +166,7 @@ def common_columns(tables: dict[str, Table], config: FolderConfig) -> list[str]:
     return columns
 
 
-def is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool:
+def is_categorical(tables: dict[str, ClientTable], column: str, forced: bool) -> bool:
     """Whether a feature column is categorical; text among numbers is an error."""
     if forced:
         return True
@@ -182,10 +184,10 @@ def is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool:
                 f"write them as {value.replace(',', '')} or {value.replace(',', '.')}, or {remedy}"
             )
     if not any(c.is_text.any() for c in columns):
-        _dates_everywhere(tables, column, remedy)
+        _require_dates_everywhere(tables, column, remedy)
         refuse_other_units(tables, column)
         return False
-    refuse_mixed_text(tables, column, as_categories(column))
+    refuse_mixed_text(tables, column, category_remedy(column))
     distinct = distinct_labels(c.labels() for c in columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
@@ -196,7 +198,7 @@ def is_categorical(tables: dict[str, Table], column: str, forced: bool) -> bool:
     return True
 
 
-def as_categories(column: str) -> str:
+def category_remedy(column: str) -> str:
     """What to do with a column of numbers and texts."""
     return (
         f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
@@ -204,7 +206,7 @@ def as_categories(column: str) -> str:
     )
 
 
-def _dates_everywhere(tables: dict[str, Table], column: str, remedy: str) -> None:
+def _require_dates_everywhere(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
     """Fail if a column has dates in one file and plain numbers in another."""
     filled = {table.path: table.columns[column] for table in tables.values() if table.columns[column].number.count()}
     kinds = {c.is_date: path for path, c in filled.items()}
@@ -214,7 +216,7 @@ def _dates_everywhere(tables: dict[str, Table], column: str, remedy: str) -> Non
         )
 
 
-def _no_missing(tables: dict[str, Table], columns: Sequence[str]) -> None:
+def _refuse_missing(tables: dict[str, ClientTable], columns: Sequence[str]) -> None:
     for table in tables.values():
         for column in columns:
             gaps = table.columns[column].text.null_count()

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.files import expanded
-from fedtailor.data.tabular.align import tidied
-from fedtailor.data.tabular.columns import Table
-from fedtailor.data.tabular.prepare import as_categories, common_columns, is_categorical, prepared
-from fedtailor.data.tabular.read import files_of, read_sites, read_table
-from fedtailor.data.tabular.target import read_target, report_text, with_target
+from fedtailor.data.files import expand_home
+from fedtailor.data.tabular.align import align_tables
+from fedtailor.data.tabular.columns import ClientTable
+from fedtailor.data.tabular.prepare import category_remedy, common_columns, is_categorical, prepare_tables
+from fedtailor.data.tabular.read import client_files, read_client_tables, read_table
+from fedtailor.data.tabular.target import drop_unlabelled, read_target, refuse_text
 from fedtailor.errors import DataError
 
 
-def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
+def find_problems(config: FolderConfig) -> tuple[list[str], list[str]]:
     """What has to be put right, and what was noticed and needs nothing; files that cannot be read are left aside."""
     messages: list[str] = []
 
@@ -28,17 +28,17 @@ def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
                 messages.append(str(error))
             return None
 
-    path = expanded(config.path)
-    tables: dict[str, Table]
+    path = expand_home(config.path)
+    tables: dict[str, ClientTable]
     if config.client_column is None and path.is_dir():
-        files: dict[str, Path] = attempt(files_of, path) or {}
+        files: dict[str, Path] = attempt(client_files, path) or {}
         tried = {name: attempt(read_table, file, config.ignore) for name, file in files.items()}
         tables = {name: table for name, table in tried.items() if table is not None}
     else:
-        tables = attempt(read_sites, config) or {}
+        tables = attempt(read_client_tables, config) or {}
     if not tables:
         return messages, []
-    tidy = tidied(tables, config)
+    tidy = align_tables(tables, config)
     tables, config = tidy.tables, tidy.config
     without = [t for t in tables.values() if config.target not in t.columns]
     for table in without:
@@ -48,7 +48,9 @@ def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
     for column in columns:
         with_column = {name: t for name, t in tables.items() if column in t.columns}
         if len(with_column) < len(tables):
-            attempt(common_columns, tables, config.model_copy(update={"ignore": _others(columns, column, config)}))
+            attempt(
+                common_columns, tables, config.model_copy(update={"ignore": _other_columns(columns, column, config)})
+            )
         if column in config.ignore:
             continue
         before = len(messages)
@@ -60,15 +62,15 @@ def problems(config: FolderConfig) -> tuple[list[str], list[str]]:
             if each.doubtful_date or each.doubtful_number:
                 attempt(is_categorical, {name: table}, column, False)
             elif each.number.count():
-                attempt(report_text, {name: table}, column, as_categories(column))
-    targeted = attempt(with_target, tables, config) if tables else None
+                attempt(refuse_text, {name: table}, column, category_remedy(column))
+    targeted = attempt(drop_unlabelled, tables, config) if tables else None
     if targeted is not None:
         attempt(read_target, targeted[0], config)
     if messages or not tables:
         return messages, list(tidy.notes)
-    data = attempt(prepared, tables, config, 0)
+    data = attempt(prepare_tables, tables, config, 0)
     return messages, list(tidy.notes) if data is None else [*tidy.notes, *data.notes]
 
 
-def _others(columns: dict[str, None], column: str, config: FolderConfig) -> tuple[str, ...]:
+def _other_columns(columns: dict[str, None], column: str, config: FolderConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(c for c in columns if c != column), *config.ignore]))

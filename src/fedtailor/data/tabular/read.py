@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.configs import FolderConfig
-from fedtailor.data.files import expanded, read_bytes
-from fedtailor.data.tabular.columns import MISSING_VALUES, Table, _column
+from fedtailor.data.files import expand_home, read_bytes
+from fedtailor.data.tabular.columns import MISSING_VALUES, ClientTable, column_from_series
 from fedtailor.data.tabular.parquet_check import check as check_parquet
 from fedtailor.errors import DataError, nearest
 
@@ -33,9 +33,9 @@ def client_name(path: Path) -> str | None:
     return path.name[: -len(suffix)]
 
 
-def read_table(path: Path, ignore: Sequence[str] = ()) -> Table:
+def read_table(path: Path, ignore: Sequence[str] = ()) -> ClientTable:
     """Read a file but for the columns to ignore; at least one row, unique column names."""
-    return table_of(path, _read_filled(path), ignore)
+    return table_from_frame(path, _read_filled(path), ignore)
 
 
 def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -49,7 +49,7 @@ def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
         written, separator = _read_parquet(path, content), ","
     else:
         written, separator = _read_csv(path, content)
-    _some_rows(path, written)
+    _require_rows(path, written)
     if separator != ";":
         return written, written
     return written, written.with_columns(pl.all().str.replace(_DECIMAL_COMMA, "$1.$2"))
@@ -65,29 +65,29 @@ def _read_filled(path: Path) -> pl.DataFrame:
         for series in frame
     ]
     frame = frame.filter(~pl.all_horizontal(gaps))
-    _some_rows(path, frame)
+    _require_rows(path, frame)
     return frame
 
 
-def _some_rows(path: Path, frame: pl.DataFrame) -> None:
+def _require_rows(path: Path, frame: pl.DataFrame) -> None:
     if frame.height == 0:
         raise DataError(f"{path}: has a header but no rows; put the client's rows there or remove it")
 
 
-def table_of(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()) -> Table:
+def table_from_frame(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()) -> ClientTable:
     """The columns of a frame; `path` is its name in messages."""
-    columns = {series.name: _column(path, series) for series in frame if series.name not in ignore}
-    return Table(path, tuple(frame.columns), columns, frame.height)
+    columns = {series.name: column_from_series(path, series) for series in frame if series.name not in ignore}
+    return ClientTable(path, tuple(frame.columns), columns, frame.height)
 
 
-def split_by(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, Table]:
+def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, ClientTable]:
     """One file that holds several clients: the rows of each, by its name in a column."""
     import polars as pl
 
     frame = _read_filled(path)
     if column not in frame.columns:
         raise DataError(f'{path}: no client column "{column}"; {nearest(column, frame.columns)}')
-    names = _column(path, frame[column]).names()
+    names = column_from_series(path, frame[column]).names()
     if gaps := names.null_count():
         raise DataError(
             f'{path}: client column "{column}" has no value in {gaps} of {frame.height} rows; complete or remove them'
@@ -95,7 +95,7 @@ def split_by(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, T
     frame = frame.drop(column)
     out = {}
     for name in sorted(names.unique().to_list()):
-        out[name] = table_of(Path(f"{path}[{name}]"), frame.filter(pl.lit(names == name)), ignore)
+        out[name] = table_from_frame(Path(f"{path}[{name}]"), frame.filter(pl.lit(names == name)), ignore)
     return out
 
 
@@ -114,23 +114,23 @@ def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
     import polars as pl
 
     text = _decode(path, content)
-    lines = _lines(text)
-    separator = _separator(lines.split("\n", 1)[0])
-    header = _header(path, lines, separator)
+    lines = _normalise_lines(text)
+    separator = _find_separator(lines.split("\n", 1)[0])
+    header = _read_header(path, lines, separator)
     marked = io.BytesIO(
         lines.encode("utf-8-sig")
     )  # or polars takes a first column "x^2" for the start of a zlib stream
     try:
         frame = pl.read_csv(marked, separator=separator, infer_schema=False, new_columns=header)
     except pl.exceptions.PolarsError as e:
-        raise DataError(f"{path}: {_bad_line(text, separator, len(header)) or _first_line(e)}") from e
+        raise DataError(f"{path}: {_find_bad_line(text, separator, len(header)) or _first_line(e)}") from e
     # polars fills up short lines in silence; they show as gaps in the last column
-    if frame[header[-1]].null_count() and (bad := _bad_line(text, separator, len(header))):
+    if frame[header[-1]].null_count() and (bad := _find_bad_line(text, separator, len(header))):
         raise DataError(f"{path}: {bad}")
     return frame, separator
 
 
-def _lines(text: str) -> str:
+def _normalise_lines(text: str) -> str:
     """Text with line ends that any reader knows, without blank lines; what stands in quotes is left as it is."""
     text = text.strip("\r\n") + "\n"
     has_old_ends = text.count("\r") > text.count("\r\n")
@@ -157,14 +157,14 @@ def _decode(path: Path, content: bytes) -> str:
     return text
 
 
-def _separator(header: str) -> str:
+def _find_separator(header: str) -> str:
     """The most frequent of comma, semicolon, tab and bar in the header line, outside quotes."""
     bare = "".join(header.split('"')[::2])
     return max(SEPARATORS, key=bare.count)
 
 
-def _header(path: Path, text: str, separator: str) -> list[str]:
-    names = [name.strip() for name in next(_records(text, separator))]
+def _read_header(path: Path, text: str, separator: str) -> list[str]:
+    names = [name.strip() for name in next(_csv_reader(text, separator))]
     twice = [name for name, count in Counter(names).items() if count > 1 and name]
     if twice:
         raise DataError(f'{path}: column "{twice[0]}" appears more than once; rename or remove one')
@@ -175,14 +175,14 @@ def _header(path: Path, text: str, separator: str) -> list[str]:
     return names
 
 
-def _records(text: str, separator: str) -> Any:
+def _csv_reader(text: str, separator: str) -> Any:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a field may be long
     return csv.reader(io.StringIO(text, newline=""), delimiter=separator)
 
 
-def _bad_line(text: str, separator: str, width: int) -> str | None:
+def _find_bad_line(text: str, separator: str, width: int) -> str | None:
     """The first line with more or fewer fields than the header, told for people."""
-    reader = _records(text, separator)
+    reader = _csv_reader(text, separator)
     for row in reader:
         if row and len(row) != width:
             return f"line {reader.line_num} has {len(row)} fields, the header has {width}; correct it"
@@ -202,24 +202,26 @@ def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
     if isinstance(rows, pl.LazyFrame):
         return rows.collect()
     if isinstance(rows, Mapping):
-        return pl.DataFrame({str(name): _series(str(name), list(values)) for name, values in rows.items()})
+        return pl.DataFrame({str(name): _series_from_values(str(name), list(values)) for name, values in rows.items()})
     if hasattr(rows, "columns") and hasattr(rows, "iloc"):  # pandas
         names = [str(name) for name in rows.columns]
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise DataError(f'{origin}: column "{repeated[0]}" appears more than once; rename or remove one')
-        return pl.DataFrame([_of_pandas(name, rows.iloc[:, i]) for i, name in enumerate(names)])
+        return pl.DataFrame([_series_from_pandas(name, rows.iloc[:, i]) for i, name in enumerate(names)])
     raise DataError(f"{origin}: is a {type(rows).__name__}; give a frame of polars or pandas, or columns by name")
 
 
-def _of_pandas(name: str, series: Any) -> pl.Series:
+def _series_from_pandas(name: str, series: Any) -> pl.Series:
     import polars as pl
 
     if getattr(series.dtype, "kind", "O") in "iufbM" and type(series.dtype).__module__.startswith("numpy"):
         return pl.Series(name, series.to_numpy())
-    return _series(name, [None if gap else value for value, gap in zip(series.tolist(), series.isna(), strict=True)])
+    return _series_from_values(
+        name, [None if gap else value for value, gap in zip(series.tolist(), series.isna(), strict=True)]
+    )
 
 
-def _series(name: str, values: list[Any]) -> pl.Series:
+def _series_from_values(name: str, values: list[Any]) -> pl.Series:
     """Values of several kinds are read as text, as in a CSV file."""
     import polars as pl
 
@@ -229,8 +231,8 @@ def _series(name: str, values: list[Any]) -> pl.Series:
     return pl.Series(name, values, strict=False)
 
 
-def read_sites(config: FolderConfig) -> dict[str, Table]:
-    path = expanded(config.path)
+def read_client_tables(config: FolderConfig) -> dict[str, ClientTable]:
+    path = expand_home(config.path)
     if config.client_column is None:
         return _read_folder(path, config.ignore)
     if not path.is_file():
@@ -240,15 +242,15 @@ def read_sites(config: FolderConfig) -> dict[str, Table]:
         raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
     if config.client_column == config.target:
         raise DataError(f'{path}: "{config.target}" is both target and client column; choose another of them')
-    return split_by(path, config.client_column, config.ignore)
+    return split_by_client(path, config.client_column, config.ignore)
 
 
-def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, Table]:
+def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, ClientTable]:
     """Tables by client name, sorted."""
-    return {name: read_table(path, ignore) for name, path in files_of(folder).items()}
+    return {name: read_table(path, ignore) for name, path in client_files(folder).items()}
 
 
-def files_of(folder: Path) -> dict[str, Path]:
+def client_files(folder: Path) -> dict[str, Path]:
     """Files by client name, sorted."""
     if not folder.is_dir():
         hint = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
@@ -267,7 +269,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {name: files[name] for name in sorted(files)}
 
 
-def columns(file: Path, *names: str) -> list[tuple[str, ...]]:
+def read_text_columns(file: Path, *names: str) -> list[tuple[str, ...]]:
     """Some columns of a file as text; an empty cell is an error that names its row."""
     frame, _ = read_rows(file)
     for name in names:

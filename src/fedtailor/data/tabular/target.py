@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tabular.align import is_mixed
-from fedtailor.data.tabular.columns import Column, Table
+from fedtailor.data.tabular.columns import ClientTable, Column
 from fedtailor.data.tabular.encode import Target, sort_values
 from fedtailor.data.tabular.preparation import Floats
 from fedtailor.errors import DataError
@@ -26,7 +26,9 @@ FEWEST_COUNTS = 5  # distinct whole numbers from 0 on that may be counts rather 
 SKEWED = 2.0  # skewness of a long tail
 
 
-def with_target(tables: dict[str, Table], config: FolderConfig) -> tuple[dict[str, Table], tuple[str, ...]]:
+def drop_unlabelled(
+    tables: dict[str, ClientTable], config: FolderConfig
+) -> tuple[dict[str, ClientTable], tuple[str, ...]]:
     """Rows and sites without a target are left out, and named."""
     if config.target not in next(iter(tables.values())).columns:
         return tables, ()
@@ -45,7 +47,7 @@ def with_target(tables: dict[str, Table], config: FolderConfig) -> tuple[dict[st
     return complete, tuple(notes)
 
 
-def complete_target(tables: dict[str, Table], target: str) -> None:
+def require_target(tables: dict[str, ClientTable], target: str) -> None:
     """Fail if the target is missing in some row."""
     for table in tables.values():
         gaps = table.columns[target].text.null_count()
@@ -56,9 +58,9 @@ def complete_target(tables: dict[str, Table], target: str) -> None:
             )
 
 
-def read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
+def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
     """Task, targets of each client, and why the task was chosen."""
-    complete_target(tables, config.target)
+    require_target(tables, config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     for table in tables.values():
         if table.columns[config.target].is_date:
@@ -72,13 +74,13 @@ def read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target,
         raise DataError(f"{config.path}: data.target_scale = 'log' is for numbers, and the target is read as {task}")
     if task in ("regression", "count"):
         if any(c.is_text.any() for c in columns):
-            report_text(tables, config.target, "set data.task = 'classification'")
-        targets = [numbers(c) for c in columns]
+            refuse_text(tables, config.target, "set data.task = 'classification'")
+        targets = [numeric_values(c) for c in columns]
         for table, y in zip(tables.values(), targets, strict=True):
             _check_numbers(table, config.target, y, task, config.target_scale == "log")
         if all((y == targets[0][0]).all() for y in targets):
             _refuse_constant(columns[0].text[0], config)
-        hint = suggested(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
+        hint = suggest_task(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
         is_log, standardise = config.target_scale == "log", config.standardise_target and task == "regression"
         target = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
         return target, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
@@ -87,10 +89,10 @@ def read_target(tables: dict[str, Table], config: FolderConfig) -> tuple[Target,
         _refuse_constant(classes[0], config)
     target = Target("classification", tuple(classes), name=config.target)
     hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
-    return target, [codes(c.names(), classes) for c in columns], note + hint
+    return target, [class_codes(c.names(), classes) for c in columns], note + hint
 
 
-def _check_numbers(table: Table, target: str, y: Floats, task: str, is_log: bool) -> None:
+def _check_numbers(table: ClientTable, target: str, y: Floats, task: str, is_log: bool) -> None:
     """Fail at the first row whose number cannot be what it is to be."""
     checks = [(np.abs(y) > LARGEST, "whose square is too large for a number", "give the target in other units")]
     if task == "count":
@@ -107,7 +109,7 @@ def _check_numbers(table: Table, target: str, y: Floats, task: str, is_log: bool
             )
 
 
-def suggested(y: Floats) -> str:
+def suggest_task(y: Floats) -> str:
     """What numbers to predict look like, and what then fits them better; nothing for ordinary ones."""
     if (y >= 0).all() and (y % 1 == 0).all() and y.min() < FEWEST_COUNTS and y.mean() < COUNTED and skewness(y) > 0.5:
         return "; if these are counts, --task count fits rates (Poisson)"
@@ -123,7 +125,7 @@ def skewness(y: Floats) -> float:
 
 
 def _counts_as_classes(columns: Sequence[Column]) -> str:
-    y = np.concatenate([numbers(c) for c in columns])
+    y = np.concatenate([numeric_values(c) for c in columns])
     values = np.unique(y)
     if len(values) > FEWEST_COUNTS and values[0] == 0 and values[1] == 1 and np.bincount(y.astype(int)).argmax() < 3:
         return "; if these are counts, --task count fits rates (Poisson)"
@@ -141,11 +143,11 @@ def distinct_labels(labels: Iterable[pl.Series]) -> set[str]:
     return {label for series in labels for label in series.drop_nulls().unique().to_list()}
 
 
-def codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
+def class_codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
     return labels.replace_strict(list(classes), list(range(len(classes)))).to_numpy().astype(np.int64)
 
 
-def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
+def _infer_task(tables: dict[str, ClientTable], target: str) -> tuple[str, str]:
     columns = [table.columns[target] for table in tables.values()]
     has_text = any(c.is_text.any() for c in columns)
     if has_text:
@@ -166,7 +168,7 @@ def _infer_task(tables: dict[str, Table], target: str) -> tuple[str, str]:
     return "regression", f"inferred: {distinct} distinct {kind}, more than {FEW}"
 
 
-def refuse_mixed_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+def refuse_mixed_text(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
     """Fail if a column that has text is otherwise numeric: at some file entirely, or mostly over all files."""
     text = sum(int(table.columns[column].is_text.sum()) for table in tables.values())
     values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables.values())
@@ -175,10 +177,10 @@ def refuse_mixed_text(tables: dict[str, Table], column: str, remedy: str) -> Non
         for table in tables.values()
     )
     if numeric_file or 2 * text < values:
-        report_text(tables, column, remedy)
+        refuse_text(tables, column, remedy)
 
 
-def report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
+def refuse_text(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
     """Fail if a column of numbers has text somewhere."""
     for table in tables.values():
         rows = table.columns[column].is_text.arg_true()
@@ -191,16 +193,16 @@ def report_text(tables: dict[str, Table], column: str, remedy: str) -> None:
             )
 
 
-def numbers(column: Column) -> Floats:
+def numeric_values(column: Column) -> Floats:
     """Values with NaN where there is none."""
     return column.number.to_numpy().astype(np.float64)
 
 
-def target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
+def newcomer_target(table: ClientTable, column: str, target: Target) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
     if target.task != "classification":
-        report_text({"": table}, column, "remove the row")
-        y = numbers(table.columns[column])
+        refuse_text({"": table}, column, "remove the row")
+        y = numeric_values(table.columns[column])
         _check_numbers(table, column, y, target.task, target.is_log)
         return y
     position = {label: i for i, label in enumerate(target.classes)}
@@ -213,4 +215,4 @@ def target_of(table: Table, column: str, target: Target) -> NDArray[Any]:
             f'{table.path}: target column "{column}" has the class "{unknown[0]}", which no client of the run has; '
             f"known: {', '.join(target.classes)}"
         )
-    return codes(labels, target.classes)
+    return class_codes(labels, target.classes)
