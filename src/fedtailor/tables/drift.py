@@ -85,7 +85,7 @@ def drift_of_rows(
         names = frame[named].cast(pl.String)
         parts = {str(n): values.filter(names == n) for n in names.drop_nulls().unique(maintain_order=True).to_list()}
         strangers = [name for name in parts if name not in card["sites"]]
-        notes += [f"not in the fit, and left out: {', '.join(strangers[:5])}"] if strangers else []
+        notes += [f"sites that are not in the fit were skipped: {', '.join(strangers[:5])}"] if strangers else []
         parts = {name: rows for name, rows in parts.items() if name not in strangers}
     if site and site not in card["sites"]:
         raise RunError(f'{path}: no site "{site}" whose training rows are known; {nearest(site, card["sites"])}')
@@ -200,21 +200,20 @@ def _largest_shift(new: Floats, old: Sequence[float], categories: Sequence[str])
 
 
 def _column_words(each: Mapping[str, Any]) -> str:
-    """What has changed in a column."""
     if not each["drifted"]:
         return "as in training"
     out = []
     if each["psi"] >= SOME:
-        size = "far" if each["psi"] >= LARGE else "somewhat"
+        size = "large" if each["psi"] >= LARGE else "moderate"
         if "means" in each:
             now, was = each["means"]
-            how = "higher" if each["smd"] > 0.1 else "lower" if each["smd"] < -0.1 else "spread differently"
-            out.append(f"{size} {how}: mean {now:.4g}, in training {was:.4g} ({each['smd']:+.2f} sd)")
+            how = "higher" if each["smd"] > 0.1 else "lower" if each["smd"] < -0.1 else "other distribution"
+            out.append(f"{size} shift, {how}: mean {now:.4g}, in training {was:.4g} ({each['smd']:+.2f} sd)")
         elif each["moved"]:
             name, now, was = each["moved"]
-            out.append(f"{size} other shares: {name} {100 * now:.0f} %, in training {100 * was:.0f} %")
+            out.append(f"{size} change of shares: {name} {100 * now:.0f} %, in training {100 * was:.0f} %")
     if each["more_unknown"]:
-        out.append(f"{100 * each['unknown']:.0f} % of the rows have values that no training row has")
+        out.append(f"{100 * each['unknown']:.0f} % of rows have values that did not occur in training")
     if each["more_missing"]:
         now, was = each["missing"]
         out.append(f"{100 * now:.0f} % missing, in training {100 * was:.0f} %")
@@ -222,7 +221,7 @@ def _column_words(each: Mapping[str, Any]) -> str:
 
 
 def drift_sentences(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which columns drifted, at how many sites, and whether predictions did."""
+    """Which columns and predictions drifted, and at how many sites."""
     if not sites:
         return ["no row belongs to a site of the fit"]
     at: dict[str, list[str]] = {}
@@ -235,16 +234,16 @@ def drift_sentences(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
         where = f"at {names[0]}" if len(names) == 1 else f"at {len(names)} of {len(sites)} sites"
         out.append(f"{column} has drifted {where}")
     if not at:
-        out.append("no column has drifted beyond chance")
+        out.append("no column has drifted significantly")
     moved = [name for name, site in sites.items() if site["prediction"] and site["prediction"]["drifted"]]
     if moved:
         where = f"at {moved[0]}" if len(moved) == 1 else f"at {len(moved)} of {len(sites)} sites"
         out.append(f"predictions have drifted {where}")
     else:
-        out.append("predictions are spread as in training")
+        out.append("predictions are distributed as in training")
     few = [name for name, site in sites.items() if site["rows"] < 30]
     if few:
-        out.append(f"{len(few)} of {len(sites)} sites have fewer than 30 new rows, in which only a large drift shows")
+        out.append(f"{len(few)} of {len(sites)} sites have fewer than 30 new rows, enough to detect large drift only")
     return out
 
 
