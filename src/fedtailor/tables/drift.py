@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-SOME, LARGE = 0.1, 0.25  # of the index, as is usual
+SOME, LARGE = 0.1, 0.25  # of the index, the usual limits
 LEVEL = 0.01  # of the test, over all columns of a site
 GAP = 0.05  # by which the share of missing values, or of new categories, must have grown
 
@@ -55,7 +55,7 @@ def stability(new: Sequence[float], old: Sequence[float]) -> tuple[float, float,
 def drift_of(
     path: Path, file: Path, site: str = "", column: str | None = None, data_root: Path | None = None
 ) -> dict[str, Any]:
-    """The rows of a file against the training rows of their sites."""
+    """Compare the rows of a file with the training rows of their sites."""
     return drift_of_rows(path, file, *read_rows(file), site=site, column=column, data_root=data_root)
 
 
@@ -69,7 +69,7 @@ def drift_of_rows(
     column: str | None = None,
     data_root: Path | None = None,
 ) -> dict[str, Any]:
-    """By site what has drifted, and all of it in words; `values` are the rows with decimal points."""
+    """Drift by site, and a summary in sentences; `values` are the rows with decimal points."""
     import polars as pl
 
     card = _read_card(path)
@@ -177,7 +177,7 @@ def _missing_share(column: NumberColumn, table: ClientTable) -> float:
 
 
 def compared_values(model: Personal, x: Any) -> Floats:
-    """What is compared: the number, the probability of the second of two classes, or of the likeliest of several."""
+    """The compared prediction: a number, the probability of the second of two classes, or of the likeliest."""
     predictions = model.readable(model.outputs(x)).double().numpy()
     if model.task != "classification":
         return predictions[:, 0]
@@ -267,7 +267,7 @@ def quantiles(parts: Sequence[Floats], wanted: Sequence[float] = QUANTILES) -> F
 
 
 def count_intervals(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
-    """How many values lie in each interval, and their mean and spread."""
+    """Counts of values by interval, their mean and standard deviation."""
     where = np.searchsorted(np.asarray(edges, dtype=np.float64), values, side="left")
     return {
         "counts": np.bincount(where, minlength=len(edges) + 1).tolist(),
@@ -277,7 +277,7 @@ def count_intervals(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
 
 
 def training_card(data: FederatedData, predictions: Floats | None, whose: NDArray[np.int64]) -> dict[str, Any]:
-    """As training.json has it; `predictions` are as people read them, of training rows by models without them."""
+    """The content of training.json; `predictions`: out-of-fold, in units of the target."""
     places, bounds = places_of(data), list(pairwise(data.train.starts.tolist()))
     x = data.train.x.numpy().astype(np.float64)
     columns: dict[str, dict[str, Any]] = {}

@@ -43,7 +43,7 @@ ROWS = 4096  # at a time
 
 @dataclass(frozen=True)
 class Extras:
-    """What a fit to tables gives a site beside its linear model."""
+    """Additions of a fit of tables to a site's linear model: trees, calibration, interval widths."""
 
     trees: TreeParts | None = None
     slope: float = 1.0
@@ -74,7 +74,7 @@ class Extras:
 
 
 def extras_of(row: Mapping[str, Any], record: Mapping[str, Any], trees: TreeParts | None) -> Extras:
-    """As the record of a fit has them; a site that came later has the intervals of all."""
+    """Read from the record of a fit; a newcomer has the intervals of all sites."""
     slope, offset = row.get("calibration", (1.0, 0.0))
     widths = row.get("half_widths", record.get("half_widths", ()))
     if not all(isinstance(v, float | int) and math.isfinite(v) for v in (slope, offset, *widths)):
@@ -105,12 +105,12 @@ class Personal:
     classes: tuple[str, ...] = ()
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
-    notes: list[str] = field(default_factory=list)  # what was told while rows were read
+    notes: list[str] = field(default_factory=list)  # warnings while rows were read
     extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
 
     @property
     def title(self) -> str:
-        """The algorithm, for people."""
+        """The title of the algorithm."""
         return self.algorithm.title or type(self.algorithm).__name__
 
     @property
@@ -124,7 +124,7 @@ class Personal:
         return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
     def outputs(self, x: Tree) -> Tensor:
-        """What the model says of samples, as in training: logits, or standardised numbers."""
+        """The outputs for samples, as in training: logits, or standardised numbers."""
         with torch.no_grad():
             parts = [
                 self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
@@ -134,7 +134,7 @@ class Personal:
         return self.extras.apply(x, base, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
-        """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
+        """Outputs as probabilities of the classes, or numbers in units of the target."""
         if self.task == "classification":
             return outputs.softmax(1)
         if self.task == "multilabel":
@@ -268,7 +268,7 @@ def _newcomers(run: Path) -> list[str]:
 
 
 def sites_of(folder: RunFolder) -> list[str]:
-    """All that have a model in a run."""
+    """Clients and newcomers with a model in a run."""
     return [*folder.about["clients"], *_newcomers(folder.path)]
 
 
