@@ -25,7 +25,7 @@ from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
 from fedtailor.experiments.progress import grid_shown, shown
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
-from fedtailor.experiments.user_source import accept_folder
+from fedtailor.experiments.user_code import accept_folder
 from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
 from fedtailor.serving import onboard
@@ -35,7 +35,7 @@ from fedtailor.tables import serve as serving
 from fedtailor.tables import update as updating
 from fedtailor.tables.drift import drift_of, drift_of_rows
 from fedtailor.tables.explain_fit import coefficient_rows, explain_fit
-from fedtailor.tables.fit_sources import keep, source_of
+from fedtailor.tables.fit_sources import keep_frames, source_of
 from fedtailor.tables.serve import Personal
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def fit(
     path = Path(out) if out is not None else new_path(Path("runs"), "frames-fit")
     is_new = not path.exists()
     try:
-        kept = keep(sites, path / "data", client_column)
+        kept = keep_frames(sites, path / "data", client_column)
         return _fit(source_of(kept, target, client_column), path, options, progress)
     except BaseException:
         if is_new and not (path / FIT).exists():  # refused before it began

@@ -19,7 +19,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Tree, items, schema
 from fedtailor.errors import UserError
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.user_source import names
+from fedtailor.experiments.user_code import names
 from fedtailor.version import __version__
 
 
