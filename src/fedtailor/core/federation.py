@@ -556,8 +556,8 @@ class Federation:
         """A round as one computation, if the cohort's states are stacked in this process.
 
         Args:
-            compute: Gets the states, `server` and a function for the stacked training samples. It must give what the calls
-                of a round give, and counts as much traffic.
+            compute: Gets the states, `server` and a function for the stacked training samples. It must give what the
+                calls of a round give, and counts as much traffic.
             server: The server's state.
 
         Returns:
