@@ -172,3 +172,10 @@ def test_what_is_kept_is_what_differs(name: str) -> None:
 def test_names_of_old_hooks_are_refused(old: str, new: str) -> None:
     with pytest.raises(TypeError, match=f"Mine.{old}: this is called {new} now"):
         type("Mine", (Algorithm,), {old: None})
+
+
+@pytest.mark.parametrize("name", ["shares", "round", "title"])
+def test_an_option_cannot_hide_a_member_of_algorithm(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Mine\.{name}"):
+        type("Mine", (Algorithm,), {"__annotations__": {name: "float"}, name: 0.5})
+    type("Mine", (Algorithm,), {"__annotations__": {name: "ClassVar[float]"}, name: 0.5})

@@ -12,7 +12,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import items, tree_map
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.pool import Pool
 from fedtailor.testing.contract import tolerance
 from fedtailor.training.solver import Solver
 from tests.contract.test_tape import MODELS, Taped

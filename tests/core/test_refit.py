@@ -10,7 +10,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.experiments.config import parse
-from fedtailor.training.options import Work
+from fedtailor.training.solver_options import Work
 from tests.helpers import ENGINES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 EPOCHS = 2

@@ -12,10 +12,9 @@ from fedtailor import engines
 from fedtailor.algorithms import make
 from fedtailor.core.federation import Federation
 from fedtailor.engines import devices
-from fedtailor.engines.pool.engine import Pool
-from fedtailor.engines.pool.processes import Answer, WorkerProcesses, _answers
-from fedtailor.engines.pool.scheduler import Unit
-from fedtailor.engines.pool.worker import Task, Worker
+from fedtailor.engines.pool.pool import Pool
+from fedtailor.engines.pool.worker import ClientTask, Worker
+from fedtailor.engines.pool.worker_processes import Answer, WorkerProcesses, WorkUnit, _answers
 from fedtailor.experiments import runner
 from tests.devices import sim
 from tests.devices.federations import CASES, experiment, federation, play, results
@@ -80,14 +79,14 @@ def test_where_there_are_devices_gradients_rule_out_a_fork() -> None:
 def in_this_process(
     self: WorkerProcesses,
     request: Mapping[str, Any],
-    units: Sequence[Sequence[Task]],
+    units: Sequence[Sequence[ClientTask]],
     owners: Mapping[int, object] | None = None,
-    prepare: Callable[[Unit], Unit] = lambda unit: unit,
+    prepare: Callable[[WorkUnit], WorkUnit] = lambda unit: unit,
     room: object = None,
-) -> Iterator[tuple[Unit, list[Answer]]]:
+) -> Iterator[tuple[WorkUnit, list[Answer]]]:
     """In place of `WorkerProcesses.work`: the limit of a device is that of a process."""
     worker: Worker = self.__dict__.setdefault("here", self.worker.on(self.device))
-    for unit in (prepare(Unit(number, tuple(tasks))) for number, tasks in enumerate(units)):
+    for unit in (prepare(WorkUnit(number, tuple(tasks))) for number, tasks in enumerate(units)):
         answers, apart = worker.handle(json.loads(json.dumps(dict(request) | {"tasks": list(unit.tasks)})))
         self.peak = max(self.peak, worker.peak_memory or 0)
         yield unit, _answers(json.loads(json.dumps(answers)), apart, None)

@@ -15,7 +15,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.engines.choice import STACKED
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
-from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.pool import Pool
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
 from fedtailor.models import build

@@ -18,9 +18,9 @@ from fedtailor.core.reduce import Limits
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool import worker
-from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.pool import Pool
 from fedtailor.engines.pool.shared_memory import Layout
-from fedtailor.engines.pool.worker import Task
+from fedtailor.engines.pool.worker import ClientTask
 from fedtailor.training.kernels.output_buffers import OutputBuffers
 from tests.helpers import F64, SOLVER, assert_equal, everything, make_data, make_model
 
@@ -117,13 +117,13 @@ def test_a_norm_that_was_found_on_the_way_is_the_norm() -> None:
 
 def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
     at: list[list[bool]] = []
-    delivered = worker.Worker._delivered
+    delivered = worker.Worker._deliver
 
     def watched(self: Any, reply: Any, there: list[bool], *rest: Any) -> Any:
         at.append(there)
         return delivered(self, reply, there, *rest)
 
-    monkeypatch.setattr(worker.Worker, "_delivered", watched)
+    monkeypatch.setattr(worker.Worker, "_deliver", watched)
     pool = Pool(setting(Own()), 1, chunk=6)
     pool.start()
     inside = pool._inside
@@ -137,7 +137,7 @@ def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
         "tape": 0,
         "call": {"function": "local", "round": 1, "call": 0, "placed": [False], "taped": False},
         "message": message.content,
-        "tasks": [Task(c, c, pool._where.now[c], pool._where.fresh(), at=region.at, row=c) for c in range(6)],
+        "tasks": [ClientTask(c, c, pool._where.now[c], pool._where.fresh(), at=region.at, row=c) for c in range(6)],
     }
     answers, _ = inside.handle(request)
     pool.close()

@@ -10,7 +10,7 @@ import pytest
 
 from fedtailor import engines
 from fedtailor.engines import disk, machine
-from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.pool import Pool
 from fedtailor.errors import ConfigError
 from tests.engines.test_choice import large
 

@@ -25,8 +25,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.pool import worker
-from fedtailor.engines.pool.engine import Pool
-from fedtailor.engines.pool.scheduler import Rows
+from fedtailor.engines.pool.pool import Pool, RowBook
 from fedtailor.engines.pool.shared_memory import Layout, Memory
 from fedtailor.errors import ClientError
 from tests.contract.test_tape import Taped
@@ -313,7 +312,7 @@ def test_rows_come_back() -> None:
 
 
 def test_rows() -> None:
-    rows = Rows(2)
+    rows = RowBook(2)
     rows.begin()
     rows.move(0, rows.fresh(), taping=False)
     rows.move(0, rows.fresh(), taping=False)

@@ -8,6 +8,7 @@ import math
 import shutil
 from collections import Counter
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from tests.small import POLYNOMIAL, config, stop_after
 EVIL = "</script><script>alert(1)</script>"
 
 
-def left_out(page: Parsed) -> str:
-    """The reasons at the end."""
-    return page.text.split(" Left out ")[-1]
+def left_out(page: Parsed) -> dict[str, str]:
+    """Titles of the sections that are named at the end, with the reasons."""
+    words = [word.strip() for word in page.words]
+    end = words[len(words) - words[::-1].index("Left out") :]
+    return {title: reason[2:] for title, reason in pairwise(end) if reason.startswith(": ")}
 
 
 def test_a_page_stands_alone(runs: Path) -> None:
@@ -110,8 +113,7 @@ def test_a_run_alone_says_so(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fedavg-seed0", tmp_path / "alone/fedavg-seed0")
     page = report(tmp_path / "alone/fedavg-seed0")
     assert "gain-local" not in page.charts
-    assert "Gain over Local : no finished run of it on the same task lies beside this one." in left_out(page)
-    assert "What is shared : FedAvg does not say to what degree a parameter is shared." in left_out(page)
+    assert {"Gain over Local", "What is shared"} <= left_out(page).keys()
 
 
 def test_another_task_is_no_reference(runs: Path) -> None:
@@ -126,16 +128,14 @@ def test_an_unfinished_run(tmp_path: Path, runs: Path) -> None:
     page = report(runs / "half")
     assert "not finished: 2 of 3 rounds" in page.text
     assert [row["round"] for row in page.rows("learning-accuracy")] == [1, 2]
-    assert "Clients : the run is not finished; test data is read at its end." in left_out(page)
-    assert "What is shared : drawn when the run is finished." in left_out(page)
+    assert {"Clients", "What is shared"} <= left_out(page).keys()
     (runs / "half/metrics.jsonl").unlink()
     with pytest.raises(RunError, match="shorter than at the checkpoint"):
         report(runs / "half")
     shutil.rmtree(runs / "half/checkpoint")  # as before the first round
     page = report(runs / "half")
     assert page.charts == {}
-    assert "nothing has been measured yet" in page.text
-    assert "Traffic : there are no rounds yet." in left_out(page)
+    assert {"Learning", "Traffic", "Time"} <= left_out(page).keys()
 
 
 def test_numbers_that_are_none_and_lines_that_are_broken(runs: Path) -> None:
@@ -161,7 +161,7 @@ def test_no_figures_at_all(runs: Path) -> None:
     write_json(runs / "fedrep-seed0/results.json", results)
     page = report(runs / "fedrep-seed0")
     assert "No client has test samples." in page.text
-    assert "Clients : fewer than two clients have test samples." in left_out(page)
+    assert "Clients" in left_out(page)
 
 
 def test_one_client_and_regression(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_one_client_and_regression(tmp_path: Path) -> None:
     page = report(tmp_path / "fedavg")
     assert "for 1 client on polynomial" in page.text
     assert "its test rmse is" in page.text
-    assert "Clients : fewer than two clients" in left_out(page)
+    assert "Clients" in left_out(page)
 
 
 def test_a_test_curve_is_drawn_if_recorded(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_own_code_that_a_run_names_is_not_imported(runs: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(runs)
     page = report(runs / "fedrep-seed0")
     assert "evil:Evil on digits" in page.text
-    assert "What left the clients : the algorithm is not one that is installed here." in left_out(page)
+    assert {"What left the clients", "What is shared"} <= left_out(page).keys()
 
 
 def test_runs_from_before_the_checksum_of_their_configuration(runs: Path) -> None:
@@ -239,7 +239,7 @@ def test_runs_from_before_the_checksum_of_their_configuration(runs: Path) -> Non
         write_json(run / "run.json", about)
     page = report(runs / "fedrep-seed0")
     assert "gain-local" in page.charts
-    assert 'has no "config_sha256", so another version of fedtailor wrote it' in left_out(page)
+    assert 'has no "config_sha256", so another version of fedtailor wrote it' in left_out(page)["What is shared"]
 
 
 def test_what_cannot_be_reported(runs: Path, tmp_path: Path) -> None:

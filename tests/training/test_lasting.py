@@ -20,8 +20,8 @@ from fedtailor.errors import ConfigError, RoundAbandoned
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import parse
 from fedtailor.training.kernels import selection
-from fedtailor.training.options import Work
 from fedtailor.training.solver import Solver
+from fedtailor.training.solver_options import Work
 from tests.helpers import (
     F64,
     assert_equal,

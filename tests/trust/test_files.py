@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 import fedtailor as ft
 from fedtailor.errors import UserError
-from fedtailor.experiments import runner, user_source
+from fedtailor.experiments import runner, user_code
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
@@ -51,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished run of one round, in the current folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(user_source, "_remembered", set())
+    monkeypatch.setattr(user_code, "_remembered", set())
     runner.start(config("rounds=1", task=DIGITS | {"model": {"name": "linear"}}), Path("run"))
     return Path("run")
 
@@ -141,7 +141,7 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
     code, _, err = call("run", "own.toml", "--out", "mine-run")
     assert (code, err) == (0, "")
     np.savez("x.npz", x=np.zeros((2, 1, 8, 8)))
-    user_source._remembered.clear()  # as in another process
+    user_code._remembered.clear()  # as in another process
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 0
 
     Path("theirs.py").write_text(OWN.format(mark="ran"))
@@ -153,10 +153,10 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
     code, _, err = call("predict", "mine-run", "--site", "client-00", "x.npz", "--trust")
     assert code == 0
     assert (
-        f"{Path('theirs.py').resolve()}, sha256 {user_source.fingerprint('theirs:Net', Path('theirs.py').resolve())}"
+        f"{Path('theirs.py').resolve()}, sha256 {user_code.fingerprint('theirs:Net', Path('theirs.py').resolve())}"
         in err
     )
-    user_source._remembered.clear()
+    user_code._remembered.clear()
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 0  # remembered, while it is the same file
     Path("theirs.py").write_text(OWN.format(mark="again"))
     assert call("predict", "mine-run", "--site", "client-00", "x.npz")[0] == 2

@@ -204,7 +204,7 @@ def test_mistakes_are_said_in_one_line(changed: dict[str, Any], said: str, tmp_p
 def test_own_models_of_clients_are_looked_after(tmp_path: Path) -> None:
     run = trained("fedper", "loop", tmp_path / "run")
     assert "model.by_client.bo.name" in run.folder.about["code"]
-    from fedtailor.experiments import user_source
+    from fedtailor.experiments import user_code
 
-    named = user_source.names(run.config)
+    named = user_code.names(run.config)
     assert named["model.by_client.cy.name"] == "tests.world.test_architectures:Deep"

@@ -99,6 +99,6 @@ def resumable(
 def accept_trust(run: Path, wanted: bool) -> None:
     """With --trust: the code that a folder names may run; which file that is, and its hash, is printed."""
     if wanted:
-        from fedtailor.experiments.user_source import accept_folder
+        from fedtailor.experiments.user_code import accept_folder
 
         accept_folder(run)

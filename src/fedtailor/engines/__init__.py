@@ -16,7 +16,7 @@ from fedtailor.engines.choice import MUCH, Choice, choose, operations, stack_siz
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.machine import cores
-from fedtailor.engines.pool.engine import Pool
+from fedtailor.engines.pool.pool import Pool
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
 

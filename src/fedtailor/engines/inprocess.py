@@ -103,7 +103,7 @@ class InProcess:
     def groups(self, clients: Sequence[int]) -> Iterator[_Group]:
         """Clients that run together."""
         if self.chunk and not self._draws:
-            return (_Group(some, True) for some in grouped(self.experiment, clients, self.chunk))
+            return (_Group(some, True) for some in group_clients(self.experiment, clients, self.chunk))
         return (_Group((c,), False) for c in clients)
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
@@ -125,7 +125,7 @@ class InProcess:
             self.states.write(group.clients, kept, held)
         except Exception as error:
             if not (group.is_stacked or self._has_graphs(error)):
-                yield Reply(group.clients, error=explained(self.experiment, call, group.clients[0], error))
+                yield Reply(group.clients, error=client_error(self.experiment, call, group.clients[0], error))
                 return
             self._notice(error)
             outcome, parts = None, self._parts(group, error)
@@ -290,7 +290,7 @@ def _with_rows(call: Call, group: _Group, rows: list[int]) -> Call:
     return replace(call, args=tuple(group.unstack(arg) if placed else arg for arg, placed in args))
 
 
-def grouped(experiment: Experiment, clients: Sequence[int], chunk: int) -> Iterator[tuple[int, ...]]:
+def group_clients(experiment: Experiment, clients: Sequence[int], chunk: int) -> Iterator[tuple[int, ...]]:
     """Clients to be stacked, of similar size, so that little is padded.
 
     Where what a model says of a sample depends on the others in its batch, padding would count: then of equal size.
@@ -298,7 +298,7 @@ def grouped(experiment: Experiment, clients: Sequence[int], chunk: int) -> Itera
     """
     if experiment.by_architecture:
         for name, own in experiment.by_architecture.items():
-            yield from grouped(own, [c for c in clients if experiment.architecture(c) == name], chunk)
+            yield from group_clients(own, [c for c in clients if experiment.architecture(c) == name], chunk)
         return
     splits = ("train", "val", "test") if experiment.mixing.in_prediction else ("train",)
     alike = any(experiment.mixing)
@@ -317,7 +317,7 @@ def grouped(experiment: Experiment, clients: Sequence[int], chunk: int) -> Itera
         yield tuple(group)
 
 
-def explained(experiment: Experiment, call: Call, client: int, error: Exception) -> ClientError:
+def client_error(experiment: Experiment, call: Call, client: int, error: Exception) -> ClientError:
     """An error of a client function, with where it happened."""
     name = type(experiment.algorithm).__name__
     where = f"{name}.{call.function}, client {experiment.data.clients[client]}, round {call.round}"

@@ -30,13 +30,13 @@ from fedtailor.engines import devices, machine
 from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.experiments import tracking, user_source
+from fedtailor.experiments import tracking, user_code
 from fedtailor.experiments.building import architecture_notes, attack_of, build_experiment, robust_notes
 from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.run_state import Run
 from fedtailor.experiments.store import CONFIG, METRICS, RunFolder
-from fedtailor.experiments.user_source import code_notes, code_of, refuse_other_code
+from fedtailor.experiments.user_code import code_notes, code_of, refuse_other_code
 from fedtailor.training import compiling
 
 ABANDONED_IN_A_ROW = 10
@@ -126,7 +126,7 @@ def start(
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
         experiment, placement = _placed(experiment, config, options.get("device"), ranks)
-        user_source.remember(config)
+        user_code.remember(config)
         if ranks.count > 1 and (not experiment.aggregation.is_plain or config.attack.name != "none"):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
             raise ConfigError(f"{why}; run in one process")
@@ -157,7 +157,7 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
 
     Of a finished run only the end is done again: a site that was away then has no personal model yet.
     """
-    user_source.remember(config)
+    user_code.remember(config)
     engine.start()
     if not (path / CONFIG).exists():
         RunFolder.create(path, config, about(engine.experiment, config, name, None))

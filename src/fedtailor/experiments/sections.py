@@ -33,8 +33,8 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.models.adapters import AdapterConfig
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
-from fedtailor.training.options import Schedule, ScheduleName, Work
 from fedtailor.training.solver import Solver
+from fedtailor.training.solver_options import Schedule, ScheduleName, Work
 
 SAME = ("buffers", "prior", "dtype")  # of the model: the same for all clients
 VALUES, RANGE = "values", "range"  # what may be searched: a list, or all numbers between two

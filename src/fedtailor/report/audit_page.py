@@ -1,4 +1,4 @@
-"""A site's record as a page: what left, in words and numbers."""
+"""The page of a site's audit log: what left the site, in words and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedtailor.version import __version__
 
 
 def audit_html(site: str, records: Sequence[RunRecord], spent: str = "") -> str:
-    """One self-contained page; `spent` is what the site's privacy budget says."""
+    """The page as HTML; `spent` describes the site's privacy budget."""
     footer = f"Made by fedtailor {__version__} from the site's own record."
     about = f"{len(records)} run{'s' if len(records) != 1 else ''}" + (f"; {spent}" if spent else "")
     return render_html(Page(f"What left {site}", "Audit", about, True, tuple(map(_section, records)), footer))

@@ -12,7 +12,7 @@ from typing import Any
 
 from fedtailor.errors import RunError, UserError
 from fedtailor.experiments.store import ABOUT, CONFIG, METRICS
-from fedtailor.report.formatting import count, duration, label, percent, signed, thinned, value
+from fedtailor.report.formatting import count, duration, format_gain, label, percent, thin, value
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, gains, known, read_run, split_name
 from fedtailor.report.run_page import SPLITS
@@ -30,7 +30,7 @@ MOST_DOTS = 6000  # clients in the chart of gains
 class ComparedTask:
     """Runs that may be compared: the same data, environment and rounds."""
 
-    name: str  # what it has that the others have not; empty if it is the only one
+    name: str  # what distinguishes it from the others; empty if it is the only one
     runs: Mapping[str, Mapping[int, RecordedRun]]  # label -> seed -> run
 
     @property
@@ -48,7 +48,7 @@ class ComparedTask:
 
 @dataclass(frozen=True)
 class TablePlace:
-    """Where a run stands in its table."""
+    """The row, column and seed of a run in its table."""
 
     label: str
     column: str  # of a published table; empty in a comparison
@@ -56,7 +56,7 @@ class TablePlace:
 
 
 def compare_page(path: Path) -> Page:
-    """Everything that is known of a folder of runs, task by task."""
+    """A comparison's page: a summary, then tables and charts task by task."""
     runs, failed = runs_in(path)
     if not runs:
         raise RunError(f"{path}: no run in it can be read" + (f"; the first: {failed[0]}" if failed else ""))
@@ -64,7 +64,7 @@ def compare_page(path: Path) -> Page:
     sections = [summary(runs, tasks, failed)]
     for number, task in enumerate(tasks):
         sections += task_sections(task, f"-{number}" if number else "")
-    sections += [*printed(path), configuration(tasks), citations(runs)]
+    sections += [*printed_table(path), configuration(tasks), citations(runs)]
     done = sum(run.results is not None for run in runs)
     finished = done == len(runs)
     state = f"{'finished' if finished else 'not finished'}: {done} of {count(len(runs), 'run')}"
@@ -101,10 +101,10 @@ def places(path: Path, runs: Sequence[RecordedRun]) -> dict[Path, TablePlace]:
         column = next((c for c in columns if stem.endswith(f"_{as_folder(c)}")), "")
         row = stem.removesuffix(f"_{as_folder(column)}") if column else stem
         out[where] = TablePlace(next((n for n in names if as_folder(n) == row), row), column, seed)
-    return _titled(runs, out)
+    return _use_titles(runs, out)
 
 
-def _titled(runs: Sequence[RecordedRun], by_path: dict[Path, TablePlace]) -> dict[Path, TablePlace]:
+def _use_titles(runs: Sequence[RecordedRun], by_path: dict[Path, TablePlace]) -> dict[Path, TablePlace]:
     """The algorithm's title for labels that are only its name, or the only ones of the algorithm."""
     labels: dict[str, set[str]] = {}
     for run in runs:
@@ -120,12 +120,12 @@ def _titled(runs: Sequence[RecordedRun], by_path: dict[Path, TablePlace]) -> dic
 
 
 def as_folder(words: str) -> str:
-    """As words stand in the name of a run's folder."""
+    """Words as they appear in the name of a run's folder."""
     return folder_name(words, 0).removesuffix("-seed0")
 
 
 def written(path: Path) -> tuple[list[str], list[str]]:
-    """Rows and, of a published table, columns in the table that was written."""
+    """The rows of the table that was written and, of a published one, its columns."""
     if not (path / TABLE).is_file():
         return [], []
     lines = [line.strip("| ").split(" | ") for line in result_tables.read(path, TABLE).splitlines()]
@@ -140,7 +140,7 @@ def tasks_of(recorded_runs: Sequence[RecordedRun], by_path: Mapping[Path, TableP
     settings: dict[str, dict[str, Any]] = {}
     for run in recorded_runs:
         place = by_path[run.path]
-        flat = flattened({k: v for k, v in run.config.plain().items() if k in ("data", "environment")})
+        flat = flatten({k: v for k, v in run.config.plain().items() if k in ("data", "environment")})
         key = place.column or json.dumps(flat, sort_keys=True)
         settings[key] = {"table.": place.column} if place.column else flat
         groups.setdefault(key, {}).setdefault(place.label, {})[place.seed] = run
@@ -154,16 +154,15 @@ def tasks_of(recorded_runs: Sequence[RecordedRun], by_path: Mapping[Path, TableP
     ]
 
 
-def flattened(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keys with dots."""
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, its keys joined by dots."""
     out: dict[str, Any] = {}
     for key, inner in tables.items():
-        out |= flattened(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
+        out |= flatten(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
     return out
 
 
 def summary(runs: Sequence[RecordedRun], tasks: Sequence[ComparedTask], failed: Sequence[str]) -> PageSection:
-    """In plain words."""
     names = {name for task in tasks for name in task.runs}
     seeds = {seed for task in tasks for by in task.runs.values() for seed in by}
     done = [run for run in runs if run.results is not None]
@@ -183,7 +182,7 @@ def summary(runs: Sequence[RecordedRun], tasks: Sequence[ComparedTask], failed: 
 
 
 def best(task: ComparedTask) -> str:
-    """Who is first, and who does least harm."""
+    """Which algorithm is best on average, and which leaves fewest clients worse off."""
     table, higher = task.rows, task.all[0].higher
     ranked = sorted((row for row in table if math.isfinite(row.last[0])), key=lambda row: row.last[0], reverse=higher)
     where = f"With {task.name}" if task.name else "In the last round"
@@ -236,7 +235,7 @@ def sort_keys(row: Row) -> list[Value]:
 
 
 def traffic(task: ComparedTask, suffix: str) -> Chart | None:
-    """What an algorithm reaches and what it costs."""
+    """Test figure against bytes, one dot per algorithm."""
     rows = [row for row in task.rows if math.isfinite(row.last[0]) and row.cost.bytes > 0]
     if not rows:
         return None
@@ -267,7 +266,7 @@ def learning(task: ComparedTask, suffix: str) -> Chart | None:
                 for round, values in one.measured(split, run.metric):
                     if finite := known(values):
                         rounds.setdefault(round, []).append(mean(finite))
-            rows += [(name, round, mean(means), len(means)) for round, means in thinned(sorted(rounds.items()), 400)]
+            rows += [(name, round, mean(means), len(means)) for round, means in thin(sorted(rounds.items()), 400)]
         if rows:
             break
     else:
@@ -288,7 +287,7 @@ def learning(task: ComparedTask, suffix: str) -> Chart | None:
 
 
 def fairness(task: ComparedTask, suffix: str) -> Chart | None:
-    """How the worst tenth of the clients fares."""
+    """The worst tenth of the clients, one bar per algorithm."""
     rows = [row for row in task.rows if math.isfinite(row.worst_tenth)]
     if not rows:
         return None
@@ -310,7 +309,7 @@ def fairness(task: ComparedTask, suffix: str) -> Chart | None:
 
 
 def hurt(task: ComparedTask, suffix: str) -> Chart | None:
-    """Clients that would be better off alone."""
+    """Share of clients worse off than alone, one bar per algorithm."""
     rows = sorted((row for row in task.rows if math.isfinite(row.hurt)), key=lambda row: row.hurt)
     if len(rows) < 2:
         return None
@@ -322,12 +321,12 @@ def hurt(task: ComparedTask, suffix: str) -> Chart | None:
         ("algorithm", "hurt"),
         [(r.label, r.hurt) for r in rows],
         {"x": "hurt", "name": "algorithm", "percent": ["hurt"], "xlabel": "clients worse off than alone (%)"},
-        "Share of the clients that Local serves better.",
+        "Share of clients for which Local is better.",
     )
 
 
 def gain_chart(task: ComparedTask, suffix: str) -> Chart | None:
-    """Every client of every seed against itself alone."""
+    """Gain of every client and seed over Local."""
     alone = {
         seed: run
         for by in task.runs.values()
@@ -352,18 +351,18 @@ def gain_chart(task: ComparedTask, suffix: str) -> Chart | None:
         "dots",
         "Gain of each client over Local",
         "One dot per client and seed; mean gain: "
-        + ", ".join(f"{n} {signed(metric, g)}" for n, g in means.items())
+        + ", ".join(f"{n} {format_gain(metric, g)}" for n, g in means.items())
         + ".",
         ("algorithm", "seed", "client", "gain"),
-        thinned(rows, MOST_DOTS),
+        thin(rows, MOST_DOTS),
         {"x": "gain", "series": "algorithm", "name": "client", "diverging": True, "percent": percent(metric, "gain")}
         | {"xlabel": f"gain in {metric}" + (" (points)" if metric == "accuracy" else "")},
         "Clients of all seeds; right of zero they are better off than alone. The short line is the mean.",
     )
 
 
-def printed(path: Path) -> list[PageSection]:
-    """The table of a published one, with the paper's figures; a comparison's is above."""
+def printed_table(path: Path) -> list[PageSection]:
+    """A published table with the paper's figures; of a comparison none, its table is above."""
     if (path / GRID).exists() or not (path / TABLE).is_file():
         return []
     text = result_tables.read(path, TABLE)
@@ -373,14 +372,13 @@ def printed(path: Path) -> list[PageSection]:
 def configuration(tasks: Sequence[ComparedTask]) -> PageSection:
     """What all runs have in common, from the first."""
     run = tasks[0].all[0]
-    common = {k: v for k, v in flattened(run.config.plain()).items() if k.partition(".")[0] not in FREE}
+    common = {k: v for k, v in flatten(run.config.plain()).items() if k.partition(".")[0] not in FREE}
     rows = [cells(key, json.dumps(setting, ensure_ascii=False)) for key, setting in common.items()]
     note = "Common to the runs" if len(tasks) == 1 else f"Of the first task, {tasks[0].name}"
     return PageSection("configuration", "Configuration", tables=(PageTable(note, ("", ""), rows, words=True),))
 
 
 def citations(runs: Sequence[RecordedRun]) -> PageSection:
-    """BibTeX of every algorithm."""
     kinds = {run.title: run.kind for run in runs}
     texts = dict.fromkeys(kind.citation.strip() for kind in kinds.values() if kind is not None and kind.citation)
     missing = "" if texts else "the algorithms name no papers"

@@ -13,13 +13,20 @@ from typing import Any
 from fedtailor.experiments.store import FIT, read_json
 from fedtailor.metrics.summary import summarise
 from fedtailor.report.compare_page import citations, configuration, left_out, places, runs_in, task_sections, tasks_of
-from fedtailor.report.formatting import count, label, percent, signed, value
+from fedtailor.report.formatting import count, format_gain, label, percent, value
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.studies.result_tables import number
 from fedtailor.tables.coefficients import INTERCEPT
 from fedtailor.tables.effects import EFFECTS
 from fedtailor.tables.site_metrics import is_noise
-from fedtailor.tables.words import about_model, importance_words, joined, shared_words, sharing_words, size_words
+from fedtailor.tables.words import (
+    importance_sentences,
+    join_names,
+    model_sentence,
+    sharing_sentences,
+    sharing_words,
+    size_words,
+)
 
 OWN = ("Local", "alone", "trees alone")
 OWN_MODEL = "its own model"
@@ -34,18 +41,18 @@ MANY = 12  # sites, above which the chart comes before the table, and tables are
 QUANTILES = ("5 %", "25 %", "median", "75 %", "95 %")
 MOST_TERMS, MOST_SHOWN, MOST_LINES, MOST_COLUMNS = 25, 12, 6, 12
 ALL = "all sites"
-NONE = "the fit does not keep it; fedtailor explain computes it"
+NONE = "not stored with the fit; fedtailor explain computes it"
 
 
 def fit_page(path: Path) -> Page:
-    """Everything that is known of a fit that is finished."""
+    """The page of a finished fit."""
     record = read_json(path / FIT)
     runs, failed = runs_in(path)
     finished_runs = [run for run in runs if run.results is not None]
     tasks = tasks_of(finished_runs, places(path, finished_runs))
     units = next((run.units for run in finished_runs), "")
     effects = dict(read_json(path / EFFECTS)) if (path / EFFECTS).exists() else {}
-    if "differences" in record:  # of tables: its runs are parts of models, and not compared one by one
+    if "differences" in record:  # a fit of tables: its runs are parts of models, not compared one by one
         names = [row["served"] for row in record["sites"].values()]
         served = "" if set(names) <= set(OWN) else served_sentence(names)  # the headline says it
         first = story(record, effects, (served, *left_out(failed)))
@@ -67,14 +74,14 @@ def fit_page(path: Path) -> Page:
 
 
 def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] = ()) -> PageSection:
-    """Of a fit of tables; `more` are further sentences."""
+    """Summary of a fit of tables: who gains, by how much, and how certain that is; `more` are further sentences."""
     coefficients = effects.get("coefficients")
     text = [
         headline(record),
         who(record),
         by_size(record),
-        " ".join(shared_words(coefficients)) if coefficients else "",
-        next(iter(importance_words(effects["importance"])), "") if effects else "",
+        " ".join(sharing_sentences(coefficients)) if coefficients else "",
+        next(iter(importance_sentences(effects["importance"])), "") if effects else "",
         *more,
     ]
     metric, means = record["metric"], record["means"]
@@ -93,7 +100,7 @@ def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] =
 
 
 def in_federation(record: dict[str, Any]) -> str:
-    """What a federation's fit gave this site; of the others it knows nothing."""
+    """The headline at a site of a federation, which has no figures of the others."""
     ((site, row),) = record["sites"].items()
     metric = record["metric"]
     if row["served"] in OWN:
@@ -110,26 +117,26 @@ def headline(record: dict[str, Any]) -> str:
     if record.get("settings", {}).get("federated"):
         return in_federation(record)
     if len(sites) == 1:
-        return "There is one site, so that nothing can be shared: it is served by a model of its own."
+        return "There is only one site, so nothing can be shared: it is served by its own model."
     if all(row["served"] in OWN for row in sites.values()):
         every = "Both sites keep" if len(sites) == 2 else f"All {len(sites)} sites keep"
         return f"{every} their own model: sharing did not help any of them by more than its uncertainty."
     alone, personal = value(metric, means["alone"]), value(metric, means["personal"])
     figures = f"mean test {metric} is {alone} with each site's best model alone and {personal} with personal models"
     if estimate["ci"] is None or not math.isfinite(estimate["gain"]):
-        return f"Whether sharing pays cannot be told: {figures}, on too few test rows."
+        return f"There are too few test rows to say whether sharing pays: {figures}."
     low, high = estimate["ci"]
-    bounds = f"95 % interval of the gain {number(metric, low)} to {number(metric, high)}"
+    bounds = f"95 % confidence interval of the gain: {number(metric, low)} to {number(metric, high)}"
     if is_noise(estimate["ci"]):
-        return f"Sharing makes no sure difference: {figures}. That may be noise ({bounds})."
+        return f"Sharing makes no significant difference: {figures} ({bounds})."
     part = abs(estimate["gain"] / means["alone"]) if means["alone"] else math.nan
     how = "better" if estimate["gain"] > 0 else "worse"
-    size = signed(metric, abs(estimate["gain"])).lstrip("+") if metric == "accuracy" else f"{100 * part:.1f} %"
+    size = format_gain(metric, abs(estimate["gain"])).lstrip("+") if metric == "accuracy" else f"{100 * part:.1f} %"
     return f"Sharing {'pays' if estimate['gain'] > 0 else 'did harm'}: {figures}, {size} {how} ({bounds})."
 
 
 def who(record: dict[str, Any]) -> str:
-    """Which sites gain and lose on their test rows, beyond noise."""
+    """Which sites gain and lose significantly on their test rows."""
     sites = record["sites"]
     known = {name: row for name, row in sites.items() if row.get("gain_ci") is not None}
     if len(sites) == 1 or not known:
@@ -141,17 +148,17 @@ def who(record: dict[str, Any]) -> str:
     parts = []
     for names, verb in ((better, "gain"), (worse, "lose")):
         verb = f"{verb}s" if len(names) == 1 else verb
-        which = f" ({'most: ' if len(names) > NAMED else ''}{joined(names[:NAMED])})" if names else ""
+        which = f" ({'most: ' if len(names) > NAMED else ''}{join_names(names[:NAMED])})" if names else ""
         parts.append(f"{len(names) or 'none'} {verb}{which}" if names else f"none {verb}s")
     rest, few = len(known) - len(better) - len(worse), len(sites) - len(known)
     close = f"{rest} {'is' if rest == 1 else 'are'} too close to call" if rest else ""
     too_few = f"{few} {'has' if few == 1 else 'have'} too few test rows to tell" if few else ""
     verdicts = ", ".join(filter(None, [*parts, close, too_few]))
-    return f"Of {count(len(sites), 'site')}, compared with their best model alone and beyond noise: {verdicts}."
+    return f"Of {count(len(sites), 'site')}, compared with their best model alone, at 95 % confidence: {verdicts}."
 
 
 def by_size(record: dict[str, Any]) -> str:
-    """Whether small sites gain more, where there are enough sites to say so."""
+    """Whether small sites gain more; empty for fewer than eight sites."""
     sign = 1 if record["higher_is_better"] else -1
     pairs = [(row["train"], sign * (row["personal"] - row["alone"])) for row in record["sites"].values()]
     pairs = [(size, gain) for size, gain in pairs if math.isfinite(gain)]
@@ -162,15 +169,15 @@ def by_size(record: dict[str, Any]) -> str:
     if not small or not large:
         return ""
     metric = record["metric"]
-    which = f"those with at most {middle:g} training rows by {signed(metric, mean(small))}"
-    others = f"larger ones by {signed(metric, mean(large))}"
+    which = f"those with at most {middle:g} training rows by {format_gain(metric, mean(small))}"
+    others = f"larger ones by {format_gain(metric, mean(large))}"
     if mean(small) > max(1.5 * mean(large), 0):
         return f"Small sites gain most, as they have most to learn from the others: {which} on average, {others}."
     return f"Sites change on average: {which}, {others}."
 
 
 def levels(record: dict[str, Any]) -> Chart | None:
-    """Mean test figures side by side, with their intervals."""
+    """Mean test figures with confidence intervals."""
     metric, means, ci = record["metric"], record["means"], record["ci"]
     rows = [
         (NAMES[key], means[key], *(ci[key] or (None, None)))
@@ -180,7 +187,7 @@ def levels(record: dict[str, Any]) -> Chart | None:
     if len(rows) < 2:
         return None
     better = "higher" if record["higher_is_better"] else "lower"
-    over = "over sites" if len(record["sites"]) >= 8 else "over rows"
+    over = "bootstrap over sites" if len(record["sites"]) >= 8 else "bootstrap over rows"
     return Chart(
         "levels",
         "intervals",
@@ -190,13 +197,12 @@ def levels(record: dict[str, Any]) -> Chart | None:
         rows,
         {"x": metric, "low": "low", "high": "high", "name": "model", "xlabel": f"test {label(metric)}"}
         | {"percent": percent(metric, metric, "low", "high")},
-        f"Lines are 95 % intervals {over}. All models are measured on the same rows: differences are surer than the "
-        "lines suggest.",
+        f"Lines are 95 % confidence intervals ({over}). All models are tested on the same rows: differences are more "
+        "certain than the lines suggest.",
     )
 
 
 def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> PageSection:
-    """In plain words."""
     metric, means, rows = record["metric"], record["means"], record["sites"]
     text = (
         f"{count(len(rows), 'site')} predict {record['target'] or 'the target'} with the model {record['model']}. "
@@ -216,7 +222,7 @@ def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> PageSection:
 
 
 def served_sentence(served: list[str]) -> str:
-    """Who is served by what, as one would say it."""
+    """Which models serve the sites, in a sentence."""
     own = [name for name in served if name in OWN]
     if len(own) == len(served):
         if len(served) == 1:
@@ -243,7 +249,6 @@ def served_sentence(served: list[str]) -> str:
 
 
 def sites(record: dict[str, Any]) -> PageSection:
-    """A line per site."""
     metric = record["metric"]
     rows, drawn = [], []
     for name, row in record["sites"].items():
@@ -260,11 +265,11 @@ def sites(record: dict[str, Any]) -> PageSection:
     of = f"Test {metric}" + (f", in the units of {record['target']}" if metric == "rmse" and record["target"] else "")
     is_table = "differences" in record
     how = (
-        "A site is served by a blend of models or, where rows held out of training say that its best model alone does "
-        "better, by that one."
+        "A site is served by a blend of models or, if its best model alone is better on rows held out of training, by "
+        "that one."
         if is_table
-        else "A site is served by another model than its own only where validation data says that this is better, by "
-        "more than its uncertainty."
+        else "A site is served by a model other than its own only if that is better on validation data by more than "
+        "the uncertainty."
     )
     text = (f"{of}. {how}" if record["settings"]["algorithm"] == "auto" else f"{of}.",)
     is_many = len(rows) > MANY
@@ -274,7 +279,7 @@ def sites(record: dict[str, Any]) -> PageSection:
         "site-gains",
         "bars",
         "Gain of each site over training alone",
-        "One bar per site: " + ", ".join(f"{name} {signed(metric, g)}" for name, g, _ in drawn) + ".",
+        "One bar per site: " + ", ".join(f"{name} {format_gain(metric, g)}" for name, g, _ in drawn) + ".",
         ("site", "gain", "served by"),
         drawn,
         {"x": "gain", "name": "site", "xlabel": f"gain in {label(metric)}"}
@@ -287,7 +292,7 @@ def sites(record: dict[str, Any]) -> PageSection:
 
 
 def fairness(record: dict[str, Any]) -> tuple[KeyFigure, ...]:
-    """How the worst fare, and how far sites are apart: personal models, and beside them each site alone."""
+    """The worst sites and the spread over sites, for personal models and for each site alone."""
     measures, metric, rows = record.get("fairness"), record["metric"], record["sites"].values()
     if not measures or len(rows) == 1:
         return ()
@@ -304,7 +309,7 @@ def fairness(record: dict[str, Any]) -> tuple[KeyFigure, ...]:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Of a site's gain on its test rows."""
+    """Whether a site gains or loses on its test rows, by its confidence interval."""
     if row["gain_ci"] is None:
         return "too few rows"
     low, high = row["gain_ci"]
@@ -312,7 +317,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def matters(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
-    """Importance of columns, their coefficients, and how predictions change with those that matter most."""
+    """Importance of columns, their coefficients, and the effect of those that matter most on predictions."""
     section = PageSection("matters", "What matters")
     if not effects:
         return section.without(NONE)
@@ -321,7 +326,7 @@ def matters(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
     charts += [_curve(curve, effects, record) for curve in effects["curves"]]
     if not charts:
         return section.without("no column varies within a site")
-    return PageSection(section.id, section.title, tuple(importance_words(importance)), charts=tuple(charts))
+    return PageSection(section.id, section.title, tuple(importance_sentences(importance)), charts=tuple(charts))
 
 
 def _importance(importance: dict[str, Any]) -> Chart | None:
@@ -338,7 +343,7 @@ def _importance(importance: dict[str, Any]) -> Chart | None:
         "importance",
         "bars",
         "What the predictions need",
-        "One bar per column: " + ", ".join(f"{row[0]} {signed(metric, row[1])}" for row in rows) + ".",
+        "One bar per column: " + ", ".join(f"{row[0]} {format_gain(metric, row[1])}" for row in rows) + ".",
         ("column", "worse by", "low", "high"),
         rows,
         {"x": "worse by", "name": "column", "low": "low", "high": "high"}
@@ -368,20 +373,20 @@ def _coefficients(effects: dict[str, Any]) -> Chart | None:
                 rows.append((name, site, own["value"], *ends))
     effect = f"change in the log-odds of {output['class']}" if output["class"] else f"change in {coefficients['scale']}"
     is_varied = any(term["differs"] for term in terms) and len(sites) > 1
-    dots = " Dots are the sites' own, where they differ." if is_varied and not is_few else ""
+    dots = " Dots are the sites' coefficients, where they differ." if is_varied and not is_few else ""
     series = {"series": "site"} if is_varied else {}
     return Chart(
         "coefficients",
         "intervals",
         "What each column does",
-        "Coefficients with 95 % intervals: "
+        "Coefficients with 95 % confidence intervals: "
         + "; ".join(f"{t['name']} {size_words(t, coefficients['scale'])}" for t in terms[:8])
         + ".",
         ("column", "site", "effect", "low", "high"),
         rows,
         {"x": "effect", "low": "low", "high": "high", "name": "column", "diverging": True, "xlabel": effect} | series,
-        "Per standard deviation of a number; of a category against the usual one; the surest first. "
-        f"Lines are 95 % intervals.{dots}",
+        "Per standard deviation of a number; of a category against its reference; the most certain first. "
+        f"Lines are 95 % confidence intervals.{dots}",
     )
 
 
@@ -404,7 +409,7 @@ def _curve(curve: dict[str, Any], effects: dict[str, Any], record: dict[str, Any
         rows = [(name, x, y[k]) for k, name in enumerate(outputs) for x, y in zip(curve["x"], curve["y"], strict=True)]
     first, last = curve["y"][0][0], curve["y"][-1][0]
     x = f"{column}, in standard deviations" if curve["is_standardised"] else column
-    of_sites = "Over all sites, and at those with most rows." if is_single and len(record["sites"]) > 1 else ""
+    of_sites = "For all sites, and for those with most rows." if is_single and len(record["sites"]) > 1 else ""
     return Chart(
         f"effect-{column}",
         "lines",
@@ -426,7 +431,7 @@ def _curve(curve: dict[str, Any], effects: dict[str, Any], record: dict[str, Any
 
 
 def _categories(curve: dict[str, Any], prediction: str, outputs: list[str]) -> Chart:
-    """Dots, those of sites too where one number is predicted; else one series per class."""
+    """Dots; with one output also those of each site, with several a series per class."""
     column, levels = curve["column"], curve["x"]
     rows: list[tuple[Value, ...]]
     if len(outputs) <= 1:
@@ -451,13 +456,13 @@ def _categories(curve: dict[str, Any], prediction: str, outputs: list[str]) -> C
 
 
 def sharing(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
-    """Per column whether sites have its effect in common; and in words, what leaves a site."""
+    """Which effects the sites have in common; and what leaves a site."""
     rows = [cells(name, words["sent"], words["private"]) for name, words in record["shared"].items()]
     sent = PageTable("What leaves a site, by model", ("", "sent", "stays private"), rows, words=True)
     coefficients = effects.get("coefficients")
     if not coefficients or len(coefficients["sites"]) == 1:
         return PageSection("shared", "What is shared", tables=(sent,))
-    text = (about_model(coefficients), *shared_words(coefficients))
+    text = (model_sentence(coefficients), *sharing_sentences(coefficients))
     columns: tuple[str, ...] = ("", "effect over all sites", "between sites")
     lines = []
     for output in coefficients["outputs"]:
@@ -466,13 +471,13 @@ def sharing(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
             name = f"{name}, {output['class']}" if len(coefficients["outputs"]) > 1 else name
             words = sharing_words(term, len(coefficients["sites"]))
             lines.append(cells(name, size_words(term, coefficients["scale"]), words[:1].upper() + words[1:]))
-    table = PageTable("Common, or a site's own", columns, lines, words=True, folded=len(lines) > MOST_TERMS)
+    table = PageTable("Common and site-specific effects", columns, lines, words=True, folded=len(lines) > MOST_TERMS)
     chart = caterpillar(coefficients)
     return PageSection("shared", "What is shared", text, charts=(chart,) if chart else (), tables=(table, sent))
 
 
 def caterpillar(coefficients: dict[str, Any]) -> Chart | None:
-    """Every site's own coefficient of the term in which sites differ most."""
+    """Each site's coefficient of the term in which sites differ most."""
     terms = [
         t for output in coefficients["outputs"] for t in output["terms"] if t["differs"] and t["value"] is not None
     ]
@@ -492,26 +497,26 @@ def caterpillar(coefficients: dict[str, Any]) -> Chart | None:
         "own",
         "intervals",
         f"Where sites differ most: {name}",
-        f"Each site's own coefficient with its 95 % interval, from {rows[0][0]} {rows[0][1]:.3g} to {rows[-1][0]} "
-        f"{rows[-1][1]:.3g}; the common one is {term['value'] / factor:.3g}.",
+        f"Each site's coefficient with its 95 % confidence interval, from {rows[0][0]} {rows[0][1]:.3g} to "
+        f"{rows[-1][0]} {rows[-1][1]:.3g}; the common one is {term['value'] / factor:.3g}.",
         ("site", "coefficient", "low", "high"),
         rows,
         {"x": "coefficient", "low": "low", "high": "high", "name": "site", "diverging": rows[0][1] * rows[-1][1] < 0}
         | {"xlabel": f"{name}{unit}", "rank": "sites, by their coefficient"},
-        f"The coefficient of each site, drawn towards the common one, {term['value'] / factor:.3g}, the more the fewer "
-        "rows it has. Lines are 95 % intervals.",
+        f"Coefficients are shrunk towards the common one, {term['value'] / factor:.3g}; the fewer rows a site has, the "
+        "more. Lines are 95 % confidence intervals.",
     )
 
 
 def quality(record: dict[str, Any]) -> PageSection:
-    """Calibration and ROC, or residuals, on test rows."""
+    """Calibration and ROC curves, or residuals, on test rows."""
     section = PageSection("quality", "How good the models are")
     plots = record.get("plots", {})
     charts = [*_of_classes(plots), *_of_numbers(plots, record["target"])]
     if not charts:
-        return section.without("test rows are too few for plots, or there are more than two classes")
+        return section.without("there are too few test rows for plots, or more than two classes")
     return PageSection(
-        section.id, section.title, ("On test rows, by the models that serve the sites.",), charts=tuple(charts)
+        section.id, section.title, ("On test rows, with the models that serve the sites.",), charts=tuple(charts)
     )
 
 
@@ -526,7 +531,7 @@ def _of_classes(plots: dict[str, Any]) -> list[Chart]:
         "reliability",
         "lines",
         "Calibration",
-        f"Probability that was said against how often it was so, in bins; furthest apart by {furthest:.2f}.",
+        f"Predicted probability against observed frequency, in bins; largest difference {furthest:.2f}.",
         ("line", "probability", "frequency", "rows"),
         rows,
         {
@@ -536,7 +541,7 @@ def _of_classes(plots: dict[str, Any]) -> list[Chart]:
             "xlabel": "predicted probability",
             "ylabel": "frequency",
         },
-        "On the straight line, probabilities are what they say.",
+        "On the diagonal, predicted probabilities equal observed frequencies.",
     )
     curves = {name: points for name, points in plots["roc"].items() if points}
     if not curves:
@@ -545,7 +550,7 @@ def _of_classes(plots: dict[str, Any]) -> list[Chart]:
         "roc",
         "lines",
         "ROC curves",
-        f"True against false positives, of all sites and the largest: {', '.join(curves)}.",
+        f"True against false positive rate, of all sites and the largest: {', '.join(curves)}.",
         ("site", "false positives", "true positives"),
         [(name, x, y) for name, points in curves.items() for x, y in points],
         {
@@ -581,18 +586,18 @@ def _of_numbers(plots: dict[str, Any], target: str) -> list[Chart]:
                 "inner": [QUANTILES[1], QUANTILES[3]],
                 "name": "site",
                 "diverging": True,
-                "xlabel": f"{target}, true less predicted",
+                "xlabel": f"{target}, true minus predicted",
             },
-            "Dot: median; thick: half of the rows; thin: 90 % of them. Right of zero the model says too little.",
+            "Dot: median; thick: half of the rows; thin: 90 % of them. Right of zero the model predicts too little.",
         )
     ]
 
 
 def card(record: dict[str, Any]) -> PageSection:
-    """Rows, target and drift of each site."""
+    """Rows, target and drift of each site before training."""
     section = PageSection("card", "The sites' data")
     if "card" not in record:
-        return section.without("the fit is not one of tables")
+        return section.without("the fit is not of tables")
     rows, drifting = [], 0
     for name, each in record["card"].items():
         drifting += bool(each["drift"])
@@ -601,7 +606,7 @@ def card(record: dict[str, Any]) -> PageSection:
         rows.append((*cells(name), size, *cells(each["target"], words)))
     text = (
         f"{drifting} of {count(len(rows), 'site')} {'has' if drifting == 1 else 'have'} features that are far from "
-        "those of all sites together: by half a standard deviation or more, and beyond chance.",
+        "those of all sites together: by half a standard deviation or more, and significantly.",
         *(note for note in record["notes"] if "missing at" in note or "NOT ALL ROWS" in note or "far from all" in note),
     )
     columns = ("site", "training rows", record["target"] or "target", "features that differ most")
@@ -614,10 +619,9 @@ def card(record: dict[str, Any]) -> PageSection:
 
 
 def halving(record: dict[str, Any], units: str) -> PageSection:
-    """Who was dropped, and when."""
     section = PageSection("halving", "Candidates dropped on the way")
     if not record["dropped"]:
-        return PageSection(section.id, section.title, missing="none was dropped")
+        return PageSection(section.id, section.title, missing="no candidate was dropped")
     metric = record["metric"]
     rows = [
         cells(d["label"], f"{d['round']}", "-" if d["val"] is None else number(metric, d["val"]), d["why"])

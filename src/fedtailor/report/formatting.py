@@ -12,17 +12,15 @@ MOST_ROUNDS = 1500  # points of a curve that a chart can show
 
 
 def unit(metric: str) -> str:
-    """What stands behind a value of the metric."""
     return "\u00a0%" if metric == "accuracy" else ""
 
 
 def value(metric: str, x: float) -> str:
-    """A value with its unit."""
     return number(metric, x) + (unit(metric) if math.isfinite(x) else "")
 
 
-def signed(metric: str, x: float) -> str:
-    """A difference with its sign; points are those of a percentage."""
+def format_gain(metric: str, x: float) -> str:
+    """A difference with its sign; of accuracies in percentage points."""
     if not math.isfinite(x):
         return "-"
     return f"{100 * x:+.2f}\u00a0points" if metric == "accuracy" else f"{x:+.4g}"
@@ -34,7 +32,6 @@ def count(n: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = seconds / 60
@@ -42,16 +39,16 @@ def duration(seconds: float) -> str:
 
 
 def label(metric: str) -> str:
-    """An axis."""
+    """Title of an axis."""
     return metric + (" (%)" if metric == "accuracy" else "")
 
 
 def percent(metric: str, *columns: str) -> list[str]:
-    """Columns that are drawn in percent."""
+    """Those of the columns that are drawn in percent."""
     return list(columns) if metric == "accuracy" else []
 
 
-def thinned(rows: Sequence[Any], most: int = MOST_ROUNDS) -> list[Any]:
-    """At most so many, evenly, with the last."""
+def thin(rows: Sequence[Any], most: int = MOST_ROUNDS) -> list[Any]:
+    """At most this many rows, evenly spaced, with the last."""
     step = -(-len(rows) // most) if rows else 1
     return [row for i, row in enumerate(rows) if (len(rows) - 1 - i) % step == 0]

@@ -23,12 +23,12 @@ VENDOR = ("d3-7.9.2.min.js", "plot-0.6.17.min.js")
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows under named columns, and how to draw them; the rows are what can be downloaded."""
+    """Rows under named columns, which can be downloaded, and how to draw them."""
 
     id: str
     kind: str  # lines, dots, bars, heat, scatter, intervals: a function of charts.js
     title: str
-    summary: str  # in words, for those who do not see it
+    summary: str  # in words, for screen readers
     columns: tuple[str, ...]
     rows: Sequence[tuple[Value, ...]]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class PageTable:
     rows: Sequence[tuple[TableCell, ...]]
     sortable: bool = False
     words: bool = False
-    folded: bool = False  # shown when asked for
-    wraps: bool = False  # the last column, which is long
+    folded: bool = False  # shown on click
+    wraps: bool = False  # of the last column, which is long
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class KeyFigure:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading and what stands under it; a section with a reason to be `missing` is left out and named at the end."""
+    """A heading and its content; a section with a reason to be `missing` is left out and named at the end."""
 
     id: str
     title: str
@@ -80,18 +80,17 @@ class PageSection:
     figures: tuple[KeyFigure, ...] = ()
     charts: tuple[Chart, ...] = ()
     tables: tuple[PageTable, ...] = ()
-    code: tuple[tuple[str, str], ...] = ()  # what it is, and the text as it stands
+    code: tuple[tuple[str, str], ...] = ()  # title and text
     missing: str = ""
     tables_first: bool = False
 
     def without(self, why: str) -> PageSection:
-        """This section, left out for a reason."""
         return replace(self, missing=why)
 
 
 @dataclass(frozen=True)
 class Page:
-    """All of it."""
+    """A page before it is HTML."""
 
     title: str
     kind: str  # above the title: "Run" or "Comparison"
@@ -102,19 +101,19 @@ class Page:
 
 
 def plain(value: Value) -> Value:
-    """Seven digits are what single precision has; None where there is no number."""
+    """Rounded to seven digits, as of single precision; None for inf and nan."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def cells(*values: str | TableCell) -> tuple[TableCell, ...]:
-    """A row of a table; text stands for itself."""
+    """A row of a table; text is sorted as text."""
     return tuple(v if isinstance(v, TableCell) else TableCell(v, v) for v in values)
 
 
 def render_html(page: Page, live: bool = False) -> str:
-    """The page; a live one asks its server every few seconds whether there is news."""
+    """The page as HTML; a `live` one asks its server every few seconds whether it has changed."""
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     shown = [section for section in page.sections if not section.missing]
     return environment.from_string(_text("templates", "page.html.j2")).render(
@@ -132,13 +131,13 @@ def render_html(page: Page, live: bool = False) -> str:
 
 
 def layout(charts: Sequence[Chart]) -> str:
-    """How many charts stand side by side where there is room."""
+    """CSS class by how many charts fit side by side."""
     small = all(chart.options.get("small") for chart in charts)
     return " three" if small and len(charts) > 2 else " two" if small or len(charts) > 1 else ""
 
 
 def embedded(charts: list[Chart]) -> Markup:
-    """JSON that cannot end the script element it stands in, whatever clients are called."""
+    """JSON that cannot end its script element, whatever clients are called."""
     text = json.dumps([chart.plain() for chart in charts], allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -146,7 +145,7 @@ def embedded(charts: list[Chart]) -> Markup:
 
 
 def policy(live: bool) -> str:
-    """Only the scripts below run, and nothing is fetched; but a live page may ask where it came from."""
+    """Content security policy: only our scripts run and nothing is fetched, but by a live page from its server."""
     hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts())
     network = "connect-src 'self'; " if live else ""
     return (
@@ -157,7 +156,7 @@ def policy(live: bool) -> str:
 
 @cache
 def scripts() -> tuple[str, ...]:
-    """d3 and Plot as they are published, and ours."""
+    """d3 and Plot as published, and ours."""
     return *(_text("vendor", name) for name in VENDOR), _text("templates", "charts.js")
 
 

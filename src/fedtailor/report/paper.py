@@ -20,12 +20,12 @@ from fedtailor.studies.significance import Ranks, groups
 
 WIDTH = 3.3  # inches: a column
 KINDS = (".pdf", ".png", ".svg")
-LINES = ("-", "--", ":", "-.")  # so that more rows than colours can be told apart
+LINES = ("-", "--", ":", "-.")  # to distinguish more rows than there are colours
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Which files are wanted."""
+    """The files to write."""
 
     latex: Path | None = None
     columns: tuple[str, ...] = ()
@@ -34,18 +34,18 @@ class Paper:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As they were given on the command line."""
+        """As given on the command line."""
         return {"latex": self.latex, "figure": self.figure, "ranks": self.ranks}
 
     def check(self) -> None:
-        """Refuse before anything runs what could not be written at the end."""
+        """Raise `ConfigError` before anything runs if a file could not be written at the end."""
         check_columns(self.columns)
         for path in (self.figure, self.ranks):
             if path is not None:
                 check_figure(path)
 
     def write(self, grid: Sequence[Cell], rows: Sequence[Row], against: str) -> list[str]:
-        """Write them; returns the tests in words."""
+        """Write the files, and return the significance tests in words."""
         blocks = significance.blocks_of(grid)
         tests = [] if blocks is None else significance.against(blocks, against)
         if self.latex is not None:
@@ -59,7 +59,7 @@ class Paper:
 
 
 def check_figure(path: Path) -> None:
-    """Raise a `ConfigError` before anything runs that could not be drawn at the end."""
+    """Raise `ConfigError` if the figure could not be drawn."""
     if path.suffix not in KINDS:
         raise ConfigError(f"{path}: a figure is one of {', '.join(KINDS)}")
     if find_spec("matplotlib") is None:
@@ -100,7 +100,7 @@ def _curves_of(cells: Sequence[Cell]) -> tuple[list[dict[int, float]], str]:
 
 
 def draw_ranks(mean_ranks: Ranks, path: Path) -> None:
-    """Mean ranks on a line; bars join rows that are not told apart."""
+    """Mean ranks on a line; bars join rows that do not differ significantly."""
     order = sorted(mean_ranks.by_label.items(), key=lambda item: item[1])
     rows, half, joined = len(order), (len(order) + 1) // 2, groups(mean_ranks)
     first = 0.6 + 0.25 * len(joined)  # below the bars

@@ -1,4 +1,4 @@
-"""What a run's folder tells, finished or not, and the runs beside it on the same task."""
+"""A run read from its folder, finished or not, and the runs next to it on the same task."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run, as read at one moment."""
+    """One run, as its folder was at one moment."""
 
     path: Path
     config: RunConfig
@@ -47,7 +47,7 @@ class RecordedRun:
 
     @property
     def kind(self) -> type[Algorithm] | None:
-        """The algorithm; None if it is not one of the registered: reading a run imports no code that it names."""
+        """The algorithm; None if it is not registered: reading a run imports no code that the run names."""
         return algorithms.algorithms().get(self.config.algorithm.name)
 
     @property
@@ -56,7 +56,7 @@ class RecordedRun:
 
     @property
     def units(self) -> str:
-        """A sentence on what errors are measured in, where the target of a table is standardised."""
+        """A sentence on the unit of errors, if the target of a table is standardised."""
         prepared = RunFolder(self.path).preparation
         if prepared is None or self.about["task"] != "regression" or prepared.target.sd == 1:
             return ""
@@ -64,7 +64,7 @@ class RecordedRun:
 
     @property
     def tested(self) -> list[float]:
-        """The main metric of every client in the last round, on test data; nothing before the end."""
+        """The main metric of every client in the last round, on test data; empty before the end."""
         return [] if self.results is None else list(self.results["last"]["clients"][self.metric])
 
     def measured(self, split: str, metric: str) -> list[tuple[int, list[float]]]:
@@ -73,7 +73,7 @@ class RecordedRun:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Read a run; a folder that is none, or was changed, is a `RunError`."""
+    """Read a run; raises `RunError` if the folder is not a run or was changed."""
     folder = RunFolder.open(path)
     about = folder.about
     if "config_sha256" in about:
@@ -89,24 +89,24 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def _lines(path: Path, *, are_checked: bool) -> tuple[list[Line], int]:
-    """Whole lines; the last one may just be being written."""
+    """Complete lines, and how many others; the last line may still be being written."""
     lines, unreadable = [], 0
     for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
         try:
-            lines.append(_checked(parse_round(line, are_checked=are_checked, where=str(path))))
+            lines.append(_validate_line(parse_round(line, are_checked=are_checked, where=str(path))))
         except (ValueError, TypeError, KeyError, RunError):
             unreadable += 1
     return lines, unreadable
 
 
-def _checked(line: Line) -> Line:
+def _validate_line(line: Line) -> Line:
     for key in ("round", "up", "down", "seconds"):
         float(line[key])
     return line
 
 
 def is_comparison(path: Path) -> bool:
-    """Whether a folder holds runs, and is none itself."""
+    """Whether a folder contains runs but is not one itself; raises `RunError` if it is neither."""
     if (path / CONFIG).is_file():
         return False
     if (path / GRID).is_file() or any(path.glob(f"*/{ABOUT}")):
@@ -117,7 +117,7 @@ def is_comparison(path: Path) -> bool:
 def finished_run_beside(run: RecordedRun, algorithm: str) -> RecordedRun | None:
     """A finished run of another algorithm on the same task, with the same clients, in the same parent folder."""
     for other in sorted(run.path.resolve().parent.glob(f"*/{RESULTS}")):
-        with suppress(UserError, KeyError):  # a damaged neighbour is none
+        with suppress(UserError, KeyError):  # a damaged run is no neighbour
             if RunFolder(other.parent).about["task_id"] == run.about["task_id"]:
                 neighbour = read_run(other.parent)
                 if neighbour.config.algorithm.name == algorithm and neighbour.clients == run.clients:
@@ -126,12 +126,12 @@ def finished_run_beside(run: RecordedRun, algorithm: str) -> RecordedRun | None:
 
 
 def gains(mine: Iterable[float], theirs: Iterable[float], higher: bool) -> list[float]:
-    """By how much each client is better off; positive is better."""
+    """Gain of each client; positive is better."""
     return [(m - t) if higher else (t - m) for m, t in zip(mine, theirs, strict=True)]
 
 
 def known(values: Iterable[float]) -> list[float]:
-    """Without what is not a number."""
+    """The finite values."""
     return [v for v in values if math.isfinite(v)]
 
 

@@ -13,7 +13,7 @@ from fedtailor.core.task import recorded_metrics
 from fedtailor.errors import UserError
 from fedtailor.experiments.store import CONFIG, RESULTS, read_json, read_tree
 from fedtailor.metrics.summary import share_hurt, summarise
-from fedtailor.report.formatting import count, duration, label, percent, signed, thinned, value
+from fedtailor.report.formatting import count, duration, format_gain, label, percent, thin, value
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, finished_run_beside, gains, known, read_run
 from fedtailor.studies.explain import explain, weights
@@ -32,7 +32,7 @@ References = dict[str, RecordedRun]  # runs to compare with, by the algorithm's 
 
 
 def run_page(path: Path, data_root: Path | None = None) -> Page:
-    """Everything that is known of a run, and a word on what is not."""
+    """All sections of a run's page; a section without content is left out, with the reason at the end."""
     run = read_run(path)
     references = [name for name in ("local", "fedavg") if name != run.config.algorithm.name]
     others = {name: other for name in references if (other := finished_run_beside(run, name)) is not None}
@@ -56,7 +56,6 @@ def run_page(path: Path, data_root: Path | None = None) -> Page:
 
 
 def state(run: RecordedRun) -> str:
-    """How far it is."""
     done = max((line["round"] for line in run.lines), default=0)
     if run.results is not None:
         return f"finished, {count(run.config.rounds, 'round')}"
@@ -66,7 +65,6 @@ def state(run: RecordedRun) -> str:
 
 
 def summary(run: RecordedRun, others: References) -> PageSection:
-    """In plain words."""
     text = [setup_words(run), outcome(run), *filter(None, [run.units])]
     text += [against(run, other) for other in others.values() if run.results is not None]
     if run.unreadable:
@@ -76,7 +74,6 @@ def summary(run: RecordedRun, others: References) -> PageSection:
 
 
 def setup_words(run: RecordedRun) -> str:
-    """What was trained, on what."""
     verb = "trained" if run.results is not None else "is training" if run.lines else "has not yet trained"
     samples = sum(run.about["train_samples"])
     return (
@@ -87,14 +84,14 @@ def setup_words(run: RecordedRun) -> str:
 
 
 def outcome(run: RecordedRun) -> str:
-    """The result, or how far it is."""
+    """The result in a sentence; before the end, the latest validation figure."""
     if run.results is None:
         curve = [(r, known(v)) for r, v in run.measured("val", run.metric) if known(v)]
         if not curve:
-            return f"It is {state(run)}; nothing has been measured yet."
+            return f"It is {state(run)}; nothing has been evaluated yet."
         last, values = curve[-1]
-        mean = summarise(values, higher_is_better=run.higher).mean
-        return f"It is {state(run)}. In round {last} validation {run.metric} is {value(run.metric, mean)} on average."
+        average = value(run.metric, summarise(values, higher_is_better=run.higher).mean)
+        return f"It is {state(run)}. In round {last} mean validation {run.metric} is {average}."
     test = summarise(run.tested, higher_is_better=run.higher)
     if not test.clients:
         return "No client has test samples."
@@ -114,21 +111,17 @@ def against(run: RecordedRun, other: RecordedRun) -> str:
     name = names[other.config.algorithm.name]
     differences = known(gains(run.tested, other.tested, run.higher))
     if not differences:
-        return f"Nothing can be said against {name}: there is no client with figures in both."
-    mean, better, worse = (
-        sum(differences) / len(differences),
-        sum(g > 0 for g in differences),
-        sum(g < 0 for g in differences),
-    )
-    turn = "better" if mean > 0 else "worse" if mean < 0 else "the same"
+        return f"No comparison with {name}: no client has test figures in both runs."
+    average, better, worse = mean(differences), sum(g > 0 for g in differences), sum(g < 0 for g in differences)
+    turn = "better" if average > 0 else "worse" if average < 0 else "the same"
     return (
-        f"Against {name} that is {turn} by {signed(run.metric, abs(mean)).lstrip('+')} on average: of "
+        f"Compared with {name}, this is {turn} by {format_gain(run.metric, abs(average)).lstrip('+')} on average: of "
         f"{count(len(differences), 'client')} {better} are better off and {worse} worse off."
     )
 
 
 def key_figures(run: RecordedRun, others: References) -> tuple[KeyFigure, ...]:
-    """The numbers at the top."""
+    """Numbers at the top of the page."""
     out = []
     if run.results is not None:
         test = summarise(run.tested, higher_is_better=run.higher)
@@ -149,7 +142,6 @@ def key_figures(run: RecordedRun, others: References) -> tuple[KeyFigure, ...]:
 
 
 def results_table(run: RecordedRun, local: RecordedRun | None) -> PageTable:
-    """Last round, selected round, unseen clients."""
     assert run.results is not None
     rows = []
     for kind, title in KINDS.items():
@@ -168,28 +160,26 @@ def results_table(run: RecordedRun, local: RecordedRun | None) -> PageTable:
 
 
 def learning(run: RecordedRun) -> PageSection:
-    """Curves by round."""
     charts = [learning_curve(run, metric) for metric in recorded_metrics(run.about)]
     drawn = tuple(chart for chart in charts if chart is not None)
-    missing = ""
     if not drawn:
-        every = run.config.evaluation.every
-        missing = "no round was measured: " + ("there are no rounds yet" if not run.lines else _unmeasured(run, every))
+        why = f"evaluation.every is {run.config.evaluation.every}"
+        if not run.lines:
+            why = "there are no rounds yet"
+        elif run.measured("val", run.metric):
+            why = "no client has validation samples"
+        return PageSection("learning", "Learning", missing=f"no round was evaluated: {why}")
     text: tuple[str, ...] = ()
-    if drawn and not run.measured("test", run.metric):
+    if not run.measured("test", run.metric):
         text = ("There is no test curve: test data is read once, at the end, unless evaluation.test_curve is set.",)
-    return PageSection("learning", "Learning", text, charts=drawn, missing=missing)
-
-
-def _unmeasured(run: RecordedRun, every: int) -> str:
-    return "no client has validation samples" if run.measured("val", run.metric) else f"evaluation.every is {every}"
+    return PageSection("learning", "Learning", text, charts=drawn)
 
 
 def learning_curve(run: RecordedRun, metric: str) -> Chart | None:
-    """Mean over clients by round, and where the middle 80 % of them are."""
+    """Mean over clients by round, with the band of their middle 80 %."""
     rows: list[tuple[Value, ...]] = []
     for split, name in SPLITS.items():
-        for round, values in thinned(run.measured(split, metric)):
+        for round, values in thin(run.measured(split, metric)):
             if finite := sorted(known(values)):
                 rows.append((round, name, mean(finite), quantile(finite, 0.1), quantile(finite, 0.9), len(finite)))
     if not rows:
@@ -199,7 +189,7 @@ def learning_curve(run: RecordedRun, metric: str) -> Chart | None:
         for name in SPLITS.values()
         if (curve := [float(row[2] or 0) for row in rows if row[1] == name])
     ]
-    band = " The band holds the middle 80 % of the clients." if len(run.clients) > 2 else ""
+    band = " The band covers the middle 80 % of the clients." if len(run.clients) > 2 else ""
     options: dict[str, Any] = {"x": "round", "y": "mean", "series": "data", "ylabel": label(metric)}
     options |= {"percent": percent(metric, "mean", "low", "high")}
     if band:
@@ -220,14 +210,13 @@ def learning_curve(run: RecordedRun, metric: str) -> Chart | None:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear between neighbours."""
+    """With linear interpolation."""
     at = q * (len(ordered) - 1)
     low = math.floor(at)
     return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
 def clients(run: RecordedRun, others: References) -> PageSection:
-    """Who is well served, and who is not."""
     if run.results is None:
         return PageSection("clients", "Clients", missing=UNFINISHED)
     if len(known(run.tested)) < 2:
@@ -239,7 +228,7 @@ def clients(run: RecordedRun, others: References) -> PageSection:
 
 
 def worst_table(run: RecordedRun, others: References) -> PageTable:
-    """The clients with the lowest figures, beside what they have elsewhere."""
+    """The clients with the worst figures, with their figures in the other runs."""
     order = sorted(
         (i for i, v in enumerate(run.tested) if not math.isnan(v)), key=lambda i: run.tested[i], reverse=not run.higher
     )[:WORST]
@@ -258,12 +247,11 @@ def worst_table(run: RecordedRun, others: References) -> PageTable:
 
 
 def distribution(run: RecordedRun) -> Chart:
-    """Every client's test figure."""
     rows = sorted(
         ((c, n, v) for c, n, v in zip(run.clients, run.about["train_samples"], run.tested, strict=True)),
         key=lambda row: (math.isnan(row[2]), row[2]),
     )
-    finite = [row[2] for row in rows if math.isfinite(row[2])]
+    finite = known(row[2] for row in rows)
     extremes = (
         f"lowest {value(run.metric, finite[0])}, highest {value(run.metric, finite[-1])}" if finite else "no figures"
     )
@@ -285,7 +273,6 @@ def distribution(run: RecordedRun) -> Chart:
 
 
 def by_samples(run: RecordedRun) -> Chart:
-    """Does it depend on how much data a client has?"""
     rows = list(zip(run.clients, run.about["train_samples"], run.tested, strict=True))
     options = {"x": "training samples", "y": run.metric, "name": "client", "ylabel": f"test {label(run.metric)}"}
     return Chart(
@@ -300,7 +287,7 @@ def by_samples(run: RecordedRun) -> Chart:
 
 
 def gain(run: RecordedRun, others: References, wanted: Iterable[str]) -> list[PageSection]:
-    """Client by client against the references, and for each that is not there a word why."""
+    """Gain of each client over each reference; a section that says why, for each that is missing."""
     titles = {"local": "Gain over Local", "fedavg": "Gain over FedAvg"}
     missing = {name: _no_gain(run, others.get(name)) for name in wanted}
     charts = tuple(gain_chart(run, others[name]) for name, why in missing.items() if not why)
@@ -312,12 +299,12 @@ def _no_gain(run: RecordedRun, other: RecordedRun | None) -> str:
     if run.results is None:
         return UNFINISHED
     if other is None:
-        return "no finished run of it on the same task lies beside this one"
+        return "there is no finished run of it on the same task in this folder"
     return "" if known(gains(run.tested, other.tested, run.higher)) else "no client has test figures in both runs"
 
 
 def gain_chart(run: RecordedRun, other: RecordedRun) -> Chart:
-    """By how much each client is better off than in another run."""
+    """Gain of each client over another run."""
     each = gains(run.tested, other.tested, run.higher)
     mine = zip(run.clients, each, run.tested, other.tested, strict=True)
     rows = sorted(mine, key=lambda row: (math.isnan(row[1]), -row[1]))
@@ -329,7 +316,7 @@ def gain_chart(run: RecordedRun, other: RecordedRun) -> Chart:
         "bars",
         f"Gain over {other.title}",
         f"One bar per client: {better} better off than with {other.title}, {worse} worse off, "
-        f"mean {signed(run.metric, mean(finite)) if finite else '-'}.",
+        f"mean {format_gain(run.metric, mean(finite)) if finite else '-'}.",
         ("client", "gain", run.title if run.title != other.title else f"{run.title} here", other.title),
         rows,
         {"x": "gain", "name": "client", "diverging": True, "percent": percent(run.metric, "gain")}
@@ -339,7 +326,7 @@ def gain_chart(run: RecordedRun, other: RecordedRun) -> Chart:
 
 
 def unusual(run: RecordedRun) -> tuple[PageSection, ...]:
-    """Every client by its mean distance; no section where nothing was scored."""
+    """Clients by the mean distance of their replies from a robust mean; no section if none was used."""
     distances, outs = _by_client(run, "distance"), _by_client(run, "left_out")
     if not distances:
         return ()
@@ -356,7 +343,7 @@ def unusual(run: RecordedRun) -> tuple[PageSection, ...]:
     columns = ("client", "mean distance", "largest", "rounds", *(["left out"] if outs else []))
     text = (
         f"How far each client's reply was from the robust mean ({run.config.aggregation.mean}), in multiples of the "
-        "median distance of the round. A large one is a lie, or data unlike that of the others.",
+        "median distance of the round. A large distance means a manipulated reply, or data unlike that of the others.",
     )
     table = PageTable("Distance of replies", columns, rows, sortable=True)
     return (PageSection("unusual", "Unusual replies", text, tables=(table,)),)
@@ -378,7 +365,7 @@ def _mean(values: list[float]) -> float:
 
 
 def sharing(run: RecordedRun, data_root: Path | None) -> PageSection:
-    """What each client shares, as the run learned it."""
+    """How much of its model each client shares, as the run learned it."""
     section = PageSection("sharing-map", "What is shared")
     why = _no_sharing(run)
     if why:
@@ -387,30 +374,30 @@ def sharing(run: RecordedRun, data_root: Path | None) -> PageSection:
         charts = sharing_charts(run, data_root)
     except (UserError, OSError) as error:
         return section.without(" ".join(str(error).splitlines()))
-    except (KeyError, RuntimeError, ValueError):  # states of another version do not fit this one
-        return section.without("what was learned cannot be read by this version of fedtailor")
+    except (KeyError, RuntimeError, ValueError):  # states of another version
+        return section.without("this version of fedtailor cannot read what was learned")
     text = (
-        "To what degree the parameters of each client are the common ones, by feature or layer. "
+        "How much of each client's parameters is shared, by feature or layer. "
         "fedtailor explain saves it for every parameter.",
     )
     return PageSection(section.id, section.title, text, charts=tuple(charts))
 
 
 def _no_sharing(run: RecordedRun) -> str:
-    """Why there is no map; a run that is still written to is not opened further."""
+    """Why there is no map; empty if there is one."""
     if run.kind is None:
-        return "the algorithm is not one that is installed here"
+        return "the algorithm is not installed here"
     if run.kind.shares is Algorithm.shares:
-        return f"{run.title} does not say to what degree a parameter is shared"
+        return f"{run.title} does not report how much of a parameter is shared"
     if run.results is None:
         return "drawn when the run is finished"
     if ":" in run.config.model.name and not _saved(run):
-        return f"the model is own code, which a report does not run; call fedtailor explain {run.path} first"
+        return f"the model is custom code, which a report does not run; call fedtailor explain {run.path} first"
     return ""
 
 
 def _saved(run: RecordedRun) -> bool:
-    """Whether `explain` was called after the end of the run."""
+    """Whether `explain` was called since the run ended."""
     shares = run.path / "shares.json"
     return shares.exists() and shares.stat().st_mtime >= (run.path / RESULTS).stat().st_mtime
 
@@ -434,20 +421,20 @@ def sharing_charts(run: RecordedRun, data_root: Path | None) -> list[Chart]:
 
 
 def sharing_map(names: Sequence[str], shares: Mapping[str, Mapping[str, float]]) -> Chart:
-    """Clients by parts of the model."""
     rows = [(client, name, row[name]) for client, row in shares.items() for name in names]
     means = {name: mean(row[name] for row in shares.values()) for name in names}
     extremes = sorted(means, key=lambda name: means[name])
     summary = (
-        f"Heat map of {count(len(shares), 'client')} by {count(len(names), 'part')} of the model, 0 own and 1 common. "
-        f"Most own: {extremes[0]} ({means[extremes[0]]:.2f}); most common: {extremes[-1]} ({means[extremes[-1]]:.2f})."
+        f"Heat map of {count(len(shares), 'client')} by {count(len(names), 'part')} of the model: 0 is private, 1 is "
+        f"common. Most private: {extremes[0]} ({means[extremes[0]]:.2f}); most common: {extremes[-1]} "
+        f"({means[extremes[-1]]:.2f})."
     )
-    options = {"x": "part", "y": "client", "fill": "share", "scale": "share", "low": "own", "high": "common"}
+    options = {"x": "part", "y": "client", "fill": "share", "scale": "share", "low": "private", "high": "common"}
     return Chart("sharing", "heat", "Sharing map", summary, ("client", "part", "share"), rows, options)
 
 
 def degrees_map(names: Sequence[str], degrees: Mapping[str, Mapping[str, float]]) -> Chart:
-    """What ties a parameter to the common one; over many orders of magnitude."""
+    """How strongly each part is tied to the common model; over many orders of magnitude."""
     entries = [(client, name, row[name]) for client, row in degrees.items() for name in names]
     rows = [(client, name, "inf" if degree == math.inf else degree) for client, name, degree in entries]
     finite = known(degree for _, _, degree in entries)
@@ -465,7 +452,7 @@ def degrees_map(names: Sequence[str], degrees: Mapping[str, Mapping[str, float]]
 
 
 def overlap_map(clients: Sequence[str], layer: str, pairs: Sequence[Sequence[float]], number: int) -> Chart:
-    """Of what is own, how much every two clients have in common."""
+    """Intersection over union of the private masks of every two clients."""
     rows = [(a, b, float(pairs[i][j])) for i, a in enumerate(clients) for j, b in enumerate(clients)]
     others = known(float(pairs[i][j]) for i in range(len(clients)) for j in range(i))
     text = f"mean of pairs {mean(others):.2f}" if others else "one client only"
@@ -473,7 +460,7 @@ def overlap_map(clients: Sequence[str], layer: str, pairs: Sequence[Sequence[flo
         f"overlap-{number}",
         "heat",
         f"Overlap of the masks, {layer}",
-        f"Heat map of the intersection over union of what is own in {layer}, client by client; {text}.",
+        f"Heat map of the intersection over union of the private masks of {layer}, client by client; {text}.",
         ("client", "other", "overlap"),
         rows,
         {"x": "other", "y": "client", "fill": "overlap", "scale": "from zero", "low": "disjoint", "high": "the same"}
@@ -482,21 +469,20 @@ def overlap_map(clients: Sequence[str], layer: str, pairs: Sequence[Sequence[flo
 
 
 def learned_weights(run: RecordedRun) -> PageSection:
-    """Weights of the average, where the algorithm tells."""
+    """Weights in the average, if the algorithm reports them."""
     section = PageSection("learned-weights", "Weights in the average")
     try:
         by_round = weights(run.path)
     except (UserError, OSError, ValueError, KeyError) as error:
         return section.without(f"cannot be read: {error}")
     if not by_round:
-        return section.without(f"{run.title} does not tell weights" if run.lines else "there are no rounds yet")
+        return section.without(f"{run.title} does not report weights" if run.lines else "there are no rounds yet")
     return PageSection(section.id, section.title, charts=(weights_chart(by_round),))
 
 
 def weights_chart(by_round: Mapping[int, Mapping[str, float]]) -> Chart:
-    """Weight of each client in the average."""
     clients = list(dict.fromkeys(client for row in by_round.values() for client in row))
-    rows = [(r, c, w) for r, row in thinned(list(by_round.items()), 200) for c, w in row.items()]
+    rows = [(r, c, w) for r, row in thin(list(by_round.items()), 200) for c, w in row.items()]
     common = ("round", "client", "weight")
     last = ", ".join(f"{c} {w:.3f}" for c, w in list(list(by_round.values())[-1].items())[:10])
     summary = f"The weight of each client in the average by round; in the last: {last}."
@@ -516,16 +502,15 @@ def weights_chart(by_round: Mapping[int, Mapping[str, float]]) -> Chart:
 
 
 def reported_numbers(run: RecordedRun) -> PageSection:
-    """Numbers of the algorithm itself."""
     charts = tuple(reported(run))
-    missing = "" if charts else f"{run.title} reports no numbers of its own"
+    missing = "" if charts else f"{run.title} reports no numbers"
     early = any(line["round"] < 1 and "report" in line for line in run.lines)
-    text = ("Rounds up to 0 are the preparation, in which something is learned for the run.",) if early else ()
+    text = ("Rounds up to 0 are the preparation before the run.",) if early else ()
     return PageSection("reported", "Reported by the algorithm", text, charts=charts, missing=missing)
 
 
 def reported(run: RecordedRun) -> list[Chart]:
-    """Numbers that the algorithm itself tells, by round; of lists the entries in the last round that has them."""
+    """Numbers that the algorithm reports, by round; of a list, its entries in the last round that has it."""
     names = dict.fromkeys(name for line in run.lines for name in line.get("report", {}))
     charts = [_reported_chart(run, name) for name in names if name not in ("weights", *SCORES)]
     return [chart for chart in charts if chart is not None]
@@ -536,7 +521,7 @@ def _reported_chart(run: RecordedRun, name: str) -> Chart | None:
     title = name.replace("_", " ").capitalize()
     numbers = [(r, float(v)) for r, v in reported if isinstance(v, int | float)]
     if numbers and known(v for _, v in numbers):
-        return _small(f"reported-{name}", title, "round", thinned(numbers, 500), "")
+        return _small(f"reported-{name}", title, "round", thin(numbers, 500), "")
     lists = [(r, v) for r, v in reported if isinstance(v, list) and all(isinstance(x, int | float) for x in v)]
     if lists and known(lists[-1][1]):
         round, values = lists[-1]
@@ -554,7 +539,6 @@ def _small(id: str, title: str, x: str, rows: list[tuple[int, float]], note: str
 
 
 def traffic(run: RecordedRun, others: References) -> PageSection:
-    """Bytes and what they bring."""
     if not run.lines:
         return PageSection("traffic", "Traffic", missing="there are no rounds yet")
     last = run.lines[-1]
@@ -572,12 +556,11 @@ def traffic(run: RecordedRun, others: References) -> PageSection:
 
 
 def bytes_curve(runs: Iterable[RecordedRun]) -> Chart | None:
-    """What a figure costs on the wire."""
     runs = list(runs)
     metric, rows = runs[0].metric, []
     for run in runs:
         measured = [(line, known(line["val"][metric])) for line in run.lines if metric in line.get("val", {})]
-        lines = thinned([(line, finite) for line, finite in measured if finite], 400)
+        lines = thin([(line, finite) for line, finite in measured if finite], 400)
         rows += [(run.title, line["round"], line["up"] + line["down"], mean(finite)) for line, finite in lines]
     if not rows:
         return None
@@ -597,23 +580,23 @@ def bytes_curve(runs: Iterable[RecordedRun]) -> Chart | None:
 
 
 def left_the_client(run: RecordedRun) -> PageSection:
-    """What is declared to leave a client, and what happened."""
+    """What the algorithm declares to send, and what happened."""
     section = PageSection("privacy", "What left the clients")
     if run.kind is None:
-        return section.without("the algorithm is not one that is installed here")
+        return section.without("the algorithm is not installed here")
     gathered = (run.results or {}).get("gathered", [])
     rows = [
         cells("Stays private", run.kind.private),
         cells("May be sent", ", ".join(reply_names(run.kind)) or "nothing"),
         cells(
-            "Single replies the server looked at",
+            "Individual replies seen by the server",
             ", ".join(gathered) or ("none" if run.results else "known at the end"),
         ),
         *([cells("Hidden", private_words(hidden))] if (hidden := (run.results or {}).get("privacy")) else []),
         cells("Replies rejected", str(sum(len(line.get("faults", [])) for line in run.lines))),
         cells("Rounds abandoned", str(sum("abandoned" in line for line in run.lines))),
     ]
-    tables = [PageTable("As the algorithm declares it; other replies are rejected", ("", ""), rows, words=True)]
+    tables = [PageTable("As declared by the algorithm; any other reply is rejected", ("", ""), rows, words=True)]
     faults = [fault for line in run.lines for fault in line.get("faults", [])]
     if faults:
         fault_rows = [cells(f["client"], str(f["round"]), f["function"], f["reason"]) for f in faults[:MOST_FAULTS]]
@@ -623,7 +606,6 @@ def left_the_client(run: RecordedRun) -> PageSection:
 
 
 def time(run: RecordedRun) -> PageSection:
-    """Seconds."""
     if not run.lines:
         return PageSection("time", "Time", missing="there are no rounds yet")
     total = sum(line["seconds"] for line in run.lines)
@@ -632,8 +614,7 @@ def time(run: RecordedRun) -> PageSection:
 
 
 def seconds_curve(run: RecordedRun) -> Chart:
-    """Where the time went."""
-    rows = thinned([(line["round"], line["seconds"]) for line in run.lines])
+    rows = thin([(line["round"], line["seconds"]) for line in run.lines])
     return Chart(
         "seconds",
         "lines",
@@ -647,7 +628,6 @@ def seconds_curve(run: RecordedRun) -> Chart:
 
 
 def configuration(run: RecordedRun) -> PageSection:
-    """As it was run, and what made it."""
     versions: dict[str, Any] = run.about.get("versions", {})
     rows = [
         cells("Command", str(run.about.get("command", "unknown"))),
@@ -656,12 +636,11 @@ def configuration(run: RecordedRun) -> PageSection:
         *(cells("Data", note) for note in run.about.get("notes", [])),
     ]
     text = (run.path / CONFIG).read_text(encoding="utf-8")
-    origin = PageTable("What made it", ("", ""), rows, words=True)
+    origin = PageTable("Origin", ("", ""), rows, words=True)
     return PageSection("configuration", "Configuration", tables=(origin,), code=((CONFIG, text),))
 
 
 def citation(run: RecordedRun) -> PageSection:
-    """BibTeX of the paper."""
     text = run.kind.citation.strip() if run.kind is not None else ""
     missing = "" if text else f"{run.title} names no paper"
     return PageSection("citation", "Citation", code=(("BibTeX", text),) if text else (), missing=missing)

@@ -1,4 +1,4 @@
-"""`fedtailor watch`: the page of a run, served on this machine only, anew whenever there is news."""
+"""`fedtailor watch`: the page of a run in progress, served on this machine only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NAMES = (HOST, "localhost")  # what a browser on this machine may call it
 
 
 def version(path: Path) -> str:
-    """Another one whenever a run has gone on."""
+    """A hash that changes whenever a run has progressed."""
     files = [*path.glob(METRICS), *path.glob(RESULTS), *path.glob(f"*/{METRICS}"), *path.glob(f"*/{RESULTS}")]
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
 
 
 class WatchedPage:
-    """The page of a folder, made again only when something has changed."""
+    """The page of a folder, rendered again only when something has changed."""
 
     def __init__(self, path: Path, data_root: Path | None = None) -> None:
         self.path, self.data_root = path, data_root
@@ -35,7 +35,7 @@ class WatchedPage:
         self._cached: tuple[str, bool, str] | None = None
 
     def current(self) -> tuple[str, bool, str]:
-        """Version, whether the run is finished, and the page."""
+        """The version, whether the run is finished, and the page."""
         with self._lock:
             new = version(self.path)
             if self._cached is None or self._cached[0] != new:
@@ -59,7 +59,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET only. A page of another site cannot ask under its own name: the Host must be one of ours."""
+    """GET only. The Host must be one of ours, so that a web page cannot reach the server by DNS rebinding."""
 
     server: Server
     server_version, sys_version = "fedtailor", ""
@@ -96,11 +96,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """The terminal stays quiet."""
+        """Requests are not logged to the terminal."""
 
 
 def server(path: Path, port: int = 0, data_root: Path | None = None) -> Server:
-    """A server that only waits to be started; a folder that is no run, or a port in use, is a `RunError`."""
+    """A server that is not started yet; raises `RunError` if the folder is not a run or the port is in use."""
     is_comparison(path)
     try:
         return Server(WatchedPage(path, data_root), port)

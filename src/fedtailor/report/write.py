@@ -14,8 +14,8 @@ FILE = "report.html"
 
 
 def page_of(path: Path, data_root: Path | None = None) -> Page:
-    """The page on whatever lies in this folder."""
-    if (path / FIT).is_file() and "sites" in read_json(path / FIT):  # else it is still a comparison
+    """The page of a run, a comparison or a fit."""
+    if (path / FIT).is_file() and "sites" in read_json(path / FIT):  # an unfinished fit is a comparison
         from fedtailor.report.fit_page import fit_page
 
         return fit_page(path)
@@ -27,7 +27,7 @@ def page_of(path: Path, data_root: Path | None = None) -> Page:
 
 
 def write(path: Path, out: Path | None = None, data_root: Path | None = None) -> Path:
-    """Write the page, beside the run's files unless told otherwise."""
+    """Write the page to `out`, by default report.html in the folder; returns its path."""
     target = out or path / FILE
     if target.is_dir():
         raise RunError(f"{target}: is a folder; --out names the file to write, such as {target / FILE}")

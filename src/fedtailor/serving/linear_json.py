@@ -95,7 +95,7 @@ def linear_record(own: Personal) -> dict[str, Any]:
     }
 
 
-def by_hand(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
+def predict_by_hand(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
     """What the record says of one row, values by column: probabilities of the classes, or the number."""
     scores = list(record["intercept"])
     for column in record["columns"]:

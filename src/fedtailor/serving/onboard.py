@@ -19,7 +19,7 @@ from fedtailor.experiments.config import RunConfig, parse, read_toml
 from fedtailor.experiments.run_state import EPOCHS, onboard_newcomers
 from fedtailor.experiments.runner import config_of, reload_experiment
 from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json
-from fedtailor.experiments.user_source import refuse_other_code
+from fedtailor.experiments.user_code import refuse_other_code
 from fedtailor.serving.learning_curve import learning_curve
 
 # of rounds, in which a newcomer takes no part
@@ -45,7 +45,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     folder.new_newcomer(name)
     if name in folder.about["clients"]:
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
-    experiment, own = _prepared(folder, file, name, data_root)
+    experiment, own = _prepare(folder, file, name, data_root)
     ((model, figures),) = onboard_newcomers(experiment, own, saved[1]["state"]["server"], epochs)
     samples = {split: len(getattr(own, split).y) for split in ("train", "val", "test")}
     metrics = {split: {k: float(v) for k, v in values.items()} for split, values in figures.items()}
@@ -67,7 +67,7 @@ def _common(fit: Path) -> Params | None:
     return params
 
 
-def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) -> tuple[Experiment, FederatedData]:
+def _prepare(folder: RunFolder, file: Path, name: str, data_root: Path | None) -> tuple[Experiment, FederatedData]:
     """The run's experiment, and the newcomer's data; of a table without reading those of the others."""
     config, preparation = folder.config, folder.preparation
     if isinstance(config.data, FolderConfig) and preparation is not None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from fedtailor.engines import cores
 from fedtailor.errors import RunError, UserError
-from fedtailor.experiments import user_source
+from fedtailor.experiments import user_code
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder
-from fedtailor.experiments.user_source import change_of
+from fedtailor.experiments.user_code import change_of
 
 METHODS = ("algorithm", "server", "privacy", "aggregation")  # sections that belong to a row
 
@@ -121,7 +121,7 @@ def _refuse_others(grid: list[Cell]) -> None:
                 f"{cell.folder}: was run with other settings than {cell.label} has now; "
                 'use --fresh for a new folder, --out, or another "label"'
             )
-        user_source.remember(wanted)
+        user_code.remember(wanted)
     if stale := {cell.folder: change for cell in begun if (change := change_of(RunFolder(cell.folder)))}:
         first, names = next(iter(stale)), ", ".join(dict.fromkeys(folder.name for folder in stale))
         rows = " ".join(dict.fromkeys(f'--redo "{cell.label}"' for cell in begun if cell.folder in stale))
@@ -161,7 +161,7 @@ def _run_cell(cell: Cell, data_root: Path | None) -> None:
 
     try:
         if (cell.folder / CONFIG).exists():
-            user_source.remember(cell.config)
+            user_code.remember(cell.config)
             runner.resume(cell.folder, data_root, listen, cores=_cores)
         else:
             runner.start(cell.config, cell.folder, data_root, listen, cores=_cores)

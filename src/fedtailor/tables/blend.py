@@ -24,7 +24,7 @@ from fedtailor.numerics.blending import HELP, KNOWN, NEWTON, OWN_PULLS, ROUNDING
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import boosted_trees
 from fedtailor.tables.boosted_trees import ON_TOP, TREES, TREES_FOLDER, Trees, tree_outputs
-from fedtailor.tables.candidates import ALONE, COMMON, Clock, OutOfTime, delivered, outputs_of, site_of_rows
+from fedtailor.tables.candidates import ALONE, COMMON, Clock, OutOfTime, delivered_models, outputs_of, site_of_rows
 from fedtailor.tables.model_selection import chance, gains
 
 LEAST = 0.01  # weights below this are left out
@@ -72,10 +72,10 @@ def select(
             dropped,
         )
     first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
-    return finished(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
+    return blend_trees(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
 
 
-def finished(
+def blend_trees(
     used: list[Cell],
     data: FederatedData,
     folds: NDArray[np.int64],
@@ -90,15 +90,15 @@ def finished(
     is_class, held, sites = data.task == "classification", torch.from_numpy(folds >= 0), len(data.clients)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     dropped: list[dict[str, Any]] = []
-    trees = _trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
+    trees = _fit_site_trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
     own_label = [ALONE] * sites
     served, kinds = linear, [{"linear": 1.0} for _ in data.clients]
     if trees:
-        best = _better(trees[TREES], own, y, site, is_class, sites)
+        best = _sites_with_better_trees(trees[TREES], own, y, site, is_class, sites)
         own = torch.where(best[site][:, None], trees[TREES].nan_to_num(), own)
         own_label = [TREES if b else ALONE for b in best.tolist()]
-        served, kinds = _with_trees(trees, linear, y, site, folds[held.numpy()], is_class, sites)
-    gained = _gains(served, own, y, site, is_class, sites)
+        served, kinds = _blend_at_sites(trees, linear, y, site, folds[held.numpy()], is_class, sites)
+    gained = _estimate_gains(served, own, y, site, is_class, sites)
     only_own = np.eye(len(used))[0]
     for i, (mean, sd) in enumerate(gained):
         if mean + KNOWN * sd < 0:  # the promise
@@ -110,7 +110,7 @@ def finished(
     return Selection(used, weights, kinds, own_label, gained, served, dropped)
 
 
-def _gains(
+def _estimate_gains(
     served: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int
 ) -> list[tuple[float, float]]:
     """By how much each site's loss is lower than with its own model, out of fold, shrunk over sites."""
@@ -129,16 +129,18 @@ def _gains(
     return [(gain.mean, gain.sd) for gain in site_gains]
 
 
-def _better(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
+def _sites_with_better_trees(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
     """Sites whose own trees beat their own linear model."""
     has_trees = ~trees[:, 0].isnan()
-    site_gains = _gains(torch.where(has_trees[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites)
+    site_gains = _estimate_gains(
+        torch.where(has_trees[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites
+    )
     with_trees = torch.zeros(sites, dtype=torch.bool, device="cpu")
     with_trees[site[has_trees].unique()] = True
     return with_trees & torch.tensor([mean > 0 for mean, _ in site_gains], device="cpu")
 
 
-def _trees(
+def _fit_site_trees(
     data: FederatedData,
     folds: NDArray[np.int64],
     held: Tensor,
@@ -156,12 +158,12 @@ def _trees(
     for i in range(len(data.clients)):
         a, b = int(data.train.starts[i]), int(data.train.starts[i + 1])
         x, y = data.train.of(i)
-        if not boosted_trees.worth_it(y, is_class):
+        if not boosted_trees.has_enough_rows(y, is_class):
             continue
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
                 of_site = ((x, y), folds[a:b], start, data.outputs, is_class, seed, clock.check)
-                outputs[kind][a:b], trees = boosted_trees.kept_or_grown(out / TREES_FOLDER, *of_site)
+                outputs[kind][a:b], trees = boosted_trees.load_or_fit_trees(out / TREES_FOLDER, *of_site)
                 trees.save(trees_path(out, i, kind))
         except OutOfTime:
             for values in outputs.values():
@@ -177,7 +179,7 @@ def trees_path(out: Path, site: int, kind: str) -> Path:
     return out / TREES_FOLDER / f"{'alone' if kind == TREES else 'on-top'}-{site}.safetensors"
 
 
-def _with_trees(
+def _blend_at_sites(
     trees: dict[str, Tensor],
     linear: Tensor,
     y: Tensor,
@@ -205,7 +207,7 @@ def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out
     is_class = data.task == "classification"
     linear = {}
     for cell in selection.cells:
-        models = delivered(cell, data.clients)
+        models = delivered_models(cell, data.clients)
         linear[cell.label] = outputs_of(cell.config, data, models, rows)
     stacked = torch.stack([linear[cell.label] for cell in selection.cells])
     site = torch.from_numpy(site_of_rows(rows))
@@ -368,7 +370,9 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     losses = {pull: c.losses(blended) for pull, blended in blends.items()}
     best = min(losses.values(), key=lambda loss: float(loss.sum()))
     least = ROUNDING * abs(float(best.sum()))
-    chosen_pull = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites, least))
+    chosen_pull = next(
+        pull for pull, loss in losses.items() if not _is_surely_above(loss - best, c.site, c.sites, least)
+    )
     if chosen_pull is None:
         common = best_single(c)
         return Stacked(common.expand(c.sites, -1).clone(), common[0], ALL, blends[chosen_pull])
@@ -376,7 +380,7 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     return Stacked(site_weights(c, common, chosen_pull), common[0], chosen_pull, blends[chosen_pull])
 
 
-def _surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:
+def _is_surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:
     """Whether a sum is above `least` by more than chance, be it that of rows or that of sites."""
     by_site = torch.zeros(sites, dtype=lost.dtype, device="cpu").index_add_(0, site, lost)
     spread = max(float((v - v.mean()).square().sum().sqrt()) for v in (lost, by_site))

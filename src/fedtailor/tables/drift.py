@@ -72,7 +72,7 @@ def drift_of_rows(
     """By site what has drifted, and all of it in words; `values` are the rows with decimal points."""
     import polars as pl
 
-    card = _card(path)
+    card = _read_card(path)
     notes: list[str] = []
     if site:
         parts = {site: values}
@@ -95,10 +95,10 @@ def drift_of_rows(
         sites[name] = site_drift(
             model, model.table(file, rows), card["columns"], card["prediction"], card["sites"][name]
         )
-    return {"sites": sites, "words": words_of(sites) + notes}
+    return {"sites": sites, "words": drift_sentences(sites) + notes}
 
 
-def _card(path: Path) -> dict[str, Any]:
+def _read_card(path: Path) -> dict[str, Any]:
     if not (path / FIT).exists():
         raise RunError(f"{path}: not the folder of a fit; fedtailor fit makes one")
     if not (path / CARD).exists():
@@ -123,11 +123,11 @@ def site_drift(
         own, old = x[:, at : at + len(column.features)].double().numpy(), trained["columns"][column.name]
         at += len(column.features)
         if isinstance(column, NumberColumn):
-            new = counted(own[:, 0], columns[column.name]["edges"])
-            missing = _missing(column, table)
+            new = count_intervals(own[:, 0], columns[column.name]["edges"])
+            missing = _missing_share(column, table)
             scale = next(iter(column.sites.values()))
             means = [scale.mean + scale.sd * each["mean"] for each in (new, old)]
-            each = _compared(new["counts"], old["counts"], level) | {
+            each = _compare(new["counts"], old["counts"], level) | {
                 "column": column.name,
                 "means": means,
                 "smd": (new["mean"] - old["mean"]) / (old["sd"] or 1.0),
@@ -140,9 +140,9 @@ def site_drift(
                 float(c[column.categories.index(MISSING)] / max(sum(c), 1)) if MISSING in column.categories else 0.0
                 for c in (counts, old["counts"])
             ]
-            each = _compared(counts.tolist(), old["counts"], level) | {
+            each = _compare(counts.tolist(), old["counts"], level) | {
                 "column": column.name,
-                "moved": _moved(counts, old["counts"], column.categories),
+                "moved": _largest_shift(counts, old["counts"], column.categories),
                 "missing": shares,
                 "unknown": 1 - float(counts.sum()) / max(len(x), 1),
             }
@@ -151,13 +151,13 @@ def site_drift(
             error = np.sqrt(max(now * (1 - now), 1e-9) / rows + max(was * (1 - was), 1e-9) / before)
             each[f"more_{key}"] = bool(now - was > max(GAP, 3 * error))
         each["drifted"] = bool(each["drifted"] or each["more_missing"] or each["more_unknown"])
-        drifts.append(each | {"words": _words(each)})
+        drifts.append(each | {"words": _column_words(each)})
     drifts.sort(key=lambda each: (not each["drifted"], -each["psi"]))
     prediction = None
     if trained["prediction"] is not None:
-        values = readable(model, x)
-        new, old = counted(values, predictions["edges"]), trained["prediction"]
-        prediction = _compared(new["counts"], old["counts"], level) | {"means": [new["mean"], old["mean"]]}
+        values = compared_values(model, x)
+        new, old = count_intervals(values, predictions["edges"]), trained["prediction"]
+        prediction = _compare(new["counts"], old["counts"], level) | {"means": [new["mean"], old["mean"]]}
     return {
         "rows": len(x),
         "training_rows": trained["rows"],
@@ -167,7 +167,7 @@ def site_drift(
     }
 
 
-def _missing(column: NumberColumn, table: ClientTable) -> float:
+def _missing_share(column: NumberColumn, table: ClientTable) -> float:
     """The share of rows without a value; all of them where there is no such column."""
     if column.name not in table.columns:
         return 1.0
@@ -176,7 +176,7 @@ def _missing(column: NumberColumn, table: ClientTable) -> float:
     return float(gaps.mean()) if len(gaps) else 0.0
 
 
-def readable(model: Personal, x: Any) -> Floats:
+def compared_values(model: Personal, x: Any) -> Floats:
     """What is compared: the number, the probability of the second of two classes, or of the likeliest of several."""
     predictions = model.readable(model.outputs(x)).double().numpy()
     if model.task != "classification":
@@ -185,12 +185,12 @@ def readable(model: Personal, x: Any) -> Floats:
     return values
 
 
-def _compared(new: Sequence[float], old: Sequence[float], level: float) -> dict[str, Any]:
+def _compare(new: Sequence[float], old: Sequence[float], level: float) -> dict[str, Any]:
     index, distance, chance = stability(new, old)
     return {"psi": index, "ks": distance, "p": chance, "drifted": index >= SOME and chance < level}
 
 
-def _moved(new: Floats, old: Sequence[float], categories: Sequence[str]) -> list[Any]:
+def _largest_shift(new: Floats, old: Sequence[float], categories: Sequence[str]) -> list[Any]:
     """The category whose share changed most, now and in training."""
     p, q = new / max(new.sum(), 1), np.asarray(old) / max(sum(old), 1)
     if not len(p):
@@ -199,7 +199,7 @@ def _moved(new: Floats, old: Sequence[float], categories: Sequence[str]) -> list
     return [categories[k], float(p[k]), float(q[k])]
 
 
-def _words(each: Mapping[str, Any]) -> str:
+def _column_words(each: Mapping[str, Any]) -> str:
     """What has changed in a column."""
     if not each["drifted"]:
         return "as in training"
@@ -221,7 +221,7 @@ def _words(each: Mapping[str, Any]) -> str:
     return "; ".join(out)
 
 
-def words_of(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def drift_sentences(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which columns drifted, at how many sites, and whether predictions did."""
     if not sites:
         return ["no row belongs to a site of the fit"]
@@ -267,7 +267,7 @@ def quantiles(parts: Sequence[Floats], wanted: Sequence[float] = QUANTILES) -> F
     return np.unique([edge for edge in edges if edge < high])
 
 
-def counted(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
+def count_intervals(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
     """How many values lie in each interval, and their mean and spread."""
     where = np.searchsorted(np.asarray(edges, dtype=np.float64), values, side="left")
     return {
@@ -291,7 +291,7 @@ def training_card(data: FederatedData, predictions: Floats | None, whose: NDArra
             edges = quantiles([x[a:b, at[0]] for a, b in bounds]).tolist()
             columns[column.name] = {"kind": "number", "edges": edges}
             for name, (a, b) in zip(data.clients, bounds, strict=True):
-                own = counted(x[a:b, at[0]], edges)
+                own = count_intervals(x[a:b, at[0]], edges)
                 sites[name]["columns"][column.name] = own | {"missing": column.sites[name].missing}
         else:
             columns[column.name] = {"kind": "category", "categories": list(column.categories)}
@@ -299,5 +299,5 @@ def training_card(data: FederatedData, predictions: Floats | None, whose: NDArra
                 sites[name]["columns"][column.name] = {"counts": x[a:b, at].sum(0).astype(int).tolist()}
     edges = [] if predictions is None else quantiles([predictions[whose == i] for i in range(len(bounds))]).tolist()
     for i, name in enumerate(data.clients):
-        sites[name]["prediction"] = None if predictions is None else counted(predictions[whose == i], edges)
+        sites[name]["prediction"] = None if predictions is None else count_intervals(predictions[whose == i], edges)
     return {"columns": columns, "prediction": {"edges": edges}, "sites": sites}

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 ErrorScale = Literal["plain", "log", "root"]  # on which an interval reaches equally far to both sides
 
 
-def around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Floats, Floats]:
+def interval_around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Floats, Floats]:
     """The ends of intervals around numbers, logarithms or, of counts, square roots, whose spread is always the same."""
     if scale == "log":
         return middle * math.exp(-half), middle * math.exp(half)
@@ -28,7 +28,7 @@ def around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Floats, Floa
     return middle - half, middle + half
 
 
-def errors(middle: Floats, y: Floats, scale: ErrorScale) -> Floats:
+def interval_errors(middle: Floats, y: Floats, scale: ErrorScale) -> Floats:
     """How far numbers are from the middle of their intervals, on their scale."""
     if scale == "plain":
         return np.abs(y - middle)

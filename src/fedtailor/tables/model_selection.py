@@ -35,7 +35,7 @@ class Gain:
     mean: float
     sd: float
 
-    def surely(self, caution: float) -> float:
+    def lower_bound(self, caution: float) -> float:
         """What is left after `caution` standard errors."""
         return self.mean - caution * self.sd
 
@@ -52,7 +52,7 @@ def gains(
     ]
     finite = [d for d in differences if len(d) and np.isfinite(d).all()]
     if not finite:
-        return [_without_limit(d) or Gain(0.0, math.inf) for d in differences]
+        return [_unbounded_gain(d) or Gain(0.0, math.inf) for d in differences]
     of_samples = _variances(finite, is_bounded)
     if least is not None:
         is_finite = [len(d) > 0 and bool(np.isfinite(d).all()) for d in differences]
@@ -60,7 +60,7 @@ def gains(
     means = np.array([d.mean() for d in finite])
     if not of_samples.any():
         between = float(means.mean())
-        return [_without_limit(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in differences]
+        return [_unbounded_gain(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in differences]
     noise = of_samples / np.array([len(d) for d in finite])  # variance of each mean
     spread = _spread(means, noise)
     weight = 1 / (noise + spread)
@@ -70,7 +70,7 @@ def gains(
     for d in differences:
         if not len(d):
             out.append(Gain(center, math.sqrt(spread + doubt)))
-        elif (endless := _without_limit(d)) is not None:
+        elif (endless := _unbounded_gain(d)) is not None:
             out.append(endless)
         else:
             own = float(next(own_noise))
@@ -90,13 +90,13 @@ def chance(first: Floats, second: Floats) -> Floats:
     apart, low, high = second - first, np.zeros((len(first), 1)), np.ones((len(first), 1))
     for _ in range(40):
         middle = (low + high) / 2
-        p = _normalised(first + middle * apart)
+        p = _normalise(first + middle * apart)
         is_above = (p * apart).sum(1, keepdims=True) > 0
         low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
     return np.asarray((p * apart**2).sum(1) - (p * apart).sum(1) ** 2)
 
 
-def _normalised(logs: Floats) -> Floats:
+def _normalise(logs: Floats) -> Floats:
     p = np.exp(logs - logs.max(1, keepdims=True))
     return np.asarray(p / p.sum(1, keepdims=True))
 
@@ -107,7 +107,7 @@ def _differences(candidate: Floats, alone: Floats) -> Floats:
     return np.subtract(candidate, alone, out=np.zeros(len(alone)), where=candidate != alone)
 
 
-def _without_limit(apart: Floats) -> Gain | None:
+def _unbounded_gain(apart: Floats) -> Gain | None:
     """A site at which one of the two fails altogether tells nothing of the others, and needs no estimate."""
     if np.isfinite(apart).all():
         return None
@@ -150,7 +150,7 @@ def required_errors(caution: float, sites: int) -> float:
 
 
 @dataclass(frozen=True)
-class View:
+class ScoreView:
     """One way to look at candidates: for each site one number per validation sample, higher is better."""
 
     scores: Mapping[str, Sequence[Floats]]  # by candidate
@@ -158,7 +158,7 @@ class View:
     is_bounded: bool = True  # scores have limits, as those of probabilities
 
 
-def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
+def choose(views: Sequence[ScoreView], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
     """For each site, of the candidates that are surely better in all views, the best in the first; or training alone.
 
     Also the estimates, per view and candidate.
@@ -175,7 +175,7 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
     cautions = [required_errors(view.caution, sum(len(scores) > 0 for scores in view.scores[alone])) for view in views]
     for site in range(len(views[0].scores[alone])):
         sure = {
-            label: [gain[label][site].surely(caution) for caution, gain in zip(cautions, estimates, strict=True)]
+            label: [gain[label][site].lower_bound(caution) for caution, gain in zip(cautions, estimates, strict=True)]
             for label in estimates[0]
         }
         better = [label for label, margins in sure.items() if min(margins) > 0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.algorithms._programs.parts import folds_of_rows
-from fedtailor.algorithms._programs.scaling_rounds import unscaled
+from fedtailor.algorithms._programs.scaling_rounds import unscale
 from fedtailor.algorithms._programs.table_fit import TableFit, held_out
 from fedtailor.core.context import ClientContext
 from fedtailor.core.data import FederatedData
@@ -77,7 +77,7 @@ def _selection(
     if not len(own):
         return settled
     folds = folds_of_rows(len(data.train.x), config.seed, data.clients[0], program.folds)
-    tried = blend.finished(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out)
+    tried = blend.blend_trees(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out)
     return tried if tried.alone != [ALONE] or set(tried.trees[0]) != {"linear"} else settled
 
 
@@ -97,7 +97,7 @@ def _write(cell: Cell, me: ClientContext, candidate: int) -> None:
     experiment = assemble(cell.config, data)
     folder = RunFolder.create(path, cell.config, about(experiment, cell.config, "flare", None), data.preparation)
     state, is_class = me.state, data.task == "classification"
-    v = unscaled(state["models"][candidate, 0], state["center"], state["spread"], is_class)
+    v = unscale(state["models"][candidate, 0], state["center"], state["spread"], is_class)
     with folder.personal_models("last") as keep:
         keep(data.clients[0], ridge.as_params(me.model, v))
     write_json(path / RESULTS, {"rounds": 1, "lines": 0})

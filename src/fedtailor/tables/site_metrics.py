@@ -30,7 +30,7 @@ TAIL = 0.025
 OF_UNITS = {"rmse": 1, "mae": 1, "mse": 2}  # the power of the target's unit in a metric
 
 
-def chosen_metric(task: Task, name: str) -> Metric:
+def select_metric(task: Task, name: str) -> Metric:
     """The metric that is shown: the one asked for, or the task's first."""
     return find(task, name or task.metrics[0])
 
@@ -63,7 +63,7 @@ def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float)
     return value * unit ** OF_UNITS.get(metric.name, 0)
 
 
-def in_units(metric: Metric, target: TargetColumn) -> Metric:
+def metric_in_units(metric: Metric, target: TargetColumn) -> Metric:
     """The same metric of what a model says, in units of the target, where these are not those of the model."""
     of_row, of_all = metric.per_sample, metric.of_all
     return replace(
@@ -73,7 +73,9 @@ def in_units(metric: Metric, target: TargetColumn) -> Metric:
     )
 
 
-def resampled(metric: Metric, outputs: Mapping[str, Tensor], rows: Rows, unit: float, seed: int) -> dict[str, Floats]:
+def bootstrap_rows(
+    metric: Metric, outputs: Mapping[str, Tensor], rows: Rows, unit: float, seed: int
+) -> dict[str, Floats]:
     """For each key [sites, draws]: the metric on rows drawn with replacement, the same rows for all keys.
 
     A metric that is no mean, but AUROC of two classes, is not drawn again, nor are the few rows of a small site.
@@ -126,13 +128,13 @@ def _auroc(scores: Floats, y: NDArray[np.int64]) -> float:
     return float((ranks - positive * (positive + 1) / 2) / (positive * (len(y) - positive)))
 
 
-def interval(drawn: Floats) -> list[float] | None:
+def percentile_interval(drawn: Floats) -> list[float] | None:
     """The middle 95 % of draws; None where there are none."""
     known = drawn[np.isfinite(drawn)]
     return [float(v) for v in np.quantile(known, [TAIL, 1 - TAIL])] if len(known) > 1 else None
 
 
-def certainty_of(
+def bootstrap_intervals(
     metric: Metric, figures: Mapping[str, Sequence[float]], draws: Mapping[str, Floats], sizes: Sequence[int], seed: int
 ) -> dict[str, Any]:
     """Intervals of means and of differences, and by site.
@@ -155,14 +157,21 @@ def certainty_of(
     for key in others:
         pairs = zip(figures["personal"], figures[key], strict=True)
         gained = sign * _mean(np.array([mine - theirs for mine, theirs in pairs]))
-        differences[key] = {"gain": gained, "ci": interval(sign * (means["personal"] - means[key]))}
+        differences[key] = {"gain": gained, "ci": percentile_interval(sign * (means["personal"] - means[key]))}
     of_sites = [
-        {"ci": interval(draws["personal"][i]), "gain_ci": interval(sign * (draws["personal"][i] - draws["alone"][i]))}
+        {
+            "ci": percentile_interval(draws["personal"][i]),
+            "gain_ci": percentile_interval(sign * (draws["personal"][i] - draws["alone"][i])),
+        }
         if size >= FEWEST_ROWS
         else {"ci": None, "gain_ci": None}
         for i, size in enumerate(sizes)
     ]
-    return {"ci": {key: interval(each) for key, each in means.items()}, "differences": differences, "sites": of_sites}
+    return {
+        "ci": {key: percentile_interval(each) for key, each in means.items()},
+        "differences": differences,
+        "sites": of_sites,
+    }
 
 
 def fairness(

@@ -20,12 +20,12 @@ def is_factor(scale: str) -> bool:
     return scale == LOG_ODDS or scale.startswith(LOG)
 
 
-def short(value: float) -> str:
+def signed(value: float) -> str:
     """Three digits, with its sign."""
     return f"{value:+.3g}"
 
 
-def joined(names: Sequence[str], most: int = MOST_NAMED) -> str:
+def join_names(names: Sequence[str], most: int = MOST_NAMED) -> str:
     """a, b and c; the rest is counted."""
     parts = [*names[:most], *([f"{len(names) - most} more"] if len(names) > most else [])]
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
@@ -55,13 +55,13 @@ def size_words(term: Mapping[str, Any], scale: str, each: Mapping[str, Any] | No
     if is_factor(scale) and term["name"] != INTERCEPT:
         words = f"{'odds' if scale == LOG_ODDS else scale.removeprefix(LOG)} times {math.exp(min(value, 50)):.3g}"
         return f"{words} {unit_of(term)} (95 % interval {math.exp(min(low, 50)):.3g} to {math.exp(min(high, 50)):.3g})"
-    return f"{short(value)} {unit_of(term)} (95 % interval {short(low)} to {short(high)})"
+    return f"{signed(value)} {unit_of(term)} (95 % interval {signed(low)} to {signed(high)})"
 
 
 def sharing_words(term: Mapping[str, Any], sites: int) -> str:
     """Whether the coefficient is common to all sites."""
     if term["aliases"]:
-        return f"cannot be told apart from {joined(term['aliases'], 3)}"
+        return f"cannot be told apart from {join_names(term['aliases'], 3)}"
     if sites == 1:
         return ""
     if not term["differs"]:
@@ -81,7 +81,7 @@ def term_words(term: Mapping[str, Any], scale: str, sites: int) -> str:
     return f"{term['name']}: {size_words(term, scale)}{doubt}" + (f"; {shared}" if shared else "")
 
 
-def about_model(coefficients: Coefficients) -> str:
+def model_sentence(coefficients: Coefficients) -> str:
     """Which model the coefficients are of."""
     sites, label = len(coefficients["sites"]), coefficients["model"]
     if sites == 1:
@@ -99,7 +99,7 @@ def about_model(coefficients: Coefficients) -> str:
     return f"Coefficients are of {kind}; {part}."
 
 
-def shared_words(coefficients: Coefficients) -> list[str]:
+def sharing_sentences(coefficients: Coefficients) -> list[str]:
     """Which columns do the same everywhere, and in which sites differ."""
     sites = len(coefficients["sites"])
     if sites == 1:
@@ -117,13 +117,13 @@ def shared_words(coefficients: Coefficients) -> list[str]:
     if any(term["differs"] for term in level):
         own.insert(0, "the level")
     return [
-        *([f"Sites differ in: {joined(own)}."] if own else []),
-        *([f"The same at {all_sites(sites)}: {joined(common)}."] if common else []),
-        *([f"Constant within each site, so that its effect can only be common: {joined(fixed)}."] if fixed else []),
+        *([f"Sites differ in: {join_names(own)}."] if own else []),
+        *([f"The same at {all_sites(sites)}: {join_names(common)}."] if common else []),
+        *([f"Constant within each site, so that its effect can only be common: {join_names(fixed)}."] if fixed else []),
     ]
 
 
-def importance_words(importance: Mapping[str, Any]) -> list[str]:
+def importance_sentences(importance: Mapping[str, Any]) -> list[str]:
     """What matters most to the predictions."""
     metric, columns = importance["metric"], importance["columns"]
     out = []
@@ -132,42 +132,46 @@ def importance_words(importance: Mapping[str, Any]) -> list[str]:
     if useful:
         points = " points" if metric == "accuracy" else ""
         parts = [f"{each['column']} ({number(metric, each['mean'])}{points})" for each in useful]
-        out.append(f"Predictions need most: {joined(parts, 4)}; in brackets, how much worse {metric} gets without it.")
+        out.append(
+            f"Predictions need most: {join_names(parts, 4)}; in brackets, how much worse {metric} gets without it."
+        )
     elif columns:
         out.append("Shuffling any single column hardly makes the predictions worse.")
     useless = [each["column"] for each in columns if each not in useful]
     if useful and useless:
-        out.append(f"They would be about as good without: {joined(useless)}.")
+        out.append(f"They would be about as good without: {join_names(useless)}.")
     if importance["constant"]:
-        out.append(f"Constant within each site, so of no use to tell its rows apart: {joined(importance['constant'])}.")
+        out.append(
+            f"Constant within each site, so of no use to tell its rows apart: {join_names(importance['constant'])}."
+        )
     return out
 
 
-def words_of(effects: Mapping[str, Any]) -> list[str]:
+def effect_sentences(effects: Mapping[str, Any]) -> list[str]:
     """All of it."""
     coefficients, out = effects.get("coefficients"), []
     if coefficients:
-        out += [about_model(coefficients), *shared_words(coefficients)]
+        out += [model_sentence(coefficients), *sharing_sentences(coefficients)]
         for output in coefficients["outputs"]:
             if output["class"] and len(coefficients["outputs"]) > 1:
                 out.append(f"Odds of {output['class']} against {output['against']}:")
             out += [term_words(term, coefficients["scale"], len(coefficients["sites"])) for term in output["terms"]]
-    return out + importance_words(effects["importance"])
+    return out + importance_sentences(effects["importance"])
 
 
 VARIES = {"intercept": "only the level", "diagonal": "every coefficient by itself", "full": "all coefficients together"}
 OTHERS = {"alone": "each site's best model alone", "common": "one common model", "baseline": "the baseline"}
 
 
-def sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
+def fit_sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
     """Lines of a fit of tables, each with what it is about; none of a fit without intervals."""
     if "differences" not in record:
         return []
     metric = record["metric"]
-    out = [("gain", difference(record, key)) for key in OTHERS if key in record["differences"]]
-    if sites := site_gains(record):
+    out = [("gain", gain_sentence(record, key)) for key in OTHERS if key in record["differences"]]
+    if sites := site_gain_sentence(record):
         out.append(("sites", sites))
-    if mixed := what_varies(record):
+    if mixed := variation_sentence(record):
         out.append(("mixed", mixed))
     if fairness := record.get("fairness"):
         worst, spread = number(metric, fairness["worst_value"]), number(metric, fairness["spread"])
@@ -175,7 +179,7 @@ def sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
     return out
 
 
-def what_varies(record: dict[str, Any]) -> str:
+def variation_sentence(record: dict[str, Any]) -> str:
     """Which mixed models serve, mean over sites, by what they let vary between sites; settled on out-of-fold rows."""
     weights = dict.fromkeys(VARIES, 0.0)
     for row in record["sites"].values():
@@ -191,7 +195,7 @@ def what_varies(record: dict[str, Any]) -> str:
     return f"what differs between sites in the mixed models that serve: {', '.join(parts)}"
 
 
-def difference(record: dict[str, Any], key: str) -> str:
+def gain_sentence(record: dict[str, Any], key: str) -> str:
     """Personal models against something else, with the 95 % interval."""
     metric, estimate = record["metric"], record["differences"][key]
     gain = estimate["gain"]
@@ -207,7 +211,7 @@ def difference(record: dict[str, Any], key: str) -> str:
     )
 
 
-def site_gains(record: dict[str, Any]) -> str:
+def site_gain_sentence(record: dict[str, Any]) -> str:
     """How many sites gain or lose on their test rows, beyond noise."""
     rows = [row for row in record["sites"].values() if row.get("gain_ci") is not None]
     if not rows:

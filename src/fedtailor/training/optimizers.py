@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import imported
-from fedtailor.training.options import SolverOptions
+from fedtailor.training.solver_options import SolverOptions
 
 Memory = list[Tensor]  # is written to
 Number = int | Tensor

@@ -13,7 +13,7 @@ from fedtailor.core.random import brief_stream
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.augmentation import draw
 from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
-from fedtailor.training.options import SolverOptions
+from fedtailor.training.solver_options import SolverOptions
 from fedtailor.training.specification import Training, wants
 from fedtailor.training.steps import train
 

@@ -16,7 +16,7 @@ from fedtailor.core.task import Loss
 from fedtailor.core.trees import Tree
 from fedtailor.training.augmentation import augment
 from fedtailor.training.batches import Batch, send_samples
-from fedtailor.training.options import SolverOptions
+from fedtailor.training.solver_options import SolverOptions
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Memory:
 
     @cached_property
     def bytes(self) -> Tensor:
-        """All of it."""
+        """The whole memory as one tensor."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def take(self, size: int) -> Region:
@@ -105,16 +105,16 @@ class Layout:
     def of(tree: Tree, rows: int | None = None) -> Layout:
         """Of a tree of tensors; of a stack of so many of them with `rows`."""
         lead = () if rows is None else (rows,)
-        return Layout._made(tree, [(leaf.dtype, (*lead, *leaf.shape)) for leaf in leaves(tree)])
+        return Layout._of_kinds(tree, [(leaf.dtype, (*lead, *leaf.shape)) for leaf in leaves(tree)])
 
     @staticmethod
     def from_json(plain: Any) -> Layout:
         """As `json` wrote it."""
         kinds = [(getattr(torch, name), tuple(shape)) for name, shape in plain["leaves"]]
-        return Layout._made(_described(plain["tree"]), kinds)
+        return Layout._of_kinds(_tree_of(plain["tree"]), kinds)
 
     @staticmethod
-    def _made(tree: Tree, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
+    def _of_kinds(tree: Tree, kinds: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
         parts, end = [], 0
         for dtype, shape in kinds:
             parts.append((dtype, shape, end))
@@ -156,7 +156,7 @@ class Layout:
 
     def read(self, memory: Tensor, at: int = 0, strides: Sequence[Strides] = ()) -> Tree:
         """The tree that lies there, as `write` put it."""
-        return rebuild(self.tree, iter(lying(self.places(memory, at), strides)))
+        return rebuild(self.tree, iter(tensors_in(self.places(memory, at), strides)))
 
 
 def put_all(places: Sequence[Tensor], tree: Tree) -> list[Strides]:
@@ -169,16 +169,16 @@ def put(place: Tensor, value: Tensor) -> Strides:
     """The numbers are kept in the order in which they lie: what is computed from them may depend on it."""
     strides = None if value.is_contiguous() or not is_dense(value) else list(value.stride())
     if value.data_ptr() != place.data_ptr() or not value.numel():  # else it was made here
-        _lies(place, strides).copy_(value)
+        _with_strides(place, strides).copy_(value)
     return strides
 
 
-def lying(places: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
+def tensors_in(places: Sequence[Tensor], strides: Sequence[Strides]) -> list[Tensor]:
     """The tensors that `put_all` put there."""
-    return [_lies(p, s) for p, s in zip(places, strides, strict=True)] if strides else list(places)
+    return [_with_strides(p, s) for p, s in zip(places, strides, strict=True)] if strides else list(places)
 
 
-def _lies(place: Tensor, strides: Strides) -> Tensor:
+def _with_strides(place: Tensor, strides: Strides) -> Tensor:
     return place if strides is None else place.as_strided(place.shape, strides)
 
 
@@ -192,7 +192,7 @@ def is_dense(value: Tensor) -> bool:
     return True
 
 
-def out_of_the_way(reply: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[Tensor]:
+def clone_overlapping(reply: Sequence[Tensor], places: Sequence[Tensor]) -> Sequence[Tensor]:
     """What was made in the place of another must be away before that one comes."""
     if not places:
         return reply
@@ -220,9 +220,9 @@ def _description(tree: Tree) -> Any:
     return None if tree is None else 0
 
 
-def _described(plain: Any) -> Tree:
+def _tree_of(plain: Any) -> Tree:
     if isinstance(plain, dict):
-        return {k: _described(v) for k, v in plain.items()}
+        return {k: _tree_of(v) for k, v in plain.items()}
     if isinstance(plain, list):
-        return _SEQUENCES[plain[0]](map(_described, plain[1:]))
+        return _SEQUENCES[plain[0]](map(_tree_of, plain[1:]))
     return plain

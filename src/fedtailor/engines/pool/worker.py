@@ -21,16 +21,21 @@ from fedtailor.core.client import Call, Outcome, initial, invoke, personal, pull
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import Params, Tree, changed_leaves, detach, leaves, schema, to_device, tree_map
 from fedtailor.engines import devices, machine
-from fedtailor.engines.inprocess import explained, refuse_infinite
-from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, is_at, out_of_the_way, put, put_all
+from fedtailor.engines.inprocess import client_error, refuse_infinite
+from fedtailor.engines.pool.shared_memory import Layout, Memory, Strides, clone_overlapping, is_at, put, put_all
 from fedtailor.engines.states import refuse_other
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.training.kernels.output_buffers import output_buffers
 
-Spot = tuple[int, list[Strides]]  # a row, and how the tensors in it lie
+
+class Spot(NamedTuple):
+    """A row that holds a cotangent."""
+
+    row: int
+    strides: list[Strides]  # how its tensors lie
 
 
-class Task(NamedTuple):
+class ClientTask(NamedTuple):
     """What is asked for one client. Rows are those of the memory of private states."""
 
     client: int
@@ -70,7 +75,8 @@ class StateRows:
         """A copy of a cotangent."""
         if spot is None:
             return None
-        return tree_map(torch.clone, self._cotangent.read(self.memory.bytes, spot[0] * self.layout.size, spot[1]))
+        row, strides = spot  # from another process: a list
+        return tree_map(torch.clone, self._cotangent.read(self.memory.bytes, row * self.layout.size, strides))
 
     def write_cotangent(self, row: int, cotangent: Tree) -> list[Strides]:
         """Fill a row; returns how the tensors lie in it."""
@@ -95,7 +101,7 @@ class Worker:
         return devices.peak_memory(self.experiment.device)
 
     def on(self, device: torch.device) -> Worker:
-        """The same with clients on a device; what is shared is on the host."""
+        """The same worker with clients on a device; shared memory is on the host."""
         devices.use(device)
         return Worker(devices.place(self.experiment, device), self.states, self.regions, self.chunk)
 
@@ -104,7 +110,7 @@ class Worker:
         devices.begin_peak(self.experiment.device)
         if request["tape"] != self._tape:
             self._tape, self._graphs = request["tape"], {}
-        tasks = [Task(*task) for task in request["tasks"]]
+        tasks = [ClientTask(*task) for task in request["tasks"]]
         apart: list[bytes] = []
         do = {"start": self._start, "call": self._call, "pull back": self._pull_back, "evaluate": self._evaluate}
         return do[request["do"]](request, tasks, apart), apart
@@ -126,7 +132,7 @@ class Worker:
         """What was read in shared memory, where the clients compute."""
         return to_device(tree, self.experiment.device)
 
-    def _start(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+    def _start(self, request: dict[str, Any], tasks: Sequence[ClientTask], apart: list[bytes]) -> list[Any]:
         clients = [task.client for task in tasks]
         if self.chunk:
             with suppress(Exception):  # each for itself will tell what is wrong
@@ -139,12 +145,12 @@ class Worker:
             self.states.write(task.target, {"state": state, "buffers": buffers})
         return [{}] * len(tasks)
 
-    def _call(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+    def _call(self, request: dict[str, Any], tasks: Sequence[ClientTask], apart: list[bytes]) -> list[Any]:
         call = self._call_of(request)
         layout = self.reply_layout(call.function)
         if self.chunk and not call.taped:
             places = Layout.of(layout.tree, len(tasks)).places(self.regions.bytes, tasks[0].at)
-            if (answers := self._stacked(call, tasks, layout, places)) is not None:
+            if (answers := self._call_stack(call, tasks, layout, places)) is not None:
                 return answers
         answers = []
         for task in tasks:
@@ -158,16 +164,18 @@ class Worker:
                     outcome, is_same = self._run(call, task)
                 reply = detach(outcome.reply)
                 if layout.fits(reply):
-                    answers.append({"same": is_same, "strides": put_all(mine, out_of_the_way(leaves(reply), mine))})
+                    answers.append({"same": is_same, "strides": put_all(mine, clone_overlapping(leaves(reply), mine))})
                 else:  # the server will refuse it, and say why
                     apart.append(codec.encode({}, reply))
                     answers.append({"same": is_same, "apart": True})
             except Exception as error:
-                reason = explained(self.experiment, call, task.client, error)
+                reason = client_error(self.experiment, call, task.client, error)
                 answers.append({"error": str(reason), "trace": traceback.format_exc()})
         return answers
 
-    def _stacked(self, call: Call, tasks: Sequence[Task], layout: Layout, places: Sequence[Tensor]) -> list[Any] | None:
+    def _call_stack(
+        self, call: Call, tasks: Sequence[ClientTask], layout: Layout, places: Sequence[Tensor]
+    ) -> list[Any] | None:
         """Clients side by side; None if something is wrong with one of them: each for itself will tell.
 
         Where memory is out, in halves.
@@ -194,7 +202,7 @@ class Worker:
             outcome = None
         if outcome is None:  # the error, and what it held of memory, is gone
             del held, grads, mine
-            return self._halved(call, tasks, layout, places)
+            return self._call_in_halves(call, tasks, layout, places)
         reply = detach(outcome.reply)
         is_same = all(v is None for v in new)
         if not layout.fits(_row(reply, 0)):
@@ -206,22 +214,24 @@ class Worker:
         if wanted and not any(in_place):
             self._elsewhere.add(call.function)
         norms = dict(enumerate(_norms(leaves(reply), buffers.norms).tolist())) if any(in_place) else {}
-        strides = self._delivered(leaves(reply), in_place, places, range(len(tasks)))
+        strides = self._deliver(leaves(reply), in_place, places, range(len(tasks)))
         return [{"same": is_same, "strides": each, "norm": norms.get(i)} for i, each in enumerate(strides)]
 
-    def _halved(self, call: Call, tasks: Sequence[Task], layout: Layout, places: Sequence[Tensor]) -> list[Any] | None:
+    def _call_in_halves(
+        self, call: Call, tasks: Sequence[ClientTask], layout: Layout, places: Sequence[Tensor]
+    ) -> list[Any] | None:
         """A stack for which there is no room, as two; the answers say how large the stacks were."""
         devices.let_go(self.experiment.device)
         half = (len(tasks) + 1) // 2
         answers: list[Any] = []
         for part in (slice(half), slice(half, None)):
-            half_answers = self._stacked(call, tasks[part], layout, [place[part] for place in places])
+            half_answers = self._call_stack(call, tasks[part], layout, [place[part] for place in places])
             if half_answers is None:
                 return None
             answers += [{"chunk": half} | answer for answer in half_answers]
         return answers
 
-    def _delivered(
+    def _deliver(
         self, reply: list[Tensor], in_place: list[bool], places: Sequence[Tensor], at: Sequence[int]
     ) -> Iterator[list[Strides]]:
         """Bring a stacked reply to its places, but for what was made there; tells how the tensors of each row lie."""
@@ -239,7 +249,7 @@ class Worker:
             strides = [None if here else put(place[position], v[i]) for v, here, place in each]
             yield strides if any(strides) else []
 
-    def _run(self, call: Call, task: Task) -> tuple[Outcome, bool]:
+    def _run(self, call: Call, task: ClientTask) -> tuple[Outcome, bool]:
         """One client's call; whether its private state is as it was, else the new one is in its target row."""
         held, outcome = self._invoke(call, task)
         kept = detach({"state": outcome.state, "buffers": outcome.buffers})
@@ -253,7 +263,7 @@ class Worker:
             self._graphs[call.number, task.client] = outcome
         return outcome, is_same
 
-    def _invoke(self, call: Call, task: Task) -> tuple[Tree, Outcome]:
+    def _invoke(self, call: Call, task: ClientTask) -> tuple[Tree, Outcome]:
         held = self._here(self.states.read(task.source))
         args = tuple(
             tree_map(lambda v: v[[task.position]][0], arg) if own else arg
@@ -265,7 +275,7 @@ class Worker:
             self.experiment, [task.client], mine, held["state"], held["buffers"], grad, is_stacked=False
         )
 
-    def _pull_back(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+    def _pull_back(self, request: dict[str, Any], tasks: Sequence[ClientTask], apart: list[bytes]) -> list[Any]:
         call = self._call_of(request)
         cotangents = self.message(request["cotangent"])
         layout = Layout.from_json(request["back"])
@@ -279,7 +289,7 @@ class Worker:
             answers.append({"state": lies, "args": _put(places, task.back, args)})
         return answers
 
-    def _evaluate(self, request: dict[str, Any], tasks: Sequence[Task], apart: list[bytes]) -> list[Any]:
+    def _evaluate(self, request: dict[str, Any], tasks: Sequence[ClientTask], apart: list[bytes]) -> list[Any]:
         server, splits, round = self.message(request["message"]), request["splits"], request["round"]
         layout = None if request["model"] is None else Layout.from_json(request["model"])
         answers: list[Any] = []
@@ -292,8 +302,8 @@ class Worker:
         return answers
 
     def _models(
-        self, tasks: Sequence[Task], round: int, server: Tree, splits: Sequence[str]
-    ) -> Iterator[tuple[Task, Params, Any]]:
+        self, tasks: Sequence[ClientTask], round: int, server: Tree, splits: Sequence[str]
+    ) -> Iterator[tuple[ClientTask, Params, Any]]:
         """Personal models and their metrics; of a stack, where its clients can be stacked."""
         groups = [list(tasks)] if self.chunk else [[task] for task in tasks]
         for group in groups:
@@ -306,8 +316,8 @@ class Worker:
                     yield from self._models_of([task], round, server, splits, is_stacked=False)
 
     def _models_of(
-        self, tasks: Sequence[Task], round: int, server: Tree, splits: Sequence[str], *, is_stacked: bool
-    ) -> list[tuple[Task, Params, Any]]:
+        self, tasks: Sequence[ClientTask], round: int, server: Tree, splits: Sequence[str], *, is_stacked: bool
+    ) -> list[tuple[ClientTask, Params, Any]]:
         held = [self._here(self.states.read(task.source)) for task in tasks]
         mine = _stack(held) if is_stacked else held[0]
         clients = [task.client for task in tasks]

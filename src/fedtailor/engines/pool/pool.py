@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,16 +23,80 @@ from fedtailor.core.reduce import outline
 from fedtailor.core.trees import Tree, leaves, rebuild, schema, tree_map
 from fedtailor.engines import devices, machine
 from fedtailor.engines.devices import CPU
-from fedtailor.engines.inprocess import grouped
-from fedtailor.engines.pool.calls import Message, TapedCall
-from fedtailor.engines.pool.processes import LIVES, Answer, WorkerProcesses, one_thread
-from fedtailor.engines.pool.scheduler import Rows, Unit
-from fedtailor.engines.pool.shared_memory import Layout, Memory, Region, lying
-from fedtailor.engines.pool.worker import Spot, StateRows, Task, Worker
+from fedtailor.engines.inprocess import group_clients
+from fedtailor.engines.pool.shared_memory import Layout, Memory, Region, tensors_in
+from fedtailor.engines.pool.worker import ClientTask, Spot, StateRows, Worker
+from fedtailor.engines.pool.worker_processes import LIVES, Answer, WorkerProcess, WorkerProcesses, WorkUnit, one_thread
 from fedtailor.engines.states import refuse_other
 from fedtailor.errors import ClientError, ConfigError, RoundAbandoned, RunError
 
 WAITING = 2**26  # bytes of replies that may wait for those before them
+
+
+class RowBook:
+    """Which row of memory holds what. Rows are free again when nothing can ask for them any more."""
+
+    def __init__(self, clients: int) -> None:
+        self.now = list(range(clients))  # row of the private state of each client
+        self.before: dict[int, int] = {}  # where that was when the round began, if it is another
+        self.used = clients
+        self._free: list[int] = []
+        self._held: list[int] = []  # of former calls of a tape
+
+    def fresh(self) -> int:
+        """A row that nobody reads."""
+        if self._free:
+            return self._free.pop()
+        self.used += 1
+        return self.used - 1
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Nobody reads these any more."""
+        self._free += rows
+
+    def move(self, client: int, to: int, *, taping: bool) -> None:
+        """The private state of a client is in another row from now on."""
+        old, self.now[client] = self.now[client], to
+        if client not in self.before:
+            self.before[client] = old
+        else:
+            (self._held if taping else self._free).append(old)
+
+    def undo(self, clients: Sequence[int]) -> None:
+        """Back to the rows when the round began."""
+        for client in clients:
+            if client in self.before:
+                self._held.append(self.now[client])
+                self.now[client] = self.before.pop(client)
+
+    def forget_tape(self) -> None:
+        """Nothing will be run again."""
+        self._free += self._held
+        self._held = []
+
+    def begin(self) -> None:
+        """What is there now is what undo brings back."""
+        self._free += self.before.values()
+        self.before = {}
+        self.forget_tape()
+
+
+@dataclass(frozen=True)
+class PlacedTree:
+    """A tree in shared memory, and how a worker finds it."""
+
+    content: dict[str, Any]
+    region: Region  # the memory is the message's as long as this is held
+
+
+@dataclass
+class TapedCall:
+    """A taped call, as it must be known to run it again."""
+
+    call: Call
+    message: PlacedTree
+    tasks: dict[int, ClientTask]
+    owners: dict[int, WorkerProcess] = field(default_factory=dict)  # who holds the graph
 
 
 class Pool:
@@ -42,10 +107,12 @@ class Pool:
             why = "pool needs fork, which this system does not have; use loop or vmap"
             raise ConfigError(f"federation.engine: {why}", code="config.system")
         self.experiment = experiment.on(CPU)  # what is shared is on the host
-        self._crew = max(1, min(workers, len(experiment.data.clients))), experiment.device
+        self._clients = range(len(experiment.data.clients))
+        self._device = experiment.device
+        self.workers = max(1, min(workers, len(self._clients)))  # processes
         self.chunk = chunk  # clients that a worker stacks; 0: one after the other
         self._processes: WorkerProcesses | None = None
-        self._where = Rows(len(experiment.data.clients))
+        self._where = RowBook(len(self._clients))
         self._tape = 0  # workers drop the graphs of another one
         self._taped: dict[int, TapedCall] = {}
         self._cotangents: dict[int, Spot] = {}
@@ -53,25 +120,16 @@ class Pool:
         self._model: Layout | None = None  # of a personal model
 
     @property
-    def workers(self) -> int:
-        """How many processes there are."""
-        return self._crew[0]
-
-    @property
     def peak_memory(self) -> int | None:
         """The most bytes of a device that a worker had in use in this round, where devices tell."""
         return self._workers.peak or None
-
-    @property
-    def _clients(self) -> range:
-        return range(len(self.experiment.data.clients))
 
     def start(self) -> None:
         """Give every client its first state."""
         with one_thread():
             state, buffers = initial(self.experiment, [0], is_stacked=False)
         self._open({"state": state, "buffers": buffers})
-        units = [[Task(c, target=c) for c in group] for group in self._groups(self._clients)]
+        units = [[ClientTask(c, target=c) for c in group] for group in self._groups(self._clients)]
         for unit, answers in self._work({"do": "start"}, units):
             if any(answer.content is None for answer in answers):
                 raise RunError(f"first state of client {self._lost(unit.tasks[0].client)}")
@@ -94,7 +152,7 @@ class Pool:
         refuse_other(schema(rows, stacked=True), states.schema)
         self._workers.settle()
         self._forget()
-        self._where = Rows(len(self._clients))
+        self._where = RowBook(len(self._clients))
         for place, leaf in zip(states.stacks(len(self._clients)), leaves(rows), strict=True):
             place.copy_(leaf)
 
@@ -105,14 +163,14 @@ class Pool:
         return {}
 
     def _forget(self) -> None:
-        self._where.drop([spot[0] for spots in (self._cotangents, self._grads) for spot in spots.values()])
+        self._where.drop([spot.row for spots in (self._cotangents, self._grads) for spot in spots.values()])
         self._cotangents, self._grads = {}, {}
         self._forget_tape()
         self._where.begin()
 
     def finish_backward(self) -> None:
         """The tape is read back: what has reached the private states is now `me.grad`."""
-        self._where.drop([spot[0] for spot in self._grads.values()])
+        self._where.drop([spot.row for spot in self._grads.values()])
         self._grads, self._cotangents = self._cotangents, {}
         self._forget_tape()
 
@@ -134,20 +192,20 @@ class Pool:
         groups = [(c,) for c in clients] if call.taped else self._groups(clients)
         position = {c: i for i, c in enumerate(clients)}
         ended: list[int] = []  # of stacks over which worker after worker ended: one of them may be to blame
-        for group, answers, places in self._in_turn(taped, groups, position):
+        for group, answers, places in self._call_groups(taped, groups, position):
             if len(group) > 1 and answers[0].content is None:
                 ended += group
                 continue
             yield from self._replies(call, group, answers, places)
             del places  # their memory is for the next
-        for group, answers, places in self._in_turn(taped, [(c,) for c in ended], position):
+        for group, answers, places in self._call_groups(taped, [(c,) for c in ended], position):
             yield from self._replies(call, group, answers, places)
 
     def _groups(self, clients: Sequence[int]) -> list[tuple[int, ...]]:
         """Clients that a worker runs together; by what they are, not by how many workers there are."""
-        return list(grouped(self.experiment, clients, self.chunk)) if self.chunk else [(c,) for c in clients]
+        return list(group_clients(self.experiment, clients, self.chunk)) if self.chunk else [(c,) for c in clients]
 
-    def _in_turn(
+    def _call_groups(
         self, taped: TapedCall, groups: Sequence[tuple[int, ...]], position: dict[int, int]
     ) -> Iterator[tuple[tuple[int, ...], list[Answer], list[Tensor]]]:
         """The answers of each group, in their order, and where its replies lie; some wait for those before them."""
@@ -161,7 +219,7 @@ class Pool:
         regions: dict[int, Region] = {}
         waiting: dict[int, list[Answer]] = {}
 
-        def prepare(unit: Unit) -> Unit:
+        def prepare(unit: WorkUnit) -> WorkUnit:
             if unit.number not in regions:  # else it is tried again
                 size = Layout.of(one.tree, len(unit.tasks)).size
                 regions[unit.number] = inside.regions.take(size)
@@ -190,9 +248,9 @@ class Pool:
         finally:
             where.drop(list(unused))
 
-    def _task(self, client: int, position: int, row: int) -> Task:
+    def _task(self, client: int, position: int, row: int) -> ClientTask:
         where = self._where
-        return Task(client, position, where.now[client], where.fresh(), self._grads.get(client), row=row)
+        return ClientTask(client, position, where.now[client], where.fresh(), self._grads.get(client), row=row)
 
     def _replies(
         self, call: Call, group: tuple[int, ...], answers: Sequence[Answer], places: Sequence[Tensor]
@@ -218,7 +276,7 @@ class Pool:
         if answer.apart is not None:
             reply = codec.decode(answer.apart, sys.maxsize)[1]
         else:
-            reply = rebuild(tree, iter(lying(places, answer.content["strides"])))
+            reply = rebuild(tree, iter(tensors_in(places, answer.content["strides"])))
         return Reply((client,), tree_map(lambda v: v[None], reply))
 
     def pull_back(
@@ -252,14 +310,14 @@ class Pool:
                     )
                 answers[task.client] = answer
                 if task.cotangent is not None:
-                    where.drop([task.cotangent[0]])
-                self._cotangents[task.client] = task.target, answer.content["state"]
+                    where.drop([task.cotangent.row])
+                self._cotangents[task.client] = Spot(task.target, answer.content["state"])
                 unused.remove(task.target)
         finally:
             where.drop(list(unused))
         places = layout.places(region.bytes)
         for c in taped.tasks:
-            mine = lying([p[position[c]] for p in places], answers[c].content["args"])
+            mine = tensors_in([p[position[c]] for p in places], answers[c].content["args"])
             args = zip(rebuild(layout.tree, iter(mine)), call.placed, strict=True)
             yield (c,), tuple(tree_map(lambda v: v[None], arg) if own else arg for arg, own in args)
 
@@ -269,16 +327,16 @@ class Pool:
         """Metrics of the personal models, and the models, client by client as they are done."""
         message = self._put(server)
         request = {"do": "evaluate", "message": message.content, "round": round, "splits": list(splits)}
-        units = [[Task(c, source=self._where.now[c]) for c in group] for group in self._groups(clients)]
+        units = [[ClientTask(c, source=self._where.now[c]) for c in group] for group in self._groups(clients)]
         first = 1 if self._model is None else 0  # tells how a personal model looks
         for some in (units[:first], units[first:]):
-            yield from self._evaluated(request, some)
+            yield from self._evaluate_units(request, some)
 
-    def _evaluated(self, request: dict[str, Any], units: Sequence[Sequence[Task]]) -> Iterator[Evaluated]:
+    def _evaluate_units(self, request: dict[str, Any], units: Sequence[Sequence[ClientTask]]) -> Iterator[Evaluated]:
         layout, regions = self._model, self._inside.regions
         places: dict[int, Region] = {}
 
-        def with_places(unit: Unit) -> Unit:
+        def with_places(unit: WorkUnit) -> WorkUnit:
             """Only when it is handed out: the models of all clients may be more than fits."""
             if layout is None:
                 return unit
@@ -322,22 +380,22 @@ class Pool:
         """Memory for states like `example`; it must be there before the workers are."""
         self.close()
         layout = Layout.of(example)
-        self._where = Rows(len(self._clients))
-        is_sent = devices.must_spawn(self._crew[1])
+        self._where = RowBook(len(self._clients))
+        is_sent = devices.must_spawn(self._device)
         states = StateRows(Memory(4 * len(self._clients) * layout.size, is_sent=is_sent), layout)
         worker = Worker(self.experiment, states, Memory(is_sent=is_sent), self.chunk)
         costs = (self.experiment.data.train.sizes + 1).tolist()
-        self._processes = WorkerProcesses(worker, *self._crew, costs, spawns=is_sent)
+        self._processes = WorkerProcesses(worker, self.workers, self._device, costs, spawns=is_sent)
 
-    def _put(self, tree: Tree) -> Message:
+    def _put(self, tree: Tree) -> PlacedTree:
         self._workers.settle()
         layout = Layout.of(tree)
         region = self._inside.regions.take(layout.size)
-        return Message(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
+        return PlacedTree(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
 
     def _work(
-        self, request: dict[str, Any], units: Sequence[Sequence[Task]], **options: Any
-    ) -> Iterator[tuple[Unit, list[Answer]]]:
+        self, request: dict[str, Any], units: Sequence[Sequence[ClientTask]], **options: Any
+    ) -> Iterator[tuple[WorkUnit, list[Answer]]]:
         return self._workers.work(request | {"tape": self._tape}, units, **options)
 
 

@@ -1,4 +1,4 @@
-"""The worker processes of the pool: given work, waited for, and replaced when they end."""
+"""The worker processes of the pool: given work, waited for and replaced when they end; and the life of each of them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,73 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
+import traceback
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fedtailor.engines import devices, machine
 from fedtailor.engines.devices import CPU
-from fedtailor.engines.pool.scheduler import Queue, Unit
-from fedtailor.engines.pool.service import Sent, serve, serve_on
-from fedtailor.engines.pool.worker import Task, Worker
+from fedtailor.engines.pool.worker import ClientTask, Worker
 from fedtailor.errors import ConfigError
 from fedtailor.numerics import solve_log
 
 LIVES = 3  # a client whose worker ends so often is not tried again
 
 
+class WorkUnit(NamedTuple):
+    """What is asked for one client, or for clients in a stack."""
+
+    number: int  # among the units of a request
+    tasks: tuple[ClientTask, ...]
+
+
+class WorkQueue:
+    """Units of work that any worker may do, the next one first. A unit is done by one worker, at once."""
+
+    def __init__(self, costs: Sequence[int]) -> None:
+        self._costs = costs
+        self._units: deque[tuple[WorkUnit, int]] = deque()  # with their costs
+        self.left = 0  # the sum of these
+
+    def __bool__(self) -> bool:
+        return bool(self._units)
+
+    def add(self, unit: WorkUnit, *, first: bool = False) -> None:
+        """To be done last or, if it was tried before, next."""
+        cost = sum(self._costs[task.client] for task in unit.tasks)
+        (self._units.appendleft if first else self._units.append)((unit, cost))
+        self.left += cost
+
+    def portion(self, share: float, most: int, alone: Counter[int]) -> list[WorkUnit]:
+        """Units of about that cost, at least one and at most so many; those with clients in `alone` for themselves."""
+        portion: list[WorkUnit] = []
+        while self._units and len(portion) < max(most, 1):
+            unit, cost = self._units[0]
+            is_apart = bool(alone) and any(alone[task.client] for task in unit.tasks)
+            if portion and (cost > share + 1e-9 * self.left or is_apart):
+                break
+            self._units.popleft()
+            portion.append(unit)
+            share -= cost
+            self.left -= cost
+            if is_apart:
+                break
+        return portion
+
+
 @dataclass(eq=False)
-class Process:
+class WorkerProcess:
     process: Any
     connection: Connection
     number: int
@@ -57,7 +99,7 @@ class Answer:
 
     content: Any
     apart: bytes | None
-    owner: Process | None
+    owner: WorkerProcess | None
 
 
 class WorkerProcesses:
@@ -70,10 +112,10 @@ class WorkerProcesses:
         self, worker: Worker, count: int, device: torch.device, costs: Sequence[int], *, spawns: bool = False
     ) -> None:
         self.worker, self.device, self._spawns = worker, device, spawns
-        self.processes: list[Process] = []
+        self.processes: list[WorkerProcess] = []
         self.peak = 0  # bytes of a device that a worker had in use for one answer, at most
         self._count, self._costs = count, costs
-        self._busy: dict[Connection, tuple[Process, list[Unit], bytes]] = {}
+        self._busy: dict[Connection, tuple[WorkerProcess, list[WorkUnit], bytes]] = {}
         weakref.finalize(self, _end, self.processes, os.getpid())
 
     def close(self) -> None:
@@ -84,11 +126,11 @@ class WorkerProcesses:
     def work(
         self,
         request: Mapping[str, Any],
-        units: Sequence[Sequence[Task]],
-        owners: Mapping[int, Process] = MappingProxyType({}),
-        prepare: Callable[[Unit], Unit] = lambda unit: unit,
+        units: Sequence[Sequence[ClientTask]],
+        owners: Mapping[int, WorkerProcess] = MappingProxyType({}),
+        prepare: Callable[[WorkUnit], WorkUnit] = lambda unit: unit,
         room: Callable[[], int] = lambda: sys.maxsize,
-    ) -> Iterator[tuple[Unit, list[Answer]]]:
+    ) -> Iterator[tuple[WorkUnit, list[Answer]]]:
         """Each unit with the answers to its tasks, in the order in which they are done.
 
         A unit whose client has an owner goes to it while it lives. The others are handed out in their order as workers
@@ -96,21 +138,21 @@ class WorkerProcesses:
         """
         head = json.dumps(dict(request)).removesuffix("}").encode()
         self._complete()
-        own: dict[Process, list[Unit]] = {process: [] for process in self.processes}
-        queue = Queue(self._costs)
-        for unit in (Unit(number, tuple(tasks)) for number, tasks in enumerate(units)):
+        own: dict[WorkerProcess, list[WorkUnit]] = {process: [] for process in self.processes}
+        queue = WorkQueue(self._costs)
+        for unit in (WorkUnit(number, tuple(tasks)) for number, tasks in enumerate(units)):
             owner = owners.get(unit.tasks[0].client)
             if owner in own:
                 own[owner].append(unit)
             else:
                 queue.add(unit)
         ended: Counter[int] = Counter()
-        busy: dict[Connection, tuple[Process, list[Unit], bytes]] = {}
+        busy: dict[Connection, tuple[WorkerProcess, list[WorkUnit], bytes]] = {}
         self._busy = busy
-        done: list[tuple[Unit, list[Answer]]] = []
+        done: list[tuple[WorkUnit, list[Answer]]] = []
         try:
             while True:
-                ready: list[tuple[Process, bytes]] = []
+                ready: list[tuple[WorkerProcess, bytes]] = []
                 for process in self.processes:
                     if process.connection in busy:
                         continue
@@ -166,7 +208,9 @@ class WorkerProcesses:
         self.processes[:] = [process for process in self.processes if process not in left]
         _end(left, os.getpid())
 
-    def _answers(self, process: Process, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]) -> list[Answer]:
+    def _answers(
+        self, process: WorkerProcess, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]
+    ) -> list[Answer]:
         """What a worker found."""
         if "failed" in answer:  # the same here fails in the same way, but with the error itself
             with one_thread():
@@ -199,7 +243,7 @@ class WorkerProcesses:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 theirs.close()
-            self.processes.append(Process(process, ours, number))
+            self.processes.append(WorkerProcess(process, ours, number))
 
     def _task(self, ours: Connection, theirs: Connection, number: int) -> dict[str, Any]:
         """What a new process runs."""
@@ -209,15 +253,15 @@ class WorkerProcesses:
         device = self.device
         if device != CPU:
             device = torch.device(device.type, ((device.index or 0) + number) % devices.count(device))
-        return {"target": serve_on, "args": (Sent(self.worker), theirs, os.getpid(), number, device)}
+        return {"target": serve_on, "args": (SpawnedWorker(self.worker), theirs, os.getpid(), number, device)}
 
 
-def _answers(results: Sequence[Any], apart: Sequence[bytes], owner: Process | None) -> list[Answer]:
+def _answers(results: Sequence[Any], apart: Sequence[bytes], owner: WorkerProcess | None) -> list[Answer]:
     each = iter(apart)
     return [Answer(one, next(each) if one and one.get("apart") else None, owner) for one in results]
 
 
-def _end(processes: list[Process], owner: int) -> None:
+def _end(processes: list[WorkerProcess], owner: int) -> None:
     """End workers and forget them; a forked process has no say in that."""
     if os.getpid() != owner:
         return
@@ -238,3 +282,91 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+class SpawnedWorker:
+    """A worker on its way to a process that is spawned, with functions that no import finds."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def __reduce__(self) -> Any:
+        import cloudpickle
+
+        return cloudpickle.loads, (cloudpickle.dumps(self.worker),)
+
+
+def serve_on(worker: Any, connection: Connection, parent: int, number: int, device: torch.device) -> None:
+    """The life of a process that was spawned with what was wrapped in `SpawnedWorker`, on a device of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(worker.on(device), connection, (), parent, number)
+
+
+def serve(worker: Worker, connection: Connection, others: Sequence[Connection], parent: int, number: int) -> None:
+    """The life of a worker process: requests until the pool is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interruption is the server's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for other in others:  # else those workers would not see the end of the server
+        other.close()
+    torch.set_num_threads(1)
+    solve_log.forget_watchers()
+    home = HomeCore(number)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        while True:
+            home.stay()
+            request = connection.recv_bytes()
+            home.leave()
+            for part in _answer(worker, request):
+                connection.send_bytes(part)
+    except (EOFError, OSError):
+        return
+
+
+class HomeCore:
+    """Where a worker runs. Workers that wake up at the same time do so on different cores, and push nobody aside, least
+    of all the server that has others to wake. Once awake they run wherever the system likes.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._all: set[int] = set()
+        with suppress(OSError, AttributeError):  # not every system has this
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            self._all = os.sched_getaffinity(0)
+        self._home = {sorted(self._all)[number % len(self._all)]} if self._all else set()
+
+    def stay(self) -> None:
+        self._go(self._home)
+
+    def leave(self) -> None:
+        self._go(self._all)
+
+    def _go(self, cores: set[int]) -> None:
+        if len(self._all) > 1:
+            with suppress(OSError):
+                os.sched_setaffinity(0, cores)
+
+
+def _answer(worker: Worker, request: bytes) -> list[bytes]:
+    apart: list[bytes] = []
+    try:
+        with solve_log.watched() as solves:
+            answers, apart = worker.handle(json.loads(request))
+        answer: dict[str, Any] = {
+            "answers": answers,
+            "apart": len(apart),
+            "solves": solves.tally,
+            "memory": worker.peak_memory,
+        }
+    except Exception:
+        answer = {"failed": traceback.format_exc()}
+    sys.stdout.flush()
+    return [json.dumps(answer).encode(), *apart]
+
+
+def _end_with(parent: int) -> None:
+    """The server may be killed while a client trains for long."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
