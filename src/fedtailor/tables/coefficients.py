@@ -20,7 +20,7 @@ from fedtailor.core.trees import Params, Tree
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder
-from fedtailor.numerics.mixed_model import own_covariance
+from fedtailor.numerics.reml import own_covariance
 from fedtailor.studies.grid import Cell
 from fedtailor.tables.candidates import ALONE, COMMON, delivered_models, kind_of, train
 
