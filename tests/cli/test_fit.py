@@ -132,7 +132,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "chosen", interrupt)
+        patch.setattr(fitting, "choose_models", interrupt)
         code, _, err = call("fit", "my sites", *QUICK, "--set", "model.hidden=[4]")
     assert code == 130
     again = shlex.split(err.split("continue with: ")[1])

@@ -95,7 +95,7 @@ def test_the_policy_that_is_printed_is_enough_and_nothing_less_is(tmp_path: Path
     rules = tomllib.loads(policy())["policy"]
     assert rules["sends"] == reply_names(algorithms.find("tablefit"))
     link = Sites(site_files(tmp_path, table(6, [30, 24]), sends=rules["sends"][:-1]))
-    with pytest.raises(Exception, match="which the policy does not let out"):
+    with pytest.raises(Exception, match=f'"{rules["sends"][-1]}", which the policy'):
         flare.coordinate(link, fit_config({"source": "sites"}, 0, SETTINGS), "fit", tmp_path / "runs", None)
 
 

@@ -41,7 +41,7 @@ def test_a_round_closes_at_its_goal_and_the_late_site_comes_back(tmp_path: Path)
 def test_a_goal_needs_sites_and_goes_with_what_they_can(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"federation\.goal: for a federation of sites"):
         runner.start(config("federation.goal=2"), tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"federation\.goal: not with secure sums"):
+    with pytest.raises(ConfigError, match=r"federation\.goal: .* secure sums"):
         Federated(tmp_path, configured("fedavg", "federation.goal=2", "federation.min_replies=3")).run()
 
 
@@ -103,5 +103,5 @@ def test_what_cannot_be_moved_to_a_later_model_is_refused(algorithm: str, tmp_pa
 
 
 def test_a_buffer_needs_a_goal(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs federation\.goal"):
+    with pytest.raises(ConfigError, match=r"set federation\.goal"):
         Federated(tmp_path, configured("fedavg", "federation.late=buffer")).run()

@@ -81,7 +81,7 @@ def test_the_sum_of_the_others_is_exact_when_one_is_lost(step: str, tmp_path: Pa
 
 def test_a_site_that_wants_secure_sums_takes_no_part_in_others(tmp_path: Path) -> None:
     federated = Federated(tmp_path, configured("fedrep"), sums_of=3)
-    with pytest.raises(RunError, match=r"in secure sums only; set privacy\.secure_sum = true"):
+    with pytest.raises(RunError, match=r"privacy\.secure_sum = true"):
         federated.run()
 
 
@@ -100,7 +100,7 @@ def test_a_secure_sum_in_a_run_without_them_is_refused(tmp_path: Path) -> None:
     assert site._job is not None
     request = codec.encode({"round": site._job.round, "sum": 1, "step": "keys", "term": SumTerm(0, ()).header}, None)
     reply = site.answer("server", ENVELOPE.pack(site._session.id, site._session.last + 1) + request)
-    assert codec.decode_header(reply)["refused"] == "a secure sum in a run without them"
+    assert codec.decode_header(reply)["refused"].startswith("a secure sum in a run without")
 
 
 def test_the_record_tells_the_steps_of_a_sum(tmp_path: Path) -> None:

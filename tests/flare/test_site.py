@@ -103,7 +103,7 @@ def asked(tmp_path: Path) -> Asked:
         ({}, {"min_samples": 10}, "this site has fewer than the 10 training samples of the policy"),
         ({"version": "0.0.9"}, {}, f"the server runs fedtailor 0.0.9, this site {__version__}"),
         ({"run": "../../etc"}, {}, '"../../etc" cannot be the name of a run'),
-        ({"data": "/etc/passwd"}, {}, 'hello with "data" is not known here'),
+        ({"data": "/etc/passwd"}, {}, 'hello with "data" is not known'),
     ],
 )
 def test_a_run_that_is_refused(changes: dict[str, Any], policy: dict[str, Any], why: str, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_run_that_is_refused(changes: dict[str, Any], policy: dict[str, Any], 
 
 def test_what_the_policy_does_not_let_out(tmp_path: Path) -> None:
     answer = Asked(tmp_path, sends=["sample count"]).start()
-    assert answer["refused"] == 'FedRep sends "body", which the policy does not let out'
+    assert 'sends "body"' in answer["refused"]
 
 
 @pytest.mark.parametrize("part", ["version", "algorithm", "options", "sends", "sums"])
@@ -144,7 +144,7 @@ def test_a_function_that_is_not_declared(function: str, asked: Asked) -> None:
     [
         ({"op": "get_states"}, 'no operation "get_states"'),
         ({"op": "evaluate", "round": 1, "splits": [], "keep": "", "models": True}, 'evaluate with "models" is not'),
-        ({"op": "evaluate", "round": 1, "splits": [], "keep": "../x"}, '"../x" is no kind of personal model'),
+        ({"op": "evaluate", "round": 1, "splits": [], "keep": "../x"}, '"../x" is not a kind'),
         ({"op": "keep", "round": 7}, "round 7 is not the one that was begun (1)"),
         ({"op": "begin", "round": 5000, "kept": 0, "needed": []}, "round 5000 is beyond the 1000 of the policy"),
     ],
@@ -227,7 +227,7 @@ def test_another_configuration_under_the_name_of_a_run(asked: Asked) -> None:
     asked.restart()
     asked.config = asked.config.model_copy(update={"seed": 7})
     asked.hello()
-    assert asked.start()["refused"] == "a run run-1 of another configuration is kept here"
+    assert "a run run-1 with another configuration" in asked.start()["refused"]
 
 
 def test_vault(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_vault(tmp_path: Path) -> None:
     assert vault.read(-3)["v"].tolist() == [-3, -3]
     vault.forget_but({0, 12})
     assert vault.rounds() == [0, 12]
-    with pytest.raises(RunError, match="no private state of round -3; there are: 0, 12"):
+    with pytest.raises(RunError, match="no private state of round -3; stored: 0, 12"):
         vault.read(-3)
     (tmp_path / "states" / "state+000012.safetensors").write_bytes(b"changed")
     with pytest.raises(RunError, match="changed since it was written"):

@@ -13,7 +13,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, EquilibriumError
 from fedtailor.models import build
-from fedtailor.models.equilibrium import EquilibriumLayer
+from fedtailor.models.deq import EquilibriumLayer
 from fedtailor.numerics.equilibrium import Equilibrium
 from fedtailor.numerics.solve_log import watched
 from fedtailor.training.solver import Solver
@@ -200,6 +200,7 @@ def test_a_still_body_is_solved_once() -> None:
     with watched() as reports:
         me.sgd(model.head, epochs=3, frozen=model.body)
     iterations = [r.iterations.tolist() for r in reports]
+    assert len(iterations) == 3 * 4  # epochs, and batches of 13 samples
     assert all(set(v) == {1} for v in iterations[len(iterations) // 3 :])
     assert not any(1 in v for v in iterations[: len(iterations) // 3])
 

@@ -16,7 +16,7 @@ from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.serving.export import ENDINGS, export, read_safetensors
-from fedtailor.serving.linear_json import by_hand
+from fedtailor.serving.linear_json import predict_by_hand
 from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 
@@ -103,9 +103,11 @@ def test_json_is_enough_to_predict_by_hand(fitted: Path, tmp_path: Path) -> None
     for i, row in enumerate(ROWS.to_dicts()):
         if row["arm"] == "A":
             row["arm"] = "a"  # by hand, categories are written as the file lists them
-        assert by_hand(record, row | {"day": days[i]}) == pytest.approx(wanted(fitted, "small")[i].tolist(), rel=1e-9)
+        assert predict_by_hand(record, row | {"day": days[i]}) == pytest.approx(
+            wanted(fitted, "small")[i].tolist(), rel=1e-9
+        )
     # a second way: the coefficient of a number is the change per unit
-    ys = [by_hand(record, {"dose": dose, "day": 19750, "arm": "a"}) for dose in (0.0, 1.0)]
+    ys = [predict_by_hand(record, {"dose": dose, "day": 19750, "arm": "a"}) for dose in (0.0, 1.0)]
     dose = record["columns"][0]["coefficients"]
     if record["link"] == "identity":
         assert ys[1][0] - ys[0][0] == pytest.approx(dose[0])

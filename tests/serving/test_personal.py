@@ -17,7 +17,7 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.predict import predicted, write_frame
+from fedtailor.serving.predict import predict_file, write_frame
 from fedtailor.tables.serve import personal
 from tests.made_sites import make_sites
 from tests.small import config, stop_after
@@ -83,7 +83,7 @@ def write(folder: Path, text: str, name: str = "new.csv") -> Path:
 def test_a_file_keeps_its_columns(run: Path, tmp_path: Path) -> None:
     file = write(tmp_path, "id,ward,b,a\nx1,north,-2,1\nx2,west,1,?\n")
     own = personal(run, "s0")
-    frame = predicted(own, file)
+    frame = predict_file(own, file)
     assert frame.columns == ["id", "ward", "b", "a", "prediction", "probability ill", "probability well"]
     assert frame["id"].to_list() == ["x1", "x2"]
     assert frame["prediction"][0] == "ill"
@@ -101,7 +101,7 @@ def test_every_row_comes_back_as_it_was_written(run: Path, tmp_path: Path) -> No
     lines = ["id;country;a;b;ward", "007;NA;1,5;2;north", ";;;;", "", "?;NA;NA;;", "1,20;  x;;1.0;south", ';"";;;']
     file = write(tmp_path, "\n".join(lines))
     own = personal(run, "s0")
-    frame = predicted(own, file)
+    frame = predict_file(own, file)
     assert frame["id"].to_list() == ["007", None, "?", "1,20", None]
     assert frame["country"].to_list() == ["NA", None, "NA", "  x", ""]
     assert frame["a"].to_list() == ["1,5", None, "NA", None, None]
@@ -112,7 +112,7 @@ def test_every_row_comes_back_as_it_was_written(run: Path, tmp_path: Path) -> No
     written = (tmp_path / "out.csv").read_text().splitlines()
     assert written[1].startswith('007,NA,"1,5",2,north,')
     assert written[2].startswith(",,,,,")
-    assert len(predicted(own, tmp_path / write(tmp_path, HEAD + ",,\nNA,,\n"))) == 2
+    assert len(predict_file(own, tmp_path / write(tmp_path, HEAD + ",,\nNA,,\n"))) == 2
 
 
 def test_columns_that_the_model_does_not_use_do_not_matter(run: Path, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_columns_that_the_model_does_not_use_do_not_matter(run: Path, tmp_path: 
     others = {"l": [[1], None], "d": [timedelta(1), None], "s": [{"x": 1}, None], "r": [b"r", None], "e": [None] * 2}
     pl.DataFrame(rows | others).write_parquet(tmp_path / "new.parquet")
     own = personal(run, "s0")
-    frame = predicted(own, tmp_path / "new.parquet")
+    frame = predict_file(own, tmp_path / "new.parquet")
     assert (
         frame["prediction"].to_list() == own.predict(rows).tolist() == own.predict(pl.DataFrame(rows | others)).tolist()
     )
@@ -166,7 +166,7 @@ def test_classes_with_leading_zeros_stay_text(run: Path) -> None:
 )
 def test_files_that_are_refused(run: Path, tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        predicted(personal(run, "s0"), write(tmp_path, text))
+        predict_file(personal(run, "s0"), write(tmp_path, text))
     assert "new.csv: " in str(caught.value)
     assert message in str(caught.value)
 
@@ -175,7 +175,7 @@ def test_other_mistakes(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match='no site "s9"; known: s0, s1, s2'):
         personal(run, "s9")
     with pytest.raises(DataError, match="not a file of data"):
-        predicted(personal(run, "s0"), write(tmp_path, "x", "new.xls"))
+        predict_file(personal(run, "s0"), write(tmp_path, "x", "new.xls"))
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("rounds=3"), tmp_path / "half", None, stop_after(1))
     with pytest.raises(RunError, match="not finished yet; continue it with: fedtailor resume"):
@@ -218,14 +218,14 @@ def test_samples_that_are_no_tables_come_as_an_array(tmp_path: Path) -> None:
     own = personal(tmp_path / "digits", "client-01")
     x, _ = runner.reload_experiment(folder).data.test.of(1)
     np.savez(tmp_path / "x.npz", x=x.numpy())
-    frame = predicted(own, tmp_path / "x.npz")
+    frame = predict_file(own, tmp_path / "x.npz")
     assert frame["prediction"].to_list() == [str(i) for i in own.outputs(x).argmax(1).tolist()]
     assert own.predict(x).tolist() == own.outputs(x).argmax(1).tolist()
     np.savez(tmp_path / "y.npz", x=x.flatten(1).numpy()[:, :3])
     with pytest.raises(DataError, match="do not fit the model"):
-        predicted(own, tmp_path / "y.npz")
+        predict_file(own, tmp_path / "y.npz")
     with pytest.raises(DataError, match="this run does not read tables"):
-        predicted(own, write(tmp_path, "a,b\n1,2\n"))
+        predict_file(own, write(tmp_path, "a,b\n1,2\n"))
 
 
 def test_a_newcomer_predicts_with_its_own_medians(run: Path, tmp_path: Path) -> None:

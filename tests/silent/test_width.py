@@ -19,7 +19,7 @@ from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.serving.onboard import onboard
-from fedtailor.serving.predict import predicted
+from fedtailor.serving.predict import predict_file
 from fedtailor.sklearn import PersonalizedRegressor
 from fedtailor.tables.serve import Personal, personal
 from tests.data.test_sources import idx
@@ -65,7 +65,7 @@ def test_rows_that_are_predicted(sites: dict[str, Any]) -> None:
     frame = pl.DataFrame({"a": [A, B], "b": [0.5, 0.5]})
     frame.write_csv("new.csv")
     assert own.predict(frame).tolist() == wanted
-    assert predicted(own, Path("new.csv"))["prediction"].to_list() == wanted
+    assert predict_file(own, Path("new.csv"))["prediction"].to_list() == wanted
     (file, _) = export(Path("run"), "north", "safetensors")
     assert read_safetensors(file).predict(frame).tolist() == wanted
     (graph, _) = export(Path("run"), "north", "torch")

@@ -22,7 +22,7 @@ from fedtailor.experiments.config import CompareConfig, parse, with_settings
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
 from fedtailor.studies.compare import Cost, Row, cells, local_reference, rows, run_grid
 from fedtailor.studies.grid import Cell
-from fedtailor.studies.result_tables import escaped, files, markdown, number, size, spread, terminal
+from fedtailor.studies.result_tables import files, latex_escape, markdown, number, size, spread, terminal
 from tests.made_sites import make_sites
 from tests.small import DIGITS, config, records
 
@@ -257,7 +257,7 @@ def test_table_in_every_format() -> None:
         r"\bottomrule",
         r"\end{tabular}",
     ]
-    assert escaped("#1 {$x^2$} ~\\") == r"\#1 \{\$x\textasciicircum{}2\$\} \textasciitilde{}\textbackslash{}"
+    assert latex_escape("#1 {$x^2$} ~\\") == r"\#1 \{\$x\textasciicircum{}2\$\} \textasciitilde{}\textbackslash{}"
 
 
 def test_terminal_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

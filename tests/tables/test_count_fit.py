@@ -13,7 +13,7 @@ from sklearn.metrics import mean_absolute_error, mean_poisson_deviance
 
 from fedtailor.data.tabular.target import suggest_task
 from fedtailor.errors import DataError
-from fedtailor.serving.predict import predicted
+from fedtailor.serving.predict import predict_file
 from fedtailor.tables import boosted_trees, fit, fit_sources
 from fedtailor.tables.blend import Candidates
 from fedtailor.tables.boosted_trees import tree_outputs
@@ -49,7 +49,7 @@ def logged(sites: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 def test_figures_of_counts_are_deviances_of_predicted_rates(sites: Path, counted: tuple[Path, dict]) -> None:
     out, record = counted
     assert (record["task"], record["metric"], record["higher_is_better"]) == ("count", "deviance", False)
-    _, data = fit_sources.read(source_of(sites, "visits", task="count"), settings=['data.ignore=["cost"]'])
+    _, data = fit_sources.read_source(source_of(sites, "visits", task="count"), settings=['data.ignore=["cost"]'])
     for i, site in enumerate(data.clients):
         x, y = data.test.of(i)
         rates = personal(out, site).predict(x)
@@ -64,7 +64,7 @@ def test_intervals_of_counts_hold_most_rows(sites: Path, counted: tuple[Path, di
     out, _ = counted
     inside, rows = 0, 0
     for site in ("s0", "s3"):
-        frame = predicted(personal(out, site), sites / f"{site}.csv", 0.9)
+        frame = predict_file(personal(out, site), sites / f"{site}.csv", 0.9)
         low, high, y = (frame[name].cast(pl.Float64).to_numpy() for name in ("low 90 %", "high 90 %", "visits"))
         assert (low >= 0).all()
         assert np.sqrt(high) - np.sqrt(frame["prediction"].to_numpy()) == pytest.approx(
@@ -83,7 +83,7 @@ def test_a_logarithm_is_fitted_and_everything_shown_is_in_units(sites: Path, log
     assert low * high == pytest.approx(middle**2)
     assert np.median(frame["cost"].to_numpy() / middle) == pytest.approx(1.0, abs=0.2)
     assert 0.8 < ((low <= frame["cost"].to_numpy()) & (frame["cost"].to_numpy() <= high)).mean() < 0.98
-    _, data = fit_sources.read(source_of(sites, "cost", target_scale="log"), settings=['data.ignore=["visits"]'])
+    _, data = fit_sources.read_source(source_of(sites, "cost", target_scale="log"), settings=['data.ignore=["visits"]'])
     x, y = data.test.of(2)
     true = data.preparation.target.true(y)[:, 0].numpy()
     assert set(true.round(6)) <= set(frame["cost"].to_numpy().round(6))
@@ -102,7 +102,7 @@ def test_a_logarithm_is_fitted_and_everything_shown_is_in_units(sites: Path, log
 def test_a_target_that_cannot_be_is_refused(values: list[str], options: dict, words: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n" + "".join(f"{i},{v}\n" for i, v in enumerate(values)))
     with pytest.raises(DataError, match=words):
-        fit_sources.read(source_of(tmp_path, "y", **options))
+        fit_sources.read_source(source_of(tmp_path, "y", **options))
 
 
 def test_counts_and_long_tails_are_recognised() -> None:
@@ -117,7 +117,7 @@ def test_few_whole_numbers_may_be_counts(tmp_path: Path) -> None:
     for name in ("a", "b"):
         y = np.random.default_rng(1).poisson(1.5, 80)
         (tmp_path / f"{name}.csv").write_text("x,y\n" + "".join(f"{i / 7},{v}\n" for i, v in enumerate(y)))
-    _, data = fit_sources.read(source_of(tmp_path, "y"))
+    _, data = fit_sources.read_source(source_of(tmp_path, "y"))
     assert data.task == "classification"
     assert any("--task count" in note for note in data.notes)
 
@@ -127,7 +127,7 @@ def test_trees_of_counts_are_those_of_scikit_learn() -> None:
     x = torch.from_numpy(rng.normal(size=(300, 2)))
     y = torch.from_numpy(rng.poisson(np.exp(0.5 + x[:, 0].numpy())))[:, None]
     base = torch.full((300, 1), float(y.double().mean().log()), dtype=torch.float64)
-    found = tree_outputs(boosted_trees.boosted(x, y, base, 1, False, 7), x, base, False)
+    found = tree_outputs(boosted_trees.fit_trees(x, y, base, 1, False, 7), x, base, False)
     wanted = HistGradientBoostingRegressor(
         loss="poisson",
         random_state=7,

@@ -22,10 +22,10 @@ from fedtailor.experiments.store import read_json
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import fit, fit_sources
 from fedtailor.tables.candidates import all_in_training, cells_of, site_of_rows
-from fedtailor.tables.coefficients import coefficients, mixed_of, of_one_site
-from fedtailor.tables.effects import EFFECTS, curves, importance, sampled
+from fedtailor.tables.coefficients import coefficient_record, fit_one_site, load_mixed_fit
+from fedtailor.tables.effects import EFFECTS, curves, importance, sample_rows
 from fedtailor.tables.explain_fit import explain_fit
-from fedtailor.tables.words import joined, sharing_words, term_words
+from fedtailor.tables.words import join_names, sharing_words, term_words
 from tests.made_sites import make_sites
 
 SITES = 8
@@ -62,7 +62,7 @@ def fitted(folder: Path, is_class: bool) -> Fitted:
     table(is_class).write_csv(folder / "all.csv")
     source = {"source": "folder", "path": str(folder / "all.csv"), "target": "y", "client_column": "site"}
     fit.fit(source, folder / "out")
-    tables, loaded = fit_sources.read(source)
+    tables, loaded = fit_sources.read_source(source)
     data = all_in_training(loaded).to(torch.float64)
     return folder / "out", data, {cell.label: cell for cell in cells_of(tables, data, folder / "out")}
 
@@ -95,7 +95,7 @@ def test_common_coefficients_and_intervals_are_those_of_statsmodels(numbers: Fit
 
     _, data, cells = numbers
     x, y, site = plain_design(data)
-    found = coefficients(mixed_of(cells["mixed, intercept"], data), data, "mixed, intercept")
+    found = coefficient_record(load_mixed_fit(cells["mixed, intercept"], data), data, "mixed, intercept")
     assert [term["name"] for term in found["outputs"][0]["terms"]] == ["intercept", "age", "dose", "arm=a", "arm=c"]
     assert [term["reference"] for term in found["outputs"][0]["terms"]] == ["", "", "", "b", "b"]
     fit = MixedLM(y, x, site).fit(reml=True, method="lbfgs")
@@ -108,8 +108,8 @@ def test_common_coefficients_and_intervals_are_those_of_statsmodels(numbers: Fit
 def test_own_coefficients_have_the_variance_of_hendersons_equations(numbers: Fitted) -> None:
     _, data, cells = numbers
     x, _, site = plain_design(data)
-    mixed = mixed_of(cells["mixed, slopes"], data)
-    found = coefficients(mixed, data, "mixed, slopes")
+    mixed = load_mixed_fit(cells["mixed, slopes"], data)
+    found = coefficient_record(mixed, data, "mixed, slopes")
     terms = found["outputs"][0]["terms"]
     # slopes of all five features and the intercept vary, each with a variance of its own
     raw = np.column_stack([data.train.x.numpy(), np.ones(len(x))])
@@ -136,7 +136,7 @@ def test_own_coefficients_have_the_variance_of_hendersons_equations(numbers: Fit
 
 def test_a_slope_is_told_in_units_of_the_column(numbers: Fitted) -> None:
     _, data, cells = numbers
-    found = coefficients(mixed_of(cells["common"], data), data, "common")
+    found = coefficient_record(load_mixed_fit(cells["common"], data), data, "common")
     x, y, _ = plain_design(data)
     scale = data.preparation.columns[0].sites["s0"]
     x[:, 1] = scale.mean + scale.sd * x[:, 1]  # age in years
@@ -152,7 +152,7 @@ def test_what_always_goes_together_is_not_told_apart(numbers: Fitted) -> None:
     x = only.train.x.clone()
     x[:, 1] = 2 * x[:, 0]  # dose is age again
     twins = FederatedData(**{**only.__dict__, "train": Rows(x, only.train.y, only.train.starts)})
-    found = coefficients(of_one_site(cells["alone"].config, twins), twins, "alone")
+    found = coefficient_record(fit_one_site(cells["alone"].config, twins), twins, "alone")
     by_name = {term["name"]: term for term in found["outputs"][0]["terms"]}
     assert by_name["age"]["value"] is None
     assert by_name["age"]["aliases"] == ["dose"]
@@ -165,7 +165,7 @@ def test_log_odds_of_a_common_model_are_those_of_statsmodels(classes: Fitted) ->
     _, data, cells = classes
     x, y = data.train.x.numpy(), data.train.y.numpy()
     wanted = np.column_stack([np.ones(len(x)), x[:, 0], x[:, 1], x[:, 2], x[:, 4]])
-    found = coefficients(mixed_of(cells["common"], data), data, "common")
+    found = coefficient_record(load_mixed_fit(cells["common"], data), data, "common")
     fit = Logit(y, wanted).fit(disp=0)
     assert (found["outputs"][0]["class"], found["outputs"][0]["against"]) == ("well", "ill")
     # ours has a weak ridge penalty
@@ -211,7 +211,7 @@ def test_importance_by_hand() -> None:
 
 def test_rows_are_few_where_there_are_many() -> None:
     x = torch.zeros(100_000, 50)
-    few = sampled(rows_of(x, x[:, :1], [99_990, 10]), 100, seed=0)
+    few = sample_rows(rows_of(x, x[:, :1], [99_990, 10]), 100, seed=0)
     assert few.sizes.tolist()[1] == 10
     assert 10 <= few.sizes.tolist()[0] <= 1200
 
@@ -254,11 +254,11 @@ def test_explained_in_words_and_rows(numbers: Fitted) -> None:
         name for name in ("age", "dose", "arm") if any(t["differs"] for t in by_name.values() if t["column"] == name)
     ]
     assert "dose" in own
-    assert f"Sites differ in: {joined(['the level', *own])}." in found["words"]
+    assert any(line.endswith(f": {join_names(['the intercept', *own])}.") for line in found["words"])
     dose = next(line for line in found["words"] if line.startswith("dose: "))
     per_unit = by_name["dose"]["value"] / by_name["dose"]["sd"]
     assert f"{per_unit:+.3g} per unit" in dose
-    assert "sites differ (sd " in dose
+    assert f"(sd {by_name['dose']['spread'] / by_name['dose']['sd']:.3g} around {per_unit:.3g})" in dose
     frame = ft.load(out).coefficients  # type: ignore[union-attr]
     common = frame.filter(pl.col("site").is_null() & (pl.col("term") == "dose"))
     assert common["value"].item() == pytest.approx(per_unit)
@@ -280,9 +280,12 @@ def test_words_for_few_and_many_sites(sites: int, words: str) -> None:
     term |= {"value": 2.0, "low": 1.0, "high": 3.0, "spread": 0.0, "differs": False, "share": 1.0}
     assert sharing_words(term, sites) == words
     line = term_words(term, "y", sites)
-    assert line == "age: +0.2 per unit (95 % interval +0.1 to +0.3)" + (f"; {words}" if words else "")
-    assert term_words(term | {"low": -1.0}, "log-odds", 1).endswith("(95 % interval 0.905 to 1.35); it may be none")
-    assert sharing_words(term | {"differs": True, "spread": 30.0}, 12) == "sites differ, even in sign (sd 3 around 0.2)"
+    assert line == "age: +0.2 per unit (95 % CI +0.1 to +0.3)" + (f"; {words}" if words else "")
+    assert term_words(term | {"low": -1.0}, "log-odds", 1).endswith("(95 % CI 0.905 to 1.35); not significant")
+    assert (
+        sharing_words(term | {"differs": True, "spread": 30.0}, 12)
+        == "varies between sites, also in sign (sd 3 around 0.2)"
+    )
 
 
 def test_a_network_is_explained_by_its_predictions(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json
 from fedtailor.tables import halving as fitting
 from fedtailor.tables.fit import fit
-from fedtailor.tables.halving import plan, standing
+from fedtailor.tables.halving import best_validation, plan
 from tests.made_sites import make_sites
 from tests.small import config, records
 
@@ -64,7 +64,7 @@ def test_half_of_the_candidates_is_dropped_at_each_budget(done: Path) -> None:
 def test_who_is_dropped_was_worse(done: Path, sites: Path) -> None:
     made = plan(source(sites), done, rounds=8, values=SMALL)
     dropped = {d["label"] for d in read_json(done / FIT)["dropped"] if d["round"] == 2}
-    standings = {cell.label: standing(cell, 2) for cell in made.candidates}
+    standings = {cell.label: best_validation(cell, 2) for cell in made.candidates}
     assert min(s for label, s in standings.items() if label not in dropped) >= max(standings[d] for d in dropped)
 
 
@@ -159,13 +159,13 @@ def test_settings_follow_the_data() -> None:
         return FederatedData("made", "classification", ("one",), made, made, made, 2)
 
     def model(rows: int, *shape: int, **given: Any) -> dict[str, Any]:
-        return fitting.settled({"rounds": 32, **given}, federation(rows, shape))
+        return fitting.fill_defaults({"rounds": 32, **given}, federation(rows, shape))
 
     assert model(100, 10)["model"] == {"name": "linear"}
     assert model(1000, 10)["model"] == {"name": "mlp", "hidden": [32]}
     tiny = Rows(torch.zeros((8 * 159, 4)), torch.zeros(8 * 159, dtype=torch.int64), torch.arange(0, 8 * 160, 8))
     many = FederatedData("made", "classification", tuple(map(str, range(159))), tiny, tiny, tiny, 2)
-    assert fitting.settled({"rounds": 32}, many)["model"] == {"name": "linear"}  # rows of all sites would suffice
+    assert fitting.fill_defaults({"rounds": 32}, many)["model"] == {"name": "linear"}  # rows of all sites would suffice
     assert model(100, 1, 28, 28)["model"] == {"name": "fmnist-cnn"}
     assert model(100, 3, 32, 32)["model"] == {"name": "lenet5"}
     assert model(1000, 10, model={"hidden": [5]})["model"] == {"name": "mlp", "hidden": [5]}

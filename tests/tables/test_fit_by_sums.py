@@ -64,7 +64,7 @@ def both(
     effects = EFFECTS[request.param]
     labels = [candidates.LABELS[effect] for effect in ("", *effects)]
     cells = [cell for cell in candidates.cells_of(tables, loaded, path / "fit") if cell.label in labels]
-    found, data = fit.fit_tables(cells, loaded, path / "fit", 0, None, lambda *args: None, 0)
+    found, data = fit.train_and_select(cells, loaded, path / "fit", 0, None, lambda *args: None, 0)
     return found, data, path / "fit", *by_sums(tables, loaded, "wire", effects)
 
 

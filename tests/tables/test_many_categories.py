@@ -11,7 +11,7 @@ import pytest
 
 from fedtailor.data.tabular.earlier_rows import EarlierRows, row_keys
 from fedtailor.experiments.store import read_json
-from fedtailor.serving.linear_json import by_hand, linear_record
+from fedtailor.serving.linear_json import linear_record, predict_by_hand
 from fedtailor.tables import fit, fit_sources
 from fedtailor.tables.fit_sources import source_of
 from fedtailor.tables.serve import personal
@@ -46,7 +46,7 @@ def test_rows_are_predicted_and_exported_alike(sites: Path, fitted: tuple[Path, 
     own, frame = personal(out, "s1"), pl.read_csv(sites / "s1.csv").head(5)
     record = json.loads(json.dumps(linear_record(own)))
     rows = [*frame.drop("y").to_dicts(), {"x": 0.5, "town": "never seen"}, {"x": 0.5, "town": None}]
-    assert own.predict(pl.DataFrame(rows)) == pytest.approx([by_hand(record, row)[0] for row in rows])
+    assert own.predict(pl.DataFrame(rows)) == pytest.approx([predict_by_hand(record, row)[0] for row in rows])
     assert own.notes
 
 
@@ -58,7 +58,7 @@ def test_explanations_name_the_statistic(fitted: tuple[Path, dict]) -> None:
 
 def test_an_update_knows_the_rows_again(sites: Path, tmp_path: Path) -> None:
     source = source_of(sites, "y")
-    _, before = fit_sources.read(source)
+    _, before = fit_sources.read_source(source)
     earlier = EarlierRows(before.preparation, row_keys(before), 1)
     keys = earlier.keys["s0"]
     frame = pl.read_csv(sites / "s0.csv")

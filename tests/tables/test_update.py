@@ -48,7 +48,7 @@ def more(site: int, rows: int, seed: int = 9) -> pl.DataFrame:
     return table(seed, [rows] * (site + 1)).filter(pl.col("site") == f"s{site}").drop("site")
 
 
-def updated(here: Path, **options: Any) -> updating.Updated:
+def updated(here: Path, **options: Any) -> updating.UpdateResult:
     return updating.update(here / "fit", **({"data": here / "sites"} | options))
 
 
@@ -76,13 +76,13 @@ def test_only_what_changed_is_grown_again_and_the_rest_begins_where_it_ended(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grown: list[tuple[int, bool]] = []
-    whole = boosted_trees.boosted
+    whole = boosted_trees.fit_trees
 
     def counted(x: Any, y: Any, base: Any, *args: Any) -> Any:
         grown.append((len(x), base is None))
         return whole(x, y, base, *args)
 
-    monkeypatch.setattr(boosted_trees, "boosted", counted)
+    monkeypatch.setattr(boosted_trees, "fit_trees", counted)
     pl.concat([pl.read_csv(here / "sites/s2.csv"), more(2, 10)]).write_csv(here / "sites/s2.csv")
     result = updated(here)
     assert grown  # on top of the shared model, which moved
@@ -96,7 +96,7 @@ def test_only_what_changed_is_grown_again_and_the_rest_begins_where_it_ended(
     warm = {name: personal(result.folder, name).predict(rows) for name in result.record["sites"]}
     shutil.rmtree(result.folder)
     (here / "fit" / CURRENT).unlink()
-    monkeypatch.setattr(updating, "_begin_where_it_ended", lambda *args: None)
+    monkeypatch.setattr(updating, "_copy_start_states", lambda *args: None)
     cold = updated(here)
     for name, values in warm.items():
         assert personal(cold.folder, name).predict(rows) == pytest.approx(values, rel=2e-3)

@@ -84,7 +84,9 @@ def test_explain_names_what_was_learned_and_changed(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     runner.start(parse(DIGITS | {"rounds": 1, "algorithm": {"name": "fedselect"}}), Path("run"))
     before = explain(Path("run"))
-    for file in Path("run").glob("checkpoint/*"):
+    checkpoint = list(Path("run").glob("checkpoint/*"))
+    assert checkpoint
+    for file in checkpoint:
         content = file.read_bytes()
         for changed in damages(content).values():
             file.unlink() if changed is None else file.write_bytes(changed)

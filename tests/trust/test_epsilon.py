@@ -119,5 +119,5 @@ def test_an_account_that_is_gone_or_older_is_missed(tmp_path: Path) -> None:
     made.call()
     for left in (older, None):
         account.unlink() if left is None else account.write_text(left)
-        with pytest.raises(RunError, match=r"epsilon\.json: gone, or older"):
+        with pytest.raises(RunError, match=r"epsilon\.json: missing or older"):
             audit_lines(made.folder / AUDIT)

@@ -132,32 +132,33 @@ def test_t3_evaluations_are_counted_by_round_and_by_run(tmp_path: Path) -> None:
     made = begun(tmp_path, budget=limits)
     for _ in range(3):
         assert "error" not in evaluated(made)[0]
-    assert evaluated(made)[0]["refused"].startswith("metrics were told 3 times in round 1")
+    assert "3 times in round 1" in evaluated(made)[0]["refused"]
     made.restart()  # a server that comes back does not ask anew
     made.start()
     made.begin(1, 0)
-    assert evaluated(made)[0]["refused"].startswith("metrics were told 3 times in round 1")
+    assert "3 times in round 1" in evaluated(made)[0]["refused"]
     made.begin(2, 0)
     for _ in range(2):
         assert "error" not in evaluated(made, round=2)[0]
-    assert evaluated(made, round=2)[0]["refused"].startswith("metrics were told 5 times in this run")
+    assert "5 times in this run" in evaluated(made, round=2)[0]["refused"]
 
 
 def test_t3_metrics_are_rounded_and_have_rows_behind_them(tmp_path: Path) -> None:
     made = begun(tmp_path, budget={"min_rows": 1})
     metrics = evaluated(made)[1][0]["val"]
     assert all(float(v) == round(float(v), 3) for v in metrics.values())
-    assert evaluated(made, splits=["train"])[0]["refused"] == "the policy does not let metrics on training rows out"
+    assert "training rows" in evaluated(made, splits=["train"])[0]["refused"]
     few = begun(tmp_path / "few", budget={"min_rows": 1000})
-    assert evaluated(few)[0]["refused"] == "val has fewer than the 1000 rows that the policy wants behind a metric"
-    assert refusals(few) == ["val has fewer than the 1000 rows that the policy wants behind a metric"]
+    why = evaluated(few)[0]["refused"]
+    assert "1000" in why
+    assert refusals(few) == [why]
     with_train = begun(tmp_path / "train", budget={"min_rows": 1, "train_metrics": True})
     assert "error" not in evaluated(with_train, splits=["train"])[0]
 
 
 def test_a_personal_model_is_kept_where_metrics_may_not_leave(tmp_path: Path) -> None:
     made = begun(tmp_path, metrics=False)
-    assert evaluated(made, keep="last")[0]["refused"] == "the policy does not let metrics out"
+    assert "metrics" in evaluated(made, keep="last")[0]["refused"]
     assert (made.folder / "run-1" / "personal" / "last.safetensors").exists()
 
 
@@ -180,12 +181,13 @@ def test_t3_calls_and_requests_are_counted(tmp_path: Path) -> None:
     made = begun(tmp_path, budget={"calls_per_round": 2})
     for _ in range(2):
         assert "error" not in made.call()[0]
-    assert made.call()[0]["refused"] == "2 calls were answered in round 1, as many as the policy allows"
+    assert made.call()[0]["refused"].startswith("2 calls were answered in round 1")
     made.begin(1, 0)  # the same round once more is the same round
     assert "refused" in made.call()[0]
     busy = Asked(tmp_path / "busy", budget={"requests_per_minute": 2})
     answers = [busy.hello() for _ in range(3)]
-    assert [answer.get("refused") for answer in answers] == [None, None, "more than 2 requests within a minute"]
+    assert ["refused" in answer for answer in answers] == [False, False, True]
+    assert "2 requests" in answers[2]["refused"]
 
 
 def test_t4_cotangents_do_not_leave_a_sealed_run(tmp_path: Path) -> None:
@@ -195,10 +197,10 @@ def test_t4_cotangents_do_not_leave_a_sealed_run(tmp_path: Path) -> None:
     )
     assert "error" not in made.start()
     made.begin(1, 0)
-    why = "a taped call in a run of secure sums: what travels back is of this site alone"
+    why = "a taped call in a run with secure sums"
     request = made.request(function="local") | {"sealed": 1e9}
-    assert made.ask(request | {"taped": True}, (made.experiment.model.params,))[0]["refused"] == why
-    assert made.ask({"round": 1, "call": 0}, None)[0]["refused"] == why
+    assert made.ask(request | {"taped": True}, (made.experiment.model.params,))[0]["refused"].startswith(why)
+    assert made.ask({"round": 1, "call": 0}, None)[0]["refused"].startswith(why)
     answer, tree = made.ask(request, (made.experiment.model.params,))
     assert tree is None
     assert "error" not in answer
@@ -221,7 +223,7 @@ def test_t9_a_message_for_one_site_alone_is_refused_in_a_sealed_run(tmp_path: Pa
     made.begin(1, 0)
     request = made.request(function="local") | {"sealed": 1e9}
     answer, _ = made.ask(request | {"placed": [True]}, (made.experiment.model.params,))
-    assert answer["refused"].startswith("local with a message for this site alone in a run of secure sums")
+    assert answer["refused"].startswith("local with a message for this site alone")
     assert refusals(made) == [answer["refused"]]
     assert "error" not in made.ask(request, (made.experiment.model.params,))[0]
 
@@ -261,7 +263,7 @@ def test_t5_a_model_that_singles_rows_out_is_refused(tmp_path: Path) -> None:
     weight, bias = model[f"{layer}.weight"], model[f"{layer}.bias"]
     bad = dict(zip((f"{layer}.weight", f"{layer}.bias"), imprint(weight, bias).values(), strict=True))
     answer, _ = made.ask(made.request(), (model | bad,))
-    assert answer["refused"].startswith("the model would read single rows off the reply: ")
+    assert answer["refused"].startswith("the model would read training rows off the reply: ")
     assert f"units of {layer} are thresholds on one direction" in answer["refused"]
     assert "error" not in made.ask(made.request(), (model,))[0]
 
@@ -295,7 +297,7 @@ def test_the_record_is_told_in_words(tmp_path: Path) -> None:
     assert "  local: once, " in text
     assert "  evaluate: once, " in text
     assert '  refused once: no operation "get_states"' in text
-    with pytest.raises(RunError, match="no record yet"):
+    with pytest.raises(RunError, match="no audit log yet"):
         audit_lines(tmp_path / "nothing")
 
 

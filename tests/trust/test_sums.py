@@ -309,7 +309,7 @@ def test_a_partner_with_an_owner_is_known_by_its_name(authority: Authority, tmp_
 def test_a_policy_of_sums_needs_a_certificate_and_partners(authority: Authority, tmp_path: Path) -> None:
     authority.write_kit(tmp_path / "kit", "ada")
     for kit, partners, name, why in (
-        ("none", NAMES, "ada", "there is no certificate here to sign keys with"),
+        ("none", NAMES, "ada", "there is no certificate to sign keys with"),
         ("kit", (), "ada", "names no partners"),
         ("kit", NAMES, "bo", 'the certificate in kit is of "ada", not of this site'),
     ):

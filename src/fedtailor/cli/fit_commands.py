@@ -128,13 +128,13 @@ def update(
     from fedtailor.experiments.store import FIT, latest, root_of
     from fedtailor.report.write import FILE, write
     from fedtailor.tables.serve import site_column
-    from fedtailor.tables.update import sites_in
+    from fedtailor.tables.update import split_by_site
     from fedtailor.tables.update import update as updated
 
     accept_trust(run, trust)
     again = command_words("update", run, data=data, rows=rows, site=site, time_limit=time_limit, data_root=data_root)
     root = root_of(run)
-    new_rows = None if rows is None else sites_in(read_rows(rows)[1], site, site_column(latest(root)))
+    new_rows = None if rows is None else split_by_site(read_rows(rows)[1], site, site_column(latest(root)))
     with progress_to_stderr(as_json), resumable(again, root, begun_by=FIT), show_grid(console) as listener:
         result = updated(run, data=data, rows=new_rows, data_root=data_root, listener=listener, time_limit=time_limit)
     page = root / FILE
@@ -197,7 +197,7 @@ def predict(
     classification, class probabilities.
     """
     from fedtailor.data.tabular.read import client_name
-    from fedtailor.serving.predict import check_ending, predicted, predicted_by_site, write_frame
+    from fedtailor.serving.predict import check_ending, predict_by_site, predict_file, write_frame
     from fedtailor.tables.serve import personal, site_column
 
     if out is not None:
@@ -207,12 +207,12 @@ def predict(
     column = client_column or (None if site else site_column(run))
     if site:
         model = personal(run, site, data_root)
-        frame, notes = predicted(model, data, interval), model.notes
+        frame, notes = predict_file(model, data, interval), model.notes
         by = f"predicted by {model.title} for {site}"
     elif column is None:
         raise ConfigError("whose model? Name a site with --site, or the column that names it with --client-column")
     else:
-        frame, notes = predicted_by_site(run, data, column, interval)
+        frame, notes = predict_by_site(run, data, column, interval)
         by = f'each predicted by the model of its site, as "{column}" names it'
     write_frame(target, frame)
     print("\n".join([*notes, f"wrote {target}: {frame.height} rows, {by}"]))
@@ -271,7 +271,7 @@ def onboard(
 def print_fit(record: dict[str, Any]) -> None:
     """Print test figures of every site alone, in common and personalized; then what is shared, in words."""
     from fedtailor.studies.result_tables import number
-    from fedtailor.tables.words import sentences
+    from fedtailor.tables.words import fit_sentences
 
     metric, task = record["metric"], f"{record['data']}: {record['task']} of {record['target'] or 'the target'}"
     print("\n".join(record["notes"]))
@@ -293,7 +293,7 @@ def print_fit(record: dict[str, Any]) -> None:
     if "baseline" in record["means"]:
         mean = number(metric, record["means"]["baseline"])
         print(f"baseline   {mean}: the mean of each site, or its shares of the classes, and nothing else")
-    for about, words in sentences(record):
+    for about, words in fit_sentences(record):
         print(f"{about:<10} {words}")
     for each in record.get("dropped", ()):
         if not each["round"]:  # not by halving
@@ -349,7 +349,7 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
     """Print coefficients and importance, as tables and in words; with `site`, its own coefficients too."""
     from fedtailor.studies.result_tables import number
     from fedtailor.tables.effects import EFFECTS
-    from fedtailor.tables.words import about_model, importance_words, shared_words
+    from fedtailor.tables.words import importance_sentences, model_sentence, sharing_sentences
 
     coefficients = effects["coefficients"]
     if coefficients:
@@ -358,8 +358,8 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
             print_table(coefficients_title(coefficients, output, effects["target"]), columns, rows[:TERMS_SHOWN])
             if len(rows) > TERMS_SHOWN:
                 print(f"{len(rows) - TERMS_SHOWN} more: fedtailor explain --json has all")
-        for words in (about_model(coefficients), *shared_words(coefficients)):
-            print(f"{'sites' if words != about_model(coefficients) else 'model':<10} {words}")
+        for words in (model_sentence(coefficients), *sharing_sentences(coefficients)):
+            print(f"{'sites' if words != model_sentence(coefficients) else 'model':<10} {words}")
     importance = effects["importance"]
     if importance["columns"]:
         metric = importance["metric"]
@@ -371,7 +371,7 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
         split = "held-out" if importance["held_out"] else "training"
         title = f"by how much {metric} gets worse if a column is shuffled, on {importance['rows']} {split} rows"
         print_table(title, ("column", "worse by", "±", *((f"at {site}",) if site else ())), rows[:TERMS_SHOWN])
-    for words in importance_words(importance):
+    for words in importance_sentences(importance):
         print(f"{'matters':<10} {words}")
     if site:
         print(f"served     {site} is served by {effects['served'][site]}")

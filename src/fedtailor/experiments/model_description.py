@@ -1,4 +1,4 @@
-"""What a file says of the model in it: checked before anything of that size or kind is made."""
+"""The description of a model in a file, checked before a model of that kind and size is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 2**28  # numbers in one sample
 Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
-class Described(BaseModel):
+class ModelDescription(BaseModel):
     """Samples and outputs of a model."""
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -31,10 +31,10 @@ class Described(BaseModel):
     classes: list[str]
 
 
-def described(about: Any, origin: str) -> Described:
+def read_description(about: Any, origin: str) -> ModelDescription:
     """The description in a file; one that no run could have written is a `RunError` that names the key."""
     try:
-        description = Described.model_validate({k: about[k] for k in Described.model_fields})
+        description = ModelDescription.model_validate({k: about[k] for k in ModelDescription.model_fields})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # not which kind of list it is
@@ -56,7 +56,9 @@ def check_options(config: RunConfig, origin: str) -> None:
             raise RunError(f"{origin}: model.{key} = {number}: larger than any model here ({LARGEST})")
 
 
-def model_in(config: RunConfig, about: Described, tensors: Mapping[str, Tensor], origin: str) -> Model:
+def make_described_model(
+    config: RunConfig, about: ModelDescription, tensors: Mapping[str, Tensor], origin: str
+) -> Model:
     """The model of a configuration, made only after its shapes, without numbers, were found to be those of the file."""
     check_options(config, origin)
     shape = {k: tuple(v) for k, v in about.shape.items()} if isinstance(about.shape, dict) else tuple(about.shape)

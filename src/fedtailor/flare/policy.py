@@ -1,6 +1,6 @@
-"""What a site allows and what of it is spent: its policy, its limits, its privacy budget and its part in secure sums.
+"""What a site allows, and what of it is spent: the policy in its own file, budgets kept on disk, its secure sums.
 
-The file is the site's own: whatever a server asks beyond it is refused by name.
+Whatever a server asks beyond the policy is refused, and the refusal says which rule it broke.
 """
 
 from __future__ import annotations
@@ -30,59 +30,14 @@ from fedtailor.flare.protocol import Refused
 if TYPE_CHECKING:
     from fedtailor.aggregation.member import Party
 
-UNITS = 8  # fewer thresholds tell little
-SHARE = 0.25  # of a layer's units
+GRADIENTS = "gradients"  # what a taped call sends back: derivatives with respect to the message
+EXACT = 15  # decimals: metrics are not rounded
+MINUTE = 60.0
+SPENT, ACCOUNT, OPENED = "spent.json", "epsilon.json", "sums.json"  # what is spent, in the site's own folder
+COUNT = "epsilon.count"  # beside the account: how many replies it must list, so that a lost line is noticed
+LEAST_UNITS, LEAST_SHARE = 8, 0.25  # of a layer, with one direction, to be an imprint
+LEAST_INPUTS = 3  # with fewer, directions are alike by chance
 SAME = 1e-4  # directions that differ by less are one
-LEAST_INPUTS = 3  # with fewer, directions are easily alike
-
-
-def find_imprint(message: Tree) -> str | None:
-    """The name of a layer whose units are thresholds on one direction, in a message with parameters by name."""
-    for name, weight, bias in _linear_layers(message):
-        if (units := _count_thresholds(weight, bias)) >= max(UNITS, SHARE * len(weight)):
-            return f"{units} of {len(weight)} units of {name} are thresholds on one direction"
-    return None
-
-
-def _linear_layers(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
-    if isinstance(tree, dict):
-        for key, weight in tree.items():
-            bias = tree.get(f"{key.removesuffix('weight')}bias") if key.endswith("weight") else None
-            if isinstance(weight, Tensor) and isinstance(bias, Tensor) and bias.shape == weight.shape[:1]:
-                rows = weight.detach().flatten(1).double() if weight.dim() > 1 else weight[:0]
-                if rows.dim() == 2 and rows.shape[1] >= LEAST_INPUTS:
-                    yield key.removesuffix(".weight"), rows, bias.detach().double()
-    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ():
-        yield from _linear_layers(part)
-
-
-def _count_thresholds(weight: Tensor, bias: Tensor) -> int:
-    """Units in the largest group with one direction and different thresholds."""
-    norms = weight.norm(dim=1)
-    alive = norms > 0
-    directions, thresholds = weight[alive] / norms[alive, None], bias[alive] / norms[alive]
-    if len(directions) < UNITS:
-        return 0
-    # a direction by two numbers: rows are sorted by them, not compared with each other
-    seed = torch.Generator().manual_seed(0)
-    marks = torch.randn(weight.shape[1], 2, generator=seed, dtype=torch.float64, device="cpu")
-    places = (directions @ marks / marks.norm(dim=0) / SAME).round().to(torch.int64)
-    _, group = places.unique(dim=0, return_inverse=True)
-    return max((len(thresholds[group == g].unique()) for g in group.bincount().topk(1).indices), default=0)
-
-
-def refuse_private_message(experiment: Experiment, function: str, placed: Sequence[bool]) -> None:
-    """Refuse a message for this site alone where the algorithm sends all the same.
-
-    What the others reply to theirs could be known, and the sum would then be this site's reply.
-    """
-    if any(placed) and tuple(placed) not in calls_made(experiment).get(function, set()):
-        title = experiment.algorithm.title
-        raise Refused(f"{function} with a message for this site alone in a run of secure sums; {title} sends no such")
-
-
-ACCOUNT = "epsilon.json"
-COUNT = "epsilon.count"  # beside the account: of how many replies it must tell, so that lost ones are missed
 
 
 class SitePrivacy(BaseModel):
@@ -99,33 +54,191 @@ class SitePrivacy(BaseModel):
 
     @model_validator(mode="after")
     def _enough_for_one(self) -> SitePrivacy:
-        """A budget that the first reply would exceed is a mistake."""
         if self.epsilon and (first := self.cost({self.noise: 1})) > self.epsilon:
             raise ValueError(f"one reply with noise = {self.noise:g} costs {first:.2f}, more than epsilon")
         return self
 
     def cost(self, replies: dict[float, int]) -> float:
-        """Epsilon of so many replies by noise multiplier."""
+        """Epsilon of all these replies together; the keys are noise multipliers."""
         accountant.require()
         return accountant.renyi_epsilon(replies, self.delta)
 
 
+class Budget(BaseModel):
+    """The table [policy.budget] of a site's own file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    evaluations_per_round: int = Field(default=6, ge=0, description="Evaluations that are answered per round.")
+    evaluations_per_run: int = Field(
+        default=0, ge=0, description="Evaluations that are answered per run. 0: twice its rounds, plus 12."
+    )
+    calls_per_round: int = Field(default=400, ge=1, description="Calls of the algorithm's functions per round.")
+    requests_per_minute: int = Field(default=6000, ge=1, description="Requests of any kind per minute.")
+    decimals: int = Field(
+        default=3, ge=0, le=EXACT, description=f"Decimals to which metrics are rounded; {EXACT}: not rounded."
+    )
+    min_rows: int = Field(default=10, ge=1, description="Minimum rows for a metric.")
+    train_metrics: bool = Field(default=False, description="Allow metrics on training rows.")
+    refuse_imprints: bool = Field(
+        default=True, description="Refuse models whose units are thresholds on one direction, which single out rows."
+    )
+    privacy: SitePrivacy = Field(default_factory=SitePrivacy, description="Noise on replies, and a privacy budget.")
+
+
+class Policy(BaseModel):
+    """The table [policy] of a site's own file: what may run on its data, and what may leave."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    algorithms: tuple[str, ...] = Field(description="Algorithms that may run here, as fedtailor list names them.")
+    models: tuple[str, ...] = Field(
+        default=("linear", "mlp"), description='Models that may run here; own ones as "package.module:Class".'
+    )
+    sends: tuple[str, ...] = Field(
+        description='What may leave, as fedtailor list algorithms names it; "gradients" for methods that '
+        "differentiate through a round."
+    )
+    code: tuple[str, ...] = Field(
+        default=(), description='Own tasks, optimizers and metrics that may run here, as "package.module:name".'
+    )
+    metrics: bool | None = Field(
+        default=None,
+        description="Whether metrics on this site's samples may be sent to the server. Default: true where replies may "
+        "leave openly (sums_of = 0) and without noise (budget.privacy.epsilon = 0).",
+    )
+    sums_of: int = Field(
+        default=0,
+        ge=0,
+        description="Minimum sites per secure sum; replies then leave in such sums only. 0: replies may leave openly.",
+    )
+    partners: tuple[str, ...] = Field(
+        default=(),
+        description='Sites with which this one sums, by name; "name of owner" counts the sites of an owner once, "name '
+        'sha256:..." accepts one certificate only. Required with sums_of.',
+    )
+    min_samples: int = Field(default=20, ge=1, description="Minimum training samples; with fewer, nothing leaves.")
+    max_rounds: int = Field(default=1000, ge=1, description="Maximum rounds per run.")
+    budget: Budget = Field(default_factory=Budget, description="How much may be asked.")
+
+    @property
+    def sends_metrics(self) -> bool:
+        """Whether metrics may leave; `metrics` decides, or else whether replies may leave openly without noise."""
+        return self.sums_of == 0 and not self.budget.privacy.epsilon if self.metrics is None else self.metrics
+
+    def check_run(self, algorithm: str, model: str, rounds: int, samples: int, code: Sequence[str]) -> None:
+        """Refuse a run by the names in its header, before anything is imported."""
+        if algorithm.lower() not in {name.lower() for name in self.algorithms}:
+            raise Refused(f'algorithm "{algorithm}" is not among those of the policy: {", ".join(self.algorithms)}')
+        if model not in self.models:
+            raise Refused(f'model "{model}" is not among those of the policy: {", ".join(self.models)}')
+        for name in code:
+            if name not in self.code:
+                raise Refused(f'the code "{name}" is not among that of the policy: {", ".join(self.code) or "none"}')
+        if rounds > self.max_rounds:
+            raise Refused(f"{rounds} rounds are more than the {self.max_rounds} of the policy")
+        if samples < self.min_samples:
+            raise Refused(f"this site has fewer than the {self.min_samples} training samples of the policy")
+
+    def check_sends(self, algorithm: Algorithm) -> None:
+        """Refuse an algorithm that declares to send what `sends` does not list."""
+        for name in reply_names(algorithm):
+            if name not in self.sends:
+                raise Refused(f'{algorithm.title} sends "{name}", which the policy does not allow')
+
+    def check_sums(self, *, is_sealed: bool) -> None:
+        """Refuse a run without secure sums where `sums_of` requires them."""
+        if self.sums_of and not is_sealed:
+            raise Refused("the policy requires secure sums; set privacy.secure_sum = true")
+
+    def check_round(self, round: int) -> None:
+        """Refuse rounds beyond the limit: a server may continue for longer than it announced."""
+        if round > self.max_rounds:
+            raise Refused(f"round {round} is beyond the {self.max_rounds} of the policy")
+
+
+def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> None:
+    """Refuse metrics on training rows, unless they are allowed, and on few rows; an empty split has no metrics."""
+    for split in splits:
+        rows = len(getattr(data, split).x)
+        if split == "train" and not budget.train_metrics:
+            raise Refused("the policy does not allow metrics on training rows")
+        if 0 < rows < budget.min_rows:
+            raise Refused(f"{split} has fewer rows than the {budget.min_rows} that the policy requires for metrics")
+
+
+def round_metrics(budget: Budget, metrics: Tree) -> Tree:
+    """Metrics, rounded to the decimals of the policy."""
+    if budget.decimals == EXACT:
+        return metrics
+    return tree_map(lambda v: torch.round(v, decimals=budget.decimals) if v.is_floating_point() else v, metrics)
+
+
+class RequestRate:
+    """Limits the requests in any minute."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._times = deque[float]()
+
+    def count(self) -> None:
+        """Count a request, or refuse it."""
+        now = time.monotonic()
+        while self._times and now - self._times[0] > MINUTE:
+            self._times.popleft()
+        if len(self._times) >= self.most:
+            raise Refused(f"more than {self.most} requests in a minute, the limit of the policy")
+        self._times.append(now)
+
+
+class RunUsage:
+    """What one run has used of its limits. It is on disk: a server that is restarted gets no new limits."""
+
+    def __init__(self, budget: Budget, folder: Path, rounds: int) -> None:
+        self.budget = budget
+        self.path = folder / SPENT
+        self.most = budget.evaluations_per_run or 2 * rounds + 12
+        saved: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
+        self.evaluations = {int(k): int(v) for k, v in saved.get("evaluations", {}).items()}  # by round
+        self.calls = {int(k): int(v) for k, v in saved.get("calls", {}).items()}
+
+    def save(self) -> None:
+        write_json(self.path, {"evaluations": self.evaluations, "calls": self.calls})
+
+    def count_evaluation(self, round: int) -> None:
+        """Count an evaluation, or refuse it."""
+        count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
+        if count >= self.budget.evaluations_per_round:
+            raise Refused(f"metrics were sent {count} times in round {round}, the limit of the policy")
+        if total >= self.most:
+            raise Refused(f"metrics were sent {total} times in this run, the limit of the policy")
+        self.evaluations[round] = count + 1
+        self.save()
+
+    def count_call(self, round: int) -> None:
+        """Count a call of a client function, or refuse it."""
+        count = self.calls.get(round, 0)
+        if count >= self.budget.calls_per_round:
+            raise Refused(f"{count} calls were answered in round {round}, the limit of the policy")
+        self.calls[round] = count + 1
+
+
 class PrivacyAccount:
-    """Replies that left with noise, on disk: neither another run nor a new process begins at nothing."""
+    """Counts the replies that left with noise, over all runs of this site and all its processes."""
 
     def __init__(self, privacy: SitePrivacy, folder: Path) -> None:
         self.privacy = privacy
         self.path = folder / ACCOUNT
 
     def add_noise(self, experiment: Experiment) -> Experiment:
-        """The experiment as it runs here."""
+        """The experiment with this site's clipping and noise as the last steps at the client."""
         if not self.privacy.epsilon:
             return experiment
         steps = (*experiment.aggregation.at_client, LocalNoise(self.privacy.clip, self.privacy.noise))
         return replace(experiment, aggregation=replace(experiment.aggregation, at_client=steps))
 
     def spend(self, experiment: Experiment, function: str | None, placed: list[bool], args: Tree, taped: bool) -> None:
-        """One more reply, before it is made; or a refusal."""
+        """Charge one reply before it is computed, or refuse it."""
         if not self.privacy.epsilon:
             return
         if function is None or taped:
@@ -150,20 +263,20 @@ class PrivacyAccount:
 
 
 def _read_account(path: Path) -> dict[str, Any] | None:
-    """The account; None if nothing was ever spent. A `RunError` if it is gone, or is an older one."""
+    """The account; None if nothing was ever spent. A `RunError` if it was deleted or replaced by an older copy."""
     beside = path.with_name(COUNT)
     try:
         count = int(beside.read_text()) if beside.exists() else 0
     except ValueError:
-        raise RunError(f"{beside}: damaged; it says of how many replies {path.name} tells") from None
+        raise RunError(f"{beside}: damaged; it holds the number of replies in {path.name}") from None
     account = dict(read_json(path)) if path.exists() else None
     if count > (0 if account is None else sum(times for _, times in account["replies"])):
-        raise RunError(f"{path}: gone, or older than what has left; it says what is spent of the privacy budget")
+        raise RunError(f"{path}: missing or older than {beside.name}; restore it: it holds what is spent")
     return account
 
 
 def account_text(folder: Path) -> str:
-    """What the account of a site says, for people; "" if there is none."""
+    """What is spent of a site's privacy budget, in words; empty without an account."""
     if (account := _read_account(folder / ACCOUNT)) is None:
         return ""
     count = sum(times for _, times in account["replies"])
@@ -171,189 +284,68 @@ def account_text(folder: Path) -> str:
     return f"{epsilon}: {count} replies with noise"
 
 
-SPENT = "spent.json"
-MINUTE = 60.0
-EXACT = 15  # decimals
+def refuse_private_message(experiment: Experiment, function: str, placed: Sequence[bool]) -> None:
+    """Refuse a message for this site alone where the algorithm sends all sites the same one.
+
+    A server that knows the others' replies to theirs would read this site's reply off the sum.
+    """
+    if any(placed) and tuple(placed) not in calls_made(experiment).get(function, set()):
+        title = experiment.algorithm.title
+        raise Refused(f"{function} with a message for this site alone, in secure sums: {title} sends all the same")
 
 
-class Budget(BaseModel):
-    """The table [policy.budget] of a site's own file."""
+def find_imprint(message: Tree) -> str | None:
+    """Describe a layer made to read training rows off a reply, or None (Fowl et al., "Robbing the Fed", ICLR 2022).
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    evaluations_per_round: int = Field(default=6, ge=0, description="Times that metrics are told in one round.")
-    evaluations_per_run: int = Field(
-        default=0, ge=0, description="Times that metrics are told in one run. 0: twice its rounds, and 12."
-    )
-    calls_per_round: int = Field(default=400, ge=1, description="Calls of the algorithm's functions in one round.")
-    requests_per_minute: int = Field(default=6000, ge=1, description="Requests of any kind within a minute.")
-    decimals: int = Field(
-        default=3, ge=0, le=EXACT, description=f"Decimals to which metrics are rounded; {EXACT}: not at all."
-    )
-    min_rows: int = Field(default=10, ge=1, description="Minimum rows behind a metric.")
-    train_metrics: bool = Field(default=False, description="Whether metrics on training rows may be told.")
-    refuse_imprints: bool = Field(
-        default=True, description="Refuse models whose units are thresholds on one direction, which single rows out."
-    )
-    privacy: SitePrivacy = Field(default_factory=SitePrivacy, description="Noise on replies, and its own budget.")
+    Its units have one direction and different biases: each is a threshold on one number of a sample, and neighbours
+    differ by the samples between two thresholds. Only this plain form is found; secure sums, clipping and noise bound
+    what a server that hides it better can learn.
+    """
+    for name, weight, bias in _linear_layers(message):
+        if (units := _count_thresholds(weight, bias)) >= max(LEAST_UNITS, LEAST_SHARE * len(weight)):
+            return f"{units} of {len(weight)} units of {name} are thresholds on one direction"
+    return None
 
 
-class RunUsage:
-    """What one run has used up. On disk, for a server that comes back may not ask anew."""
-
-    def __init__(self, budget: Budget, folder: Path, rounds: int) -> None:
-        self.budget = budget
-        self.path = folder / SPENT
-        self.most = budget.evaluations_per_run or 2 * rounds + 12
-        saved: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
-        self.evaluations = {int(k): int(v) for k, v in saved.get("evaluations", {}).items()}  # by round
-        self.calls = {int(k): int(v) for k, v in saved.get("calls", {}).items()}
-
-    def save(self) -> None:
-        """Whatever is asked next, this was answered."""
-        write_json(self.path, {"evaluations": self.evaluations, "calls": self.calls})
-
-    def count_evaluation(self, round: int) -> None:
-        """One more evaluation, or a refusal."""
-        count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
-        if count >= self.budget.evaluations_per_round:
-            raise Refused(f"metrics were told {count} times in round {round}, as often as the policy allows")
-        if total >= self.most:
-            raise Refused(f"metrics were told {total} times in this run, as often as the policy allows")
-        self.evaluations[round] = count + 1
-        self.save()
-
-    def count_call(self, round: int) -> None:
-        """One more call of the algorithm's functions, or a refusal."""
-        count = self.calls.get(round, 0)
-        if count >= self.budget.calls_per_round:
-            raise Refused(f"{count} calls were answered in round {round}, as many as the policy allows")
-        self.calls[round] = count + 1
+def _linear_layers(tree: Tree) -> Iterator[tuple[str, Tensor, Tensor]]:
+    if isinstance(tree, dict):
+        for key, weight in tree.items():
+            bias = tree.get(f"{key.removesuffix('weight')}bias") if key.endswith("weight") else None
+            if isinstance(weight, Tensor) and isinstance(bias, Tensor) and bias.shape == weight.shape[:1]:
+                rows = weight.detach().flatten(1).double() if weight.dim() > 1 else weight[:0]
+                if rows.dim() == 2 and rows.shape[1] >= LEAST_INPUTS:
+                    yield key.removesuffix(".weight"), rows, bias.detach().double()
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ():
+        yield from _linear_layers(part)
 
 
-def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> None:
-    """Whether numbers on these rows may leave; a split without rows has none to tell."""
-    for split in splits:
-        rows = len(getattr(data, split).x)
-        if split == "train" and not budget.train_metrics:
-            raise Refused("the policy does not let metrics on training rows out")
-        if 0 < rows < budget.min_rows:
-            raise Refused(f"{split} has fewer than the {budget.min_rows} rows that the policy wants behind a metric")
-
-
-def round_metrics(budget: Budget, metrics: Tree) -> Tree:
-    """Metrics as they may leave."""
-    if budget.decimals == EXACT:
-        return metrics
-    return tree_map(lambda v: torch.round(v, decimals=budget.decimals) if v.is_floating_point() else v, metrics)
-
-
-class RequestRate:
-    """Requests of the last minute."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._times = deque[float]()
-
-    def count(self) -> None:
-        """One more, or a refusal."""
-        now = time.monotonic()
-        while self._times and now - self._times[0] > MINUTE:
-            self._times.popleft()
-        if len(self._times) >= self.most:
-            raise Refused(f"more than {self.most} requests within a minute")
-        self._times.append(now)
-
-
-GRADIENTS = "gradients"  # what a taped call sends back: derivatives by the message that was received
-
-
-class Policy(BaseModel):
-    """What may be run beside this site's data, and what may leave it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    algorithms: tuple[str, ...] = Field(description="Algorithms that may run here, as fedtailor list names them.")
-    models: tuple[str, ...] = Field(
-        default=("linear", "mlp"), description='Models that may run here; own ones as "package.module:Class".'
-    )
-    sends: tuple[str, ...] = Field(
-        description='What may leave, in the words of fedtailor list algorithms; "gradients" for methods that learn '
-        "through a whole round."
-    )
-    code: tuple[str, ...] = Field(
-        default=(), description='Own tasks, optimizers and metrics that may run here, as "package.module:name".'
-    )
-    metrics: bool | None = Field(
-        default=None,
-        description="Whether metrics on this site's samples may be sent to the server. Unless it is said here: where "
-        "replies may leave alone (sums_of = 0) and have no noise (budget.privacy.epsilon = 0).",
-    )
-    sums_of: int = Field(
-        default=0,
-        ge=0,
-        description="Minimum sites per secure sum; replies then leave in such sums only. 0: replies may leave alone.",
-    )
-    partners: tuple[str, ...] = Field(
-        default=(),
-        description='Sites with which this one sums, by name; "name of owner" counts the sites of an owner once, and '
-        '"name sha256:..." is for one certificate only. Needed with sums_of.',
-    )
-    min_samples: int = Field(default=20, ge=1, description="Minimum training samples; with fewer nothing leaves.")
-    max_rounds: int = Field(default=1000, ge=1, description="Maximum rounds per run.")
-    budget: Budget = Field(default_factory=Budget, description="How much may be asked.")
-
-    @property
-    def sends_metrics(self) -> bool:
-        """Whether metrics may leave."""
-        return self.sums_of == 0 and not self.budget.privacy.epsilon if self.metrics is None else self.metrics
-
-    def check_run(self, algorithm: str, model: str, rounds: int, samples: int, code: Sequence[str]) -> None:
-        """Before anything of a run is looked at; names decide, nothing is imported yet."""
-        if algorithm.lower() not in {name.lower() for name in self.algorithms}:
-            raise Refused(f'algorithm "{algorithm}" is not among those of the policy: {", ".join(self.algorithms)}')
-        if model not in self.models:
-            raise Refused(f'model "{model}" is not among those of the policy: {", ".join(self.models)}')
-        for name in code:
-            if name not in self.code:
-                raise Refused(f'the code "{name}" is not among that of the policy: {", ".join(self.code) or "none"}')
-        if rounds > self.max_rounds:
-            raise Refused(f"{rounds} rounds are more than the {self.max_rounds} of the policy")
-        if samples < self.min_samples:
-            raise Refused(f"this site has fewer than the {self.min_samples} training samples of the policy")
-
-    def check_sends(self, algorithm: Algorithm) -> None:
-        """Everything that the algorithm declares to send must be allowed."""
-        for name in reply_names(algorithm):
-            if name not in self.sends:
-                raise Refused(f'{algorithm.title} sends "{name}", which the policy does not let out')
-
-    def check_sums(self, *, is_sealed: bool) -> None:
-        """Whether the server's way of adding up is good enough."""
-        if self.sums_of and not is_sealed:
-            raise Refused("the policy lets replies out in secure sums only; set privacy.secure_sum = true")
-
-    def check_round(self, round: int) -> None:
-        """A server may go on for longer than it said."""
-        if round > self.max_rounds:
-            raise Refused(f"round {round} is beyond the {self.max_rounds} of the policy")
-
-
-OPENED = "sums.json"
+def _count_thresholds(weight: Tensor, bias: Tensor) -> int:
+    """Units in the largest group that has one direction and different thresholds."""
+    norms = weight.norm(dim=1)
+    alive = norms > 0
+    directions, thresholds = weight[alive] / norms[alive, None], bias[alive] / norms[alive]
+    if len(directions) < LEAST_UNITS:
+        return 0
+    # two random projections identify a direction: rows are grouped by them, not compared in pairs
+    seed = torch.Generator().manual_seed(0)
+    marks = torch.randn(weight.shape[1], 2, generator=seed, dtype=torch.float64, device="cpu")
+    places = (directions @ marks / marks.norm(dim=0) / SAME).round().to(torch.int64)
+    _, group = places.unique(dim=0, return_inverse=True)
+    return max((len(thresholds[group == g].unique()) for g in group.bincount().topk(1).indices), default=0)
 
 
 def make_party(kit: Path, policy: Policy, name: str, run: str, number: int, folder: Path) -> Party:
-    """What a site brings to the secure sums of a run; refused if its policy wants more than it can see to."""
-    from fedtailor.aggregation.identity import owners, read_identity  # need cryptography, which other runs do without
+    """This site as a party to secure sums; refused if its certificate or partners cannot satisfy its policy."""
+    from fedtailor.aggregation.identity import owners, read_identity  # need cryptography, which other runs do not
     from fedtailor.aggregation.member import Opened, Party
 
     identity = read_identity(kit / "startup", policy.partners)
     if identity is not None and identity.name != name:
         raise Refused(f'the certificate in {kit.name} is of "{identity.name}", not of this site')
     if policy.sums_of and identity is None:
-        raise Refused("the policy wants secure sums, and there is no certificate here to sign keys with")
+        raise Refused("the policy requires secure sums, and there is no certificate to sign keys with")
     if policy.sums_of and not policy.partners:
-        raise Refused("the policy wants secure sums, and names no partners that they may be made with")
+        raise Refused("the policy requires secure sums, but names no partners")
     saved = read_json(folder / OPENED) if (folder / OPENED).exists() else {"round": None, "cohort": []}
     opened = Opened(saved["round"], saved["cohort"])
     opened.save = lambda its: write_json(folder / OPENED, {"round": its.round, "cohort": sorted(its.cohort)})

@@ -1,7 +1,7 @@
-"""The server's half: the ordinary rounds over sites that are reached by messages. It never has data.
+"""The server's half: the usual rounds, over sites that are reached by messages. It never has data.
 
-A private state is kept by its site, by the number of the round after which it was kept; here, and in the checkpoint, a
-client's state is that number.
+Each site stores its private state on its own disk under the number of the round. For the server, and in its checkpoint,
+a client's state is that number.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ from fedtailor.flare.kits import KIT, REVOKED
 from fedtailor.flare.protocol import ENVELOPE, PING, config_for, hello_fault, other_code, promise
 from fedtailor.version import __version__
 
-TRIES = 3  # of a request whose connection broke; its number makes that harmless
+ROSTER, SITES = "federation.json", "sites.json"  # in the folder of a run
+TRIES = 3  # of a request whose connection broke; its number makes repeating it harmless
+CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
+WRITE_EVERY = 5.0  # seconds between two writes of SITES
 
 
 class Link(Protocol):
-    """What carries bytes to a site and back; an `OSError` when that fails, a `TimeoutError` when it takes too long."""
+    """Carries bytes to a site and back; raises an `OSError` if that fails, a `TimeoutError` if it takes too long."""
 
     sites: tuple[str, ...]
 
@@ -52,22 +55,22 @@ class Link(Protocol):
 
 
 class SiteRpc:
-    """Who does not answer is away at once, and asked no more until a sign of life comes back."""
+    """Calls of sites. A site that does not answer is away, and is only pinged until it answers again."""
 
     def __init__(self, link: Link, deadline: float, silence: float) -> None:
         self.link = link
         self.deadline = deadline
         self.silence = silence
-        self.away: dict[str, str] = {}
-        self._out = set[str]()  # refused or never there: not looked for again
+        self.away: dict[str, str] = {}  # site -> why
+        self._out = set[str]()  # left out for good: not pinged again
         self._session = secrets.token_bytes(16)
         self._numbers = dict.fromkeys(link.sites, PING)
         self._probes: dict[str, Future[Any]] = {}
-        self.behind = set[str]()  # whose reply a call did not wait for
-        self.late: dict[str, bytes] = {}  # such replies, since they have come
+        self.behind = set[str]()  # sites whose reply a call did not wait for
+        self.late: dict[str, bytes] = {}  # their replies, once they have arrived
 
     def ask(self, requests: Iterable[tuple[str, bytes]], goal: int = 0) -> dict[str, bytes | OSError]:
-        """Every site its request, all at the same time; with a goal not waiting for more replies than that."""
+        """Send the requests all at once and collect the replies; with a goal, return after that many replies."""
         replies: dict[str, bytes | OSError] = {}
         waiting: dict[Future[Any], str] = {}
         for site, message in requests:
@@ -103,14 +106,14 @@ class SiteRpc:
             return error
 
     def _leave_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
-        """A site that still computes is away until it has answered; then it begins the next round with the others."""
+        """A site that still computes is away until it answers; it takes part again from the next round on."""
         self.away[site] = f"is late: {goal} replies close the round"
         self._probes[site] = future
         self.behind.add(site)
         return TimeoutError(self.away[site])
 
     def ping(self, site: str) -> bytes:
-        """A sign of life, or an `OSError`."""
+        """Ask for a sign of life; raises an `OSError` without one."""
         return self.link.send(site, ENVELOPE.pack(self._session, PING), self.silence)
 
     def _send(self, site: str, number: int, message: bytes) -> bytes:
@@ -127,17 +130,17 @@ class SiteRpc:
         raise AssertionError
 
     def leave_out(self, site: str, why: str) -> None:
-        """A site that takes no part, whatever it answers."""
+        """Exclude a site for good, whatever it answers later."""
         self.away[site] = why
         self._out.add(site)
 
     def wait_for_late(self) -> None:
-        """Wait for those who are late: at the end of a run everybody gets a model."""
+        """Wait for late sites, so that at the end of a run every site gets a model."""
         wait([self._probes[site] for site in self.away if site in self._probes], timeout=self.deadline)
         self.take_back()
 
     def take_back(self) -> None:
-        """Take back who answers again; does not wait."""
+        """Take back sites that answer again, and ping the others; does not wait."""
         for site in set(self.away) - self._out:
             probe = self._probes.get(site)
             if probe is not None and not probe.done():
@@ -153,7 +156,7 @@ class SiteRpc:
 
 
 def in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
-    """A future of a thread that does not keep the process alive: a lost call may be waited for until its deadline."""
+    """Run work in a daemon thread: a lost call, which blocks until its deadline, does not keep the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -166,12 +169,8 @@ def in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> Future[An
     return future
 
 
-CONDITION = ("version", "now", "free", "certificate_ends")
-PRESENCE_EVERY = 5.0  # seconds
-
-
 class LastSeen:
-    """When each site was last heard of, and how it is, in a file beside the run, for operators."""
+    """When each site last answered, and its condition, in a file of the run that operators read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,7 +178,7 @@ class LastSeen:
         self._written = 0.0
 
     def note_hello(self, greetings: dict[str, Header]) -> None:
-        """What sites say of themselves as a job begins; only what is known is kept of it."""
+        """Record what sites report of themselves as a job begins; unknown keys are dropped."""
         now = time.time()
         for site, about in greetings.items():
             condition = about.pop("condition", None)
@@ -188,21 +187,21 @@ class LastSeen:
             self.sites[site] = known | {"asked": now, "seen": now}
 
     def note_round(self, away: dict[str, str]) -> None:
-        """Who answered as a round began, and why others did not; written every few seconds."""
+        """Record which sites answered as a round began, and why others did not (`away`: site -> why, or nothing)."""
         now = time.time()
         for site, why in away.items():
             about = self.sites.setdefault(site, {})
             about["away"] = why[:200]
             if not why:
                 about["seen"] = now
-        if now - self._written > PRESENCE_EVERY:
+        if now - self._written > WRITE_EVERY:
             self._written = now
             write_json(self.path, self.sites)
 
 
 @dataclass(frozen=True)
 class LateReply:
-    """A reply that has come, to a call of an earlier round; its site has kept the state after it."""
+    """A reply to a call of an earlier round; its site has stored the state after it."""
 
     call: Call
     reply: Tree
@@ -210,31 +209,35 @@ class LateReply:
 
 @dataclass
 class LateReplies:
-    """Of each client at most one."""
+    """Replies that arrive after their round has closed, at most one per client (FedBuff: Nguyen et al., AISTATS 2022).
+
+    A late reply moved the model that it was sent; the current model is moved by as much, times (1 + rounds late) to the
+    power of -`federation.staleness`.
+    """
 
     power: float
-    sent: dict[int, Call] = field(default_factory=dict)  # to those who are late
-    come: dict[int, LateReply] = field(default_factory=dict)
-    used: dict[int, int] = field(default_factory=dict)  # in this round: client -> rounds late
+    awaited: dict[int, Call] = field(default_factory=dict)  # by client
+    arrived: dict[int, LateReply] = field(default_factory=dict)
+    counted: dict[int, int] = field(default_factory=dict)  # in this round: client -> rounds late
 
-    def state(self, client: int, kept_round: int) -> int:
-        """The round whose state a client goes on from."""
-        return self.come[client].call.round if client in self.come else kept_round
+    def state_round(self, client: int, kept_round: int) -> int:
+        """The round whose state a client continues from."""
+        return self.arrived[client].call.round if client in self.arrived else kept_round
 
-    def replies(self, call: Call, clients: Sequence[int]) -> dict[int, Tree]:
-        """LateReply replies of some of these clients, as replies to this call."""
-        self.used = {c: call.round - self.come[c].call.round for c in clients if c in self.come}
-        if call.number and (self.come or self.sent):
-            raise ConfigError(f'federation.late = "buffer": {call.function} is a second question in round {call.round}')
-        return {c: rebase(self.come[c], call, self.power) for c in clients if c in self.come}
+    def rebase_all(self, call: Call, clients: Sequence[int]) -> dict[int, Tree]:
+        """The late replies of these clients, as replies to this call."""
+        self.counted = {c: call.round - self.arrived[c].call.round for c in clients if c in self.arrived}
+        if call.number and (self.arrived or self.awaited):
+            raise ConfigError(f'federation.late = "buffer": {call.function} is a second call in round {call.round}')
+        return {c: rebase(self.arrived[c], call, self.power) for c in clients if c in self.arrived}
 
     def commit(self) -> None:
-        """The round has ended with them."""
-        self.come = {c: late for c, late in self.come.items() if c not in self.used}
+        """Drop the replies that this round counted."""
+        self.arrived = {c: late for c, late in self.arrived.items() if c not in self.counted}
 
 
 def rebase(late: LateReply, call: Call, power: float) -> Tree:
-    """Parts that are new versions of what was sent, as changes of what is sent now; the others as they are."""
+    """Apply the changes of model parts to what is sent now; other parts stay as they are."""
     weight = (1 + call.round - late.call.round) ** -power
     parts = list(late.reply) if isinstance(late.reply, tuple) else [late.reply]
     for i, j in changed_parts(late.reply, late.call.args, late.call.placed).items():
@@ -244,90 +247,84 @@ def rebase(late: LateReply, call: Call, power: float) -> Tree:
 
 
 def check_late_replies(experiment: Experiment) -> None:
-    """Refuse methods of which a late reply cannot be counted."""
+    """Refuse methods whose late replies cannot be counted."""
     algorithm = experiment.algorithm
     name = algorithm.title or type(algorithm).__name__
     calls = calls_made(experiment)
     if sum(len(ways) for ways in calls.values()) != 1 or any(True in way for ways in calls.values() for way in ways):
-        raise ConfigError(f'federation.late = "buffer": {name} asks more than one thing, or each client its own')
+        raise ConfigError(f'federation.late = "buffer": {name} makes several calls per round, or one for each client')
     if experiment.model.has_common_statistics:
         raise ConfigError('federation.late = "buffer": variances may become negative; set model.buffers = "private"')
     (function,) = calls
     sends = client_functions(algorithm)[function].sends  # type: ignore[attr-defined]
     for spec in sends if isinstance(sends, tuple) else (sends,):
         if spec is not None and spec != COUNT and not spec.is_model:
-            raise ConfigError(f'federation.late = "buffer": {name} sends "{spec.name}", which is no model to average')
-
-
-ROSTER, SITES = "federation.json", "sites.json"
+            raise ConfigError(f'federation.late = "buffer": {name} sends "{spec.name}", which is not a model')
 
 
 class FlareEngine(Remote):
-    """Sites over lines. A site that is away misses the round; when it is back it goes on from what it kept last."""
+    """The engine `flare`. A site that is away misses the round, and continues from the state that it stored last."""
 
     def __init__(
-        self, experiment: Experiment, config: RunConfig, lines: SiteRpc, schema: dict[str, Any], last_seen: LastSeen
+        self, experiment: Experiment, config: RunConfig, rpc: SiteRpc, schema: dict[str, Any], last_seen: LastSeen
     ) -> None:
         super().__init__(experiment)
         self.last_seen = last_seen
         self.config = config
-        self.lines = lines
+        self.rpc = rpc
         self.schema = schema
         self.first = -experiment.algorithm.preparation
         self._kept_rounds = [self.first for _ in self.everybody]
         self._needed: list[set[int]] = [set() for _ in self.everybody]
         self._round = self.first
-        self._goal = 0  # replies that close a call
-        self._buffer = LateReplies(config.federation.staleness) if config.federation.late == "buffer" else None
+        self._goal = 0  # number of replies that closes a call; 0: all
+        self._late = LateReplies(config.federation.staleness)
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
-        """As ever; but a round may close before the slowest have answered, who then count in a later one."""
-        late = self._buffer.replies(call, clients) if self._buffer is not None else {}
+        """One reply per client; with `federation.goal`, late ones of earlier rounds first, and none of slow clients."""
+        late = self._late.rebase_all(call, clients)
         for client, tree in late.items():
             yield Reply((client,), tree_map(lambda v: v[None], tree))
         goal, others = self.config.federation.goal, [c for c in clients if c not in late]
         self._goal = goal and max(1, goal - len(late))
         yield from super().call(call, others)
         self._goal = 0
-        if self._buffer is not None:
-            self._buffer.sent |= {c: call for c in others if self._name(c) in self.lines.behind}
+        if self.config.federation.late == "buffer":
+            self._late.awaited |= {c: call for c in others if self._name(c) in self.rpc.behind}
 
     @property
     def counted_late(self) -> dict[str, int]:
-        """Of the last round: by how many rounds replies were late that it counted."""
-        return {} if self._buffer is None else {self._name(c): late for c, late in self._buffer.used.items()}
+        """The late replies that the last round counted: site -> rounds late."""
+        return {self._name(c): late for c, late in self._late.counted.items()}
 
     def _take_late(self) -> None:
-        """Replies that have come since: their sites keep the state after them, and they wait to be counted."""
-        late, self.lines.late = self.lines.late, {}
-        if self._buffer is None:
-            return
-        self._buffer.used = {}
-        for client in [c for c in self._buffer.sent if self._name(c) in late]:
-            call, reply = self._buffer.sent.pop(client), late[self._name(client)]
+        """Collect late replies that have arrived, once their sites have stored the state after them."""
+        late, self.rpc.late = self.rpc.late, {}
+        self._late.counted = {}
+        for client in [c for c in self._late.awaited if self._name(c) in late]:
+            call, reply = self._late.awaited.pop(client), late[self._name(client)]
             if "error" in _header(reply):
                 continue
-            keep = {client: {"op": "keep", "round": call.round}}
-            ((_, answer, wrong),) = self._tell_each(keep)
+            ((_, answer, wrong),) = self._tell_each({client: {"op": "keep", "round": call.round}})
             if not wrong and answer.get("kept") == call.round:
-                self._buffer.come[client] = LateReply(call, self._here(self._read(reply)[1]))
+                self._late.arrived[client] = LateReply(call, self._here(self._read(reply)[1]))
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
-        """All sites at the same time."""
+        """Send to all clients at once."""
         by_name = {self._name(client): (client, request) for client, request in requests}
-        replies = self.lines.ask(((name, request) for name, (_, request) in by_name.items()), self._goal)
+        replies = self.rpc.ask(((name, request) for name, (_, request) in by_name.items()), self._goal)
         for name, (client, _) in by_name.items():
             yield client, replies[name]
 
     def _tell_each(self, headers: dict[int, Header]) -> Iterator[tuple[int, Header, str]]:
-        """To each its own; and what is wrong, if it did not answer or refused."""
+        """Send each client its header; yields the answer, and the reason if it did not answer or refused."""
         for client, reply in self.carry((c, codec.encode(header, None)) for c, header in headers.items()):
             answer = {} if isinstance(reply, OSError) else _header(reply)
-            wrong = self.lines.away[self._name(client)] if isinstance(reply, OSError) else answer.get("error", "")
+            wrong = self.rpc.away[self._name(client)] if isinstance(reply, OSError) else answer.get("error", "")
             yield client, answer, wrong
 
     def start(self) -> None:
-        """Every site makes ready; who refuses takes no part."""
+        """Start the run at every site; one that refuses is left out of the run."""
         contract = promise(self.experiment)
         header = {"op": "start", "schema": self.schema, "promise": contract, "first": self.first}
         headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
@@ -336,78 +333,70 @@ class FlareEngine(Remote):
                 self._leave_out(client, wrong)
 
     def _leave_out(self, client: int, wrong: str) -> None:
-        if self._name(client) not in self.lines.away:  # it answered, and what it said is final
-            self.lines.leave_out(self._name(client), wrong)
+        if self._name(client) not in self.rpc.away:  # it answered: its refusal is final
+            self.rpc.leave_out(self._name(client), wrong)
 
     def begin_round(self, round: int) -> dict[int, str]:
-        """A new round at every site that is there, from the state it kept last; waits while there are too few."""
+        """Begin a round at every site that answers, from its stored state; waits while there are too few."""
         self._calls.clear()
         self._round = round
-        self.lines.take_back()
+        self.rpc.take_back()
         self._take_late()
-        until = time.monotonic() + self.lines.deadline
+        until = time.monotonic() + self.rpc.deadline
         away = self._begin(round, self.everybody)
-        self.last_seen.note_round(
-            {self._name(c): "" for c in self.everybody} | {self._name(c): w for c, w in away.items()}
-        )
+        self.last_seen.note_round({self._name(c): away.get(c, "") for c in self.everybody})
         least = 2 if self.experiment.aggregation.reduction.is_sealed else 1
         while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
             if time.monotonic() > until:
                 why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())
                 raise RetryableError(f"round {round}: too few sites are available: {why}")
-            time.sleep(min(1.0, self.lines.silence / 4))
-            self.lines.take_back()
+            time.sleep(min(1.0, self.rpc.silence / 4))
+            self.rpc.take_back()
             self._take_late()
             away = self._begin(round, list(away))
         return away
 
     def _begin(self, round: int, clients: Iterable[int]) -> dict[int, str]:
-        rounds = {
-            c: self._kept_rounds[c] if self._buffer is None else self._buffer.state(c, self._kept_rounds[c])
-            for c in clients
-        }
+        rounds = {c: self._late.state_round(c, self._kept_rounds[c]) for c in clients}
         headers = {
             c: {"op": "begin", "round": round, "kept": rounds[c], "needed": sorted(self._needed[c])} for c in clients
         }
         return {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
 
     def end_round(self, clients: Sequence[int]) -> dict[int, str]:
-        """Every site keeps its new state on its disk; returns whose is lost. The server keeps its own only after it."""
+        """Let every site store its new state; returns whose is lost. The server writes its checkpoint after that."""
         answers = list(self._tell_each({c: {"op": "keep", "round": self._round} for c in clients}))
-        lost = {client: wrong for client, _, wrong in answers if wrong}
-        lost |= {
-            c: "did not say what it kept" for c, a, wrong in answers if not wrong and type(a.get("kept")) is not int
-        }
+        unsure = "did not confirm that it stored its state"
+        lost = {c: wrong or unsure for c, answer, wrong in answers if wrong or type(answer.get("kept")) is not int}
         if not lost:
             for client, answer, _ in answers:
                 self._kept_rounds[client] = answer["kept"]
-            if self._buffer is not None:
-                self._buffer.commit()
+            self._late.commit()
         return lost
 
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[Evaluated]:
-        """As ever; where models are kept, the late ones are waited for."""
+        """Metrics and models of the clients; where models are kept, late sites are waited for."""
         if keep and self.config.federation.goal:
-            away = set(self.lines.away)
-            self.lines.wait_for_late()
-            names = away - set(self.lines.away)
-            self.undo([c for c in self.everybody if self._name(c) in names])  # what they computed late does not count
+            away = set(self.rpc.away)
+            self.rpc.wait_for_late()
+            names = away - set(self.rpc.away)
+            self.undo([c for c in self.everybody if self._name(c) in names])  # their late computation does not count
         return super().evaluate(clients, round, server, splits, keep)
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
-        """Sites go back to what they kept last; who cannot be reached does so when its next round begins."""
+        """Return sites to their stored state; a site that cannot be reached returns when its next round begins."""
         chosen = self.everybody if clients is None else clients
         for _ in self._tell_each({c: {"op": "restore", "kept": self._kept_rounds[c]} for c in chosen}):
             pass
 
     def get_states(self) -> Tree:
-        """For each client the round whose state it kept last."""
+        """The round of each client's stored state."""
         return {"kept": torch.tensor(self._kept_rounds, device="cpu")}
 
     def set_states(self, rows: Tree) -> None:
-        """Every site goes back to what it kept then."""
+        """Return every site to the state of that round."""
         self._kept_rounds = self._kept_of_all(rows)
         for client, _, wrong in self._tell_each(
             {c: {"op": "restore", "kept": k} for c, k in enumerate(self._kept_rounds)}
@@ -416,42 +405,42 @@ class FlareEngine(Remote):
                 self._leave_out(client, wrong)
 
     def close(self) -> None:
-        """Sites go on by themselves; the job that this engine is part of ends them."""
+        """Nothing to close: the job that this engine is part of ends the sites."""
 
     def saved(self, states: Sequence[Tree]) -> None:
-        """Sites may forget, when the next round begins, what no checkpoint needs."""
+        """Let sites delete, when the next round begins, states that no checkpoint needs."""
         every = [self._kept_of_all(tree) for tree in states]
         self._needed = [{rounds[client] for rounds in every} for client in self.everybody]
 
     def _kept_of_all(self, rows: Tree) -> list[int]:
-        """One that was not there yet then is at its start."""
+        """The stored round of each client; a client that joined later is at its start."""
         rounds: list[int] = rows["kept"].tolist()
         return rounds + [self.first] * (len(self.everybody) - len(rounds))
 
 
 def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:
-    """A run of this name over the sites of a link; goes on from the checkpoint in `root`, if there is one."""
+    """Run `name` over the sites of a link, from the checkpoint in `root` if there is one."""
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
-        raise ConfigError("evaluation.unseen: not in a federation of sites; onboard a newcomer instead")
+        raise ConfigError("evaluation.unseen: not available in a federation of sites; use fedtailor onboard")
     if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
-        raise ConfigError("federation.goal: not with secure sums, and not below federation.min_replies")
+        raise ConfigError("federation.goal: cannot be combined with secure sums, nor be below federation.min_replies")
     if config.federation.late == "buffer" and not config.federation.goal:
-        raise ConfigError('federation.late = "buffer": needs federation.goal, the replies that close a round')
+        raise ConfigError('federation.late = "buffer": set federation.goal, the number of replies that closes a round')
     path = root / name
-    lines = SiteRpc(link, config.federation.deadline, config.federation.silence)
+    rpc = SiteRpc(link, config.federation.deadline, config.federation.silence)
     old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
     roster = old or {"run": f"{name}-{secrets.token_hex(4)}", "clients": [], "samples": [], "schema": None}
     for site in _revoked_names(root.parent):
         if site in link.sites:
-            lines.leave_out(site, "its certificate was revoked")
+            rpc.leave_out(site, "its certificate was revoked")
     last_seen = LastSeen(path / SITES)
-    greetings = _hello(lines, config, roster["run"])
+    greetings = _hello(rpc, config, roster["run"])
     last_seen.note_hello(greetings)
-    roster = _enroll(roster, greetings, lines, config)
+    roster = _enroll(roster, greetings, rpc, config)
     for client in roster["clients"]:
         if client not in link.sites:
-            lines.leave_out(client, "is not connected")
+            rpc.leave_out(client, "is not connected")
     write_json(path / ROSTER, roster)
     experiment = assemble(config, data_without_rows(roster))
     if config.federation.late == "buffer":
@@ -460,12 +449,12 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
-    engine = FlareEngine(experiment, config, lines, roster["schema"], last_seen)
+    engine = FlareEngine(experiment, config, rpc, roster["schema"], last_seen)
     return runner.train_on(engine, "flare", config, path, listener)
 
 
 def _revoked_names(folder: Path) -> list[str]:
-    """Sites that may still connect, for FLARE knows no list of revoked certificates, and are not asked anything."""
+    """Sites to which nothing is sent. FLARE has no revocation list, so they can still connect."""
     if not (folder / REVOKED).exists():
         return []
     from fedtailor.aggregation.identity import AUTHORITY, read_revocations
@@ -474,8 +463,8 @@ def _revoked_names(folder: Path) -> list[str]:
     return read_revocations(folder / REVOKED, authority.read_bytes() if authority.exists() else b"")["names"]
 
 
-def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
-    """What each site tells of itself; who refuses is left out, by name."""
+def _hello(rpc: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
+    """What each site reports of itself; a site that refuses is left out."""
     header = {
         "op": "hello",
         "version": __version__,
@@ -488,33 +477,33 @@ def _hello(lines: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
     }
     message = codec.encode(header, None)
     greetings = {}
-    for site, reply in lines.ask((site, message) for site in sorted(lines.link.sites)).items():
+    for site, reply in rpc.ask((site, message) for site in sorted(rpc.link.sites)).items():
         if isinstance(reply, OSError):
-            lines.leave_out(site, f"did not say hello: {reply}")
+            rpc.leave_out(site, f"did not say hello: {reply}")
             continue
         greetings[site] = _header(reply)
         if "error" in greetings[site]:
-            lines.leave_out(site, greetings.pop(site)["error"])
+            rpc.leave_out(site, greetings.pop(site)["error"])
         elif wrong := hello_fault(greetings[site]):
-            lines.leave_out(site, f"its hello has no usable {wrong}")
+            rpc.leave_out(site, f"its hello has no usable {wrong}")
             del greetings[site]
     return greetings
 
 
 def _header(reply: bytes) -> Header:
-    """What a site says; bytes that are no message are an error of that site."""
+    """The header of a reply; one that cannot be decoded counts as an error of its site."""
     try:
         return codec.decode_header(reply)
     except codec.BrokenMessage as error:
         return {"error": f"its answer {error}"}
 
 
-def _enroll(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config: RunConfig) -> Header:
-    """The clients of a run: those of before in their order, then who came; who does not fit is left out, by name."""
+def _enroll(roster: Header, greetings: dict[str, Header], rpc: SiteRpc, config: RunConfig) -> Header:
+    """The clients of a run: those of before in their order, then new ones; sites that do not fit are left out."""
     clients, samples = list(roster["clients"]), list(roster["samples"])
     schema = roster["schema"]
     begun = bool(clients)
-    # what a job names is imported only after a site, by its own policy, has taken part in it
+    # the algorithm is imported only after a site, by its own policy, has accepted its name
     fixed = begun and (
         algorithms.make(config.algorithm.name, config.algorithm.options).by_client or config.environment.epochs
     )
@@ -522,18 +511,18 @@ def _enroll(roster: Header, greetings: dict[str, Header], lines: SiteRpc, config
         schema = schema or about["schema"]
         if about["schema"] != schema:
             part = next(k for k in schema if about["schema"].get(k) != schema[k])
-            lines.leave_out(site, f"its {part} is {about['schema'].get(part)}, not {schema[part]}")
+            rpc.leave_out(site, f"its {part} is {about['schema'].get(part)}, not {schema[part]}")
         elif site in clients:
             had = samples[clients.index(site)]
             if about["samples"] != had:
-                lines.leave_out(site, f"has {about['samples']} training samples; it had {had} when it joined")
+                rpc.leave_out(site, f"has {about['samples']} training samples; it had {had} when it joined")
         elif begun and fixed:
-            lines.leave_out(site, f"{config.algorithm.name} has numbers for each client: nobody can join a running one")
+            rpc.leave_out(site, f"{config.algorithm.name} has numbers for each client: no site can join a running one")
         else:
             clients.append(site)
             samples.append(about["samples"])
     if not clients:
-        why = "; ".join(f"{site}: {reason}" for site, reason in lines.away.items()) or "no site is connected"
+        why = "; ".join(f"{site}: {reason}" for site, reason in rpc.away.items()) or "no site is connected"
         raise RunError(f"no site takes part: {why}")
     return roster | {"clients": clients, "samples": samples, "schema": schema}
 
@@ -544,7 +533,7 @@ def _two_rows(form: list[Any]) -> Tensor:
 
 
 def data_without_rows(roster: Header) -> FederatedData:
-    """The data as the server knows it: who there is, how many samples each has, and what one looks like."""
+    """The data as the server knows it: clients, numbers of samples, and the form of a sample."""
     schema, sizes = roster["schema"], roster["samples"]
     parts = {name: _two_rows(form) for name, form in schema["x"].items()}
     x, y = parts.get("", parts), _two_rows(schema["y"])

@@ -1,7 +1,7 @@
-"""The site's half: every message is checked against the site's own policy, recorded, and only then answered.
+"""The site's half: every request is checked against the site's own policy and logged before the reply leaves.
 
-Private states, the personal model and the record lie in the site's own folder. What the server is told of an error is
-its kind; the text, which may hold values of the data, stays in the record.
+Private states, personal models and the audit log stay in the site's own folder. Of an error the server learns the type;
+its text, which may contain values of the data, goes to the audit log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -53,146 +53,21 @@ from fedtailor.tables.candidates import all_in_training
 from fedtailor.tables.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
 
-if TYPE_CHECKING:
-    from fedtailor.aggregation.member import Party
-
-
+SERVER = "server"  # the only one that may call
+KINDS = ("last", "selected")  # personal models that are kept
+AUDIT, RUN, FIT_FOLDER = "audit.jsonl", "run.json", "fit"  # the last two in the folder of a run
 STANDING, RECEIPTS = "standing.json", "receipts"
 State = Literal["active", "paused", "left"]
 NOT_TAKING_PART = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
 
 
-def read_participation(folder: Path) -> dict[str, Any]:
-    """What the operator of a site has said: `state`, and the runs that were `withdrawn`."""
-    path = folder / STANDING
-    return dict(read_json(path)) if path.exists() else {"state": "active", "withdrawn": []}
-
-
-def check_participation(folder: Path, run: str = "") -> None:
-    """Refuse whatever the server asks while the site takes no part."""
-    record = read_participation(folder)
-    if record["state"] in NOT_TAKING_PART:
-        raise Refused(NOT_TAKING_PART[record["state"]])
-    if run and run in record["withdrawn"]:
-        raise Refused(f"this site has withdrawn from the run {run}")
-
-
-def set_participation(folder: Path, state: State) -> None:
-    """From the next request on."""
-    write_json(folder / STANDING, read_participation(folder) | {"state": state})
-
-
-def withdraw(folder: Path, run: str) -> Path:
-    """Refuse a run from now on, delete what was kept of it here, and return the receipt."""
-    path = folder / run
-    if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
-        known = ", ".join(kept_runs(folder)) or "none"
-        raise RunError(f'{folder}: no run "{run}"; there are: {known}')
-    record, about = read_participation(folder), _rounds_sent(folder, run)
-    withdrawn = sorted({*record["withdrawn"], run})
-    write_json(folder / STANDING, record | {"withdrawn": withdrawn})  # before anything is deleted
-    deleted = []
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        deleted.append({"file": str(file.relative_to(folder)), "bytes": file.stat().st_size, "sha256": digest})
-        file.unlink()
-    for inner in sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True):
-        inner.rmdir()
-    path.rmdir()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    receipt = folder / RECEIPTS / f"{run}.json"
-    write_json(receipt, {"run": run, "withdrawn": now, "deleted": deleted} | about)
-    return receipt
-
-
-def kept_runs(folder: Path) -> list[str]:
-    """Runs of which something is kept at a site."""
-    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
-
-
-def _rounds_sent(folder: Path, run: str) -> dict[str, Any]:
-    """Rounds in which a reply left, from the record: what was added into a common model then stays in it."""
-    try:
-        entries = read_lines(folder / AUDIT)
-    except RunError as error:  # no reason not to withdraw
-        return {"rounds": None, "record": str(error)}
-    left = [e for e in entries if e.get("run") == run and "refused" not in e and "left" in e]
-    return {"rounds": sorted({int(e["round"]) for e in left if e.get("round") is not None})}
-
-
-class SiteState:
-    """One run's private states. A state counts from the moment its description is there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
-    def rounds(self) -> list[int]:
-        """Rounds after which a state was kept."""
-        return sorted(int(file.stem.removeprefix("state")) for file in self.folder.glob("state*.json"))
-
-    def keep(self, round: int, state: Tree) -> None:
-        """Write the state after a round."""
-        write_json(self._index(round), write_tree(self._index(round).with_suffix(".safetensors"), state))
-
-    def read(self, round: int) -> Tree:
-        """The state after a round."""
-        if not self._index(round).exists():
-            known = ", ".join(map(str, self.rounds())) or "none"
-            raise RunError(f"{self.folder}: no private state of round {round}; there are: {known}")
-        return read_tree(self.folder, read_json(self._index(round)))
-
-    def forget_but(self, rounds: set[int]) -> None:
-        """Remove all states but these."""
-        for round in set(self.rounds()) - rounds:
-            self._index(round).unlink()
-            self._index(round).with_suffix(".safetensors").unlink(missing_ok=True)
-
-    def _index(self, round: int) -> Path:
-        return self.folder / f"state{round:+07d}.json"
-
-
-@dataclass
-class SiteJob:
-    """A run that was started here."""
-
-    experiment: Experiment
-    client: Client
-    states: SiteState  # kept on disk
-    spent: RunUsage
-    at: int  # the round whose kept state the client goes on from
-    changed: bool = False  # since then
-    round: int | None = None  # the one that was begun
-
-    def go_to(self, round: int) -> None:
-        """The private state as it was kept after a round."""
-        if self.changed or self.at != round:
-            self.client.inside.set_states(self.states.read(round))
-            self.at, self.changed = round, False
-
-    def keep(self, round: int) -> None:
-        """Keep the private state, if a round changed it."""
-        if self.changed:
-            self.states.keep(round, self.client.inside.get_states())
-            self.at, self.changed = round, False
-
-    def refuse_other_round(self, round: int) -> None:
-        if round != self.round:
-            raise Refused(f"round {round} is not the one that was begun ({self.round})")
-
-
-SERVER = "server"  # the only one that may call
-KINDS = ("last", "selected")  # personal models that are kept
-AUDIT, RUN = "audit.jsonl", "run.json"
-
-
 class SiteFile(BaseModel):
-    """A site's own file: its data, its policy, and where it keeps what is private."""
+    """site.toml: the site's data, its policy, and where its private files are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    folder: Path = Field(default=Path("private"), description="Where private states, models and the record are kept.")
-    kit: Path = Field(default=Path("kit"), description="What the coordinator gave: certificate, key, authority.")
+    folder: Path = Field(default=Path("private"), description="Private states, personal models and the audit log.")
+    kit: Path = Field(default=Path("kit"), description="What the coordinator sent: certificate, key, authority.")
     data: SiteData
     policy: Policy
 
@@ -217,22 +92,139 @@ def read_site(path: Path) -> SiteFile:
 
 
 def load_rows(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
-    """This site's rows; where folds take the place of validation rows, these are trained on too."""
+    """This site's rows. A fit of tables trains on the validation rows too: it validates by folds."""
     rows = load_site(data, name, seed=seed)
     return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
 
 
+def read_participation(folder: Path) -> dict[str, Any]:
+    """What the site's operator has decided: `state`, and the runs that were `withdrawn`."""
+    path = folder / STANDING
+    return dict(read_json(path)) if path.exists() else {"state": "active", "withdrawn": []}
+
+
+def check_participation(folder: Path, run: str = "") -> None:
+    """Refuse any request while the site is paused, has left, or has withdrawn from the run."""
+    record = read_participation(folder)
+    if record["state"] in NOT_TAKING_PART:
+        raise Refused(NOT_TAKING_PART[record["state"]])
+    if run and run in record["withdrawn"]:
+        raise Refused(f"this site has withdrawn from the run {run}")
+
+
+def set_participation(folder: Path, state: State) -> None:
+    """Takes effect with the next request."""
+    write_json(folder / STANDING, read_participation(folder) | {"state": state})
+
+
+def withdraw(folder: Path, run: str) -> Path:
+    """Refuse a run from now on and delete what is stored of it here; returns the path of the receipt."""
+    path = folder / run
+    if Path(run).name != run or not path.is_dir() or run == RECEIPTS:
+        known = ", ".join(kept_runs(folder)) or "none"
+        raise RunError(f'{folder}: no run "{run}"; there are: {known}')
+    record, about = read_participation(folder), _rounds_sent(folder, run)
+    withdrawn = sorted({*record["withdrawn"], run})
+    write_json(folder / STANDING, record | {"withdrawn": withdrawn})  # before anything is deleted
+    deleted = []
+    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        deleted.append({"file": str(file.relative_to(folder)), "bytes": file.stat().st_size, "sha256": digest})
+        file.unlink()
+    for inner in sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True):
+        inner.rmdir()
+    path.rmdir()
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    receipt = folder / RECEIPTS / f"{run}.json"
+    write_json(receipt, {"run": run, "withdrawn": now, "deleted": deleted} | about)
+    return receipt
+
+
+def kept_runs(folder: Path) -> list[str]:
+    """Names of the runs of which this site has files."""
+    return sorted(p.name for p in folder.glob("*") if p.is_dir() and p.name != RECEIPTS)
+
+
+def _rounds_sent(folder: Path, run: str) -> dict[str, Any]:
+    """Rounds in which a reply left, by the audit log: what it contributed to a common model cannot be removed."""
+    try:
+        entries = read_lines(folder / AUDIT)
+    except RunError as error:  # a damaged log does not prevent a withdrawal
+        return {"rounds": None, "record": str(error)}
+    left = [e for e in entries if e.get("run") == run and "refused" not in e and "left" in e]
+    return {"rounds": sorted({int(e["round"]) for e in left if e.get("round") is not None})}
+
+
+class SiteState:
+    """The private states of one run on disk, by round. A state exists once its JSON index is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def rounds(self) -> list[int]:
+        """Rounds whose state is on disk."""
+        return sorted(int(file.stem.removeprefix("state")) for file in self.folder.glob("state*.json"))
+
+    def keep(self, round: int, state: Tree) -> None:
+        write_json(self._index(round), write_tree(self._index(round).with_suffix(".safetensors"), state))
+
+    def read(self, round: int) -> Tree:
+        if not self._index(round).exists():
+            known = ", ".join(map(str, self.rounds())) or "none"
+            raise RunError(f"{self.folder}: no private state of round {round}; stored: {known}")
+        return read_tree(self.folder, read_json(self._index(round)))
+
+    def forget_but(self, rounds: set[int]) -> None:
+        """Delete the states of all other rounds."""
+        for round in set(self.rounds()) - rounds:
+            self._index(round).unlink()
+            self._index(round).with_suffix(".safetensors").unlink(missing_ok=True)
+
+    def _index(self, round: int) -> Path:
+        return self.folder / f"state{round:+07d}.json"
+
+
+@dataclass
+class SiteJob:
+    """A run that was started at this site."""
+
+    experiment: Experiment
+    client: Client
+    states: SiteState
+    spent: RunUsage
+    at: int  # the round whose stored state the client continues from
+    changed: bool = False  # since then
+    round: int | None = None  # the current one
+
+    def go_to(self, round: int) -> None:
+        """Load the private state of a round, unless the client has it."""
+        if self.changed or self.at != round:
+            self.client.inside.set_states(self.states.read(round))
+            self.at, self.changed = round, False
+
+    def keep(self, round: int) -> None:
+        """Store the private state, if the round changed it."""
+        if self.changed:
+            self.states.keep(round, self.client.inside.get_states())
+            self.at, self.changed = round, False
+
+    def refuse_other_round(self, round: int) -> None:
+        if round != self.round:
+            raise Refused(f"round {round} is not the one that was begun ({self.round})")
+
+
 @dataclass
 class _Session:
-    """The requests of one server."""
+    """The requests of one server process."""
 
     id: bytes = b""
-    last: int = 0  # number of the last one
+    last: int = 0  # number of the last request
     reply: bytes = b""  # to it
 
 
 class SiteService:
-    """Answers the server of one job. Requests are numbered: one that is repeated or late changes nothing."""
+    """Answers the server of one job. Requests are numbered, so that a repeated or late one changes nothing."""
 
     def __init__(self, site: SiteFile, name: str) -> None:
         self.name = name
@@ -255,7 +247,7 @@ class SiteService:
         }
 
     def answer(self, caller: str, request: bytes) -> bytes:
-        """One request of a caller. Never raises: an exception would carry its text to the server."""
+        """Answer a request. Never raises: an exception would carry its text to the server."""
         if len(request) < ENVELOPE.size:
             return self._refuse(request, "the request is shorter than its envelope", caller=caller)
         session, number = ENVELOPE.unpack_from(request)
@@ -284,7 +276,7 @@ class SiteService:
         except Refused as why:
             return self._refuse(message, str(why), run=self._run, number=number)
         except Exception as error:
-            reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; its record says more"}, None)
+            reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; see its audit log"}, None)
             text = {"text": str(error)}
         self.audit.write_message(message, reply, self._places, run=self._run, number=number, **text)
         return reply
@@ -293,7 +285,7 @@ class SiteService:
         reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
         try:
             self.audit.write_message(message, reply, self._places, **about)
-        except Exception:  # not even a message
+        except Exception:  # the request cannot be read
             self.audit.write_line(about | {"refused": why, "bytes": len(message)})
         return reply
 
@@ -310,7 +302,7 @@ class SiteService:
 
     @property
     def _places(self) -> int:
-        """The longest vector that a message may have: a model twice over."""
+        """The most numbers that a vector of a message may have: two models."""
         return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
 
     def _hello(self, header: Header, message: bytes) -> bytes:
@@ -332,14 +324,14 @@ class SiteService:
             raise Refused("start before hello")
         config: RunConfig = parse(header["config"])
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
-        # as it was in hello?
+        # the configuration must be what hello announced
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
         try:
             check_options(config, "the server's configuration")
         except RunError as error:
             raise Refused(str(error)) from None
         if header["schema"] != data_schema(self._data):
-            raise Refused("the server describes other data than this site has")
+            raise Refused("the server's schema is not that of this site's data")
         experiment = self._account.add_noise(assemble(config, self._data))
         policy.check_sends(experiment.algorithm)
         policy.check_sums(is_sealed=experiment.aggregation.reduction.is_sealed)
@@ -355,9 +347,13 @@ class SiteService:
         if not (folder / RUN).exists():
             write_json(folder / RUN, identity)
         elif read_json(folder / RUN) != identity:
-            raise Refused(f"a run {self._run} of another configuration is kept here")
+            raise Refused(
+                f"this site has a run {self._run} with another configuration or of another version; choose another --run"
+            )
         torch.set_num_threads(config.federation.threads or 1)
-        party = self._party(header["client"], folder) if experiment.aggregation.reduction.is_sealed else None
+        party = None
+        if experiment.aggregation.reduction.is_sealed:
+            party = make_party(self.site.kit, policy, self.name, self._run, header["client"], folder)
         client = Client(experiment, 0, self._describe_error, party)
         client.inside.start()
         self._job = SiteJob(experiment, client, states, RunUsage(policy.budget, folder, config.rounds), header["first"])
@@ -365,16 +361,13 @@ class SiteService:
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
 
-    def _party(self, number: int, folder: Path) -> Party:
-        return make_party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
-
     @property
     def _account(self) -> PrivacyAccount:
         return PrivacyAccount(self.site.policy.budget.privacy, self.site.folder)
 
     @property
     def round(self) -> int | None:
-        """The one that was begun."""
+        """The current round, if a run was started."""
         return None if self._job is None else self._job.round
 
     @property
@@ -389,7 +382,7 @@ class SiteService:
     def _begin(self, header: Header, message: bytes) -> bytes:
         job = self._running_job
         self.site.policy.check_round(header["round"])
-        job.round = None  # until all of this is done
+        job.round = None  # until all of this has succeeded
         job.spent.save()
         job.go_to(header["kept"])
         job.states.forget_but({header["kept"], *header["needed"]})
@@ -409,13 +402,13 @@ class SiteService:
     def _evaluate(self, header: Header, message: bytes) -> bytes:
         kind, policy, job = header["keep"], self.site.policy, self._running_job
         if kind and kind not in KINDS:
-            raise Refused(f'"{kind}" is no kind of personal model')
+            raise Refused(f'"{kind}" is not a kind of personal model')
         policy.check_round(header["round"])
         answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
         if kind:
-            self._keep_personal(kind, header["round"], model)  # it stays here, whether metrics may leave or not
+            self._keep_personal(kind, header["round"], model)  # it stays at the site
         if not policy.sends_metrics:
-            raise Refused("the policy does not let metrics out")
+            raise Refused("the policy does not allow metrics to leave")
         check_splits(policy.budget, job.experiment.data, header["splits"])
         job.spent.count_evaluation(header["round"])
         return codec.encode(answer, (round_metrics(policy.budget, metrics), {}))
@@ -429,7 +422,7 @@ class SiteService:
         write_json(folder / f"{kind}.json", entry | about)
 
     def _train(self, header: Header, message: bytes, tree: Tree) -> bytes:
-        """A call, a cotangent or a step of a secure sum: of this round, declared, and answered by what is declared."""
+        """Answer a call, a cotangent or a step of a secure sum of the current round, as the algorithm declares it."""
         job = self._job
         if job is None:
             raise Refused("a call before a run was started")
@@ -437,19 +430,19 @@ class SiteService:
         is_sealed = job.experiment.aggregation.reduction.is_sealed
         if "sum" in header:
             if not is_sealed:
-                raise Refused("a secure sum in a run without them")
-            return job.client.handle(message)  # of replies that were declared when they were made
+                raise Refused("a secure sum in a run without secure sums")
+            return job.client.handle(message)  # its replies were checked when they were computed
         function, algorithm = header.get("function"), job.experiment.algorithm
         if function is not None and function not in client_functions(algorithm):
             raise Refused(f'"{function}" is not a client function of {algorithm.title}')
         if (function is None or header["taped"]) and GRADIENTS not in self.site.policy.sends:
-            raise Refused(f'a taped call sends "{GRADIENTS}", which the policy does not let out')
+            raise Refused(f'a taped call sends "{GRADIENTS}", which the policy does not allow')
         if is_sealed and (function is None or header["taped"]):
-            raise Refused("a taped call in a run of secure sums: what travels back is of this site alone")
+            raise Refused("a taped call in a run with secure sums: it would send this site's gradients openly")
         if is_sealed and function is not None:
             refuse_private_message(job.experiment, function, header["placed"])
         if self.site.policy.budget.refuse_imprints and (why := find_imprint(tree)):
-            raise Refused(f"the model would read single rows off the reply: {why}")
+            raise Refused(f"the model would read training rows off the reply: {why}")
         job.spent.count_call(header["round"])
         self._account.spend(job.experiment, function, header.get("placed", []), tree, header.get("taped", False))
         job.changed = True
@@ -463,29 +456,26 @@ class SiteService:
         return reply
 
     def _describe_error(self, error: Exception) -> str:
-        """What happened and where; the error's own text, which may hold values of the data, goes to the record."""
+        """The type of an error and where it happened, for the server; its text goes to the audit log."""
         self.audit.write_line({"run": self._run, "text": str(error)})
         kind = type(error.__cause__ or error).__name__
-        return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; the site's record says more"
-
-
-FIT_FOLDER = "fit"  # the folder of the site's fit, beside its states
+        return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; see the site's audit log"
 
 
 def finished_fits(private: Path) -> dict[str, Path]:
-    """The fits of tables that have ended here, by the name of the run, oldest first."""
+    """Folders of the finished fits of tables, by the name of the run, oldest first."""
     ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
     ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
     return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
 
 
 def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
-    """The folder of this site's fit and its record, made when it is first asked for; the latest, or that of a run."""
+    """The folder and the record of a fit at this site, the latest by default; written when first asked for."""
     site = read_site(file)
     known = finished_fits(site.folder)
     chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]
     if not known:
-        raise RunError(f"{site.folder}: no fit has ended here yet; fedtailor federation fit --admin FOLDER begins one")
+        raise RunError(f"{site.folder}: no finished fit; start one with fedtailor federation fit --admin FOLDER")
     if not chosen:
         raise RunError(f'{site.folder}: no fit "{run}"; {nearest(run, known)}')
     folder = known[chosen[-1]]
@@ -497,7 +487,7 @@ def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict
     states = SiteState(folder / "states")
     round = max(states.rounds())
     if round < 1:
-        raise RunError(f"{folder}: the fit has not ended yet")
+        raise RunError(f"{folder}: the fit has not finished yet")
     name = read_json(folder / "personal" / "last.json")["site"]
     data = load_rows(site.data, name, config.seed, config.algorithm.name)
     state = tree_map(lambda v: v[0], states.read(round)["state"])

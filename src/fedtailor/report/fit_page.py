@@ -19,7 +19,14 @@ from fedtailor.studies.result_tables import number
 from fedtailor.tables.coefficients import INTERCEPT
 from fedtailor.tables.effects import EFFECTS
 from fedtailor.tables.site_metrics import is_noise
-from fedtailor.tables.words import about_model, importance_words, joined, shared_words, sharing_words, size_words
+from fedtailor.tables.words import (
+    importance_sentences,
+    join_names,
+    model_sentence,
+    sharing_sentences,
+    sharing_words,
+    size_words,
+)
 
 OWN = ("Local", "alone", "trees alone")
 OWN_MODEL = "its own model"
@@ -73,8 +80,8 @@ def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] =
         headline(record),
         who(record),
         by_size(record),
-        " ".join(shared_words(coefficients)) if coefficients else "",
-        next(iter(importance_words(effects["importance"])), "") if effects else "",
+        " ".join(sharing_sentences(coefficients)) if coefficients else "",
+        next(iter(importance_sentences(effects["importance"])), "") if effects else "",
         *more,
     ]
     metric, means = record["metric"], record["means"]
@@ -141,7 +148,7 @@ def who(record: dict[str, Any]) -> str:
     parts = []
     for names, verb in ((better, "gain"), (worse, "lose")):
         verb = f"{verb}s" if len(names) == 1 else verb
-        which = f" ({'most: ' if len(names) > NAMED else ''}{joined(names[:NAMED])})" if names else ""
+        which = f" ({'most: ' if len(names) > NAMED else ''}{join_names(names[:NAMED])})" if names else ""
         parts.append(f"{len(names) or 'none'} {verb}{which}" if names else f"none {verb}s")
     rest, few = len(known) - len(better) - len(worse), len(sites) - len(known)
     close = f"{rest} {'is' if rest == 1 else 'are'} too close to call" if rest else ""
@@ -319,7 +326,7 @@ def matters(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
     charts += [_curve(curve, effects, record) for curve in effects["curves"]]
     if not charts:
         return section.without("no column varies within a site")
-    return PageSection(section.id, section.title, tuple(importance_words(importance)), charts=tuple(charts))
+    return PageSection(section.id, section.title, tuple(importance_sentences(importance)), charts=tuple(charts))
 
 
 def _importance(importance: dict[str, Any]) -> Chart | None:
@@ -455,7 +462,7 @@ def sharing(record: dict[str, Any], effects: dict[str, Any]) -> PageSection:
     coefficients = effects.get("coefficients")
     if not coefficients or len(coefficients["sites"]) == 1:
         return PageSection("shared", "What is shared", tables=(sent,))
-    text = (about_model(coefficients), *shared_words(coefficients))
+    text = (model_sentence(coefficients), *sharing_sentences(coefficients))
     columns: tuple[str, ...] = ("", "effect over all sites", "between sites")
     lines = []
     for output in coefficients["outputs"]:

@@ -1,4 +1,4 @@
-"""A personal model as a file for other programs. It is read again and must say the same before it appears."""
+"""A personal model as a file for other programs. Its predictions are compared before it appears."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fedtailor.errors import RunError
 from fedtailor.experiments.building import at_client
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically
-from fedtailor.serving.linear_json import by_hand, has_linear_base, linear_record
-from fedtailor.serving.model_file import as_safetensors, read_safetensors, readable_again
-from fedtailor.serving.onnx_table import inputs_of_columns, needs, solved_graph, with_columns
+from fedtailor.serving.linear_json import has_linear_base, linear_record, predict_by_hand
+from fedtailor.serving.model_file import as_safetensors, read_safetensors, reread_outputs
+from fedtailor.serving.onnx_table import inputs_of_columns, require_packages, solved_graph, with_columns
 from fedtailor.tables.boosted_trees import NAMES, ON_TOP, TREES, TreeParts, Trees
 from fedtailor.tables.serve import Personal, personal, run_of
 
@@ -47,7 +47,7 @@ class TreeModule(nn.Module):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Trees(**{name: self.get_buffer(name) for name in NAMES}).summed(x, self.depth)
+        return Trees(**{name: self.get_buffer(name) for name in NAMES}).sum_to_depth(x, self.depth)
 
 
 class Served(nn.Module):
@@ -79,7 +79,7 @@ class Served(nn.Module):
         else:
             params = {name: self.get_buffer(name.replace(".", "__")) for name in self.own.params}
             out = self.own.algorithm.predict(self.own.model, params, x)
-        return self.readable(self.extras.applied(x, out, self.is_class))
+        return self.readable(self.extras.apply(x, out, self.is_class))
 
 
 def export(run: Path, site: str, to: Format, out: Path | None = None, data_root: Path | None = None) -> list[Path]:
@@ -99,7 +99,7 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
         part_file = Path(part) / target.name
         if to == "safetensors":
             part_file.write_bytes(as_safetensors(own, at_client(folder.config, site).plain(), x))
-            predictions = readable_again(part_file, x)
+            predictions = reread_outputs(part_file, x)
         elif to == "onnx" and own.preparation is not None:
             wanted, predictions = _onnx_of_columns(own, part_file, x)
         else:
@@ -115,13 +115,13 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
 
 
 def _as_json(own: Personal, target: Path) -> Path:
-    """A linear model in units of the table; computed by hand from the file, it must say the same."""
+    """A linear model in units of the table; its predictions, computed from the file, are compared."""
     content = json.dumps(linear_record(own), indent=1, allow_nan=False, ensure_ascii=False).encode()
     record = json.loads(content)
     numeric, categorical = sample_columns(own)
     columns = numeric | categorical
     rows = [{name: values[i] for name, values in columns.items()} for i in range(SAMPLES)]
-    predictions = torch.tensor([by_hand(record, row) for row in rows], dtype=torch.float64, device="cpu")
+    predictions = torch.tensor([predict_by_hand(record, row) for row in rows], dtype=torch.float64, device="cpu")
     _same(
         predictions,
         _predictions_of_columns(own, numeric, categorical),
@@ -132,7 +132,7 @@ def _as_json(own: Personal, target: Path) -> Path:
 
 
 def sample_columns(own: Personal) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows of a table such as the model may meet: missing and wild values, categories that nobody knows."""
+    """Rows of a table such as the model may meet: missing and wild values, unknown categories."""
     assert own.preparation is not None
     draw = np.random.default_rng(0)
     numeric: dict[str, Any] = {}
@@ -157,9 +157,9 @@ def _predictions_of_columns(own: Personal, numeric: dict[str, Any], categorical:
 
 
 def _onnx_of_columns(own: Personal, path: Path, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Write a graph that takes columns as they stand in a file; what the model says of samples, and what the graph."""
+    """Write a graph that takes the columns of a file; returns predictions of the model and of the graph."""
     assert own.preparation is not None
-    needs("onnx", "onnxruntime")
+    require_packages("onnx", "onnxruntime")
     numeric, categorical = sample_columns(own)
     if has_linear_base(own):
         path.write_bytes(solved_graph(own).SerializeToString())
@@ -193,7 +193,7 @@ def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
     """Write the network as a graph, read it again, and let it predict."""
     module, rows = Served(own).eval(), torch.export.Dim("rows", min=1)
     shapes = {"x": {0: rows}}
-    logging.disable(logging.CRITICAL)  # torch tells of packages that it could also use
+    logging.disable(logging.CRITICAL)  # torch reports optional packages
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -215,7 +215,7 @@ def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
 
 
 def _onnx(module: nn.Module, path: Path, x: Tensor, shapes: dict[str, Any]) -> Tensor:
-    needs("onnx", "onnxscript", "onnxruntime")
+    require_packages("onnx", "onnxscript", "onnxruntime")
     program = torch.onnx.export(
         module,
         (x,),

@@ -17,9 +17,9 @@ from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RunError
 from fedtailor.experiments import user_code as trusting
 from fedtailor.experiments.config import parse
-from fedtailor.experiments.model_description import Described, described, model_in
+from fedtailor.experiments.model_description import ModelDescription, make_described_model, read_description
 from fedtailor.experiments.user_code import change_since, code_of
-from fedtailor.tables.boosted_trees import ON_TOP, TREES, TreeParts, Trees, checked
+from fedtailor.tables.boosted_trees import ON_TOP, TREES, TreeParts, Trees, validate_trees
 from fedtailor.tables.serve import Extras, Personal, extras_of
 
 LINEAR = "linear"
@@ -64,7 +64,9 @@ def _tree_tensors(extras: Extras) -> dict[str, Tensor]:
     return {f"{kind}/{name}": value for kind, trees in kinds.items() for name, value in trees.tensors.items()}
 
 
-def _extras_in(record: Mapping[str, Any], tensors: Mapping[str, Tensor], description: Described, origin: str) -> Extras:
+def _extras_in(
+    record: Mapping[str, Any], tensors: Mapping[str, Tensor], description: ModelDescription, origin: str
+) -> Extras:
     parts, trees = record["parts"], None
     if parts and isinstance(description.shape, list):
         by_kind = {}
@@ -73,7 +75,7 @@ def _extras_in(record: Mapping[str, Any], tensors: Mapping[str, Tensor], descrip
                 own = {name.removeprefix(f"{kind}/"): v for name, v in tensors.items() if name.startswith(f"{kind}/")}
                 by_kind[kind] = (
                     float(parts[kind]),
-                    checked(own, description.shape[0] + extra, description.outputs, origin),
+                    validate_trees(own, description.shape[0] + extra, description.outputs, origin),
                 )
         trees = TreeParts(float(parts.get(LINEAR, 0.0)), by_kind.get(TREES), by_kind.get(ON_TOP))
     return extras_of(record, record, trees)
@@ -87,7 +89,7 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
         raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
-    description = described(about, str(path))
+    description = read_description(about, str(path))
     try:
         config, options, prepared, site = (about[key] for key in ("config", "options", "preparation", "site"))
         config = parse(config, origin=str(path))
@@ -103,7 +105,7 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, options),
-        model=model_in(config, description, params, str(path)),
+        model=make_described_model(config, description, params, str(path)),
         params=params,
         task=description.task,
         classes=tuple(description.classes),
@@ -113,7 +115,7 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
     )
 
 
-def readable_again(path: Path, x: Tensor) -> Tensor:
-    """What the model of a written file says."""
+def reread_outputs(path: Path, x: Tensor) -> Tensor:
+    """Predictions of the model in a written file."""
     own = read_safetensors(path)
     return own.readable(own.outputs(x))

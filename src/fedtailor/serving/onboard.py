@@ -1,4 +1,4 @@
-"""A newcomer with its own data gets a personal model from a finished run; nobody else is touched."""
+"""A newcomer with its own data gets a personal model from a finished run; other clients are not involved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def onboard(run: Path, file: Path, name: str, epochs: int = EPOCHS, data_root: P
     folder.new_newcomer(name)
     if name in folder.about["clients"]:
         raise DataError(f'--name "{name}": a client of the run already; its model is in {run / "personal"}')
-    experiment, own = _prepared(folder, file, name, data_root)
+    experiment, own = _prepare(folder, file, name, data_root)
     ((model, figures),) = onboard_newcomers(experiment, own, saved[1]["state"]["server"], epochs)
     samples = {split: len(getattr(own, split).y) for split in ("train", "val", "test")}
     metrics = {split: {k: float(v) for k, v in values.items()} for split, values in figures.items()}
@@ -67,7 +67,7 @@ def _common(fit: Path) -> Params | None:
     return params
 
 
-def _prepared(folder: RunFolder, file: Path, name: str, data_root: Path | None) -> tuple[Experiment, FederatedData]:
+def _prepare(folder: RunFolder, file: Path, name: str, data_root: Path | None) -> tuple[Experiment, FederatedData]:
     """The run's experiment, and the newcomer's data; of a table without reading those of the others."""
     config, preparation = folder.config, folder.preparation
     if isinstance(config.data, FolderConfig) and preparation is not None:
@@ -96,7 +96,7 @@ def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float
 
 
 def newcomer_record(fit: Path, name: str) -> dict[str, Any]:
-    """What is known of a newcomer."""
+    """The stored record of a newcomer."""
     file = part_of(source_run(fit) / "newcomers", name) / "newcomer.json"
     if not file.exists():
         raise RunError(f'{fit}: no newcomer "{name}"; onboard it first')

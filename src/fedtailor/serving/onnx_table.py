@@ -25,7 +25,7 @@ ML, ML_VERSION, VERSION, IR = "ai.onnx.ml", 3, 18, 10
 PREDICTION = "prediction"
 
 
-def needs(*packages: str) -> None:
+def require_packages(*packages: str) -> None:
     """Fail unless what writes and reads ONNX is installed."""
     for name in packages:
         if find_spec(name) is None:

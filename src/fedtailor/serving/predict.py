@@ -16,7 +16,7 @@ from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json, write_atomically
-from fedtailor.tables.intervals import around
+from fedtailor.tables.intervals import interval_around
 from fedtailor.tables.serve import Personal, personal
 
 if TYPE_CHECKING:
@@ -27,27 +27,27 @@ ORDER = "order of rows in the file"
 ENDS = ("low", "high")
 
 
-def predicted(model: Personal, file: Path, interval: float = 0.0) -> pl.DataFrame:
+def predict_file(model: Personal, file: Path, interval: float = 0.0) -> pl.DataFrame:
     """The rows of a file with a column `prediction` and, for classes, their probabilities; for numbers an interval."""
     import polars as pl
 
     if file.suffix == ".npz":
         x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
         x = x.to(model.model.dtype) if x.is_floating_point() else x
-        return _with_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x, interval)
+        return _add_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x, interval)
     if client_name(file) is None:
         raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
-    return predicted_rows(model, file, *read_rows(file), interval)
+    return predict_rows(model, file, *read_rows(file), interval)
 
 
-def predicted_rows(
+def predict_rows(
     model: Personal, file: Path, frame: pl.DataFrame, values: pl.DataFrame, interval: float = 0.0
 ) -> pl.DataFrame:
     """Rows as they are written, with predictions; `values` are the same with decimal points."""
-    return _with_predictions(model, file, frame, model.encode(model.table(file, values)), interval)
+    return _add_predictions(model, file, frame, model.encode(model.table(file, values)), interval)
 
 
-def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor, interval: float) -> pl.DataFrame:
+def _add_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor, interval: float) -> pl.DataFrame:
     import polars as pl
 
     try:
@@ -66,7 +66,7 @@ def _with_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tenso
         if model.task not in ("regression", "count"):
             raise DataError("--interval: is for numbers; of classes there are probabilities")
         half = model.extras.half_width(interval, model.source)
-        sides = around(predictions[:, 0].double().numpy(), half, model.error_scale)
+        sides = interval_around(predictions[:, 0].double().numpy(), half, model.error_scale)
         columns |= {f"{end} {100 * interval:g} %": v.tolist() for end, v in zip(ENDS, sides, strict=True)}
     for name in columns:
         if name in frame.columns:
@@ -81,11 +81,13 @@ def write_frame(path: Path, frame: pl.DataFrame) -> None:
     if name.endswith(".parquet"):
         frame.write_parquet(content)
     else:
-        _safe(_plain(frame)).write_csv(content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ",")
+        _escape_formulas(_flatten_nested(frame)).write_csv(
+            content, separator="\t" if name.endswith((".tsv", ".tsv.gz")) else ","
+        )
     write_atomically(path, gzip.compress(content.getvalue(), mtime=0) if name.endswith(".gz") else content.getvalue())
 
 
-def _safe(frame: pl.DataFrame) -> pl.DataFrame:
+def _escape_formulas(frame: pl.DataFrame) -> pl.DataFrame:
     """Predicted classes that a spreadsheet would take for a formula; the rows of the file stay as they were written."""
     import polars as pl
 
@@ -100,7 +102,7 @@ def check_ending(path: Path) -> None:
         raise RunError(f"{path}: cannot be written; known endings: {', '.join(SUFFIXES)}")
 
 
-def _plain(frame: pl.DataFrame) -> pl.DataFrame:
+def _flatten_nested(frame: pl.DataFrame) -> pl.DataFrame:
     """A frame with text for what CSV has no form of, such as lists."""
     import polars as pl
 
@@ -111,8 +113,8 @@ def _plain(frame: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def predicted_by_site(path: Path, file: Path, column: str, interval: float = 0.0) -> tuple[pl.DataFrame, list[str]]:
-    """The rows of a file with their predictions, in their order, and notes; sites nobody knows get the common model."""
+def predict_by_site(path: Path, file: Path, column: str, interval: float = 0.0) -> tuple[pl.DataFrame, list[str]]:
+    """The rows of a file with their predictions, in their order, and notes; unknown sites get the common model."""
     import polars as pl
 
     frame, values = read_rows(file)
@@ -131,7 +133,7 @@ def predicted_by_site(path: Path, file: Path, column: str, interval: float = 0.0
             strangers.append(name)
             model = _common(path, known)
         rows = frame.filter(at).with_columns(pl.Series(ORDER, at.arg_true()))
-        parts.append(predicted_rows(model, file, rows, values.filter(at), interval))
+        parts.append(predict_rows(model, file, rows, values.filter(at), interval))
         notes += model.notes
     if strangers:
         notes.append(f"{len(strangers)} sites are not in the fit and got the common model: {', '.join(strangers[:5])}")

@@ -101,11 +101,11 @@ def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float])
         if name == "p":
             p = ps.get(row.label)
             return "--" if p is None else "$<$0.001" if p < 1e-3 else f"{p:.3f}"
-        text = escaped(cells_of(row)[KEYS[name]])
+        text = latex_escape(cells_of(row)[KEYS[name]])
         return rf"\textbf{{{text}}}" if name in best and FIGURES[name](row) == best[name] else text
 
-    heads = ["method", *("$p$" if name == "p" else escaped(titles[KEYS[name]]) for name in wanted)]
-    body = [[escaped(row.label), *(cell(row, name) for name in wanted)] for row in rows]
+    heads = ["method", *("$p$" if name == "p" else latex_escape(titles[KEYS[name]]) for name in wanted)]
+    body = [[latex_escape(row.label), *(cell(row, name) for name in wanted)] for row in rows]
     head, *lines = (" & ".join(cells) + r" \\" for cells in (heads, *body))
     begin = [r"\begingroup\small\setlength{\tabcolsep}{3pt}", r"\begin{tabular}{@{}l" + "r" * len(wanted) + "@{}}"]
     return "\n".join([*begin, r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}\endgroup"]) + "\n"
@@ -113,13 +113,13 @@ def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float])
 
 def latex(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """The table for a paper that uses the package booktabs."""
-    head, *body = (" & ".join(map(escaped, cells)) + r" \\" for cells in (header(rows), *map(cells_of, rows)))
+    head, *body = (" & ".join(map(latex_escape, cells)) + r" \\" for cells in (header(rows), *map(cells_of, rows)))
     lines = [f"% {note}" for note in notes if note]
     lines += [r"\begin{tabular}{l" + "r" * (len(COLUMNS) - 1) + "}", r"\toprule", head, r"\midrule"]
     return "\n".join([*lines, *body, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
-def escaped(text: str) -> str:
+def latex_escape(text: str) -> str:
     """Text as LaTeX prints it."""
     special = {c: f"\\{c}" for c in "&%$#_{}"}
     special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}

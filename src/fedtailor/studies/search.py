@@ -2,14 +2,18 @@
 
 A search run is a run as any other, with a seed of its own. Of what it leaves only the validation figures of
 its rounds are read, never its results on test data.
+
+With `sampler = "optuna"` settings come one after the other. Nothing of Optuna is kept: with the same seed and the same
+figures it suggests the same settings, so an interrupted search asks again and finds the runs that it had already made.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,6 @@ from fedtailor.experiments.config import RunConfig, parse, with_values
 from fedtailor.experiments.sections import Range, SearchSection, Space
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.metrics.summary import summarise
-from fedtailor.studies import suggestions
 from fedtailor.studies.grid import Cell, CellListener, Failed, folder_name, refuse_failed, try_cells
 
 SEARCH, FOUND = "search", "search.json"
@@ -88,7 +91,7 @@ def plan(section: SearchSection, subjects: Sequence[Subject], seeds: Collection[
         if isinstance(values, Range) and section.sampler == "grid":
             raise ConfigError(f'search: {key}: a range of numbers needs search.sampler = "optuna"')
     if section.sampler == "optuna":
-        suggestions.require()
+        require_optuna()
         for subject in subjects:  # the ends of ranges stand for what will be suggested
             trial_of(section, subject, {k: first(v) for k, v in subject.space.items()}, folder)
         return Plan(section, subjects, folder, {})
@@ -156,7 +159,7 @@ def run(plan: Plan, workers: int, data_root: Path | None, listener: CellListener
     with RunFolder(folder / SEARCH).locked():  # or a run that another process works on would count as failed
         if section.sampler == "optuna":
             make = partial(trial_of, section, folder=folder)
-            tried = suggestions.run(section, plan.subjects, make, attempt)
+            tried = run_suggested(section, plan.subjects, make, attempt)
         else:
             outcomes = iter(attempt([trial for group in plan.trials.values() for trial in group]))
             tried = {label: [next(outcomes) for _ in group] for label, group in plan.trials.items()}
@@ -237,3 +240,61 @@ def notes(folder: Path) -> list[str]:
         text = settings_text(entry["settings"]) + (f" ({', '.join(short)})" if short else "")
         lines.append(f"- {label}: {text if tried else 'nothing to search'}")
     return lines
+
+
+def require_optuna() -> None:
+    """Raise a `ConfigError` when Optuna is not installed."""
+    if find_spec("optuna") is None:
+        raise ConfigError("search.sampler = \"optuna\": optuna is not installed; pip install 'fedtailor[search]'")
+
+
+def run_suggested(
+    section: SearchSection,
+    subjects: Sequence[Subject],
+    make: Callable[[Subject, Settings], Trial],
+    attempt: Callable[[Sequence[Trial]], list[dict[str, Any]]],
+) -> Tried:
+    """What was tried of each subject, by settings that Optuna (TPE) suggests from earlier validation figures.
+
+    The nth trials of all subjects run side by side; those of one subject do not.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    tried: Tried = {subject.label: [] for subject in subjects}
+    searched = [subject for subject in subjects if subject.space]
+    studies: dict[str, Any] = {s.label: _optuna_study(optuna, section, s.label) for s in searched}
+    for _ in range(section.trials):
+        suggested = [(s, studies[s.label].ask(_distributions(optuna, s.space))) for s in searched]
+        trials = [make(s, {k: _four_digits(v) for k, v in trial.params.items()}) for s, trial in suggested]
+        for (s, trial), outcome in zip(suggested, attempt(trials), strict=True):
+            tried[s.label].append(outcome)
+            if "failed" in outcome:
+                studies[s.label].tell(trial, state=optuna.trial.TrialState.FAIL)
+            else:
+                sign = 1 if outcome["higher_is_better"] else -1
+                studies[s.label].tell(trial, sign * outcome["val"])
+    return tried
+
+
+def _optuna_study(optuna: Any, section: SearchSection, label: str) -> Any:
+    seed = int(stream(section.all_seeds[0], "optuna", label).integers(2**31))
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(2, section.trials // 3))
+    return optuna.create_study(direction="maximize", sampler=sampler)
+
+
+def _distributions(optuna: Any, space: Space) -> dict[str, Any]:
+    kinds, out = optuna.distributions, {}
+    for key, values in space.items():
+        if not isinstance(values, Range):
+            out[key] = kinds.CategoricalDistribution(values)
+        elif isinstance(values.low, int) and isinstance(values.high, int):
+            out[key] = kinds.IntDistribution(values.low, values.high, log=values.log)
+        else:
+            out[key] = kinds.FloatDistribution(values.low, values.high, log=values.log)
+    return out
+
+
+def _four_digits(value: Any) -> Any:
+    """Four digits say enough of a number, and can be written into a paper."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -24,7 +24,7 @@ from fedtailor.numerics.blending import HELP, KNOWN, NEWTON, OWN_PULLS, ROUNDING
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import boosted_trees
 from fedtailor.tables.boosted_trees import ON_TOP, TREES, TREES_FOLDER, Trees, tree_outputs
-from fedtailor.tables.candidates import ALONE, COMMON, Clock, OutOfTime, delivered, outputs_of, site_of_rows
+from fedtailor.tables.candidates import ALONE, COMMON, Clock, OutOfTime, delivered_models, outputs_of, site_of_rows
 from fedtailor.tables.model_selection import chance, gains
 
 LEAST = 0.01  # weights below this are left out
@@ -32,7 +32,7 @@ LEAST = 0.01  # weights below this are left out
 
 @dataclass(frozen=True)
 class Selection:
-    """What the candidates say out of fold, of test rows, and who serves whom."""
+    """The models chosen for each site, with their weights and out-of-fold outputs."""
 
     cells: list[Cell]
     weights: NDArray[np.float64]  # [sites, cells], of the linear part
@@ -52,14 +52,14 @@ def select(
     clock: Clock,
     out: Path,
 ) -> Selection:
-    """Weights, trees, and the promise that no site is knowingly worse off than alone."""
+    """Choose weights and trees; a site whose own model is significantly better keeps that."""
     is_class = data.task == "classification"
     dropped: list[dict[str, Any]] = []
     used = [cell for cell in cells if cell.label in outputs]
     held = torch.from_numpy(folds >= 0)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     linear = torch.stack([outputs[cell.label][held] for cell in used])
-    if not len(y):  # nobody has two rows
+    if not len(y):  # no site has two rows
         weights = np.zeros((len(data.clients), len(used)))
         weights[:, -1] = 1
         return Selection(
@@ -72,10 +72,10 @@ def select(
             dropped,
         )
     first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
-    return finished(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
+    return blend_trees(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
 
 
-def finished(
+def blend_trees(
     used: list[Cell],
     data: FederatedData,
     folds: NDArray[np.int64],
@@ -86,22 +86,25 @@ def finished(
     clock: Clock,
     out: Path,
 ) -> Selection:
-    """Trees beside the linear blend, and the promise; `own` and `linear` are outputs out of fold."""
+    """Add trees to the linear blend; a site whose own model is significantly better keeps that.
+
+    own, linear: out-of-fold outputs of the site's own models and of the linear blend.
+    """
     is_class, held, sites = data.task == "classification", torch.from_numpy(folds >= 0), len(data.clients)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     dropped: list[dict[str, Any]] = []
-    trees = _trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
+    trees = _fit_site_trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
     own_label = [ALONE] * sites
     served, kinds = linear, [{"linear": 1.0} for _ in data.clients]
     if trees:
-        best = _better(trees[TREES], own, y, site, is_class, sites)
+        best = _sites_with_better_trees(trees[TREES], own, y, site, is_class, sites)
         own = torch.where(best[site][:, None], trees[TREES].nan_to_num(), own)
         own_label = [TREES if b else ALONE for b in best.tolist()]
-        served, kinds = _with_trees(trees, linear, y, site, folds[held.numpy()], is_class, sites)
-    gained = _gains(served, own, y, site, is_class, sites)
+        served, kinds = _blend_at_sites(trees, linear, y, site, folds[held.numpy()], is_class, sites)
+    gained = _estimate_gains(served, own, y, site, is_class, sites)
     only_own = np.eye(len(used))[0]
     for i, (mean, sd) in enumerate(gained):
-        if mean + KNOWN * sd < 0:  # the promise
+        if mean + KNOWN * sd < 0:  # its own model is significantly better
             is_tree = own_label[i] == TREES
             kinds[i] = {TREES: 1.0} if is_tree else {"linear": 1.0}
             weights[i] = weights[i] if is_tree else only_own
@@ -110,10 +113,10 @@ def finished(
     return Selection(used, weights, kinds, own_label, gained, served, dropped)
 
 
-def _gains(
+def _estimate_gains(
     served: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int
 ) -> list[tuple[float, float]]:
-    """By how much each site's loss is lower than with its own model, out of fold, shrunk over sites."""
+    """Each site's gain over its own model, out of fold, by empirical Bayes: means and standard errors."""
     better, worse = (-row_losses(v, y, is_class) for v in (served, own))
     least = None
     if is_class:
@@ -129,16 +132,18 @@ def _gains(
     return [(gain.mean, gain.sd) for gain in site_gains]
 
 
-def _better(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
-    """Sites whose own trees beat their own linear model."""
+def _sites_with_better_trees(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
+    """Sites whose own trees are better than their own linear model."""
     has_trees = ~trees[:, 0].isnan()
-    site_gains = _gains(torch.where(has_trees[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites)
+    site_gains = _estimate_gains(
+        torch.where(has_trees[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites
+    )
     with_trees = torch.zeros(sites, dtype=torch.bool, device="cpu")
     with_trees[site[has_trees].unique()] = True
     return with_trees & torch.tensor([mean > 0 for mean, _ in site_gains], device="cpu")
 
 
-def _trees(
+def _fit_site_trees(
     data: FederatedData,
     folds: NDArray[np.int64],
     held: Tensor,
@@ -148,7 +153,7 @@ def _trees(
     clock: Clock,
     dropped: list[dict[str, Any]],
 ) -> dict[str, Tensor]:
-    """Trees for sites with enough rows and time, saved; what they say out of fold, NaN at the other sites."""
+    """Fit and save trees for sites with enough rows, within the time limit; out-of-fold outputs, NaN at other sites."""
     is_class = data.task == "classification"
     all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
@@ -156,12 +161,12 @@ def _trees(
     for i in range(len(data.clients)):
         a, b = int(data.train.starts[i]), int(data.train.starts[i + 1])
         x, y = data.train.of(i)
-        if not boosted_trees.worth_it(y, is_class):
+        if not boosted_trees.has_enough_rows(y, is_class):
             continue
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
                 of_site = ((x, y), folds[a:b], start, data.outputs, is_class, seed, clock.check)
-                outputs[kind][a:b], trees = boosted_trees.kept_or_grown(out / TREES_FOLDER, *of_site)
+                outputs[kind][a:b], trees = boosted_trees.load_or_fit_trees(out / TREES_FOLDER, *of_site)
                 trees.save(trees_path(out, i, kind))
         except OutOfTime:
             for values in outputs.values():
@@ -177,7 +182,7 @@ def trees_path(out: Path, site: int, kind: str) -> Path:
     return out / TREES_FOLDER / f"{'alone' if kind == TREES else 'on-top'}-{site}.safetensors"
 
 
-def _with_trees(
+def _blend_at_sites(
     trees: dict[str, Tensor],
     linear: Tensor,
     y: Tensor,
@@ -201,11 +206,11 @@ def _with_trees(
 
 
 def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out: Path) -> dict[str, Tensor]:
-    """What the delivered models say of rows: served, alone (the best own one) and in common."""
+    """Outputs of the delivered models for rows: personal, alone (the best own one) and common."""
     is_class = data.task == "classification"
     linear = {}
     for cell in selection.cells:
-        models = delivered(cell, data.clients)
+        models = delivered_models(cell, data.clients)
         linear[cell.label] = outputs_of(cell.config, data, models, rows)
     stacked = torch.stack([linear[cell.label] for cell in selection.cells])
     site = torch.from_numpy(site_of_rows(rows))
@@ -252,7 +257,7 @@ PULLS = (ALL, *OWN_PULLS)
 
 @dataclass(frozen=True)
 class Candidates:
-    """Out-of-fold outputs of the candidates [candidates, rows, outputs], and what was to be said."""
+    """Out-of-fold outputs of the candidates [candidates, rows, outputs], and the targets."""
 
     outputs: Tensor
     y: Tensor
@@ -262,7 +267,7 @@ class Candidates:
 
     @property
     def is_count(self) -> bool:
-        """Targets that are whole numbers and no classes: outputs are logarithms of rates."""
+        """Whether targets are counts: outputs are logarithms of rates."""
         return not (self.is_class or self.y.is_floating_point())
 
     def only(self, rows: Tensor) -> Candidates:
@@ -298,7 +303,7 @@ class Candidates:
 
 
 def common_weights(c: Candidates) -> Tensor:
-    """One set of weights for all sites [1, candidates]."""
+    """Weights that are common to all sites [1, candidates]."""
     everybody = Candidates(c.outputs, c.y, torch.zeros_like(c.site), 1, c.is_class)
     uniform = torch.full((1, len(c.outputs)), 1 / len(c.outputs), dtype=torch.float64, device="cpu")
     return _minimum(everybody, uniform, pull=1.0)
@@ -329,7 +334,7 @@ def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Weights for every site, and what they would have said of rows that had no say in them."""
+    """Weights for every site, and the blended outputs for rows that were held out of the weights."""
 
     weights: Tensor  # [sites, candidates]
     common: Tensor  # [candidates]
@@ -338,7 +343,7 @@ class Stacked:
 
 
 def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
-    """Settle the pull by folds, then the weights from all rows; sites with more noise count less."""
+    """Choose the pull by folds, then estimate the weights from all rows; noisier sites count less."""
     if not (c.is_class or c.is_count):
         noise = _noise(c)[c.site][:, None]
         stacked = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
@@ -347,7 +352,7 @@ def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
 
 
 def _noise(c: Candidates) -> Tensor:
-    """Root of the mean squared error of the best candidate at each site; few rows are helped by those of all."""
+    """Root mean squared error of the best candidate at each site, shrunk towards that of all sites."""
     squares = torch.stack([row_losses(outputs, c.y, c.is_class) for outputs in c.outputs])
     count = torch.zeros(c.sites, dtype=torch.float64, device="cpu").index_add_(0, c.site, torch.ones_like(squares[0]))
     total = torch.zeros((len(squares), c.sites), dtype=torch.float64, device="cpu").index_add_(1, c.site, squares)
@@ -368,7 +373,9 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     losses = {pull: c.losses(blended) for pull, blended in blends.items()}
     best = min(losses.values(), key=lambda loss: float(loss.sum()))
     least = ROUNDING * abs(float(best.sum()))
-    chosen_pull = next(pull for pull, loss in losses.items() if not _surely_above(loss - best, c.site, c.sites, least))
+    chosen_pull = next(
+        pull for pull, loss in losses.items() if not _is_surely_above(loss - best, c.site, c.sites, least)
+    )
     if chosen_pull is None:
         common = best_single(c)
         return Stacked(common.expand(c.sites, -1).clone(), common[0], ALL, blends[chosen_pull])
@@ -376,8 +383,8 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
     return Stacked(site_weights(c, common, chosen_pull), common[0], chosen_pull, blends[chosen_pull])
 
 
-def _surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:
-    """Whether a sum is above `least` by more than chance, be it that of rows or that of sites."""
+def _is_surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:
+    """Whether a sum exceeds `least` by more than chance, over rows and over sites."""
     by_site = torch.zeros(sites, dtype=lost.dtype, device="cpu").index_add_(0, site, lost)
     spread = max(float((v - v.mean()).square().sum().sqrt()) for v in (lost, by_site))
     return float(lost.sum()) > SURELY * spread + least

@@ -27,7 +27,7 @@ from fedtailor.experiments.store import CHANGED, part_of, read_json, read_tree, 
 
 NAMES = ("feature", "threshold", "left", "right", "value", "missing_left", "root", "output", "baseline")
 DEEPEST = 64
-Ensemble = Callable[[Tensor], Tensor]  # trees, or a module that does the same
+Ensemble = Callable[[Tensor], Tensor]  # trees, or an equivalent module
 TREES, ON_TOP, TREES_FOLDER = "trees alone", "trees on the shared model", "trees"
 
 
@@ -58,10 +58,10 @@ class Trees:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, outputs]: numbers, or logits."""
-        return self.summed(x, self.depth)
+        return self.sum_to_depth(x, self.depth)
 
-    def summed(self, x: Tensor, depth: int) -> Tensor:
-        """The same with a depth that is known, as a graph needs it."""
+    def sum_to_depth(self, x: Tensor, depth: int) -> Tensor:
+        """The outputs at a fixed depth, which an exported graph needs."""
         x = x.double()
         at = self.root.expand(x.shape[0], -1).clone()  # [rows, trees]
         for _ in range(depth):
@@ -73,7 +73,7 @@ class Trees:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All arrays by name."""
+        """The arrays by name."""
         return {name: getattr(self, name).contiguous() for name in NAMES}
 
     def save(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Trees:
 
     @staticmethod
     def read(path: Path, features: int, outputs: int) -> Trees:
-        """What `save` wrote; nodes that lead nowhere are a `RunError`."""
+        """Read what `save` wrote; invalid nodes raise a `RunError`."""
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in NAMES}
@@ -90,11 +90,11 @@ class Trees:
             raise RunError(f"{path}: not boosted trees that fedtailor wrote ({error})") from None
         if check != _digest(tensors):
             raise RunError(f"{path}: {CHANGED}", code="run.damaged")
-        return checked(tensors, features, outputs, str(path))
+        return validate_trees(tensors, features, outputs, str(path))
 
 
-def checked(tensors: Mapping[str, Tensor], features: int, outputs: int, origin: str) -> Trees:
-    """Trees of arrays out of a file; nodes that lead nowhere are a `RunError`."""
+def validate_trees(tensors: Mapping[str, Tensor], features: int, outputs: int, origin: str) -> Trees:
+    """Trees from the arrays of a file; invalid nodes raise a `RunError`."""
     if missing := [name for name in NAMES if name not in tensors]:
         raise RunError(f"{origin}: boosted trees without {', '.join(missing)}")
     trees = Trees(**{name: tensors[name] for name in NAMES})
@@ -165,8 +165,8 @@ class TreeParts:
         parts = {TREES: self.alone, ON_TOP: self.on_top}
         return {kind: part for kind, part in parts.items() if part is not None}
 
-    def mixed(self, x: Tensor, base: Tensor, is_class: bool) -> Tensor:
-        """Outputs of all parts together; `base` is what the linear model says."""
+    def mix(self, x: Tensor, base: Tensor, is_class: bool) -> Tensor:
+        """Outputs of all parts together; `base`: outputs of the linear model."""
         base = base.double().log_softmax(1) if is_class else base.double()
         out = self.linear * base
         for part, above in ((self.alone, None), (self.on_top, base)):
@@ -188,7 +188,7 @@ def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int) -> 
 
 
 def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:
-    """What trees see: the features and, on top of a shared model, what it says."""
+    """The inputs of trees: the features and, on top of a shared model, its outputs."""
     return x.double() if base is None else torch.cat([x.double(), base.double()], dim=1)
 
 
@@ -207,7 +207,7 @@ WORTH_THREADS = 10_000  # rows from which on threads are faster than their own u
 MOST = 20_000  # rows that a fold's trees learn from; what is delivered learns from all
 
 
-def worth_it(y: Tensor, is_class: bool) -> bool:
+def has_enough_rows(y: Tensor, is_class: bool) -> bool:
     """Whether a site has enough rows for trees."""
     if len(y) < ENOUGH:
         return False
@@ -216,14 +216,14 @@ def worth_it(y: Tensor, is_class: bool) -> bool:
     return not is_class or (len(np.bincount(y.numpy())) > 1 and int(np.sort(np.bincount(y.numpy()))[-2]) >= FEWEST)
 
 
-def boosted(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bool, seed: int) -> Trees:
+def fit_trees(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bool, seed: int) -> Trees:
     """Trees for one site; `base` are the shared model's outputs for these rows, from other rows."""
     threads = 1 if len(x) < WORTH_THREADS else None  # None: as many as there are
     with threadpool_limits(threads, user_api="openmp"):
-        return _grown(x, y, base, outputs, is_class, seed)
+        return _fit_trees(x, y, base, outputs, is_class, seed)
 
 
-def _grown(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bool, seed: int) -> Trees:
+def _fit_trees(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bool, seed: int) -> Trees:
     from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 
     rows = len(x)
@@ -241,7 +241,7 @@ def _grown(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bo
     if is_class:
         classes = np.unique(y.numpy())
         model = kind(**options).fit(inputs, np.searchsorted(classes, y.numpy()))
-        return spread_out(trees_of(model, len(classes)), classes, outputs)
+        return expand_classes(trees_of(model, len(classes)), classes, outputs)
     if not y.is_floating_point():  # counts
         rates = np.ones(rows) if base is None else base[:, 0].exp().numpy()
         model = kind(loss="poisson", **options).fit(inputs, y[:, 0].numpy() / rates, sample_weight=rates)
@@ -250,15 +250,15 @@ def _grown(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class: bo
     return trees_of(kind(**options).fit(inputs, wanted.numpy()), 1)
 
 
-def spread_out(trees: Trees, classes: NDArray[np.int64], outputs: int) -> Trees:
-    """The trees of a site that lacks classes, for all classes; those it lacks are unlikely, not impossible."""
+def expand_classes(trees: Trees, classes: NDArray[np.int64], outputs: int) -> Trees:
+    """The trees of a site without some classes, for all classes; missing ones get a low probability."""
     at = torch.from_numpy(classes)
     baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64, device="cpu")
     baseline[at] = trees.baseline
     return replace(trees, output=at[trees.output], baseline=baseline)
 
 
-def kept_or_grown(
+def load_or_fit_trees(
     folder: Path,
     rows: tuple[Tensor, Tensor],
     folds: NDArray[np.int64],
@@ -268,7 +268,7 @@ def kept_or_grown(
     seed: int,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Trees]:
-    """Out-of-fold outputs and trees of one site; the same rows are not trained on twice, they are kept in `folder`."""
+    """Out-of-fold outputs and trees of one site; trees of the same rows are read from `folder`."""
     x, y = rows
     inputs = x.shape[1] + (0 if base is None else base.shape[1])
     digest = hashlib.blake2b(f"{version('scikit-learn')} {outputs} {is_class} {seed}".encode(), digest_size=12)
@@ -277,14 +277,14 @@ def kept_or_grown(
     entry = folder / f"{KEPT}{digest.hexdigest()}.json"
     if entry.exists():
         tensors = read_tree(folder, read_json(entry))
-        return tensors.pop("out of fold"), checked(tensors, inputs, outputs, str(entry))
-    out_of_fold = cross_fitted(x, y, base, folds, outputs, is_class, seed, check)
-    trees = boosted(x, y, base, outputs, is_class, seed)
+        return tensors.pop("out of fold"), validate_trees(tensors, inputs, outputs, str(entry))
+    out_of_fold = cross_fit_trees(x, y, base, folds, outputs, is_class, seed, check)
+    trees = fit_trees(x, y, base, outputs, is_class, seed)
     write_json(entry, write_tree(entry.with_suffix(".safetensors"), {"out of fold": out_of_fold} | trees.tensors))
     return out_of_fold, trees
 
 
-def cross_fitted(
+def cross_fit_trees(
     x: Tensor,
     y: Tensor,
     base: Tensor | None,
@@ -300,7 +300,7 @@ def cross_fitted(
         held = torch.from_numpy(folds == fold)
         rest = (~held).nonzero()[:, 0]
         rest = rest[:: -(-len(rest) // MOST)]  # evenly spaced
-        trees = boosted(x[rest], y[rest], None if base is None else base[rest], outputs, is_class, seed)
+        trees = fit_trees(x[rest], y[rest], None if base is None else base[rest], outputs, is_class, seed)
         out[held] = tree_outputs(trees, x[held], None if base is None else base[held], is_class)
         check()
     return out

@@ -1,7 +1,7 @@
-"""Calibrated probabilities: a slope and, of two classes, an offset on the logits, drawn towards those of all sites.
+"""Calibrated probabilities: a slope and, of two classes, an offset on the logits, shrunk towards those of all sites.
 
-Settled on out-of-fold outputs. Probabilities stay as they are unless folds predicted from the others say, beyond their
-uncertainty, that a change lowers the log loss.
+Estimated from out-of-fold outputs. Probabilities are left unchanged unless cross-validation shows that calibration
+lowers the log loss by more than its uncertainty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEWEST = 100  # rows
 
 
 @dataclass(frozen=True)
-class Outputs:
+class ClassOutputs:
     """Log-probabilities of rows, and their classes."""
 
     logits: Floats
@@ -36,17 +36,17 @@ class Outputs:
     def is_binary(self) -> bool:
         return self.logits.shape[1] == 2
 
-    def only(self, at: NDArray[np.bool_]) -> Outputs:
-        return Outputs(self.logits[at], self.y[at], self.site[at])
+    def only(self, at: NDArray[np.bool_]) -> ClassOutputs:
+        return ClassOutputs(self.logits[at], self.y[at], self.site[at])
 
     def losses(self, theta: Floats) -> Floats:
         """Log loss of each row; theta [rows or 1, 2]: slope and offset."""
-        log_probabilities = applied(self.logits, theta)
+        log_probabilities = calibrate(self.logits, theta)
         return -log_probabilities[np.arange(len(log_probabilities)), self.y]
 
     def derivatives(self, theta: Floats) -> tuple[Floats, Floats]:
         """Gradient [rows, 2] and Hessian [rows, 2, 2] of each row's loss."""
-        p = np.exp(applied(self.logits, theta))
+        p = np.exp(calibrate(self.logits, theta))
         rest = p.copy()
         rest[np.arange(len(p)), self.y] -= 1
         shifts = np.zeros_like(self.logits)
@@ -58,7 +58,7 @@ class Outputs:
         return (rest[:, :, None] * parts).sum(1), curved
 
 
-def applied(logits: Floats, theta: Floats) -> Floats:
+def calibrate(logits: Floats, theta: Floats) -> Floats:
     """Log-probabilities after a slope and, of the second of two classes, an offset."""
     z = logits * theta[:, :1]
     if logits.shape[1] == 2:
@@ -67,11 +67,11 @@ def applied(logits: Floats, theta: Floats) -> Floats:
     return z - np.log(np.exp(z).sum(1, keepdims=True))
 
 
-def calibration(
+def fit_calibration(
     logits: Floats, y: NDArray[np.int64], site: NDArray[np.int64], folds: NDArray[np.int64], sites: int
 ) -> Floats:
     """[sites, 2], slope and offset of each; (1, 0) leaves probabilities as they are."""
-    rows = Outputs(np.maximum(logits, -40.0), y, site)
+    rows = ClassOutputs(np.maximum(logits, -40.0), y, site)
     same = np.tile([1.0, 0.0], (sites, 1))
     if len(y) < FEWEST:
         return same
@@ -92,7 +92,7 @@ def calibration(
     return _by_site(rows, _common(rows), sites, best)
 
 
-def _common(rows: Outputs) -> Floats:
+def _common(rows: ClassOutputs) -> Floats:
     theta = np.array([1.0, 0.0])
     for _ in range(STEPS):
         gradient, curved = rows.derivatives(theta[None])
@@ -101,7 +101,7 @@ def _common(rows: Outputs) -> Floats:
     return np.array([max(theta[0], 0.05), theta[1]])
 
 
-def _by_site(rows: Outputs, common: Floats, sites: int, pull: float) -> Floats:
+def _by_site(rows: ClassOutputs, common: Floats, sites: int, pull: float) -> Floats:
     theta = np.tile(common, (sites, 1))
     if math.isinf(pull):
         return theta

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedtailor import engines
 from fedtailor.algorithms._programs.parts import folds_of_rows
-from fedtailor.algorithms._programs.table_fit import usable
+from fedtailor.algorithms._programs.table_fit import is_usable
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
 from fedtailor.core.reduce import PerClient
@@ -55,7 +55,7 @@ def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cel
     kind = kind_of(data.task)
     size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
     is_gaussian = data.task == "regression"
-    effects = {LABELS[e]: e for e in ("none", "intercept", "diagonal", "full") if usable(e, size, is_gaussian)}
+    effects = {LABELS[e]: e for e in ("none", "intercept", "diagonal", "full") if is_usable(e, size, is_gaussian)}
     wanted = {ALONE: {"name": "linearalone"}}
     if len(data.clients) > 1:
         wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}
@@ -95,7 +95,7 @@ class Clock:
         return not self.limit or time.monotonic() - self.begun < part * self.limit
 
 
-def cross_fitted(
+def cross_fit(
     cells: list[Cell],
     data: FederatedData,
     folds: NDArray[np.int64],
@@ -103,16 +103,17 @@ def cross_fitted(
     listener: CellListener,
     clock: Clock,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Train every linear candidate on all rows, then without each fold; returns what it says out of fold, by label,
-    and what was dropped and why. The sites' own models are always there."""
+    """Train every linear candidate on all rows, then without each fold.
+
+    Returns out-of-fold outputs by label, and dropped candidates with the reason. The sites' own models are never
+    dropped.
+    """
     outputs: dict[str, Tensor] = {}
     dropped: list[dict[str, Any]] = []
     for cell in cells:
         why = "the time limit"
         try:
-            outputs[cell.label] = _cross_fitted_cell(
-                cell, data, folds, root, listener, clock if outputs else Clock(0.0)
-            )
+            outputs[cell.label] = _cross_fit_cell(cell, data, folds, root, listener, clock if outputs else Clock(0.0))
             continue
         except OutOfTime:
             pass
@@ -124,7 +125,7 @@ def cross_fitted(
     return outputs, dropped
 
 
-def _cross_fitted_cell(
+def _cross_fit_cell(
     cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, listener: CellListener, clock: Clock
 ) -> Tensor:
     """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
@@ -137,17 +138,17 @@ def _cross_fitted_cell(
     clock.check()
     seconds = [time.monotonic() - clock.begun]
     if not clock.limit:
-        _train(cell, data, root, listener)
+        _run_cell(cell, data, root, listener)
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
         return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
-    outputs = out_of_fold(cell.config, data, folds, begun_from(cell), fold_done, clock.check)
+    outputs = out_of_fold(cell.config, data, folds, start_state(cell), fold_done, clock.check)
     clock.check(MORE_ROWS * (seconds[min(1, len(seconds) - 1)] - seconds[0]))
-    _train(cell, data, root, listener)
+    _run_cell(cell, data, root, listener)
     return outputs
 
 
-def _train(cell: Cell, data: FederatedData, root: Path | None, listener: CellListener) -> None:
+def _run_cell(cell: Cell, data: FederatedData, root: Path | None, listener: CellListener) -> None:
     def listen(p: runner.Progress) -> None:
         listener(cell.folder.name, p.round, p.rounds)
 
@@ -155,16 +156,16 @@ def _train(cell: Cell, data: FederatedData, root: Path | None, listener: CellLis
         user_code.remember(cell.config)
         runner.resume(cell.folder, root, listen, loaded=data)
     else:
-        runner.start(cell.config, cell.folder, root, listen, loaded=data, server=begun_from(cell))
+        runner.start(cell.config, cell.folder, root, listen, loaded=data, server=start_state(cell))
 
 
-def begun_from(cell: Cell) -> Tree:
+def start_state(cell: Cell) -> Tree:
     """The state from which an update begins, if an earlier fit left one."""
     entry = cell.folder.parent / START / f"{cell.folder.name}.json"
     return read_tree(entry.parent, read_json(entry)) if entry.exists() else None
 
 
-def delivered(cell: Cell, sites: Sequence[str]) -> list[Params]:
+def delivered_models(cell: Cell, sites: Sequence[str]) -> list[Params]:
     """The models of a candidate that was trained on all rows, one for each site."""
     folder = cell.folder / "personal" / "last"
     index = read_json(folder / "index.json")
@@ -188,16 +189,16 @@ def all_in_training(data: FederatedData) -> FederatedData:
 def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.int64]:
     """The fold of every training row, and no site ever without a row.
 
-    Not by class: with the shares of the classes the same in every fold, models that know the site's share would be
-    flattered, since in the rows that they have not seen it is what it is in those that they have.
+    Not stratified by class: with equal class shares in every fold, models that know the site's share would look better
+    than they are on new rows.
     """
     sizes = data.train.sizes.tolist()
     each = [folds_of_rows(rows, seed, site, folds) for rows, site in zip(sizes, data.clients, strict=True)]
     return np.concatenate(each)
 
 
-def only_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
-    """The same sites with some of their training rows."""
+def subset_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
+    """The data with some of its training rows."""
     starts = data.train.starts.tolist()
     sizes = [int(keep[a:b].sum()) for a, b in pairwise(starts)]
     at = torch.from_numpy(np.flatnonzero(keep))
@@ -209,7 +210,7 @@ def site_of_rows(rows: Rows) -> NDArray[np.int64]:
     return np.repeat(np.arange(len(rows.sizes)), rows.sizes.numpy())
 
 
-class Watched(Federation):
+class WatchedFederation(Federation):
     """Calls a function before every exchange; it may end the training by an exception."""
 
     check: Callable[[], None]
@@ -219,13 +220,13 @@ class Watched(Federation):
         return super().map(fn, *message)
 
 
-def trained(
+def train(
     config: RunConfig, data: FederatedData, start: Tree = None, check: Callable[[], None] = lambda: None
 ) -> tuple[Tree, list[Params]]:
     """The server's state and every site's model after the rounds of a configuration, in this process."""
     experiment = assemble(config, data)
     with engines.open_engine(config.federation.engine, experiment) as engine:
-        fed = Watched(engine, config.federation.limits)
+        fed = WatchedFederation(engine, config.federation.limits)
         fed.check = check
         server = experiment.algorithm.server_init(experiment.model) if start is None else start
         everybody = range(len(data.clients))
@@ -239,7 +240,7 @@ def trained(
 
 
 def outputs_of(config: RunConfig, data: FederatedData, models: list[Params], rows: Rows) -> Tensor:
-    """What every site's model says of its rows: log-probabilities of classes, or numbers."""
+    """Outputs of every site's model for its rows: log-probabilities of classes, or numbers."""
     experiment = assemble(config, replace(data, train=rows if len(rows.x) else data.train))
     out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64, device="cpu")
     with torch.no_grad():
@@ -259,17 +260,17 @@ def out_of_fold(
     fold_done: Callable[[int], None] = lambda fold: None,
     check: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """What is said of each training row by models that were trained without its fold; NaN where there is no fold.
+    """Outputs for each training row from models trained without its fold; NaN where there is no fold.
 
-    Every fold begins at `start`; without one, at what the first fold has come to.
+    Every fold begins at `start`; without one, at the result of the first fold.
     """
     out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in range(int(folds.max()) + 1):
         held = folds == fold
         if held.any():
-            server, models = trained(config, only_rows(data, ~held), start, check)
+            server, models = train(config, subset_rows(data, ~held), start, check)
             start = start or server
-            out[torch.from_numpy(held)] = outputs_of(config, data, models, only_rows(data, held).train)
+            out[torch.from_numpy(held)] = outputs_of(config, data, models, subset_rows(data, held).train)
             fold_done(fold + 1)
     return out
 

@@ -20,18 +20,18 @@ from fedtailor.core.trees import Params, Tree
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder
-from fedtailor.numerics.mixed_model import own_covariance
+from fedtailor.numerics.reml import own_covariance
 from fedtailor.studies.grid import Cell
-from fedtailor.tables.candidates import ALONE, COMMON, delivered, kind_of, trained
+from fedtailor.tables.candidates import ALONE, COMMON, delivered_models, kind_of, train
 
 Floats = NDArray[np.float64]
 INTERCEPT = "intercept"
-ALIASED = 1e-6  # part of a contrast that the data does not show, from which on it is not estimable
+ALIASED = 1e-6  # unidentified share of a contrast above which it is not estimable
 
 
 @dataclass(frozen=True)
-class Term:
-    """A combination of coefficients that is shown."""
+class CoefficientTerm:
+    """A linear combination of coefficients that is reported."""
 
     name: str  # such as age, or arm=b
     column: str
@@ -41,14 +41,14 @@ class Term:
     varies: bool = True  # within some site; else its slope cannot differ between sites
 
 
-def terms_of(data: FederatedData) -> list[Term]:
+def terms_of(data: FederatedData) -> list[CoefficientTerm]:
     """The intercept, at the mean of numbers and usual categories, and a term for every other coefficient.
 
-    Categories are compared with the one that most training rows have: only differences are known of them.
+    Categories are compared with the most frequent one in training: only differences are identifiable.
     """
     prepared: Preparation = data.preparation
     size, counts = len(data.features) + 1, data.train.x.sum(0).numpy()
-    varies = within(data.train)
+    varies = varies_within_sites(data.train)
     eye = np.eye(size)
     level, out, at = eye[-1].copy(), [], 0
     for column in prepared.columns:
@@ -56,10 +56,10 @@ def terms_of(data: FederatedData) -> list[Term]:
         if isinstance(column, NumberColumn):
             spreads = {scale.sd for name, scale in column.sites.items() if name in data.clients}
             sd = spreads.pop() if len(spreads) == 1 else None
-            out.append(Term(column.name, column.name, eye[at], sd=sd, varies=bool(varies[at])))
+            out.append(CoefficientTerm(column.name, column.name, eye[at], sd=sd, varies=bool(varies[at])))
         elif column.statistic_names:
             some = range(at, at + many)
-            out += [Term(data.features[j], column.name, eye[j], varies=bool(varies[j])) for j in some]
+            out += [CoefficientTerm(data.features[j], column.name, eye[j], varies=bool(varies[j])) for j in some]
         else:
             usual = at + int(counts[at : at + many].argmax()) if many else at
             level += eye[usual] if many else 0.0
@@ -68,12 +68,12 @@ def terms_of(data: FederatedData) -> list[Term]:
                     name = column.features[j - at]
                     reference = column.categories[usual - at]
                     is_within = bool(varies[j] or varies[usual])
-                    out.append(Term(name, column.name, eye[j] - eye[usual], reference, varies=is_within))
+                    out.append(CoefficientTerm(name, column.name, eye[j] - eye[usual], reference, varies=is_within))
         at += many
-    return [Term(INTERCEPT, INTERCEPT, level), *out]
+    return [CoefficientTerm(INTERCEPT, INTERCEPT, level), *out]
 
 
-def within(rows: Rows) -> NDArray[np.bool_]:
+def varies_within_sites(rows: Rows) -> NDArray[np.bool_]:
     """Features that are not constant within every site."""
     x, starts = rows.x, rows.starts.tolist()
     out = np.zeros(x.shape[1], dtype=bool)
@@ -84,8 +84,8 @@ def within(rows: Rows) -> NDArray[np.bool_]:
     return out
 
 
-def unseen(covariance: Floats) -> Floats:
-    """The projection on what the data does not show: directions in which the covariance, a pseudo-inverse, is 0."""
+def null_projection(covariance: Floats) -> Floats:
+    """The projection on directions that the data does not identify: where the covariance, a pseudo-inverse, is 0."""
     values, vectors = np.linalg.eigh(covariance)
     basis = vectors[:, values > 1e-13 * max(float(values[-1]), 1e-300)]
     hidden: Floats = np.eye(len(covariance)) - basis @ basis.T
@@ -93,7 +93,7 @@ def unseen(covariance: Floats) -> Floats:
 
 
 def aliases(weights: Floats, hidden: Floats, features: tuple[str, ...]) -> list[str]:
-    """Features with which a term that is not estimable goes together; nothing if it is estimable."""
+    """Features that a term is aliased with; none if it is estimable."""
     lost = hidden @ weights
     if lost @ lost <= ALIASED * (weights @ weights):
         return []
@@ -107,7 +107,7 @@ SMALL = 0.02  # sd between sites per sd of a feature, in sds of the target or in
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedFit:
     """A mixed model as it was fitted, of standardised features."""
 
     server: Tree  # beta, factor, covariance, noise
@@ -126,8 +126,8 @@ class Mixed:
         return spread
 
 
-def described(cells: list[Cell], weights: Floats) -> Cell | None:
-    """The mixed model with most weight, which tells how sites differ; the common one where that mostly serves them."""
+def representative_model(cells: list[Cell], weights: Floats) -> Cell | None:
+    """The mixed model with most weight, or the common model where that has most."""
     total = dict(zip((cell.label for cell in cells), weights.sum(0).tolist(), strict=True))
     mixed = [cell for cell in cells if cell.label not in (ALONE, COMMON)]
     common = next((cell for cell in cells if cell.label == COMMON), None)
@@ -136,25 +136,27 @@ def described(cells: list[Cell], weights: Floats) -> Cell | None:
     return max(reversed(mixed), key=lambda cell: total[cell.label], default=None)
 
 
-def mixed_of(cell: Cell, data: FederatedData) -> Mixed:
-    """As its run kept it."""
+def load_mixed_fit(cell: Cell, data: FederatedData) -> MixedFit:
+    """Read a mixed model from its run."""
     saved = RunFolder(cell.folder).load_checkpoint()
     assert saved is not None
     state = saved[1]["state"]
-    own = np.stack([flat(model, data) for model in delivered(cell, data.clients)])
-    return Mixed(state["server"], state["clients"]["state"]["a"].double(), own)
+    own = np.stack([coefficient_vector(model, data) for model in delivered_models(cell, data.clients)])
+    return MixedFit(state["server"], state["clients"]["state"]["a"].double(), own)
 
 
-def of_one_site(config: RunConfig, data: FederatedData) -> Mixed:
-    """Of a single site, which has nobody to share with: an ordinary model without a penalty on its features."""
+def fit_one_site(config: RunConfig, data: FederatedData) -> MixedFit:
+    """The ordinary, unpenalised model of a single site."""
     name = kind_of(data.task)
     own = parse(config.plain() | {"algorithm": {"name": name, "effects": "none"}}, origin="fit")
-    server, models = trained(own, data)
+    server, models = train(own, data)
     k = len(server["beta"])
-    return Mixed(server, torch.zeros((1, k, k), dtype=torch.float64, device="cpu"), flat(models[0], data)[None])
+    return MixedFit(
+        server, torch.zeros((1, k, k), dtype=torch.float64, device="cpu"), coefficient_vector(models[0], data)[None]
+    )
 
 
-def flat(model: Params, data: FederatedData) -> Floats:
+def coefficient_vector(model: Params, data: FederatedData) -> Floats:
     """A linear model as a vector: by class against the first, its features and then its intercept."""
     weight = next(v for v in model.values() if v.dim() == 2).double()
     bias = next((v.double() for v in model.values() if v.dim() == 1), weight.new_zeros(len(weight)))
@@ -163,14 +165,14 @@ def flat(model: Params, data: FederatedData) -> Floats:
     return vector
 
 
-def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any]:
+def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict[str, Any]:
     """As effects.json has them; values are per standard deviation of a number, in units of the target or log-odds."""
     is_class = data.task == "classification"
     target = data.preparation.target
     unit = 1.0 if is_class else float(target.sd)
     terms, names = terms_of(data), data.classes or tuple(map(str, range(data.outputs)))
     beta, covariance = mixed.server["beta"].double().reshape(-1).numpy(), mixed.server["covariance"].double()
-    factor, hidden = mixed.server["factor"].double(), unseen(covariance.numpy())
+    factor, hidden = mixed.server["factor"].double(), null_projection(covariance.numpy())
     size = len(terms[0].weights)
     by_site = [own_covariance(a, factor, covariance, mixed.noise) for a in mixed.curvatures]
     own_covariances, shares = [v.numpy() for v, _ in by_site], np.stack([s.numpy() for _, s in by_site]).clip(0, 1)
@@ -183,17 +185,20 @@ def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any
             w[at] = term.weights
             alias = sorted(set(aliases(w, hidden, (*data.features, INTERCEPT) * (len(beta) // size))))
             values, middle = unit * (mixed.own @ w), 0.0 if is_class or term.name != INTERCEPT else target.mean
-            errors = [_root(cov, w) for cov in own_covariances]
+            errors = [_standard_error(cov, w) for cov in own_covariances]
             rows.append(
-                _named(term)
+                _term_record(term)
                 | {
                     "aliases": alias,
-                    **_interval(middle + unit * (beta @ w), unit * _root(covariance.numpy(), w), alias),
-                    "spread": unit * _root(mixed.spread, w),
-                    "differs": _root(mixed.spread, w) > SMALL,
+                    **_confidence_interval(
+                        middle + unit * (beta @ w), unit * _standard_error(covariance.numpy(), w), alias
+                    ),
+                    "spread": unit * _standard_error(mixed.spread, w),
+                    "differs": _standard_error(mixed.spread, w) > SMALL,
                     "share": float(shares[:, np.flatnonzero(w)].mean()),
                     "sites": [
-                        _interval(middle + v, unit * e, alias) for v, e in zip(values.tolist(), errors, strict=True)
+                        _confidence_interval(middle + v, unit * e, alias)
+                        for v, e in zip(values.tolist(), errors, strict=True)
                     ],
                 }
             )
@@ -205,12 +210,12 @@ def coefficients(mixed: Mixed, data: FederatedData, label: str) -> dict[str, Any
     return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": outputs}
 
 
-def _root(covariance: Floats, weights: Floats) -> float:
-    """Standard deviation of a combination."""
+def _standard_error(covariance: Floats, weights: Floats) -> float:
+    """Standard error of a linear combination."""
     return float(np.sqrt(max(float(weights @ covariance @ weights), 0.0)))
 
 
-def _named(term: Term) -> dict[str, Any]:
+def _term_record(term: CoefficientTerm) -> dict[str, Any]:
     return {
         "name": term.name,
         "column": term.column,
@@ -220,19 +225,19 @@ def _named(term: Term) -> dict[str, Any]:
     }
 
 
-def _interval(value: float, error: float, alias: list[str]) -> dict[str, float | None]:
-    """Nothing is known of a term that cannot be told apart from others."""
+def _confidence_interval(value: float, error: float, alias: list[str]) -> dict[str, float | None]:
+    """None for a term that is not identifiable."""
     if alias:
         return {"value": None, "low": None, "high": None}
     return {"value": float(value), "low": float(value - Z * error), "high": float(value + Z * error)}
 
 
-def coefficients_of(cells: list[Cell], weights: Floats, data: FederatedData) -> dict[str, Any] | None:
-    """Of the model that says most, and how much of what serves the sites it is."""
+def fit_coefficients(cells: list[Cell], weights: Floats, data: FederatedData) -> dict[str, Any] | None:
+    """Coefficients of the representative model, and its weight in what serves the sites."""
     if len(data.clients) == 1:
-        return coefficients(of_one_site(cells[0].config, data), data, ALONE) | {"weight": 1.0}
-    cell = described(cells, weights)
+        return coefficient_record(fit_one_site(cells[0].config, data), data, ALONE) | {"weight": 1.0}
+    cell = representative_model(cells, weights)
     if cell is None:
         return None
     part = float(weights[:, cells.index(cell)].mean())
-    return coefficients(mixed_of(cell, data), data, cell.label) | {"weight": part}
+    return coefficient_record(load_mixed_fit(cell, data), data, cell.label) | {"weight": part}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-SOME, LARGE = 0.1, 0.25  # of the index, as is usual
+SOME, LARGE = 0.1, 0.25  # of the index, the usual limits
 LEVEL = 0.01  # of the test, over all columns of a site
 GAP = 0.05  # by which the share of missing values, or of new categories, must have grown
 
@@ -55,7 +55,7 @@ def stability(new: Sequence[float], old: Sequence[float]) -> tuple[float, float,
 def drift_of(
     path: Path, file: Path, site: str = "", column: str | None = None, data_root: Path | None = None
 ) -> dict[str, Any]:
-    """The rows of a file against the training rows of their sites."""
+    """Compare the rows of a file with the training rows of their sites."""
     return drift_of_rows(path, file, *read_rows(file), site=site, column=column, data_root=data_root)
 
 
@@ -69,10 +69,10 @@ def drift_of_rows(
     column: str | None = None,
     data_root: Path | None = None,
 ) -> dict[str, Any]:
-    """By site what has drifted, and all of it in words; `values` are the rows with decimal points."""
+    """Drift by site, and a summary in sentences; `values` are the rows with decimal points."""
     import polars as pl
 
-    card = _card(path)
+    card = _read_card(path)
     notes: list[str] = []
     if site:
         parts = {site: values}
@@ -85,7 +85,7 @@ def drift_of_rows(
         names = frame[named].cast(pl.String)
         parts = {str(n): values.filter(names == n) for n in names.drop_nulls().unique(maintain_order=True).to_list()}
         strangers = [name for name in parts if name not in card["sites"]]
-        notes += [f"not in the fit, and left out: {', '.join(strangers[:5])}"] if strangers else []
+        notes += [f"sites that are not in the fit were skipped: {', '.join(strangers[:5])}"] if strangers else []
         parts = {name: rows for name, rows in parts.items() if name not in strangers}
     if site and site not in card["sites"]:
         raise RunError(f'{path}: no site "{site}" whose training rows are known; {nearest(site, card["sites"])}')
@@ -95,10 +95,10 @@ def drift_of_rows(
         sites[name] = site_drift(
             model, model.table(file, rows), card["columns"], card["prediction"], card["sites"][name]
         )
-    return {"sites": sites, "words": words_of(sites) + notes}
+    return {"sites": sites, "words": drift_sentences(sites) + notes}
 
 
-def _card(path: Path) -> dict[str, Any]:
+def _read_card(path: Path) -> dict[str, Any]:
     if not (path / FIT).exists():
         raise RunError(f"{path}: not the folder of a fit; fedtailor fit makes one")
     if not (path / CARD).exists():
@@ -123,11 +123,11 @@ def site_drift(
         own, old = x[:, at : at + len(column.features)].double().numpy(), trained["columns"][column.name]
         at += len(column.features)
         if isinstance(column, NumberColumn):
-            new = counted(own[:, 0], columns[column.name]["edges"])
-            missing = _missing(column, table)
+            new = count_intervals(own[:, 0], columns[column.name]["edges"])
+            missing = _missing_share(column, table)
             scale = next(iter(column.sites.values()))
             means = [scale.mean + scale.sd * each["mean"] for each in (new, old)]
-            each = _compared(new["counts"], old["counts"], level) | {
+            each = _compare(new["counts"], old["counts"], level) | {
                 "column": column.name,
                 "means": means,
                 "smd": (new["mean"] - old["mean"]) / (old["sd"] or 1.0),
@@ -140,9 +140,9 @@ def site_drift(
                 float(c[column.categories.index(MISSING)] / max(sum(c), 1)) if MISSING in column.categories else 0.0
                 for c in (counts, old["counts"])
             ]
-            each = _compared(counts.tolist(), old["counts"], level) | {
+            each = _compare(counts.tolist(), old["counts"], level) | {
                 "column": column.name,
-                "moved": _moved(counts, old["counts"], column.categories),
+                "moved": _largest_shift(counts, old["counts"], column.categories),
                 "missing": shares,
                 "unknown": 1 - float(counts.sum()) / max(len(x), 1),
             }
@@ -151,13 +151,13 @@ def site_drift(
             error = np.sqrt(max(now * (1 - now), 1e-9) / rows + max(was * (1 - was), 1e-9) / before)
             each[f"more_{key}"] = bool(now - was > max(GAP, 3 * error))
         each["drifted"] = bool(each["drifted"] or each["more_missing"] or each["more_unknown"])
-        drifts.append(each | {"words": _words(each)})
+        drifts.append(each | {"words": _column_words(each)})
     drifts.sort(key=lambda each: (not each["drifted"], -each["psi"]))
     prediction = None
     if trained["prediction"] is not None:
-        values = readable(model, x)
-        new, old = counted(values, predictions["edges"]), trained["prediction"]
-        prediction = _compared(new["counts"], old["counts"], level) | {"means": [new["mean"], old["mean"]]}
+        values = compared_values(model, x)
+        new, old = count_intervals(values, predictions["edges"]), trained["prediction"]
+        prediction = _compare(new["counts"], old["counts"], level) | {"means": [new["mean"], old["mean"]]}
     return {
         "rows": len(x),
         "training_rows": trained["rows"],
@@ -167,7 +167,7 @@ def site_drift(
     }
 
 
-def _missing(column: NumberColumn, table: ClientTable) -> float:
+def _missing_share(column: NumberColumn, table: ClientTable) -> float:
     """The share of rows without a value; all of them where there is no such column."""
     if column.name not in table.columns:
         return 1.0
@@ -176,8 +176,8 @@ def _missing(column: NumberColumn, table: ClientTable) -> float:
     return float(gaps.mean()) if len(gaps) else 0.0
 
 
-def readable(model: Personal, x: Any) -> Floats:
-    """What is compared: the number, the probability of the second of two classes, or of the likeliest of several."""
+def compared_values(model: Personal, x: Any) -> Floats:
+    """The compared prediction: a number, the probability of the second of two classes, or of the likeliest."""
     predictions = model.readable(model.outputs(x)).double().numpy()
     if model.task != "classification":
         return predictions[:, 0]
@@ -185,12 +185,12 @@ def readable(model: Personal, x: Any) -> Floats:
     return values
 
 
-def _compared(new: Sequence[float], old: Sequence[float], level: float) -> dict[str, Any]:
+def _compare(new: Sequence[float], old: Sequence[float], level: float) -> dict[str, Any]:
     index, distance, chance = stability(new, old)
     return {"psi": index, "ks": distance, "p": chance, "drifted": index >= SOME and chance < level}
 
 
-def _moved(new: Floats, old: Sequence[float], categories: Sequence[str]) -> list[Any]:
+def _largest_shift(new: Floats, old: Sequence[float], categories: Sequence[str]) -> list[Any]:
     """The category whose share changed most, now and in training."""
     p, q = new / max(new.sum(), 1), np.asarray(old) / max(sum(old), 1)
     if not len(p):
@@ -199,30 +199,29 @@ def _moved(new: Floats, old: Sequence[float], categories: Sequence[str]) -> list
     return [categories[k], float(p[k]), float(q[k])]
 
 
-def _words(each: Mapping[str, Any]) -> str:
-    """What has changed in a column."""
+def _column_words(each: Mapping[str, Any]) -> str:
     if not each["drifted"]:
         return "as in training"
     out = []
     if each["psi"] >= SOME:
-        size = "far" if each["psi"] >= LARGE else "somewhat"
+        size = "large" if each["psi"] >= LARGE else "moderate"
         if "means" in each:
             now, was = each["means"]
-            how = "higher" if each["smd"] > 0.1 else "lower" if each["smd"] < -0.1 else "spread differently"
-            out.append(f"{size} {how}: mean {now:.4g}, in training {was:.4g} ({each['smd']:+.2f} sd)")
+            how = "higher" if each["smd"] > 0.1 else "lower" if each["smd"] < -0.1 else "other distribution"
+            out.append(f"{size} shift, {how}: mean {now:.4g}, in training {was:.4g} ({each['smd']:+.2f} sd)")
         elif each["moved"]:
             name, now, was = each["moved"]
-            out.append(f"{size} other shares: {name} {100 * now:.0f} %, in training {100 * was:.0f} %")
+            out.append(f"{size} change of shares: {name} {100 * now:.0f} %, in training {100 * was:.0f} %")
     if each["more_unknown"]:
-        out.append(f"{100 * each['unknown']:.0f} % of the rows have values that no training row has")
+        out.append(f"{100 * each['unknown']:.0f} % of rows have values that did not occur in training")
     if each["more_missing"]:
         now, was = each["missing"]
         out.append(f"{100 * now:.0f} % missing, in training {100 * was:.0f} %")
     return "; ".join(out)
 
 
-def words_of(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which columns drifted, at how many sites, and whether predictions did."""
+def drift_sentences(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which columns and predictions drifted, and at how many sites."""
     if not sites:
         return ["no row belongs to a site of the fit"]
     at: dict[str, list[str]] = {}
@@ -235,16 +234,16 @@ def words_of(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
         where = f"at {names[0]}" if len(names) == 1 else f"at {len(names)} of {len(sites)} sites"
         out.append(f"{column} has drifted {where}")
     if not at:
-        out.append("no column has drifted beyond chance")
+        out.append("no column has drifted significantly")
     moved = [name for name, site in sites.items() if site["prediction"] and site["prediction"]["drifted"]]
     if moved:
         where = f"at {moved[0]}" if len(moved) == 1 else f"at {len(moved)} of {len(sites)} sites"
         out.append(f"predictions have drifted {where}")
     else:
-        out.append("predictions are spread as in training")
+        out.append("predictions are distributed as in training")
     few = [name for name, site in sites.items() if site["rows"] < 30]
     if few:
-        out.append(f"{len(few)} of {len(sites)} sites have fewer than 30 new rows, in which only a large drift shows")
+        out.append(f"{len(few)} of {len(sites)} sites have fewer than 30 new rows, enough to detect large drift only")
     return out
 
 
@@ -267,8 +266,8 @@ def quantiles(parts: Sequence[Floats], wanted: Sequence[float] = QUANTILES) -> F
     return np.unique([edge for edge in edges if edge < high])
 
 
-def counted(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
-    """How many values lie in each interval, and their mean and spread."""
+def count_intervals(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
+    """Counts of values by interval, their mean and standard deviation."""
     where = np.searchsorted(np.asarray(edges, dtype=np.float64), values, side="left")
     return {
         "counts": np.bincount(where, minlength=len(edges) + 1).tolist(),
@@ -278,7 +277,7 @@ def counted(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
 
 
 def training_card(data: FederatedData, predictions: Floats | None, whose: NDArray[np.int64]) -> dict[str, Any]:
-    """As training.json has it; `predictions` are as people read them, of training rows by models without them."""
+    """The content of training.json; `predictions`: out-of-fold, in units of the target."""
     places, bounds = places_of(data), list(pairwise(data.train.starts.tolist()))
     x = data.train.x.numpy().astype(np.float64)
     columns: dict[str, dict[str, Any]] = {}
@@ -291,7 +290,7 @@ def training_card(data: FederatedData, predictions: Floats | None, whose: NDArra
             edges = quantiles([x[a:b, at[0]] for a, b in bounds]).tolist()
             columns[column.name] = {"kind": "number", "edges": edges}
             for name, (a, b) in zip(data.clients, bounds, strict=True):
-                own = counted(x[a:b, at[0]], edges)
+                own = count_intervals(x[a:b, at[0]], edges)
                 sites[name]["columns"][column.name] = own | {"missing": column.sites[name].missing}
         else:
             columns[column.name] = {"kind": "category", "categories": list(column.categories)}
@@ -299,5 +298,5 @@ def training_card(data: FederatedData, predictions: Floats | None, whose: NDArra
                 sites[name]["columns"][column.name] = {"counts": x[a:b, at].sum(0).astype(int).tolist()}
     edges = [] if predictions is None else quantiles([predictions[whose == i] for i in range(len(bounds))]).tolist()
     for i, name in enumerate(data.clients):
-        sites[name]["prediction"] = None if predictions is None else counted(predictions[whose == i], edges)
+        sites[name]["prediction"] = None if predictions is None else count_intervals(predictions[whose == i], edges)
     return {"columns": columns, "prediction": {"edges": edges}, "sites": sites}

@@ -28,10 +28,10 @@ from fedtailor.experiments.building import task_of
 from fedtailor.metrics.library import find
 from fedtailor.tables import blend
 from fedtailor.tables.blend import Selection
-from fedtailor.tables.calibration import applied
+from fedtailor.tables.calibration import calibrate
 from fedtailor.tables.candidates import ALONE, folds_of, site_of_rows
-from fedtailor.tables.coefficients import coefficients_of, within
-from fedtailor.tables.site_metrics import FEWEST_ROWS, OF_UNITS, at_site, in_units
+from fedtailor.tables.coefficients import fit_coefficients, varies_within_sites
+from fedtailor.tables.site_metrics import FEWEST_ROWS, OF_UNITS, at_site, metric_in_units
 
 EFFECTS = "effects.json"
 MOST_CURVES = 4  # columns
@@ -41,10 +41,10 @@ Floats = NDArray[np.float64]
 def table_effects(
     selection: Selection, data: FederatedData, out: Path, seed: int, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """As effects.json has it. What cannot be computed is left out: a fit does not fail for it."""
+    """The content of effects.json; coefficients that cannot be computed are None."""
     effects: dict[str, Any] = {}
     try:
-        effects["coefficients"] = coefficients_of(selection.cells, selection.weights, data)
+        effects["coefficients"] = fit_coefficients(selection.cells, selection.weights, data)
     except (UserError, torch.linalg.LinAlgError, np.linalg.LinAlgError):
         effects["coefficients"] = None
     used = [i for i, cell in enumerate(selection.cells) if cell.label == ALONE or selection.weights[:, i].any()]
@@ -55,26 +55,28 @@ def table_effects(
         outputs = blend.delivered_outputs(selection, data, rows, out)["personal"]
         if data.task != "classification":
             return outputs
-        return torch.from_numpy(applied(outputs.numpy(), calibration[site_of_rows(rows)]))
+        return torch.from_numpy(calibrate(outputs.numpy(), calibration[site_of_rows(rows)]))
 
     metric = find(task_of(selection.cells[0].config, data), record["metric"])
-    return effects | of_predictions(predict, data, metric, seed)
+    return effects | prediction_effects(predict, data, metric, seed)
 
 
-def of_predictions(predict: Predict, data: FederatedData, metric: Metric, seed: int) -> dict[str, Any]:
-    """Importance and curves of whatever serves the sites, on rows that no model was trained on, if there are any."""
+def prediction_effects(predict: Predict, data: FederatedData, metric: Metric, seed: int) -> dict[str, Any]:
+    """Importance and curves of any model that serves the sites, on held-out rows if there are any."""
     held = data.test if len(data.test.x) >= 2 else data.train
     unit = 1.0 if data.task == "classification" or data.preparation is None else float(data.preparation.target.sd)
     if data.preparation is not None and data.preparation.target.is_log:
-        metric, unit = in_units(metric, data.preparation.target), 1.0
-    places, varies = places_of(data), within(held)
+        metric, unit = metric_in_units(metric, data.preparation.target), 1.0
+    places, varies = places_of(data), varies_within_sites(held)
     inner = {name: at for name, at in places.items() if varies[at].any()}
     importances = importance(predict, held, data.clients, inner, metric, unit, seed) | {
         "held_out": held is data.test,
         "constant": [name for name in places if name not in inner],
     }
     top = [each["column"] for each in importances["columns"] if each["mean"] > 0][:MOST_CURVES]
-    drawn = curves(predict, lambda o: readable(o, data), held, data, top, seed) if top and data.preparation else []
+    drawn = (
+        curves(predict, lambda o: in_target_units(o, data), held, data, top, seed) if top and data.preparation else []
+    )
     names = [data.preparation.target.name] if data.preparation and data.task != "classification" else list(data.classes)
     return {"importance": importances, "curves": drawn, "outputs": names[1:] if len(names) == 2 else names}
 
@@ -82,19 +84,19 @@ def of_predictions(predict: Predict, data: FederatedData, metric: Metric, seed: 
 def out_of_fold_predictions(
     selection: Selection, data: FederatedData, seed: int, record: dict[str, Any]
 ) -> tuple[Floats | None, NDArray[np.int64]]:
-    """What models without them say of training rows, one number a row as `drift` compares them; and whose they are."""
+    """Out-of-fold predictions of training rows, one number per row as `drift` compares them, and their sites."""
     held = folds_of(data, seed) >= 0
     whose, outputs = site_of_rows(data.train)[held], selection.out_of_fold
-    if len(outputs) != len(whose) or not len(whose):  # nobody has two rows
+    if len(outputs) != len(whose) or not len(whose):  # no site has two rows
         return None, whose
     if data.task == "classification":
         calibration = np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
-        outputs = torch.from_numpy(applied(outputs.numpy(), calibration[whose]))
-    values = readable(outputs, data)
+        outputs = torch.from_numpy(calibrate(outputs.numpy(), calibration[whose]))
+    values = in_target_units(outputs, data)
     return (values.max(1) if values.shape[1] > 1 else values[:, 0]), whose
 
 
-def readable(outputs: Tensor, data: FederatedData) -> Floats:
+def in_target_units(outputs: Tensor, data: FederatedData) -> Floats:
     """Numbers in units of the target, the probability of the second of two classes, or of each of several."""
     if data.task == "classification":
         p = outputs.softmax(1).double().numpy()
@@ -103,14 +105,14 @@ def readable(outputs: Tensor, data: FederatedData) -> Floats:
     return numbers
 
 
-Predict = Callable[[Rows], Tensor]  # what serves the sites says of their rows
+Predict = Callable[[Rows], Tensor]  # outputs of the served models for their rows
 REPEATS = 5
 MOST_ROWS = 500  # of a site
 MOST_NUMBERS = 6_000_000  # in all shuffled rows together
 MOST_COLUMNS = 30
 
 
-def sampled(rows: Rows, copies: int, seed: int) -> Rows:
+def sample_rows(rows: Rows, copies: int, seed: int) -> Rows:
     """Some rows of every site, so few that `copies` of them are predicted in seconds."""
     sizes, width = rows.sizes.numpy(), max(int(rows.x.shape[1]), 1)
     most = MOST_ROWS
@@ -126,8 +128,8 @@ def sampled(rows: Rows, copies: int, seed: int) -> Rows:
     return Rows(rows.x[at], rows.y[at], torch.tensor(starts, dtype=torch.int64, device="cpu"))
 
 
-def stacked(rows: Rows, changed: Callable[[int, Tensor], list[Tensor]]) -> Rows:
-    """Of every site several versions of its rows, one after another, as rows of the same sites."""
+def stack_versions(rows: Rows, changed: Callable[[int, Tensor], list[Tensor]]) -> Rows:
+    """Several versions of the rows of each site, one after another."""
     xs, ys, sizes = [], [], [0]
     for i in range(len(rows.sizes)):
         x, y = rows.of(i)
@@ -138,15 +140,15 @@ def stacked(rows: Rows, changed: Callable[[int, Tensor], list[Tensor]]) -> Rows:
     return Rows(torch.cat(xs), torch.cat(ys), torch.tensor(sizes, dtype=torch.int64, device="cpu"))
 
 
-def unstacked(values: Any, every: Rows, sizes: Sequence[int], versions: int) -> list[list[Any]]:
-    """What was said of `stacked` rows: by version, and in it by site."""
+def split_versions(values: Any, every: Rows, sizes: Sequence[int], versions: int) -> list[list[Any]]:
+    """Outputs for rows of `stack_versions`, by version and site."""
     return [
         [values[int(every.starts[i]) + k * n : int(every.starts[i]) + (k + 1) * n] for i, n in enumerate(sizes)]
         for k in range(versions)
     ]
 
 
-def shuffled(x: Tensor, at: Sequence[int], rng: np.random.Generator) -> Tensor:
+def shuffle_column(x: Tensor, at: Sequence[int], rng: np.random.Generator) -> Tensor:
     """Rows with the features of one column taken from other rows."""
     out = x.clone()
     order = torch.from_numpy(rng.permutation(len(x)))
@@ -165,22 +167,22 @@ def importance(
     seed: int,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """By column, largest first: by how much the metric gets worse, its spread over shuffles, and the same by site."""
+    """The loss in the metric by column, largest first: mean and standard deviation over shuffles, and by site."""
     columns = dict(list(columns.items())[:MOST_COLUMNS])
     if not columns:
         return {"metric": metric.name, "rows": 0, "repeats": repeats, "columns": []}
-    rows = sampled(held, 1 + repeats * len(columns), seed)
+    rows = sample_rows(held, 1 + repeats * len(columns), seed)
 
     def versions(site: int, x: Tensor) -> list[Tensor]:
         rng = stream(seed, sites[site], "importance")
-        return [x, *(shuffled(x, at, rng) for at in columns.values() for _ in range(repeats))]
+        return [x, *(shuffle_column(x, at, rng) for at in columns.values() for _ in range(repeats))]
 
-    every = stacked(rows, versions)
+    every = stack_versions(rows, versions)
     outputs = predict(every)
     many, sizes = 1 + repeats * len(columns), rows.sizes.tolist()
     sign = -1.0 if metric.higher_is_better else 1.0
     large = [i for i, size in enumerate(sizes) if size >= FEWEST_ROWS]
-    overall, at_sites = measured(metric, outputs, rows, every, many, unit)
+    overall, at_sites = measure(metric, outputs, rows, every, many, unit)
     at_sites = at_sites[:, large]
     lost = sign * (overall[1:] - overall[0]).reshape(len(columns), repeats)
     lost_at = sign * (at_sites[1:] - at_sites[0]).reshape(len(columns), repeats, len(large))
@@ -202,7 +204,7 @@ def importance(
     }
 
 
-def measured(
+def measure(
     metric: Metric, outputs: Tensor, rows: Rows, every: Rows, versions: int, unit: float
 ) -> tuple[Floats, Floats]:
     """The metric of each version over all sites, and at each site [versions, sites].
@@ -211,12 +213,12 @@ def measured(
     """
     sizes = rows.sizes.numpy()
     if metric.per_sample is None:
-        parts = [torch.cat(each) for each in unstacked(outputs, every, sizes.tolist(), versions)]
+        parts = [torch.cat(each) for each in split_versions(outputs, every, sizes.tolist(), versions)]
         at_sites = np.array([[at_site(metric, part, rows, i, unit) for i in range(len(sizes))] for part in parts])
         weights = sizes * np.isfinite(at_sites)
         return np.nansum(at_sites * weights, axis=1) / np.maximum(weights.sum(1), 1), at_sites
     losses = metric.per_sample(outputs, every.y).double().numpy()
-    by_site = unstacked(losses, every, sizes.tolist(), versions)
+    by_site = split_versions(losses, every, sizes.tolist(), versions)
     sums = np.array([[each.sum() for each in version] for version in by_site])
 
     def finished(means: Floats) -> Floats:
@@ -233,7 +235,7 @@ Places = dict[str, list[int]]  # column -> its features
 
 
 def places_of(data: FederatedData) -> Places:
-    """The features of every column; of data that no table was read for, each is a column."""
+    """The features of every column; without a table each feature is a column."""
     if data.preparation is None:
         return {name: [j] for j, name in enumerate(data.features or map(str, range(data.shape[0])))}
     out: Places = {}
@@ -245,7 +247,7 @@ def places_of(data: FederatedData) -> Places:
 
 
 def grids(data: FederatedData, inner: Sequence[float] = tuple(np.linspace(0.1, 0.9, 9))) -> dict[str, Floats]:
-    """Of every column of numbers some quantiles of all training rows, standardised; from histograms that are summed."""
+    """Quantiles of every numeric column over all training rows, standardised, from summed histograms."""
     places, out = places_of(data), {}
     marks = np.linspace(-6.0, 6.0, 481)
     starts = data.train.starts.tolist()
@@ -269,9 +271,9 @@ def curves(
     columns: Sequence[str],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Of each column its points, and there the prediction [points, outputs] over all sites and at each site."""
+    """For each column its points, and the predictions there [points, outputs] over all sites and at each site."""
     places, edges = places_of(data), grids(data)
-    rows = sampled(held, 2 * len(columns) + MOST_LEVELS, seed)
+    rows = sample_rows(held, 2 * len(columns) + MOST_LEVELS, seed)
     drawn_columns = [c for c in data.preparation.columns if c.name in columns]
     bins = {name: _intervals(rows, places[name][0], edges[name]) for name in columns if name in edges}
 
@@ -282,23 +284,26 @@ def curves(
             at = places[column.name]
             if column.name in bins:
                 k = bins[column.name][first:last]
-                out += [_with(x, at[:1], torch.from_numpy(edges[column.name][k + side])[:, None]) for side in (0, 1)]
+                out += [
+                    _replace_features(x, at[:1], torch.from_numpy(edges[column.name][k + side])[:, None])
+                    for side in (0, 1)
+                ]
             else:
                 levels = torch.from_numpy(column.matrix[:MOST_LEVELS])
-                out += [_with(x, at, level.expand(len(x), -1)) for level in levels]
+                out += [_replace_features(x, at, level.expand(len(x), -1)) for level in levels]
         return out
 
-    every = stacked(rows, versions)
+    every = stack_versions(rows, versions)
     predictions, sizes = readable(predict(every)), rows.sizes.tolist()
     whose = np.repeat(np.arange(len(sizes)), sizes)
     many = len(every.x) // max(len(rows.x), 1)
-    blocks: list[Floats] = [np.concatenate(each) for each in unstacked(predictions, every, sizes, many)]
+    blocks: list[Floats] = [np.concatenate(each) for each in split_versions(predictions, every, sizes, many)]
     base, blocks = blocks[0], blocks[1:]
     drawn = []
     for column in drawn_columns:
         if isinstance(column, NumberColumn):
             low, high, *blocks = blocks
-            drawn.append(_accumulated(column, edges[column.name], bins[column.name], high - low, base, whose, data))
+            drawn.append(_accumulate(column, edges[column.name], bins[column.name], high - low, base, whose, data))
         else:
             many = min(len(column.categories), MOST_LEVELS)
             own, blocks = blocks[:many], blocks[many:]
@@ -306,19 +311,19 @@ def curves(
     return sorted(drawn, key=lambda each: list(columns).index(each["column"]))
 
 
-def _with(x: Tensor, at: Sequence[int], values: Tensor) -> Tensor:
+def _replace_features(x: Tensor, at: Sequence[int], values: Tensor) -> Tensor:
     out = x.clone()
     out[:, torch.tensor(list(at), dtype=torch.int64, device="cpu")] = values.to(x.dtype)
     return out
 
 
 def _intervals(rows: Rows, feature: int, edges: Floats) -> NDArray[np.int64]:
-    """The interval of every row; what lies outside counts to the outer ones."""
+    """The interval of every row; values outside belong to the outer ones."""
     x = rows.x[:, feature].numpy()
     return np.clip(np.searchsorted(edges, x, side="left") - 1, 0, max(len(edges) - 2, 0)).astype(np.int64)
 
 
-def _accumulated(
+def _accumulate(
     column: NumberColumn,
     edges: Floats,
     bins: NDArray[np.int64],

@@ -1,4 +1,4 @@
-"""What the folder of a fit says of its models; effects that it does not have yet are computed and kept."""
+"""The explanation of a fit from its folder; effects that are not stored yet are computed and stored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fedtailor.experiments.store import ABOUT, FIT, RunFolder, part_of, read_jso
 from fedtailor.metrics.library import find
 from fedtailor.studies.grid import Cell
 from fedtailor.tables.candidates import ALONE, COMMON
-from fedtailor.tables.coefficients import coefficients_of
-from fedtailor.tables.effects import EFFECTS, of_predictions
+from fedtailor.tables.coefficients import fit_coefficients
+from fedtailor.tables.effects import EFFECTS, prediction_effects
 from fedtailor.tables.serve import Personal, personal
 from fedtailor.tables.update import rows_of_update
-from fedtailor.tables.words import words_of
+from fedtailor.tables.words import effect_sentences
 
 EFFECT_LABELS = {
     ALONE: ALONE,
@@ -43,11 +43,11 @@ def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> di
     if (path / EFFECTS).exists():
         effects = dict(read_json(path / EFFECTS))
     else:
-        effects = _computed(path, record, data_root)
+        effects = _compute_effects(path, record, data_root)
         write_json(path / EFFECTS, effects)
     served = {name: row["served"] for name, row in record["sites"].items() if site in ("", name)}
-    effects |= {"words": words_of(effects), "target": record["target"], "served": served}
-    return _of_site(effects, site) if site else effects
+    effects |= {"words": effect_sentences(effects), "target": record["target"], "served": served}
+    return _restrict_to_site(effects, site) if site else effects
 
 
 def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
@@ -63,8 +63,8 @@ def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
-    """What serves the sites, asked about their rows: importance and curves; coefficients where models are linear."""
+def _compute_effects(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
+    """Importance and curves from predictions of the served models; coefficients where models are linear."""
     folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
     experiment = reload_experiment(folder, data_root, rows_of_update(path, folder) if "update" in record else None)
     data = experiment.data
@@ -86,11 +86,11 @@ def _computed(path: Path, record: dict[str, Any], data_root: Path | None) -> dic
     metric = find(task_of(folder.config, data), record["metric"])
     doubles = data.to(torch.float64)
     linear = _coefficients(path, record, doubles) if "weights" in next(iter(record["sites"].values())) else None
-    return {"coefficients": linear, **of_predictions(predict, doubles, metric, folder.config.seed)}
+    return {"coefficients": linear, **prediction_effects(predict, doubles, metric, folder.config.seed)}
 
 
 def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> dict[str, Any] | None:
-    """Of the linear candidates that lie in a folder."""
+    """Coefficients from the linear candidates in a folder."""
     runs = [RunFolder.open(about.parent) for about in sorted(path.glob(f"*/{ABOUT}"))]
     cells = []
     for run in runs:
@@ -100,13 +100,13 @@ def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> di
             cells.append(Cell(EFFECT_LABELS[effects], config.seed, run.path, config))
     weights = [[row["weights"].get(cell.folder.name, 0.0) for cell in cells] for row in record["sites"].values()]
     try:
-        return coefficients_of(cells, np.array(weights), data)
+        return fit_coefficients(cells, np.array(weights), data)
     except (RunError, torch.linalg.LinAlgError, np.linalg.LinAlgError):
         return None
 
 
-def _of_site(effects: dict[str, Any], site: str) -> dict[str, Any]:
-    """Beside what is common, what one site has."""
+def _restrict_to_site(effects: dict[str, Any], site: str) -> dict[str, Any]:
+    """Effects of one site beside the common ones."""
     coefficients = effects["coefficients"]
     if coefficients:
         at = list(coefficients["sites"]).index(site)

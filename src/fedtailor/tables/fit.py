@@ -23,14 +23,14 @@ from fedtailor.experiments.user_code import code_difference, code_of
 from fedtailor.studies.grid import Cell, CellListener
 from fedtailor.tables import candidates, fit_sources
 from fedtailor.tables.blend import Selection, select
-from fedtailor.tables.candidates import Clock, all_in_training, cross_fitted, folds_of
+from fedtailor.tables.candidates import Clock, all_in_training, cross_fit, folds_of
 from fedtailor.tables.drift import CARD, training_card
 from fedtailor.tables.effects import EFFECTS, out_of_fold_predictions, table_effects
 from fedtailor.tables.fit_record import table_record
-from fedtailor.tables.fit_sources import read
-from fedtailor.tables.halving import chosen, plan, run_plan
+from fedtailor.tables.fit_sources import read_source
+from fedtailor.tables.halving import choose_models, plan, run_plan
 from fedtailor.tables.model_selection import CAUTION
-from fedtailor.tables.site_metrics import chosen_metric
+from fedtailor.tables.site_metrics import select_metric
 
 FOR_CANDIDATES = 0.75  # of a time limit, with reading; the rest is for choosing and for the record
 ROWS = "rows.json"  # which rows are for training and which for testing, by their hashes
@@ -55,8 +55,8 @@ def fit(
     metric: what figures show of a table, such as "auroc"; models are chosen by log loss or squared error.
     """
     begun = time.monotonic()
-    tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
-    if fit_sources.is_for(loaded, tables, algorithm):
+    tables, loaded = read_source(source, algorithm=algorithm, data_root=data_root, **options)
+    if fit_sources.is_table_fit(loaded, tables, algorithm):
         left = max(FOR_CANDIDATES * time_limit - (time.monotonic() - begun), 0.01) if time_limit else 0.0
         return fit_table(tables, loaded, out, data_root, listener, left, metric)
     if metric:
@@ -64,9 +64,9 @@ def fit(
             f'--metric {metric}: for tables with --algorithm auto; else --set evaluation.decide="{metric}"'
         )
     fit_plan = plan(source, out, algorithm=algorithm, data_root=data_root, **options | {"loaded": loaded})
-    claim = claimed(out, algorithm, fit_plan.cells)
+    claim = claim_folder(out, algorithm, fit_plan.cells)
     finished, dropped = run_plan(fit_plan, data_root, listener)
-    record = {"settings": claim} | chosen(fit_plan, finished) | {"dropped": dropped}
+    record = {"settings": claim} | choose_models(fit_plan, finished) | {"dropped": dropped}
     write_json(out / FIT, record)
     return record
 
@@ -80,13 +80,13 @@ def fit_table(
     limit: float,
     metric: str = "",
 ) -> dict[str, Any]:
-    """Run what is missing, choose for every site, and record it; returns the record."""
+    """Run missing candidates, select the models of every site, and write the record."""
     clock = candidates.Clock(limit)
     cells = candidates.cells_of(tables, loaded, out)
     if not metric and loaded.preparation.target.is_log:
         metric = "mae"  # medians are what it measures
-    metric_name = chosen_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
-    claim = claimed(out, "auto", cells)
+    metric_name = select_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
+    claim = claim_folder(out, "auto", cells)
     held = read_json(out / FIT)
     if "sites" in held:
         if metric and held["metric"] != metric_name:
@@ -95,7 +95,7 @@ def fit_table(
             )
         return dict(held)
     write_json(out / ROWS, row_keys(loaded))
-    selection, data = fit_tables(cells, loaded, out, cells[0].seed, root, listener, limit)
+    selection, data = train_and_select(cells, loaded, out, cells[0].seed, root, listener, limit)
     record = (
         {"settings": claim} | table_record(selection, data, out, cells[0].seed, metric) | {"dropped": selection.dropped}
     )
@@ -106,8 +106,8 @@ def fit_table(
     return record
 
 
-def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """A folder belongs to one fit, and the same fit goes on in it."""
+def claim_folder(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """Claim the folder for this fit; a `RunError` if it holds another one."""
     code = [code_of(cell.config) for cell in cells]
     claim = {
         "algorithm": algorithm,
@@ -118,7 +118,7 @@ def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
     }
     path = out / FIT
     if path.exists():
-        current: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
+        current: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # not recorded in older folders
         saved = current | read_json(path)["settings"]
         if saved | current != claim:
             raise RunError(f"{out}: holds another fit; choose another folder with --out")
@@ -135,7 +135,7 @@ def claimed(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
     return claim
 
 
-def fit_tables(
+def train_and_select(
     cells: list[Cell],
     loaded: FederatedData,
     out: Path,
@@ -144,10 +144,10 @@ def fit_tables(
     listener: CellListener,
     limit: float,
 ) -> tuple[Selection, FederatedData]:
-    """Train, cross-fit and choose."""
+    """Train and cross-fit the candidates, then select."""
     data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
     folds = folds_of(data, seed)
-    outputs, dropped = cross_fitted(cells, data, folds, root, listener, clock)
+    outputs, dropped = cross_fit(cells, data, folds, root, listener, clock)
     selection = select(cells, data, folds, outputs, seed, clock, out)
     selection.dropped.extend(dropped)
     return selection, data

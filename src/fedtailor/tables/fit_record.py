@@ -22,24 +22,24 @@ from fedtailor.studies.grid import Cell
 from fedtailor.tables import blend
 from fedtailor.tables.blend import LEAST, Selection
 from fedtailor.tables.boosted_trees import ON_TOP, TREES
-from fedtailor.tables.calibration import applied, calibration
+from fedtailor.tables.calibration import calibrate, fit_calibration
 from fedtailor.tables.candidates import ALONE, COMMON, folds_of, site_of_rows
-from fedtailor.tables.intervals import LEVELS, errors, half_widths
-from fedtailor.tables.site_metrics import certainty_of, chosen_metric, fairness, resampled, site_metrics
+from fedtailor.tables.intervals import LEVELS, half_widths, interval_errors
+from fedtailor.tables.site_metrics import bootstrap_intervals, bootstrap_rows, fairness, select_metric, site_metrics
 
 
 def table_record(
     selection: Selection, data: FederatedData, out: Path, seed: int, metric_name: str = ""
 ) -> dict[str, Any]:
-    """As fit.json has it, but for settings and what was dropped."""
+    """The content of fit.json without settings and dropped candidates."""
     sure = certainty(selection, data, seed)
     is_class, task = data.task == "classification", task_of(selection.cells[0].config, data)
-    main_metric = chosen_metric(task, metric_name)
+    main_metric = select_metric(task, metric_name)
     metric, higher = main_metric.name, main_metric.higher_is_better
     outputs = blend.delivered_outputs(selection, data, data.test, out)
     if is_class:
         of_rows = sure.calibration[site_of_rows(data.test)]
-        outputs["personal"] = torch.from_numpy(applied(outputs["personal"].numpy(), of_rows))
+        outputs["personal"] = torch.from_numpy(calibrate(outputs["personal"].numpy(), of_rows))
     outputs["baseline"] = _baseline(data)
     unit = data.preparation.target.sd if data.task == "regression" else 1.0
     rows, per_unit = data.test, unit
@@ -49,8 +49,8 @@ def table_record(
         rows = Rows(rows.x, target.readable(rows.y), rows.starts)
     metrics = site_metrics(task, main_metric, outputs, rows, per_unit)
     figures = metrics[metric]
-    bounds = certainty_of(
-        main_metric, figures, resampled(main_metric, outputs, rows, per_unit, seed), data.test.sizes.tolist(), seed
+    bounds = bootstrap_intervals(
+        main_metric, figures, bootstrap_rows(main_metric, outputs, rows, per_unit, seed), data.test.sizes.tolist(), seed
     )
     sites: dict[str, dict[str, Any]] = {}
     for i, name in enumerate(data.clients):
@@ -67,7 +67,7 @@ def table_record(
             "weights": weights,
             "parts": {kind: weight / sum(trees.values()) for kind, weight in trees.items()},
             "trees": {kind: blend.trees_path(out, i, kind).name for kind in trees if kind in (TREES, ON_TOP)},
-            "served": served_words(selection, i),
+            "served": describe_served(selection, i),
             "alone_by": selection.alone[i],
             "train": int(data.train.sizes[i]),
             "val": 0,
@@ -98,7 +98,7 @@ def table_record(
         "sites": sites,
         "newcomers": best.folder.name,
         "common": by_label.get(COMMON, by_label[ALONE]).folder.name,
-        "shared": {cell.label: shared(cell) for cell in selection.cells},
+        "shared": {cell.label: sharing_record(cell) for cell in selection.cells},
         "means": {key: mean(key) for key in ("alone", "common", "personal", "baseline")},
         "hurt": share_hurt(
             [s["personal"] for s in sites.values()], [s["alone"] for s in sites.values()], higher_is_better=higher
@@ -135,19 +135,19 @@ class Certainty:
 
 
 def certainty(selection: Selection, data: FederatedData, seed: int) -> Certainty:
-    """What the served models say out of fold, against what was to be said."""
+    """Calibration and interval widths from out-of-fold outputs of the served models."""
     folds, sites = folds_of(data, seed), len(data.clients)
     held = folds >= 0
     site, outputs, y = site_of_rows(data.train)[held], selection.out_of_fold.numpy(), data.train.y.numpy()[held]
-    if len(y) != len(outputs):  # nobody has two rows
+    if len(y) != len(outputs):  # no site has two rows
         return Certainty(np.tile([1.0, 0.0], (sites, 1)), None)
     if data.task == "classification":
-        return Certainty(calibration(outputs, y, site, folds[held], sites), None)
-    distance = errors(np.exp(outputs), y, "root") if data.task == "count" else np.abs(y - outputs)
+        return Certainty(fit_calibration(outputs, y, site, folds[held], sites), None)
+    distance = interval_errors(np.exp(outputs), y, "root") if data.task == "count" else np.abs(y - outputs)
     return Certainty(np.tile([1.0, 0.0], (sites, 1)), half_widths(distance[:, 0], site, folds[held], sites))
 
 
-def served_words(selection: Selection, site: int) -> str:
+def describe_served(selection: Selection, site: int) -> str:
     """The parts of a site's model, largest first."""
     linear = selection.trees[site].get("linear", 0.0)
     parts: dict[str, float] = {kind: w for kind, w in selection.trees[site].items() if kind != "linear"}
@@ -162,9 +162,10 @@ def served_words(selection: Selection, site: int) -> str:
 
 
 def _baseline(data: FederatedData) -> torch.Tensor:
-    """The mean of each site's training rows, or the shares of its classes with one row of each added.
+    """The mean of each site's training rows, or its class shares with one row of each class added.
 
-    Of counts it is the logarithm of the mean with half an event added."""
+    For counts, the logarithm of the mean with half an event added.
+    """
     out = torch.zeros((len(data.test.x), data.outputs), dtype=torch.float64, device="cpu")
     for i in range(len(data.clients)):
         a, b = int(data.test.starts[i]), int(data.test.starts[i + 1])
@@ -177,8 +178,8 @@ def _baseline(data: FederatedData) -> torch.Tensor:
     return out
 
 
-def shared(cell: Cell) -> dict[str, str]:
-    """In words, what leaves a site and what stays."""
+def sharing_record(cell: Cell) -> dict[str, str]:
+    """What leaves a site and what stays private."""
     program = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
     return {"sent": ", ".join(reply_names(program)) or "nothing", "private": program.private}
 
@@ -190,7 +191,7 @@ MOST = 3  # features that are named of a site
 def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
     """Of each site: rows, the target's mean or most frequent class, and the features that drift, furthest first.
 
-    Only means and counts of a site's training rows are compared. A drift is told if it is large and beyond chance.
+    Only means and counts of a site's training rows are compared. A drift is reported if it is large and significant.
     """
     x, y = data.train.x.numpy().astype(np.float64), data.train.y.numpy()
     mean, sd = x.mean(0), np.where(x.std(0) > 1e-12, x.std(0), 1.0)

@@ -33,9 +33,9 @@ LOADER = re.compile(r"[\w.]+:\w+")
 def source_of(
     sites: str | Path, target: str = "", client_column: str | None = None, **of_target: str
 ) -> dict[str, Any]:
-    """The table [data] for what a user names: own files, a source, or a function of hers as "module:load".
+    """The table [data] for what a user names: files, a data source, or a function "module:load".
 
-    of_target: task and target_scale, where they are said.
+    of_target: task and target_scale, if given.
     """
     name = str(sites)
     if not Path(sites).exists() and (name in SOURCES or LOADER.fullmatch(name)):
@@ -54,15 +54,15 @@ def source_of(
 MOST_COEFFICIENTS = 400
 
 
-def is_for(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
-    """Whether these are rows of a table, for which nothing was prescribed."""
+def is_table_fit(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
+    """Whether this is a table, with no model or task prescribed."""
     if algorithm != "auto" or "model" in tables or "task" in tables or data.preparation is None:
         return False
     is_known = data.is_plain and data.task in ("classification", "regression", "count") and len(data.shape) == 1
     return is_known and (data.shape[0] + 1) * max(data.outputs - 1, 1) <= MOST_COEFFICIENTS
 
 
-def read(
+def read_source(
     source: Mapping[str, Any],
     *,
     algorithm: str = "auto",
@@ -73,7 +73,7 @@ def read(
     data_root: Path | None = None,
     loaded: FederatedData | None = None,
 ) -> tuple[dict[str, Any], FederatedData]:
-    """The tables of a configuration, as far as they are settled by the user, and the data."""
+    """The configuration as far as the user sets it, and the data."""
     tables: dict[str, Any] = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
     tables = with_values(with_settings(tables, settings), values or {})
     if "algorithm" in tables and algorithm == "auto":
@@ -84,13 +84,13 @@ def read(
     if algorithm == "auto" and "model" not in tables and tables["data"]["source"] in TABLES and not has_val:
         folded = tables | {"data": tables["data"] | {"val": 0.0}}  # folds take the place of validation rows
         folded_data = load(parse(folded, origin="fit"), data_root)
-        if is_for(folded_data, folded, algorithm):
+        if is_table_fit(folded_data, folded, algorithm):
             return folded, folded_data
     return tables, load(parse(tables, origin="fit"), data_root)
 
 
 def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
-    """More validation samples than a single run has: more depends on them here."""
+    """Defaults of a fit: more validation samples than in a single run."""
     kind = data.SOURCES.get(str(source.get("source", "folder")))
     known = {} if kind is None else kind.config.model_fields
     out: dict[str, Any] = {"val": 0.2} if "val" in known else {}
@@ -99,21 +99,21 @@ def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
     return out | dict(source)
 
 
-def keep(sites: Any, folder: Path, client_column: str | None) -> Path:
-    """Frames as Parquet files; returns what to read."""
+def keep_frames(sites: Any, folder: Path, client_column: str | None) -> Path:
+    """Write frames as Parquet files; returns the path to read."""
     if client_column is not None or not isinstance(sites, Mapping):
         if client_column is None:
             raise DataError("sites: one frame needs client_column, the column that names the site")
-        return _frames_folder({"sites": as_frame(sites, "sites")}, folder) / "sites.parquet"
+        return _write_frames({"sites": as_frame(sites, "sites")}, folder) / "sites.parquet"
     frames = {str(name): as_frame(frame, f'site "{name}"') for name, frame in sites.items()}
     for name in frames:
         if not name or name.startswith(".") or "/" in name or "\0" in name:
             raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
-    return _frames_folder(frames, folder)
+    return _write_frames(frames, folder)
 
 
-def _frames_folder(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
-    """A folder that holds these frames, and no others."""
+def _write_frames(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
+    """Write frames to a folder; a `DataError` if it holds other ones."""
     import polars as pl
 
     content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
@@ -134,8 +134,8 @@ def _parquet(frame: pl.DataFrame) -> bytes:
     return held.getvalue()
 
 
-def all_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> FolderConfig:
-    """The source of all rows: those that the fit read, and the new ones at the end of each site's."""
+def append_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> FolderConfig:
+    """The source of all rows: those of the fit, followed by the new ones of each site."""
     import polars as pl
 
     if not source.path.exists():
@@ -144,7 +144,7 @@ def all_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Folder
     if source.client_column is not None:
         column, whole = source.client_column, read_rows(source.path)[1]
         named = [frame.with_columns(pl.lit(name).alias(column)) for name, frame in added.items()]
-        content = {"sites.parquet": _parquet(_joined(whole, named, str(source.path)))}
+        content = {"sites.parquet": _parquet(_append(whole, named, str(source.path)))}
         path = Path("sites.parquet")
     else:
         frames = {name: read_rows(file)[1] for name, file in client_files(source.path).items()}
@@ -152,7 +152,7 @@ def all_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Folder
             if not name or name.startswith(".") or "/" in name:
                 raise DataError(f'site "{name}": cannot be the name of a file; use letters, digits, "-" and "_"')
             other = frames.get(name, next(iter(frames.values())).clear())
-            frames[name] = _joined(other, [frame], f"{name}, new rows")
+            frames[name] = _append(other, [frame], f"{name}, new rows")
         content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
         path = Path()
     folder = out / "data"
@@ -164,8 +164,8 @@ def all_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Folder
     return source.model_copy(update={"path": folder / path})
 
 
-def _joined(old: pl.DataFrame, new: list[pl.DataFrame], origin: str) -> pl.DataFrame:
-    """Rows under rows, by the names of columns; of several types they are text, as in a CSV file."""
+def _append(old: pl.DataFrame, new: list[pl.DataFrame], origin: str) -> pl.DataFrame:
+    """Append rows by column name; columns with several types become text, as in a CSV file."""
     import polars as pl
 
     parts = [old]

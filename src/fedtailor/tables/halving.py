@@ -24,9 +24,9 @@ from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import CONFIG, RunFolder
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies.grid import Cell, CellListener, folder_name
-from fedtailor.tables.fit_record import shared
-from fedtailor.tables.fit_sources import read
-from fedtailor.tables.model_selection import CAUTION, Floats, Gain, View, choose
+from fedtailor.tables.fit_record import sharing_record
+from fedtailor.tables.fit_sources import read_source
+from fedtailor.tables.model_selection import CAUTION, Floats, Gain, ScoreView, choose
 from fedtailor.tables.serve import Personal
 
 ALONE, COMMON = "local", "fedavg"
@@ -56,8 +56,8 @@ LINEAR_NUMBERS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is run: the references to their end, the candidates as long as they are among the better half."""
+class HalvingPlan:
+    """The runs: references to the end, candidates while they are in the better half."""
 
     algorithm: str
     alone: Cell
@@ -73,27 +73,27 @@ class Plan:
 
 def plan(
     source: Mapping[str, Any], out: Path, *, algorithm: str = "auto", data_root: Path | None = None, **options: Any
-) -> Plan:
-    """Read the data, settle what was left open, and check every run before the first one begins; options: of `read`."""
-    tables, loaded = read(source, algorithm=algorithm, data_root=data_root, **options)
+) -> HalvingPlan:
+    """Read the data, fill in defaults, and check every run before the first one begins; options: of `read_source`."""
+    tables, loaded = read_source(source, algorithm=algorithm, data_root=data_root, **options)
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
-    tables = settled(tables, loaded, algorithm)
+    tables = fill_defaults(tables, loaded, algorithm)
     own = dict(tables.pop("algorithm", {}))
     wanted = candidates_for(parse(tables).model.name, loaded) if algorithm == "auto" else [own | {"name": algorithm}]
     alone, common = (_cell(tables, {"name": name}, out) for name in (ALONE, COMMON))
-    if len(loaded.clients) == 1:  # nobody to share with
-        return Plan(ALONE, alone, alone, [], [], loaded)
+    if len(loaded.clients) == 1:  # no other site
+        return HalvingPlan(ALONE, alone, alone, [], [], loaded)
     others = [_cell(tables, table, out) for table in wanted if table["name"] not in (ALONE, COMMON) or len(table) > 1]
     for cell in (alone, common, *others):
         build_experiment(cell.config, data_root, loaded)
     every, total = alone.config.evaluation.every, alone.config.rounds
     budgets = sorted({max(every, total * part // 4 // every * every) for part in (1, 2)} - {total})
-    return Plan(algorithm, alone, common, others, budgets if algorithm == "auto" else [], loaded)
+    return HalvingPlan(algorithm, alone, common, others, budgets if algorithm == "auto" else [], loaded)
 
 
-def settled(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "auto") -> dict[str, Any]:
-    """Model, step size and batches that suit the data, where nothing else was said."""
+def fill_defaults(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "auto") -> dict[str, Any]:
+    """Fill in model, step size and batch size to suit the data."""
     rows, inputs, largest = len(loaded.train.x), math.prod(loaded.shape), int(loaded.train.sizes.max())
     usual = float(loaded.train.sizes.double().median())
     model: dict[str, Any]
@@ -112,7 +112,7 @@ def settled(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "aut
 
 
 def candidates_for(model: str, loaded: FederatedData) -> list[dict[str, Any]]:
-    """What is tried with "auto"."""
+    """The candidates of "auto"."""
     if model != "linear":
         return [dict(table) for table in NETWORK]
     return [dict(table) for table in (LINEAR_NUMBERS if loaded.task == "regression" else LINEAR_CLASSES)]
@@ -125,8 +125,10 @@ def _cell(tables: dict[str, Any], algorithm: dict[str, Any], out: Path) -> Cell:
     return Cell(title, config.seed, out / folder_name(title, config.seed), config)
 
 
-def run_plan(fit_plan: Plan, data_root: Path | None, listener: CellListener) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """Run references and candidates; returns what came to its end, and what was dropped when and why."""
+def run_plan(
+    fit_plan: HalvingPlan, data_root: Path | None, listener: CellListener
+) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """Run references and candidates; returns the finished cells, and the dropped ones with the reason."""
 
     def run(cell: Cell, until: int | None) -> None:
         def listen(p: runner.Progress) -> None:
@@ -151,17 +153,17 @@ def run_plan(fit_plan: Plan, data_root: Path | None, listener: CellListener) -> 
                 alive.remove(cell)
                 dropped.append({"label": cell.label, "round": 0, "val": None, "why": str(error)})
         if until is not None and len(alive) > 1:
-            ranked = sorted(alive, key=lambda cell: standing(cell, until), reverse=True)
+            ranked = sorted(alive, key=lambda cell: best_validation(cell, until), reverse=True)
             better_half = ranked[: -(-len(ranked) // 2)]
             for cell in ranked[len(better_half) :]:
-                value = abs(standing(cell, until)[0])
+                value = abs(best_validation(cell, until)[0])
                 dropped.append({"label": cell.label, "round": until, "val": value, "why": "the other half is better"})
             alive = [cell for cell in alive if cell in better_half]
     return [fit_plan.alone, fit_plan.common, *alive], dropped
 
 
-def standing(cell: Cell, until: int) -> tuple[float, float]:
-    """How good a run is on validation data in its best round so far; higher is better."""
+def best_validation(cell: Cell, until: int) -> tuple[float, float]:
+    """The best validation metrics of a run so far; higher is better."""
     folder = RunFolder(cell.folder)
     metric, *others = METRICS[folder.about["task"]]
     scores = []
@@ -193,19 +195,19 @@ def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Float
     return out
 
 
-def chosen(fit_plan: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
-    """Who is served by what, how sure that is, and beside it the figures on test data."""
+def choose_models(fit_plan: HalvingPlan, finished: Sequence[Cell]) -> dict[str, Any]:
+    """The record: the model of each site, estimated gains, and test figures."""
     scores = {cell.label: validation_scores(cell, fit_plan.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
     names = list(scores[fit_plan.alone.label])
     is_bounded = fit_plan.data.task == "classification"
-    views = [View({label: s[name] for label, s in scores.items()}, CAUTION[name], is_bounded) for name in names]
+    views = [ScoreView({label: s[name] for label, s in scores.items()}, CAUTION[name], is_bounded) for name in names]
     labels, estimates = choose(views, fit_plan.alone.label)
     first_gains = estimates[0]
     if fit_plan.algorithm != "auto":
         labels = [(fit_plan.candidates[0] if fit_plan.candidates else _reference(fit_plan)).label] * len(labels)
     metric = METRICS[fit_plan.data.task][0]
-    figures = {label: _tested(cell, metric) for label, cell in by_label.items()}
+    figures = {label: _test_figures(cell, metric) for label, cell in by_label.items()}
     unit = fit_plan.data.preparation.target.sd if fit_plan.data.preparation is not None and metric == "rmse" else 1.0
     sites: dict[str, dict[str, Any]] = {}
     for i, (site, label) in enumerate(zip(fit_plan.data.clients, labels, strict=True)):
@@ -234,7 +236,7 @@ def chosen(fit_plan: Plan, finished: Sequence[Cell]) -> dict[str, Any]:
         "target": fit_plan.data.preparation.target.name if fit_plan.data.preparation is not None else "",
         "sites": sites,
         "newcomers": by_label[best].folder.name,
-        "shared": {label: shared(by_label[label]) for label in dict.fromkeys([*labels, fit_plan.common.label])},
+        "shared": {label: sharing_record(by_label[label]) for label in dict.fromkeys([*labels, fit_plan.common.label])},
         "means": {
             "alone": summarise([s["alone"] for s in sites.values()], higher_is_better=higher).mean,
             "common": summarise([s["common"] for s in sites.values()], higher_is_better=higher).mean,
@@ -256,11 +258,11 @@ def _site_gains(gains: Mapping[str, Sequence[Gain]], site: int) -> dict[str, Any
     }
 
 
-def _reference(fit_plan: Plan) -> Cell:
+def _reference(fit_plan: HalvingPlan) -> Cell:
     return fit_plan.common if fit_plan.algorithm.lower() == COMMON else fit_plan.alone
 
 
-def _tested(cell: Cell, metric: str) -> list[float]:
+def _test_figures(cell: Cell, metric: str) -> list[float]:
     results = RunFolder(cell.folder).results
     assert results is not None
     return list(results[KIND]["clients"][metric])

@@ -2,9 +2,9 @@
 
 A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: gains of
 sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
-Laird). A candidate serves a site only if it is thought to be better than training alone in the metric that counts, and
-surely better, by some standard errors, in the squared error of its probabilities (Brier score) or numbers. That
-tells models apart with fewer samples than a count of those that are right.
+Laird). A candidate serves a site only if its estimated gain over training alone is positive in the metric, and exceeds
+some standard errors in the squared error of its probabilities (Brier score) or numbers, which needs fewer samples than
+accuracy to separate models.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ many degrees the usual one is worth beside a site's own."""
 
 @dataclass(frozen=True)
 class Gain:
-    """By how much a candidate is thought to be better than training alone, and how sure that is."""
+    """The estimated gain of a candidate over training alone, and its standard error."""
 
     mean: float
     sd: float
 
-    def surely(self, caution: float) -> float:
-        """What is left after `caution` standard errors."""
+    def lower_bound(self, caution: float) -> float:
+        """The mean less `caution` standard errors."""
         return self.mean - caution * self.sd
 
 
@@ -52,7 +52,7 @@ def gains(
     ]
     finite = [d for d in differences if len(d) and np.isfinite(d).all()]
     if not finite:
-        return [_without_limit(d) or Gain(0.0, math.inf) for d in differences]
+        return [_unbounded_gain(d) or Gain(0.0, math.inf) for d in differences]
     of_samples = _variances(finite, is_bounded)
     if least is not None:
         is_finite = [len(d) > 0 and bool(np.isfinite(d).all()) for d in differences]
@@ -60,7 +60,7 @@ def gains(
     means = np.array([d.mean() for d in finite])
     if not of_samples.any():
         between = float(means.mean())
-        return [_without_limit(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in differences]
+        return [_unbounded_gain(d) or Gain(float(d.mean()) if len(d) else between, 0.0) for d in differences]
     noise = of_samples / np.array([len(d) for d in finite])  # variance of each mean
     spread = _spread(means, noise)
     weight = 1 / (noise + spread)
@@ -70,11 +70,11 @@ def gains(
     for d in differences:
         if not len(d):
             out.append(Gain(center, math.sqrt(spread + doubt)))
-        elif (endless := _without_limit(d)) is not None:
+        elif (endless := _unbounded_gain(d)) is not None:
             out.append(endless)
         else:
             own = float(next(own_noise))
-            trust = spread / (spread + own)  # in what the site itself says
+            trust = spread / (spread + own)  # in the site's own estimate
             mean = center + trust * (float(d.mean()) - center)
             out.append(Gain(mean, math.sqrt(trust * own + (1 - trust) ** 2 * doubt)))
     return out
@@ -90,37 +90,37 @@ def chance(first: Floats, second: Floats) -> Floats:
     apart, low, high = second - first, np.zeros((len(first), 1)), np.ones((len(first), 1))
     for _ in range(40):
         middle = (low + high) / 2
-        p = _normalised(first + middle * apart)
+        p = _normalise(first + middle * apart)
         is_above = (p * apart).sum(1, keepdims=True) > 0
         low, high = np.where(is_above, low, middle), np.where(is_above, middle, high)
     return np.asarray((p * apart**2).sum(1) - (p * apart).sum(1) ** 2)
 
 
-def _normalised(logs: Floats) -> Floats:
+def _normalise(logs: Floats) -> Floats:
     p = np.exp(logs - logs.max(1, keepdims=True))
     return np.asarray(p / p.sum(1, keepdims=True))
 
 
 def _differences(candidate: Floats, alone: Floats) -> Floats:
-    """Differences of scores; a score that is not a number is the worst."""
+    """Differences of scores; NaN counts as the worst score."""
     candidate, alone = (np.where(np.isnan(v), -np.inf, v) for v in (candidate, alone))
     return np.subtract(candidate, alone, out=np.zeros(len(alone)), where=candidate != alone)
 
 
-def _without_limit(apart: Floats) -> Gain | None:
-    """A site at which one of the two fails altogether tells nothing of the others, and needs no estimate."""
+def _unbounded_gain(apart: Floats) -> Gain | None:
+    """A site where one of the two fails altogether needs no estimate."""
     if np.isfinite(apart).all():
         return None
     return Gain(-math.inf if np.isneginf(apart).any() else math.inf, 0.0)
 
 
 def _variances(differences: Sequence[Floats], is_bounded: bool) -> Floats:
-    """Of the samples of each site. Sites have one in common, since few samples tell little of their own. Where scores
-    may have any size, a site's own counts beside it by its degrees of freedom, and one that is out of all proportion is
-    left out of the common one.
+    """Variance of the differences at each site: pooled, since few samples estimate it poorly.
+
+    Unbounded scores: the site's own variance counts by its degrees of freedom, and outlying ones are not pooled.
     """
     freedom = np.array([len(d) - 1 for d in differences])
-    if not freedom.any():  # a single sample each tells nothing of its own spread
+    if not freedom.any():  # one sample per site has no variance
         return np.full(len(differences), float(np.var([d[0] for d in differences])) or 1.0)
     squares = np.array([float(((d - d.mean()) ** 2).sum()) for d in differences])
     if is_bounded:
@@ -143,25 +143,25 @@ def _spread(means: Floats, noise: Floats) -> float:
 
 
 def required_errors(caution: float, sites: int) -> float:
-    """So many standard errors that, with a spread estimated from few sites, they are as rare (Student's t)."""
+    """The number of standard errors with the same tail probability under Student's t, for few sites."""
     if sites < 2:
         return caution  # there is no spread between sites
     return float(student.ppf(normal.cdf(caution), sites - 1))
 
 
 @dataclass(frozen=True)
-class View:
-    """One way to look at candidates: for each site one number per validation sample, higher is better."""
+class ScoreView:
+    """Scores of candidates: for each site one number per validation sample, higher is better."""
 
     scores: Mapping[str, Sequence[Floats]]  # by candidate
     caution: float
     is_bounded: bool = True  # scores have limits, as those of probabilities
 
 
-def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
-    """For each site, of the candidates that are surely better in all views, the best in the first; or training alone.
+def choose(views: Sequence[ScoreView], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
+    """For each site the best in the first view of the candidates that are better in all views, or training alone.
 
-    Also the estimates, per view and candidate.
+    Also returns the estimates, per view and candidate.
     """
     estimates = [
         {
@@ -175,7 +175,7 @@ def choose(views: Sequence[View], alone: str) -> tuple[list[str], list[dict[str,
     cautions = [required_errors(view.caution, sum(len(scores) > 0 for scores in view.scores[alone])) for view in views]
     for site in range(len(views[0].scores[alone])):
         sure = {
-            label: [gain[label][site].surely(caution) for caution, gain in zip(cautions, estimates, strict=True)]
+            label: [gain[label][site].lower_bound(caution) for caution, gain in zip(cautions, estimates, strict=True)]
             for label in estimates[0]
         }
         better = [label for label, margins in sure.items() if min(margins) > 0]

@@ -1,6 +1,6 @@
 """The fit of one site of a federation, from what the site kept: its models, its trees, its figures on its test rows.
 
-Trees are grown here and their weights are settled on the site's own rows; nothing of this leaves the site.
+Trees are fitted here and their weights are chosen on the site's own rows; nothing of this leaves the site.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.algorithms._programs.parts import folds_of_rows
-from fedtailor.algorithms._programs.scaling_rounds import unscaled
+from fedtailor.algorithms._programs.scaling_rounds import unscale
 from fedtailor.algorithms._programs.table_fit import TableFit, held_out
 from fedtailor.core.context import ClientContext
 from fedtailor.core.data import FederatedData
@@ -32,7 +32,7 @@ from fedtailor.tables.fit_record import table_record
 
 
 def site_fit(config: RunConfig, data: FederatedData, state: Tree, out: Path, metric: str = "") -> dict[str, Any]:
-    """Write the folder of a fit with this one site, and return its record. `state` is what the site kept last."""
+    """Write the folder of a fit with this one site, and return its record. `state`: its last private state."""
     data = data.to(torch.float64)
     experiment = assemble(config, data)
     program = experiment.algorithm
@@ -71,13 +71,13 @@ def _selection(
     gain: tuple[float, float],
     out: Path,
 ) -> Selection:
-    """With trees, if this site has the rows for them; else as the federation settled it."""
+    """With trees, if this site has enough rows; otherwise as the federation decided."""
     of_site = weights.numpy()[None] / float(weights.sum())
     settled = Selection(cells, of_site, [{"linear": 1.0}], [ALONE], [gain], linear, [])
     if not len(own):
         return settled
     folds = folds_of_rows(len(data.train.x), config.seed, data.clients[0], program.folds)
-    tried = blend.finished(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out)
+    tried = blend.blend_trees(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out)
     return tried if tried.alone != [ALONE] or set(tried.trees[0]) != {"linear"} else settled
 
 
@@ -97,7 +97,7 @@ def _write(cell: Cell, me: ClientContext, candidate: int) -> None:
     experiment = assemble(cell.config, data)
     folder = RunFolder.create(path, cell.config, about(experiment, cell.config, "flare", None), data.preparation)
     state, is_class = me.state, data.task == "classification"
-    v = unscaled(state["models"][candidate, 0], state["center"], state["spread"], is_class)
+    v = unscale(state["models"][candidate, 0], state["center"], state["spread"], is_class)
     with folder.personal_models("last") as keep:
         keep(data.clients[0], ridge.as_params(me.model, v))
     write_json(path / RESULTS, {"rounds": 1, "lines": 0})

@@ -1,7 +1,7 @@
-"""A fit whose sites have new rows: what changed is trained again, from where the earlier fit ended.
+"""An update: a fit of the rows that there are now, started from the earlier fit.
 
-An update is a fit of its own in the folder of the first one. Linear models begin at the earlier solution; boosted trees
-of rows that are the same are not grown again. Test rows stay test rows. The earlier models serve until the new ones are
+It is a fit of its own in the folder of the first one. Linear models start at the earlier solution; boosted trees of
+unchanged rows are reused. Test rows stay test rows. The earlier models serve until the new ones are
 complete.
 """
 
@@ -44,15 +44,15 @@ from fedtailor.studies.grid import CellListener
 from fedtailor.tables.boosted_trees import KEPT, TREES_FOLDER
 from fedtailor.tables.candidates import START
 from fedtailor.tables.fit import ROWS, fit_table
-from fedtailor.tables.fit_sources import all_rows
+from fedtailor.tables.fit_sources import append_rows
 from fedtailor.tables.serve import personal
-from fedtailor.tables.site_metrics import at_site, chosen_metric
+from fedtailor.tables.site_metrics import at_site, select_metric
 
-OF_CANDIDATES = ("algorithm", "model", "evaluation", "rounds")  # settled by the fit itself
+OF_CANDIDATES = ("algorithm", "model", "evaluation", "rounds")  # set by the fit itself
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """Where the models are now, the record, and whether anything was new."""
 
     folder: Path
@@ -68,7 +68,7 @@ def update(
     data_root: Path | None = None,
     listener: CellListener = lambda cell, round, rounds: None,
     time_limit: float = 0.0,
-) -> Updated:
+) -> UpdateResult:
     """Fit the rows that there are now, and serve the new models once they are complete.
 
     data: where all rows are now, if not where the fit read them. rows: new rows of sites, beside those of the fit.
@@ -77,23 +77,23 @@ def update(
         raise ConfigError("update: give all rows with --data, or new ones with --rows, not both")
     root = root_of(path)
     before, number = latest(root), number_of(root) + 1
-    record, config = _earlier(before)
+    record, config = _read_earlier(before)
     out = root / f"{UPDATE}{number}"
     source = config.data
     assert isinstance(source, FolderConfig)
     if data is not None:
         source = source.model_copy(update={"path": data})
     if rows is not None:
-        source = all_rows(source, rows, out)
+        source = append_rows(source, rows, out)
     _drop_other(out, source)
-    earlier = _known_rows(before, RunFolder(part_of(before, record["common"])), number)
+    earlier = _earlier_rows(before, RunFolder(part_of(before, record["common"])), number)
     loaded = prepare_tables(read_client_tables(source), source, data_seed(config), earlier=earlier)
     loaded = replace(loaded, name=record["data"])
     lost_sites = [site for site in record["sites"] if site not in loaded.clients]
     if not lost_sites and not any(change.is_any for change in earlier.changes.values()):
         shutil.rmtree(out, ignore_errors=True)
-        return Updated(before, record, False)
-    _begin_where_it_ended(before, out, loaded)
+        return UpdateResult(before, record, False)
+    _copy_start_states(before, out, loaded)
     tables = {key: value for key, value in config.plain().items() if key not in OF_CANDIDATES}
     tables["data"] = source.model_dump(mode="json", exclude_none=True)
     new = fit_table(tables, loaded, out, data_root, listener, time_limit, record["metric"])
@@ -101,10 +101,10 @@ def update(
     write_json(out / FIT, new)
     _carry_newcomers(before, out, record, new, loaded)
     make_current(root, out)
-    return Updated(out, new, True)
+    return UpdateResult(out, new, True)
 
 
-def _known_rows(fit: Path, run: RunFolder, number: int) -> EarlierRows:
+def _earlier_rows(fit: Path, run: RunFolder, number: int) -> EarlierRows:
     """The rows of a fit, and how one of its runs prepared them."""
     if not (fit / ROWS).exists() or run.preparation is None:
         raise RunError(f"{fit}: does not know which rows it was tested on; an earlier fedtailor wrote it, fit anew")
@@ -115,11 +115,11 @@ def rows_of_update(fit: Path, run: RunFolder) -> FederatedData:
     """The data that an update was fitted to, split as it was then."""
     config = config_of(run)
     assert isinstance(config.data, FolderConfig)
-    earlier = _known_rows(fit, run, 0)
+    earlier = _earlier_rows(fit, run, 0)
     return prepare_tables(read_client_tables(config.data), config.data, data_seed(config), earlier=earlier)
 
 
-def _earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
+def _read_earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
     """The record of a finished fit of tables, and the configuration of one of its runs."""
     if not (folder / FIT).exists():
         raise RunError(f"{folder}: not a fit; fedtailor update is for the folder of fedtailor fit")
@@ -135,15 +135,15 @@ def _earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
 
 
 def _drop_other(out: Path, source: FolderConfig) -> None:
-    """An update that was interrupted goes on; if the rows have changed since, it begins again."""
+    """Keep the folder of an interrupted update, unless the rows have changed since."""
     if (out / FIT).exists() and read_json(out / FIT)["settings"]["files"] != digest(source):
         for held in out.iterdir():
             if held.name != "data":
                 shutil.rmtree(held) if held.is_dir() else held.unlink()
 
 
-def _begin_where_it_ended(before: Path, out: Path, loaded: FederatedData) -> None:
-    """States of the earlier runs to begin with, and boosted trees, which are taken where rows are the same."""
+def _copy_start_states(before: Path, out: Path, loaded: FederatedData) -> None:
+    """Copy the states of earlier runs as start values, and boosted trees, which are reused where rows are the same."""
     start = out / START
     start.mkdir(parents=True, exist_ok=True)
     for run in sorted(before.glob("*/run.json")):
@@ -167,16 +167,16 @@ def _changes(
     loaded: FederatedData,
     lost_sites: list[str],
 ) -> dict[str, Any]:
-    """What changed: rows, and the figures of the earlier and the new models on the same test rows."""
+    """Changed rows, and the test figures of the earlier and the new models on the same rows."""
     config = RunFolder(out / new["common"]).config
-    metric = chosen_metric(task_of(config, loaded), new["metric"])
+    metric = select_metric(task_of(config, loaded), new["metric"])
     sites = {}
     for name in loaded.clients:
         change = earlier.changes[name]
         figures = {"before": float("nan"), "after": float("nan")}
         if len(change.kept_test):
             for key, folder in (("before", before), ("after", out)):
-                figures[key] = _figure(folder, name, earlier.raw[name], change, metric, loaded.classes)
+                figures[key] = _metric_on_kept_rows(folder, name, earlier.raw[name], change, metric, loaded.classes)
         sites[name] = {
             "rows_before": change.before,
             "rows_after": change.after,
@@ -196,7 +196,9 @@ def _changes(
     }
 
 
-def _figure(folder: Path, name: str, site: Any, change: SiteChange, metric: Metric, classes: tuple[str, ...]) -> float:
+def _metric_on_kept_rows(
+    folder: Path, name: str, site: Any, change: SiteChange, metric: Metric, classes: tuple[str, ...]
+) -> float:
     """The metric of a site's model on the test rows that the earlier fit had too, in units of the target."""
     own, at = personal(folder, name), change.kept_test
     assert own.preparation is not None
@@ -218,7 +220,7 @@ def _figure(folder: Path, name: str, site: Any, change: SiteChange, metric: Metr
 
 
 def _carry_newcomers(before: Path, out: Path, old: dict[str, Any], new: dict[str, Any], loaded: FederatedData) -> None:
-    """Models of sites that came after the earlier fit stay, if their features are the same and they are no site now."""
+    """Copy the models of newcomers, if the features are the same and they are no sites of the new fit."""
     source, target = part_of(before, old["newcomers"]), part_of(out, new["newcomers"])
     if RunFolder(source).about["shape"] != list(loaded.shape):
         return
@@ -231,7 +233,7 @@ def _carry_newcomers(before: Path, out: Path, old: dict[str, Any], new: dict[str
             partial.rename(goal)
 
 
-def sites_in(rows: Any, site: str, column: str | None) -> dict[str, Any]:
+def split_by_site(rows: Any, site: str, column: str | None) -> dict[str, Any]:
     """New rows by site: of one that is named, or by the column that names it."""
     import polars as pl
 

@@ -82,7 +82,8 @@ LIKELY = {
     "or name the table in by_client.",
     "part": "The number of all clients enters: use fed.cohort in place of fed.clients and fed.names, or set "
     "counts_all = True if the paper's equations have it.",
-    "equals": 'If one of the two trains something else before, their batches differ: add "full-batch" to this case.',
+    "equals": "If one of the two trains something else before, their batches differ: add full-batch to its settings. "
+    "If one trains two models at a client, these share their BatchNorm statistics: add dense.",
     "saved": "Something is kept outside me.state and the server's state, such as an attribute or a global.",
 }
 

@@ -33,7 +33,7 @@ def folds_of_rows(rows: int, seed: int, site: str, folds: int) -> NDArray[np.int
 
 
 def folds_at(me: ClientContext, folds: int) -> Tensor:
-    """The same for a client, or for a stack of them with `NEVER` where a row is padding."""
+    """The folds of a client's rows, or of a stack of clients with `NEVER` for padding."""
     experiment = me.experiment
     sizes = experiment.data.train.bounds(me.members)[1]
 
@@ -50,7 +50,7 @@ def folds_at(me: ClientContext, folds: int) -> Tensor:
     return me.constants(make)[0]
 
 
-class Part(ClientContext):
+class FoldContext(ClientContext):
     """A client without the rows of one fold, standardised as all clients agreed; `fold` None: with all rows."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Part(ClientContext):
 
     @property
     def train(self) -> View:
-        return standardised(super().train, self.center, self.spread)
+        return standardise(super().train, self.center, self.spread)
 
     def _samples(self, rows: Any, is_stacked: bool) -> tuple[Tree, Tensor, Tensor]:
         """Without the fold: in a stack, where all must have as many rows, it counts 0."""
@@ -85,7 +85,7 @@ class Part(ClientContext):
         return x, y, mask * keep
 
 
-def standardised(view: View, center: Tensor, spread: Tensor) -> View:
+def standardise(view: View, center: Tensor, spread: Tensor) -> View:
     """Features, and numbers to predict, minus `center` and divided by `spread` [features + numbers]."""
     x = view.x.flatten(1)
     features = x.shape[1]
@@ -95,7 +95,7 @@ def standardised(view: View, center: Tensor, spread: Tensor) -> View:
     return View((x - center[:features]) / spread[:features], y, view.mask)
 
 
-class Seen:
+class CandidateFederation:
     """A federation as the algorithm of a candidate sees it: its client functions are those of the program."""
 
     def __init__(self, fed: Federation, program: Algorithm, prefix: str) -> None:
@@ -119,7 +119,7 @@ class Seen:
         return self._fed.model
 
 
-def passed_on(kind: type[Algorithm], prefix: str, name: str) -> Callable[..., Any]:
+def delegate(kind: type[Algorithm], prefix: str, name: str) -> Callable[..., Any]:
     """A client function of a candidate's algorithm as one of the program, with what it declares to send."""
     declared = client_functions(kind)[name].sends  # type: ignore[attr-defined]
 

@@ -45,7 +45,7 @@ def moments_of(me: ClientContext, step: Tensor, center: Tensor, unit: Tensor) ->
     return torch.stack([counts, (counts > 0) * (mask[:, None] * (step[:, None, None] * tried).sum(0)).sum(0)])
 
 
-def agreed(fed: Federation, moments: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
+def agree_scales(fed: Federation, moments: Callable[..., Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and spread of each column over the training rows of all sites, 0 and 1 of what is no number; and whether
     numbers are to be predicted."""
     none = torch.zeros_like(_example(None, fed.model)[0])  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def agreed(fed: Federation, moments: Callable[..., Any]) -> tuple[Tensor, Tensor
     return torch.where(is_same, 0, center), torch.where(is_same, 1, spread), count[-1] > 0
 
 
-def unscaled(v: Tensor, center: Tensor, spread: Tensor, is_class: bool) -> Tensor:
+def unscale(v: Tensor, center: Tensor, spread: Tensor, is_class: bool) -> Tensor:
     """Coefficients [features + 1, outputs] for columns as they were."""
     features = len(v) - 1
     slopes = v[:-1] / spread[:features, None]

@@ -1,7 +1,7 @@
 """TableFit: linear and mixed models at every site of a federation, cross-fitted, and a blend of them for each.
 
 Stacking: Wolpert, Neural Networks 5, 1992; from out-of-fold predictions: van der Laan, Polley, Hubbard, Stat. Appl.
-Genet. Mol. Biol. 6, 2007. Folds are cut inside each site and what the candidates say of its rows stays there; sums over
+Genet. Mol. Biol. 6, 2007. Folds are cut inside each site and the candidates' outputs stay there; sums over
 sites decide on candidates, common weights, how much a site's own weights count, and how sure a gain is.
 
 A site's weights minimise its loss plus that of `pull` typical rows of the federation, for which the common weights are
@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._programs.parts import Part, Seen, folds_at, passed_on
-from fedtailor.algorithms._programs.scaling_rounds import MOMENTS, agreed, moments_of, no_scale, unscaled
+from fedtailor.algorithms._programs.parts import CandidateFederation, FoldContext, delegate, folds_at
+from fedtailor.algorithms._programs.scaling_rounds import MOMENTS, agree_scales, moments_of, no_scale, unscale
 from fedtailor.algorithms.linear_alone import LinearAlone
 from fedtailor.algorithms.mixed_logit import MixedLogit
 from fedtailor.algorithms.mixed_model import MixedModel
@@ -40,7 +40,7 @@ OPTIONS = 2 + len(OWN_PULLS)  # one candidate for all, one blend for all, blends
 
 
 class CandidateRows(NamedTuple):
-    """What candidates say of a site's rows out of fold [candidates, rows, outputs]; `counts` is 1 where they do."""
+    """Out-of-fold outputs of candidates for a site's rows [candidates, rows, outputs]; `counts` is 0 for padding."""
 
     said: Tensor
     y: Tensor
@@ -52,7 +52,7 @@ class CandidateRows(NamedTuple):
         """Rows that a part has; part 0 has all, part p all but those of fold p - 1."""
         return self.counts * (self.fold != part - 1) if part else self.counts
 
-    def divided(self, noise: Tensor) -> CandidateRows:
+    def in_units_of(self, noise: Tensor) -> CandidateRows:
         return self if self.is_class else self._replace(said=self.said / noise, y=self.y / noise)
 
 
@@ -79,7 +79,7 @@ BELOW = ReplySpec("moments of gains", _zeros("thresholds")).summed()
 WEIGHTS = ReplySpec("weights of candidates", _zeros("candidates")).summed()
 
 
-def usable(effects: str, coefficients: int, is_gaussian: bool) -> bool:
+def is_usable(effects: str, coefficients: int, is_gaussian: bool) -> bool:
     """Whether a mixed model of so many coefficients is tried with these effects."""
     if effects == "full":
         return coefficients <= MOST_TOGETHER and is_gaussian
@@ -87,7 +87,7 @@ def usable(effects: str, coefficients: int, is_gaussian: bool) -> bool:
 
 
 def held_out(rows: CandidateRows, weights: Tensor) -> Tensor:
-    """Outputs with weights [parts, candidates] that had no say of the row."""
+    """Outputs with weights [parts, candidates] that were estimated without the row's fold."""
     total = torch.zeros_like(rows.said[0])
     for f in range(len(weights) - 1):
         total = total + (rows.fold == f)[:, None] * blending.blended(rows.said, weights[f + 1], rows.is_class)
@@ -116,19 +116,19 @@ class TableFit(Algorithm):
     title: ClassVar[str] = "TableFit"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "model"
-    private: ClassVar[str] = "models, what they say of rows, weights"
+    private: ClassVar[str] = "models, their outputs, weights"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
 
-    logit_variation = passed_on(MixedLogit, "logit", "variation")
-    logit_begin = passed_on(MixedLogit, "logit", "begin")
-    logit_linearise = passed_on(MixedLogit, "logit", "linearise")
-    logit_evidence = passed_on(MixedLogit, "logit", "evidence")
-    logit_marginal = passed_on(MixedLogit, "logit", "marginal")
-    logit_slope = passed_on(MixedLogit, "logit", "slope")
-    number_variation = passed_on(MixedModel, "number", "variation")
-    number_marginal = passed_on(MixedModel, "number", "marginal")
-    number_slope = passed_on(MixedModel, "number", "slope")
+    logit_variation = delegate(MixedLogit, "logit", "variation")
+    logit_begin = delegate(MixedLogit, "logit", "begin")
+    logit_linearise = delegate(MixedLogit, "logit", "linearise")
+    logit_evidence = delegate(MixedLogit, "logit", "evidence")
+    logit_marginal = delegate(MixedLogit, "logit", "marginal")
+    logit_slope = delegate(MixedLogit, "logit", "slope")
+    number_variation = delegate(MixedModel, "number", "variation")
+    number_marginal = delegate(MixedModel, "number", "marginal")
+    number_slope = delegate(MixedModel, "number", "slope")
 
     @property
     def candidates(self) -> int:
@@ -167,10 +167,10 @@ class TableFit(Algorithm):
         is_class = me.experiment.data.task == "classification"
         return MixedLogit(effects) if is_class else MixedModel(effects)
 
-    def part(self, me: ClientContext, part: int, state: Tree | None = None) -> Part:
+    def part(self, me: ClientContext, part: int, state: Tree | None = None) -> FoldContext:
         """The client without the rows of a fold; part 0 has all."""
         mine = me.state if state is None else state
-        return Part(me, mine["inner"], part - 1 if part else None, self.folds, mine["center"], mine["spread"])
+        return FoldContext(me, mine["inner"], part - 1 if part else None, self.folds, mine["center"], mine["spread"])
 
     def alone(self, me: ClientContext, state: Tree, before: Tree) -> Tensor:
         """The models [candidates, parts, coefficients, outputs] with each site's own ones."""
@@ -184,7 +184,7 @@ class TableFit(Algorithm):
         at = round + self.preparation - 2
         return (self.effects[at // self.parts], at % self.parts) if 0 <= at < self.preparation - 1 else None
 
-    def at_work(self, me: ClientContext) -> tuple[MixedModel | MixedLogit, Part]:
+    def at_work(self, me: ClientContext) -> tuple[MixedModel | MixedLogit, FoldContext]:
         """The algorithm of this round's candidate, and the client as it sees it."""
         stage = self.stage(me.round)
         assert stage is not None
@@ -198,7 +198,7 @@ class TableFit(Algorithm):
 
     def scale(self, fed: Federation, server: Tree) -> Tree:
         """Agree on the mean and the spread of every number; sites solve their own models on that scale."""
-        center, spread, is_number = agreed(fed, self.moments)
+        center, spread, is_number = agree_scales(fed, self.moments)
         fed.map(self.own, center, spread)
         return server | {"center": center, "spread": spread, "is_number": is_number}
 
@@ -208,13 +208,13 @@ class TableFit(Algorithm):
         w = ridge.as_vector(fed.model, fed.model.params)
         size = len(w) * max(w.shape[1] - 1, 1) if is_class else len(w)
         dropped = server.get("dropped", {})
-        if fed.clients == 1 or not usable(effects, size, not is_class) or effects in dropped:
+        if fed.clients == 1 or not is_usable(effects, size, not is_class) or effects in dropped:
             return server
         mixed, prefix = (MixedLogit(effects), "logit") if is_class else (MixedModel(effects), "number")
         fed.map(self.begin)
         start = server["solved"][effects] if part else mixed.server_init(fed.model)
         try:
-            solved = mixed.round(Seen(fed, self, prefix), start)  # type: ignore[arg-type]
+            solved = mixed.round(CandidateFederation(fed, self, prefix), start)  # type: ignore[arg-type]
         except torch.linalg.LinAlgError:
             return server | {"dropped": dropped | {effects: w.new_ones(())}}
         fed.map(self.keep, solved)
@@ -262,7 +262,7 @@ class TableFit(Algorithm):
         }
 
     def rows(self, me: ClientContext) -> CandidateRows:
-        """What each candidate says of rows that it has not seen."""
+        """Out-of-fold outputs of each candidate."""
         x, y, mask = self.part(me, 0).train
         fold, models = folds_at(me, self.folds), me.state["models"]
         design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
@@ -279,7 +279,7 @@ class TableFit(Algorithm):
     def scaled_rows(self, me: ClientContext) -> CandidateRows:
         """The site's rows in units of its noise; none if it missed a candidate."""
         rows = self.rows(me)
-        return rows._replace(counts=rows.counts * me.state["here"]).divided(me.state["noise"])
+        return rows._replace(counts=rows.counts * me.state["here"]).in_units_of(me.state["noise"])
 
     @on_client(sends=(ERRORS, COUNTS))
     def errors(self, me: ClientContext, allowed: Tensor) -> tuple[Tree, Tree]:
@@ -332,7 +332,7 @@ class TableFit(Algorithm):
 
     @on_client(sends=OWN)
     def step_own(self, me: ClientContext, common: Tensor, metric: Tensor, allowed: Tensor) -> tuple[Tree, Tree]:
-        """A Newton step of the site's weights, drawn towards the common ones as `metric` says."""
+        """A Newton step of the site's weights, pulled towards the common ones in the norm `metric`."""
         rows, old = self.scaled_rows(me), me.state["weights"]
         gradient, hessian = self.own_quadratic(rows, old)
         own = old[:, 2:]
@@ -375,7 +375,7 @@ class TableFit(Algorithm):
 
     @on_client(sends=WEIGHTS)
     def decide(self, me: ClientContext, shared: Tensor) -> tuple[Tree, Tree]:
-        """The promise: a site whose own model is known to be better keeps it."""
+        """A site whose own model is significantly better keeps it."""
         mean, error = site_gains.shrunk(site_gains.Gains(*me.state["gain"]), site_gains.Shared(*shared))
         weights = torch.einsum("o,oc->c", me.state["taken"], me.state["weights"][0])
         own = self.alone_weights(weights)
@@ -425,7 +425,7 @@ class TableFit(Algorithm):
         return server | {"common": weights, "served": served / max(len(fed.cohort), 1), "taken": taken}
 
     def choose_option(self, fed: Federation, count: Tensor) -> Tensor:
-        """The first way of blending, from one for all to blends by site, that is not surely worse than the best."""
+        """The first option (from one candidate for all to blends by site) not significantly worse than the best."""
         total = fed.sum(fed.map(self.option_losses))
         best = torch.nn.functional.one_hot(total.argmin(), OPTIONS).to(total)
         lost, by_row, by_site = fed.sum(fed.map(self.option_differences, best))
@@ -442,7 +442,7 @@ class TableFit(Algorithm):
         """A blend of linear models is one: of classes only differences of logits count."""
         is_class = me.experiment.data.task == "classification"
         v = torch.einsum("c,cdo->do", weights, me.state["models"][:, 0])
-        return ridge.as_params(me.model, unscaled(v, me.state["center"], me.state["spread"], is_class))
+        return ridge.as_params(me.model, unscale(v, me.state["center"], me.state["spread"], is_class))
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         """A newcomer's own model, its part of the mixed ones, and the federation's weights."""

@@ -1,0 +1,44 @@
+"""One name for one thing: no public class name and no file name occurs twice in the library."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+from tests.docs.pages import ROOT
+
+FILES = sorted((ROOT / "src/fedtailor").rglob("*.py"))
+LEFT = {  # to be renamed
+    *("Plan", "Site", "Remote", "Summary", "View", "Outcome", "Layer", "Term", "Run", "Task", "Chosen", "Traffic"),
+    *("Pool", "Part", "Rows", "Record"),
+    *(
+        "adapters.py",
+        "trees.py",
+        "table_fit.py",
+        "engine.py",
+        "measuring.py",
+        "equilibrium.py",
+        "mixed_model.py",
+        "options.py",
+    ),
+}
+
+
+def twice(names: list[str]) -> set[str]:
+    return {name for name, times in Counter(names).items() if times > 1}
+
+
+def classes(file: Path) -> list[str]:
+    """Public classes, also those in functions and classes."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+
+
+def test_no_public_class_name_occurs_twice() -> None:
+    assert len(FILES) > 100
+    assert twice([name for file in FILES for name in classes(file)]) <= LEFT
+
+
+def test_no_file_name_occurs_twice() -> None:
+    assert twice([file.name for file in FILES]) <= LEFT | {"__init__.py"}
