@@ -79,7 +79,7 @@ def build(
     if adapter is not None:
         with torch_stream(seed, "adapter"):
             adapters.add_lora(module, adapter, own_head)
-        own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained(module))]
+        own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained_parameters(module))]
     recompute(module, checkpoint)
     if prior:
         add_label_prior(module, outputs)
