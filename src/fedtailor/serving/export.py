@@ -103,7 +103,7 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
         elif to == "onnx" and own.preparation is not None:
             wanted, predictions = _onnx_of_columns(own, part_file, x)
         else:
-            predictions = _traced(own, to, part_file, x)
+            predictions = _trace(own, to, part_file, x)
         _same(predictions, wanted, f"{target.name}: the exported model of {site}")
         files, note = [target], target.with_suffix(".preparation.json")
         if own.preparation is not None:
@@ -166,7 +166,7 @@ def _onnx_of_columns(own: Personal, path: Path, x: Tensor) -> tuple[Tensor, Tens
     elif own.extras.trees is not None:
         raise RunError(f"{own.title} with trees on top cannot be written as onnx; use --to torch or --to safetensors")
     else:
-        _traced(own, "onnx", path, x)
+        _trace(own, "onnx", path, x)
         path.write_bytes(with_columns(import_module("onnx").load(path), own).SerializeToString())
     predictions = _run_onnx(path, inputs_of_columns(own.preparation, numeric, categorical))
     return _predictions_of_columns(own, numeric, categorical), predictions
@@ -189,7 +189,7 @@ def _same(predictions: Tensor, wanted: Tensor, subject: str) -> None:
         )
 
 
-def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
+def _trace(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
     """Write the network as a graph, read it again, and let it predict."""
     module, rows = Served(own).eval(), torch.export.Dim("rows", min=1)
     shapes = {"x": {0: rows}}

@@ -226,12 +226,12 @@ def measure(
     by_site = split_versions(losses, every, sizes.tolist(), versions)
     sums = np.array([[each.sum() for each in version] for version in by_site])
 
-    def finished(means: Floats) -> Floats:
+    def finish(means: Floats) -> Floats:
         values = torch.from_numpy(means) if metric.finish is None else metric.finish(torch.from_numpy(means))
         figures: Floats = values.numpy() * unit ** OF_UNITS.get(metric.name, 0)
         return figures
 
-    return finished(sums.sum(1) / max(int(sizes.sum()), 1)), finished(sums / np.maximum(sizes, 1))
+    return finish(sums.sum(1) / max(int(sizes.sum()), 1)), finish(sums / np.maximum(sizes, 1))
 
 
 ENDS = (0.025, 0.975)
