@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 from fedtailor.training.solver_options import SolverOptions
 
 Memory = list[Tensor]  # is written to
@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd, "nesterov": nesterov, "adam": ad
 def find(name: str) -> Optimizer:
     """By its name, or an own one as "module:function"."""
     if ":" in name:
-        own: Optimizer = imported("local.optimizer", name)
+        own: Optimizer = import_object("local.optimizer", name)
         if not callable(own):
             raise ConfigError(f'local.optimizer: "{name}" is no function')
         return own
