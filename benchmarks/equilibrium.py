@@ -31,7 +31,7 @@ from fedtailor.engines import make
 from fedtailor.experiments.config import parse
 from fedtailor.metrics.memory import megabytes
 from fedtailor.models import build
-from fedtailor.models.equilibrium import ResidualCell
+from fedtailor.models.deq import ResidualCell
 from fedtailor.numerics.equilibrium import Equilibrium, fixed_point
 from fedtailor.numerics.solve_log import Report, watched
 from fedtailor.training.solver import Solver

@@ -147,10 +147,10 @@ class Bench:
             shutil.rmtree(path, ignore_errors=True)
         names = local.prepare_trial(self.folder, sites, config, None)
         if self.keeper is None:
-            self.keeper = operate.ProcessSupervisor(local.participants(self.folder, names))
+            self.keeper = operate.ProcessSupervisor(local.trial_roles(self.folder, names))
         for site in names:
-            if site not in self.keeper.participants:
-                self.keeper.add(site, "site", self.folder / site)
+            if self.folder / site not in self.keeper.roles:
+                self.keeper.add("site", self.folder / site)
         at_sites = config.model_copy(update={"data": parse({"data": {"source": "sites"}}).data})
         Launcher(self.folder / "admin", at_sites, name, names, self.say).run_to_end()
         return RunFolder(path)
@@ -200,7 +200,7 @@ def fourth_joins(bench: Bench) -> str:
     _rounds(path, 5)
     (fourth,) = set(local.prepare_trial(bench.folder, 4, config, None)) - set(names)
     assert bench.keeper is not None
-    bench.keeper.add(fourth, "site", bench.folder / fourth)
+    bench.keeper.add("site", bench.folder / fourth)
     thread.join(300)
     assert result
     lines = result[0].metrics()
@@ -382,7 +382,7 @@ def shipped_code(bench: Bench) -> str:
             if (status := office.status(job)) not in nvidia.RUNNING:
                 break
             time.sleep(1)
-        detail = [text for text in office.details(job) if "OK" not in text]
+        detail = [str(text) for text in office._session.get_job_meta(job)["job_deploy_detail"] if "OK" not in str(text)]
     assert status != nvidia.FINISHED, status
     assert any("BYOC" in text for text in detail), detail
     return f"refused: {status}; {detail[0][:120]}"

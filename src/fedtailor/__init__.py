@@ -53,12 +53,13 @@ _PUBLIC = {  # by module: torch is imported by the first use
 }
 
 
+__all__ = sorted(name for names in _PUBLIC.values() for name in names)
+
+
 def __getattr__(name: str) -> Any:
     for module, names in _PUBLIC.items():
         if name in names:
-            if (
-                module == "fedtailor.api"
-            ):  # as on the command line: threads that spin while they wait are slow on busy cores
+            if module == "fedtailor.api":  # threads that spin while they wait are slow on busy cores
                 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
             return getattr(import_module(module), name)
     if name[:1].isupper():
@@ -71,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *(name for names in _PUBLIC.values() for name in names)]
+    return [*globals(), *__all__]

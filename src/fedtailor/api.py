@@ -23,7 +23,7 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
-from fedtailor.experiments.progress import grid_shown, shown
+from fedtailor.experiments.progress import show_grid, show_progress
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
 from fedtailor.experiments.user_code import accept_folder
 from fedtailor.plugins import by_name, name_of
@@ -45,7 +45,11 @@ __all__ = ["Fit", "Personal", "Run", "fit", "load", "run"]
 
 
 class Fit:
-    """A finished fit: a personal model for every site."""
+    """A finished fit: a personal model for every site.
+
+    Args:
+        path: Its folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,36 +61,67 @@ class Fit:
 
     @property
     def table(self) -> pl.DataFrame:
-        """Per site the test figures alone, in common and personalized, and what serves it."""
+        """Test figures of each site alone, in common and personalized, and which model serves it."""
         import polars as pl
 
         keys = ("train", "val", "test", "alone", "common", "personal", "served")
         return pl.DataFrame([{"site": name} | {k: row[k] for k in keys} for name, row in self.record["sites"].items()])
 
     def personal(self, site: str) -> Personal:
-        """The model of a site; `predict` takes a frame."""
+        """The model that serves a site.
+
+        Args:
+            site: Its name.
+
+        Returns:
+            A model that predicts frames and arrays.
+        """
         return serving.personal(self.path, site)
 
     def explain(self, site: str = "") -> dict[str, Any]:
-        """What the models mean, as `fedtailor explain --json` has it; "words" says it in sentences."""
+        """What the models mean, as `fedtailor explain --json` prints it.
+
+        Args:
+            site: Also the coefficients of this site.
+
+        Returns:
+            Coefficients, importance of columns and, under "words", sentences.
+        """
         return explain_fit(self.path, site)
 
     @property
     def coefficients(self) -> pl.DataFrame:
-        """Per unit of each column with 95 % intervals: common, and of each site; none where no linear model is."""
+        """Coefficients per unit of each column with 95 % confidence intervals; empty without a linear model."""
         import polars as pl
 
         return pl.DataFrame(coefficient_rows(self.explain()), infer_schema_length=None)
 
     def drift(self, rows: Any, site: str = "", client_column: str | None = None) -> dict[str, Any]:
-        """Whether rows, a file or a frame, are like those of training, as `fedtailor drift --json` has it."""
+        """Compare new rows with those of training, as `fedtailor drift --json` does.
+
+        Args:
+            rows: A file or a frame.
+            site: Whose rows they are; default: by column.
+            client_column: The column that names each row's site.
+
+        Returns:
+            Drift by site and column, with sentences.
+        """
         if isinstance(rows, str | Path):
             return drift_of(self.path, Path(rows), site, client_column)
         frame = as_frame(rows, "rows")
         return drift_of_rows(self.path, Path("rows"), frame, frame, site=site, column=client_column)
 
     def onboard(self, name: str, rows: Any) -> Personal:
-        """A model for a newcomer from its rows, a file or a frame; nobody else is touched."""
+        """A model for a newcomer. The other sites are not affected.
+
+        Args:
+            name: Of the newcomer.
+            rows: Its rows, a file or a frame.
+
+        Returns:
+            Its model.
+        """
         if isinstance(rows, str | Path):
             onboard.onboard(self.path, Path(rows), name)
             return self.personal(name)
@@ -97,23 +132,46 @@ class Fit:
         return self.personal(name)
 
     def learning_curve(self, name: str) -> dict[str, Any]:
-        """How good a newcomer's model is by number of rows, what is expected with more, and a sentence."""
+        """How good a newcomer's model is by its number of rows.
+
+        Args:
+            name: Of the newcomer.
+
+        Returns:
+            Points of the curve, what is expected with more rows, and a sentence.
+
+        Raises:
+            RunError: There is no curve; it takes a fit of tables and ten rows or more.
+        """
         curve: dict[str, Any] | None = onboard.newcomer_record(self.path, name).get("curve")
         if curve is None:
             raise RunError(f'"{name}": has no learning curve; a newcomer to a fit of tables with ten rows or more has')
         return curve
 
     def update(self, rows: Mapping[str, Any] | None = None, *, data: Any = None, progress: bool = True) -> Fit:
-        """The fit of the rows that there are now; this one serves until that is complete.
+        """Fit again with the rows that there are now. This fit serves until the new one is complete.
 
-        rows: new rows, frames by site. data: the folder or file with all rows now. Neither: where the fit read them.
+        Args:
+            rows: New rows only: frames by site.
+            data: The folder or file with all rows; default, without `rows`: where the fit read them.
+            progress: Show a progress bar.
+
+        Returns:
+            The new fit; the same if nothing has changed.
         """
-        with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+        with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write the page, and say where."""
+        """Write the HTML report.
+
+        Args:
+            out: Output file; default: report.html in the folder.
+
+        Returns:
+            Its path.
+        """
         return write_report(self.path, None if out is None else Path(out))
 
     def __repr__(self) -> str:
@@ -137,7 +195,11 @@ class Fit:
 
 
 class Run:
-    """A run of one algorithm."""
+    """A run of one algorithm.
+
+    Args:
+        path: Its folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.folder = RunFolder.open(path)
@@ -149,7 +211,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """As results.json has them; empty while the run is not finished."""
+        """The content of results.json; empty until the run is finished."""
         return self.folder.results or {}
 
     @property
@@ -157,15 +219,29 @@ class Run:
         return list(self.folder.about["clients"])
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What was recorded of every round."""
+        """The record of every round."""
         return self.folder.metrics()
 
     def personal(self, client: str) -> Personal:
-        """The model of a client, of the round selected on validation data."""
+        """The model of a client, of the round selected on validation data.
+
+        Args:
+            client: Its name.
+
+        Returns:
+            A model that predicts frames and arrays.
+        """
         return serving.personal(self.path, client)
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write the page, and say where."""
+        """Write the HTML report.
+
+        Args:
+            out: Output file; default: report.html in the folder.
+
+        Returns:
+            Its path.
+        """
         return write_report(self.path, None if out is None else Path(out))
 
     def _means(self) -> dict[str, str]:
@@ -214,14 +290,28 @@ def fit(
     out: str | Path | None = None,
     progress: bool = True,
 ) -> Fit:
-    """Give each site a personal model.
+    """Fit a personal model for each site.
 
-    sites: a folder with one file per site; or frames (polars, pandas) by the name of the site; or one file or frame
-    with the column `client_column` that names the site. Frames are kept in the fit's folder: it can be opened again.
-    Or the name of a data source, or of a function that makes the data, "module:load"; these have targets already.
-    settings: keys of a configuration, such as {"local.lr": 0.1}.
-    metric: what figures of a table show, such as "auroc".
-    time_limit: seconds, for tables; candidates for which there is no time are left out, and named. 0 is none.
+    Args:
+        sites: A folder with one file per site; or frames (polars, pandas) by the name of the site; or one file or frame
+            with a column that names the site. Frames are kept in the fit's folder, so that it can be opened again. Or
+            the name of a data source, or of a function that makes the data, "module:load"; these have targets already.
+        target: The column to predict.
+        client_column: The column that names the site.
+        algorithm: "auto" chooses for each site the model that serves it best.
+        rounds: Training rounds; 0 is the default number.
+        seed: Of all randomness.
+        settings: Keys of a configuration, such as {"local.lr": 0.1}.
+        metric: What figures of a table show, such as "auroc".
+        time_limit: Seconds, for tables; candidates for which there is no time are left out and named. 0 is no limit.
+        out: The folder; default: a new one under runs/.
+        progress: Show a progress bar.
+
+    Returns:
+        The finished fit.
+
+    Raises:
+        UserError: Names the file, column or key to correct.
     """
     options: dict[str, Any] = {"algorithm": algorithm, "rounds": rounds, "seed": seed, "values": settings}
     options |= {"metric": metric, "time_limit": time_limit}
@@ -241,7 +331,7 @@ def fit(
 
 
 def _fit(source: dict[str, Any], path: Path, options: dict[str, Any], progress: bool) -> Fit:
-    with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+    with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
         fitting.fit(source, path, listener=listener, **options)
     return Fit(path)
 
@@ -262,12 +352,26 @@ def run(
 ) -> Run:
     """Train one algorithm on a task.
 
-    task: the name of a data source, its options, the tables of a configuration ({"data": ..., "model": ...}), or a
-    federation's data made by you, which is then kept in the run's folder.
-    device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto": an accelerator if torch has one.
-    settings: further keys of a configuration, such as {"model.name": "linear"}. Classes and functions of your own may
-    stand for their names: {"task.name": MyTask, "evaluation.metrics": ["rmse", bias]}.
-    callbacks: objects with some of the methods of `fedtailor.experiments.callbacks.Callback`.
+    Args:
+        algorithm: A name, a class or an instance.
+        task: The name of a data source, its options, the tables of a configuration ({"data": ..., "model": ...}), or
+            data from `fedtailor.federated`, which is then kept in the run's folder.
+        engine: Where clients compute: "auto", "loop", "vmap", "pool" or "wire".
+        device: "cpu", "cuda", "cuda:1", "mps", "xpu", or "auto": an accelerator if torch has one.
+        rounds: Training rounds; default: the configuration's.
+        seed: Of all randomness; default: the configuration's.
+        settings: Further keys of a configuration, such as {"model.name": "linear"}. Your own classes and functions may
+            stand for their names: {"task.name": MyTask, "evaluation.metrics": ["rmse", bias]}.
+        out: The folder; default: a new one under runs/.
+        data_root: Folder of data sets.
+        progress: Show a progress bar.
+        callbacks: Objects with some of the methods of `fedtailor.experiments.callbacks.Callback`.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        UserError: Names the key or client to correct.
     """
     section = _section(algorithm)
     path = Path(out) if out is not None else None
@@ -290,7 +394,7 @@ def run(
         raise RunError(f"{path}: holds a run already; choose another folder with out")
     if loaded is not None:
         saved_data.save(loaded, path / "data")
-    with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:
+    with show_progress(Console(), section["name"]) if progress else nullcontext(None) as listener:
         runner.start(config, path, root, listener, loaded=loaded, callbacks=callbacks)
     return Run(path)
 
@@ -332,9 +436,14 @@ def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dic
 
 
 def load(path: str | Path, trust: bool = False) -> Fit | Run:
-    """What lies in a folder: a fit or a run.
+    """Open the folder of a fit or a run.
 
-    trust: run code outside fedtailor that the folder names ("module:Class"), although you never ran it yourself.
+    Args:
+        path: The folder; of a fit that was updated, the latest models are opened.
+        trust: Run code outside fedtailor that the folder names ("module:Class"), although you never ran it yourself.
+
+    Returns:
+        The fit or the run.
     """
     path = latest(Path(path))
     if trust:

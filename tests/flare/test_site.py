@@ -103,7 +103,7 @@ def asked(tmp_path: Path) -> Asked:
         ({}, {"min_samples": 10}, "this site has fewer than the 10 training samples of the policy"),
         ({"version": "0.0.9"}, {}, f"the server runs fedtailor 0.0.9, this site {__version__}"),
         ({"run": "../../etc"}, {}, '"../../etc" cannot be the name of a run'),
-        ({"data": "/etc/passwd"}, {}, 'hello with "data" is not known here'),
+        ({"data": "/etc/passwd"}, {}, 'hello with "data" is not known'),
     ],
 )
 def test_a_run_that_is_refused(changes: dict[str, Any], policy: dict[str, Any], why: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, EquilibriumError
 from fedtailor.models import build
-from fedtailor.models.equilibrium import EquilibriumLayer
+from fedtailor.models.deq import EquilibriumLayer
 from fedtailor.numerics.equilibrium import Equilibrium
 from fedtailor.numerics.solve_log import watched
 from fedtailor.training.solver import Solver

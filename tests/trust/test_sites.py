@@ -297,7 +297,7 @@ def test_the_record_is_told_in_words(tmp_path: Path) -> None:
     assert "  local: once, " in text
     assert "  evaluate: once, " in text
     assert '"get_states"' in text
-    with pytest.raises(RunError, match="no record yet"):
+    with pytest.raises(RunError, match="no audit log yet"):
         audit_lines(tmp_path / "nothing")
 
 

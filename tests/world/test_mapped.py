@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import fedtailor as ft
+from fedtailor.data import load
+from fedtailor.data.configs import SavedConfig
+from fedtailor.data.sources import saved_data
 from fedtailor.errors import DataError
 from fedtailor.experiments import runner
 
@@ -84,6 +87,17 @@ def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
     np.save(tmp_path / "words.npy", np.array(["a"], dtype=object), allow_pickle=True)
     with pytest.raises(DataError, match="array of numbers"):
         ft.MappedArray(tmp_path / "words.npy")
+
+
+def test_parts_of_a_file_are_kept_with_a_run(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(60, dtype=np.float32).reshape(30, 2))
+    whole = ft.MappedArray(tmp_path / "x.npy")
+    clients = {"ada": (whole[:18], np.arange(18) % 2), "bob": (whole[18:], np.arange(12) % 2)}
+    data = ft.federated(clients, name="mapped")
+    saved_data.save(data, tmp_path / "saved")
+    restored = load(SavedConfig(path=tmp_path / "saved"), seed=0)
+    for client in (0, 1):
+        assert restored.train.of(client)[0].equal(data.train.of(client)[0])
 
 
 def test_three_gigabytes_in_600_megabytes(tmp_path: Path) -> None:

@@ -18,7 +18,14 @@ PROGRAMS = {"tablefit": ("fedtailor.algorithms._programs.table_fit", "TableFit")
 
 
 def register(kind: type[Algorithm]) -> type[Algorithm]:
-    """Make an algorithm from outside this package known by its title; usable as a decorator."""
+    """Register an algorithm from outside this package under its title in lower case; usable as a decorator.
+
+    Args:
+        kind: The class.
+
+    Returns:
+        The class itself.
+    """
     _registered[_name(kind)] = kind
     return kind
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from fedtailor.algorithms._shared.adapters import Adapter, adapters, check_dense_adapters, mixed_outputs, names
+from fedtailor.algorithms._shared.lora_parts import Adapter, adapters, check_dense_adapters, mixed_outputs, names
 from fedtailor.algorithms._shared.own_loss import beside, without_prefix
 from fedtailor.core.algorithm import Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from fedtailor.algorithms._shared.adapters import Adapter, check_dense_adapters, mixed_outputs, names
+from fedtailor.algorithms._shared.lora_parts import Adapter, check_dense_adapters, mixed_outputs, names
 from fedtailor.algorithms._shared.own_loss import beside, some_samples, without_prefix
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client

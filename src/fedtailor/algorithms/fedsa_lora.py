@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fedtailor.algorithms._shared.adapters import B, check_adapters, names
+from fedtailor.algorithms._shared.lora_parts import B, check_adapters, names
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext

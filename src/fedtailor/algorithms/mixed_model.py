@@ -20,7 +20,7 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.numerics import mixed_model, ridge
+from fedtailor.numerics import reml, ridge
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ class MixedModel(Algorithm):
         if ridge.names(fed.model)[1] is not None:
             penalty[-1], is_intercept[-1] = 0, True
         varies = varying(fed.sum(fed.map(self.variation)), is_intercept)
-        problem = mixed_model.Problem(
-            sums=lambda factor: mixed_model.Marginal(*fed.sum(fed.map(self.marginal, factor))),
+        problem = reml.Problem(
+            sums=lambda factor: reml.Marginal(*fed.sum(fed.map(self.marginal, factor))),
             slopes=lambda *message: fed.sum(fed.map(self.slope, *message)),
             penalty=penalty,
             reml=self.reml,
         )
         structures = free_entries(self.effects, varies, is_intercept)
-        found = mixed_model.best(problem, structures, server["factor"], len(fed.cohort))
+        found = reml.best(problem, structures, server["factor"], len(fed.cohort))
         fed.report(noise=found.noise, deviance=found.deviance, exchanges=found.exchanges)
         return {"beta": found.beta, "factor": found.factor, "covariance": found.covariance, "noise": found.noise}
 
@@ -85,19 +85,19 @@ class MixedModel(Algorithm):
     @on_client(sends=(NORMAL.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)))
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:
         d = me.state
-        return d, tuple(mixed_model.marginal(d["a"], d["b"], d["c"], d["count"], factor))
+        return d, tuple(reml.marginal(d["a"], d["b"], d["c"], d["count"], factor))
 
     @on_client(sends=(NORMAL.summed(), NORMAL.summed()))
     def slope(self, me: ClientContext, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tree, Tree]:
-        return me.state, mixed_model.slope(me.state["a"], me.state["b"], factor, beta, inverse)
+        return me.state, reml.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         d, beta = me.state, server["beta"]
-        cov, _ = mixed_model.posterior(d["a"], server["factor"])
+        cov, _ = reml.posterior(d["a"], server["factor"])
         return ridge.as_params(me.model, beta + cov @ (d["b"] - d["a"] @ beta))
 
     def shares(self, me: ClientContext, server: Tree) -> Params:
-        cov, _ = mixed_model.posterior(me.state["a"], server["factor"])
+        cov, _ = reml.posterior(me.state["a"], server["factor"])
         own = torch.diagonal(cov @ me.state["a"], dim1=-2, dim2=-1)
         common = (1 - own).clamp(0, 1)[:, None].expand_as(server["beta"])
         return ridge.as_params(me.model, common)

@@ -19,10 +19,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class ReplySpec:
-    """One part of what leaves a client: its name for people, an example that fixes keys, shapes and types, and sums.
+    """One part of what leaves a client: an example that fixes keys, shapes and types, and the sums it may enter.
 
-    `sums` declares which sums of a secure federation the part may enter: "" is the plain sum, a name is the sum
-    weighted by the part of the same reply with this name. Each may be opened once per call; a site refuses any other.
+    Args:
+        name: Its name for people, and for policies of sites.
+        example: (algorithm, model) -> a tree with the keys, shapes and types of the part.
+        positive: Whether its numbers must be positive.
+        is_model: Whether it is a new version of a model, or of a part of one, that was sent to the client; the mean
+            of such parts may be a step of the server's optimizer.
+        sums: Which sums of a secure federation the part may enter: "" is the plain sum, a name is the sum weighted by
+            the part of the same reply with that name. Each may be opened once per call; a site refuses any other.
     """
 
     name: str
@@ -32,11 +38,18 @@ class ReplySpec:
     sums: tuple[str, ...] = ()
 
     def summed(self) -> ReplySpec:
-        """The same, which may also enter a plain sum."""
+        """This part, with permission to enter a plain sum."""
         return replace(self, sums=(*self.sums, ""))
 
     def weighted_by(self, weight: ReplySpec) -> ReplySpec:
-        """The same, which may also enter a sum weighted by another part of the reply; that opens the weights' sum."""
+        """This part, with permission to enter a weighted sum; that also opens the sum of the weights.
+
+        Args:
+            weight: The part of the same reply that has the weights.
+
+        Returns:
+            A new declaration.
+        """
         return replace(self, sums=(*self.sums, weight.name))
 
 
@@ -52,7 +65,14 @@ NUMBER = ReplySpec("number", _scalar)
 
 
 def common(part: ReplySpec) -> ReplySpec:
-    """What all clients have of it, by name and shape, where their architectures differ."""
+    """The entries of a part that all clients have, by name and shape, if their architectures differ.
+
+    Args:
+        part: Such as `MODEL`.
+
+    Returns:
+        A declaration of these entries only.
+    """
     return replace(part, example=lambda algorithm, model: model.common(part.example(algorithm, model)))
 
 
@@ -101,7 +121,7 @@ def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callabl
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The base of every algorithm; abstract or final, never a kind of another algorithm.
+    """The base class of every algorithm. Subclasses are final: no algorithm inherits from another.
 
     Fields of the subclass are its hyper-parameters: TOML, command line and docs derive from them.
     """
@@ -143,21 +163,52 @@ class Algorithm:
         return 1
 
     def check(self, model: Model, task: str) -> None:
-        """Raise a `ConfigError` when this model or task cannot be served."""
+        """Raise a `ConfigError` if this algorithm does not support the model or the task.
+
+        Args:
+            model: What would be trained.
+            task: The kind of target, such as "classification".
+        """
 
     def check_solver(self, solver: LocalSolver) -> None:
-        """Raise a `ConfigError` when it cannot do with local steps of this kind."""
+        """Raise a `ConfigError` if this algorithm does not support such local steps.
+
+        Args:
+            solver: How clients would take local steps.
+        """
 
     def server_init(self, model: Model) -> Tree:
-        """The server's state before the first round."""
+        """The server's state before the first round.
+
+        Args:
+            model: Its `params`, `head` and `body` are the initial values.
+
+        Returns:
+            A tree of tensors.
+        """
         return {}
 
     def client_init(self, me: ClientContext) -> Tree:
-        """A client's private state before its first round; its keys and shapes stay as they are here."""
+        """A client's private state before its first round.
+
+        Args:
+            me: The client.
+
+        Returns:
+            A tree of tensors, whose keys, shapes and types are fixed from then on.
+        """
         return {}
 
     def onboard_init(self, me: ClientContext, server: Tree, /) -> Tree:
-        """The first private state of a client that comes to a federation already trained, from one local step."""
+        """The first private state of a client that joins a trained federation.
+
+        Args:
+            me: The newcomer.
+            server: The server's state.
+
+        Returns:
+            A tree as from `client_init`.
+        """
         return self.client_init(me)
 
     def round(self, fed: Any, server: Tree, /) -> Tree:  # Any: a Federation is built on algorithms
@@ -173,14 +224,30 @@ class Algorithm:
         raise NotImplementedError
 
     def personal(self, me: ClientContext, server: Tree, /) -> Params:
-        """With what this client predicts."""
+        """The parameters that a client predicts with.
+
+        Args:
+            me: The client; its state must not be changed.
+            server: The server's state.
+
+        Returns:
+            Values of all parameters of the model.
+        """
         raise NotImplementedError
 
     def onboard(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
-        """With what a newcomer predicts, after `onboard_init`: its own part is trained, or all if nothing is its own.
+        """The parameters that a newcomer predicts with, after `onboard_init`.
 
-        The part that the server knows stays as it is. Where `onboard_init` or `personal` fit a client to its data
-        already, `onboards_fitted` says so, and nothing is trained.
+        Its private part is trained, or all parameters if it has none; what the server has stays as it is. Nothing is
+        trained if `onboards_fitted` says that `onboard_init` or `personal` fit a client to its data already.
+
+        Args:
+            me: The newcomer.
+            server: The server's state.
+            epochs: Passes over its training samples.
+
+        Returns:
+            Values of all parameters of the model.
         """
         start = self.personal(me, server)
         if self.onboards_fitted:
@@ -189,9 +256,17 @@ class Algorithm:
         return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in start.items() if k not in own})
 
     def refitted(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
-        """With what this client predicts after its private part was fitted to the newest common part (`local.refit`).
+        """What a client predicts with after refitting its private part to the common one (`local.refit`).
 
-        Where all of the model is common, or all of it the client's own, nothing is stale and nothing is trained.
+        Nothing is trained if the whole model is common or private.
+
+        Args:
+            me: The client.
+            server: The server's state.
+            epochs: Passes over its training samples.
+
+        Returns:
+            Values of all parameters of the model.
         """
         start = self.personal(me, server)
         if self.onboards_fitted or self.keeps not in PARTIAL:
@@ -204,15 +279,40 @@ class Algorithm:
         return self.onboard(me, server, epochs) if is_own_rule or start.keys() - _names(server) else start
 
     def shares(self, me: ClientContext, server: Tree, /) -> Params:
-        """How much of each parameter is common: 0 is this client's own, 1 the common one."""
+        """How much of each parameter is common, for `fedtailor explain` and reports.
+
+        Args:
+            me: The client.
+            server: The server's state.
+
+        Returns:
+            Numbers between 0 (private) and 1 (common), in the shapes of the parameters.
+        """
         raise ConfigError(f"{self.title or type(self).__name__} does not say to what degree a parameter is shared")
 
     def effective_degrees(self, me: ClientContext, server: Tree, /) -> Params:
-        """What ties each parameter to the common one, where the algorithm has such numbers: 0 is nothing."""
+        """How strongly each parameter is tied to the common one, if the algorithm has such numbers.
+
+        Args:
+            me: The client.
+            server: The server's state.
+
+        Returns:
+            Numbers from 0 (not at all), in the shapes of the parameters; or an empty dict.
+        """
         return {}
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
-        """Outputs of a personal model."""
+        """The outputs of a personal model.
+
+        Args:
+            model: The model.
+            personal: Parameters and private buffers.
+            x: A batch.
+
+        Returns:
+            Outputs, one row per sample.
+        """
         return model(personal, x)
 
 

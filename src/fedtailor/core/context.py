@@ -97,14 +97,14 @@ class Setting(Protocol):
 
 
 class View(NamedTuple):
-    """A client's samples. In a stack of clients the shorter ones are padded where `mask` is 0, by samples again."""
+    """The samples of a client. In a stack, shorter clients are padded with repeated samples, where `mask` is 0."""
 
     x: Tree  # a tensor, or named tensors
     y: Tensor
     mask: Tensor
 
     def parts(self, samples: int = AT_ONCE) -> list[View]:
-        """The samples some at a time; nothing if there are none."""
+        """The samples in batches of at most `samples`; an empty list if there are none."""
         starts = range(0, len(self.y), samples)
         return [View(*tree_map(lambda v, a=a: v[a : a + samples], tuple(self))) for a in starts]
 
@@ -118,7 +118,10 @@ class OptimizerState:
 
 
 class ClientContext:
-    """One client during one call. Under `vmap` its tensors stand for a whole stack of clients."""
+    """A client during one call: its data, its private state and the run's read-only settings.
+
+    Under `vmap` its tensors stand for a whole stack of clients. Algorithms receive one; they do not create it.
+    """
 
     def __init__(
         self,
@@ -181,15 +184,24 @@ class ClientContext:
         loss: OwnLoss | None = None,
         after_step: AfterStep | None = None,
     ) -> Params:
-        """Train `params` on this client's data and return them; the rest of the model is `frozen`.
+        """Train `params` on this client's data, with the run's optimizer and batches.
 
-        prox: (center, mu) adds mu/2 |params - center|^2 to the loss, over the entries that center has.
-        mask: entries at 0 stay as they are.
-        loss: of every sample, from the tensors of the model (and others that are given or frozen), x and y; the task's
-        if None. A parameter `weight` of it is given 1 per sample and 0 for the padding of a stack; a parameter `index`
-        the places of the samples among this client's training samples.
-        after_step: new parameters from those after each step, such as their projection.
         Exact gradients flow through all steps to params, frozen, center, mu and lr when a tape is running.
+
+        Args:
+            params: What is trained. A parameter of the model that is not in it must be in `frozen`.
+            epochs: Passes over the training samples.
+            frozen: Tensors of the model, or others that `loss` uses, which stay as they are.
+            prox: (center, mu) adds mu/2 |params - center|^2 to the loss, over the entries that center has.
+            mask: Entries of `params` where it is 0 stay as they are.
+            lr: The step size; default: that of this round.
+            loss: Loss per sample, from the tensors of the model (and others that are given or frozen), x and y;
+                default: the task's. If it has a parameter `weight`, it gets 1 per sample and 0 for the padding of a
+                stack; if it has `index`, the positions of the samples among this client's training samples.
+            after_step: New parameters from those after each step, such as their projection.
+
+        Returns:
+            The trained parameters, with the keys of `params`.
         """
         frozen = dict(frozen or {})
         center, mu = prox if prox is not None else (None, None)
@@ -253,11 +265,26 @@ class ClientContext:
             raise ValueError(f'me.sgd: prox or mask has "{min(unknown)}", which is not trained')
 
     def steps(self, epochs: int = 1) -> Tensor:
-        """How many steps `sgd(epochs=epochs)` takes on this client's data."""
+        """The number of steps that `sgd(epochs=epochs)` takes on this client's data.
+
+        Args:
+            epochs: Passes over the training samples.
+
+        Returns:
+            A scalar tensor.
+        """
         return self.solver.steps(self, epochs)
 
     def loss(self, params: Params, split: str = "train") -> Tensor:
-        """Mean loss over all training ("train") or validation ("val") samples, without changing any statistics."""
+        """The mean loss over all samples of a split, without changing any statistics.
+
+        Args:
+            params: Parameters of the whole model.
+            split: "train" or "val".
+
+        Returns:
+            A scalar tensor; 0 if the split is empty.
+        """
         view = self.train if split == "train" else self.val
         # statistics are no function of the parameters: no gradient flows to them
         buffers = {k: v.detach() for k, v in (self.buffers | params).items() if k not in self.model.trainable}
@@ -268,7 +295,14 @@ class ClientContext:
         return total / view.mask.sum().clamp(min=1)
 
     def uniform(self, size: int) -> Tensor:
-        """Numbers between 0 and 1, from a stream of this call and client; other ones each time."""
+        """Random numbers between 0 and 1, from a stream of this call and client; different in each use.
+
+        Args:
+            size: How many.
+
+        Returns:
+            A vector of that length.
+        """
         nth, clients = self._counts["draws"], self.experiment.data.clients
         self._counts["draws"] += 1
 
@@ -282,7 +316,14 @@ class ClientContext:
         return self.constants(make)[0]
 
     def constants(self, make: Callable[[bool], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What differs from client to client and has no derivative: `make(False)` for one, `make(True)` stacked."""
+        """Tensors that differ between clients and have no derivative.
+
+        Args:
+            make: `make(False)` returns them for one client, `make(True)` stacked for all of the call.
+
+        Returns:
+            The tensors, of this client as far as the caller sees.
+        """
         values: tuple[Tensor, ...] = _AtClients.apply(make, self.n)
         return values
 

@@ -58,7 +58,14 @@ def between(x: Inputs, start: int, end: int) -> Tree:
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples of all clients, client after client: those of client i are `starts[i]:starts[i + 1]`."""
+    """Samples of all clients, client after client.
+
+    Args:
+        x: [rows, ...] floating point, or int64 for text; a dict of such tensors is passed to the model as keywords.
+        y: Targets, in the form that the task expects.
+        starts: [clients + 1] int64; the samples of client i are `starts[i]:starts[i + 1]`.
+        is_here: False if only the number of rows is known here, and x and y are examples of one sample.
+    """
 
     x: Inputs  # [rows, ...] floating point or int64 (text); a dict of such tensors goes to the model as keywords
     y: Tensor  # what it looks like, the task says
@@ -87,7 +94,7 @@ class Rows:
         return {"x": self.x, "y": self.y} if self.in_memory else {"y": self.y}
 
     def bounds(self, clients: Sequence[int]) -> tuple[list[int], list[int]]:
-        """First row and number of rows of each of `clients`."""
+        """The first row and the number of rows of each of `clients`."""
         at = self.starts.new_tensor(clients)
         first = self.starts[at]
         return first.tolist(), (self.starts[at + 1] - first).tolist()
@@ -113,7 +120,7 @@ class Rows:
         return between(self.x, a, b), self.y[a:b]
 
     def targets(self, client: int) -> Tensor:
-        """Of one client, as a view."""
+        """The targets of one client, as a view."""
         return self.y[int(self.starts[client]) : int(self.starts[client + 1])]
 
     def only(self, clients: Sequence[int]) -> Rows:
@@ -127,7 +134,7 @@ class Rows:
         )
 
     def on(self, device: torch.device) -> Rows:
-        """The same rows on a device, or read to it; where they start is looked up on the host."""
+        """The same rows on a device, or read to it; `starts` stays on the host."""
         x = to_device(self.x, device) if self.in_memory else OnDevice(self.x, device)
         return self._checked_as(replace(self, x=x, y=self.y.to(device)))
 
@@ -190,9 +197,23 @@ def _flat(tensors: dict[str, Tree]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class FederatedData:
-    """The data of a federation: who takes part, what they hold, and what is to be predicted.
+    """The data of a federation: clients, samples and task. `fedtailor.federated` builds it from arrays and frames.
 
-    What does not fit together, or is no sample that could be learned from, is a `DataError` that names the client.
+    Args:
+        name: What it is called in messages and reports.
+        task: The kind of target, such as "classification".
+        clients: Names, each once.
+        train: Training rows of all clients.
+        val: Validation rows; may be empty for a client.
+        test: Test rows; may be empty for a client.
+        outputs: Number of classes or target columns.
+        classes: Names of the classes, in the order of their numbers.
+        features: Names of the columns of x.
+        notes: How the data was prepared and split; printed and stored with a run.
+        preparation: Of tables: how new rows are prepared.
+
+    Raises:
+        DataError: The parts do not fit together, or a sample cannot be learned from; names the client and row.
     """
 
     name: str
@@ -230,16 +251,37 @@ class FederatedData:
         return isinstance(self.train.first(1), Tensor)
 
     def only(self, clients: Sequence[int]) -> FederatedData:
-        """The data of some clients."""
+        """The data of some clients.
+
+        Args:
+            clients: Their positions in `clients`.
+
+        Returns:
+            Data with only these clients.
+        """
         rows = {split: getattr(self, split).only(clients) for split in SPLITS}
         return replace(self, clients=tuple(self.clients[c] for c in clients), **rows)
 
     def on(self, device: torch.device) -> FederatedData:
-        """The same data on a device."""
+        """The same data on a device.
+
+        Args:
+            device: Where the tensors shall be.
+
+        Returns:
+            Data on the device; what is read from files is moved when it is read.
+        """
         return replace(self, train=self.train.on(device), val=self.val.on(device), test=self.test.on(device))
 
     def to(self, dtype: torch.dtype) -> FederatedData:
-        """The same data with floating-point numbers of another width."""
+        """The same data with another floating-point type.
+
+        Args:
+            dtype: Such as torch.float64.
+
+        Returns:
+            Data with its floating-point tensors in that type; whole numbers stay as they are.
+        """
         return replace(self, train=self.train.to(dtype), val=self.val.to(dtype), test=self.test.to(dtype))
 
     def _check_names(self) -> None:

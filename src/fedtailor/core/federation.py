@@ -218,7 +218,15 @@ class Federation:
         return PerClient(self.present, self._tape.call(call), self.group, call, self._example(call))
 
     def map_untaped(self, fn: Callable[..., Any], *message: Tree | PerClient) -> PerClient:
-        """As `map`, for a function that only looks at the private state: a running tape does not record it."""
+        """As `map`, for a function that only reads the private state: a running tape does not record it.
+
+        Args:
+            fn: A method of the algorithm that is marked with `@on_client`.
+            message: As for `map`.
+
+        Returns:
+            The replies.
+        """
         return self._send(self._next(fn, tuple(m if isinstance(m, PerClient) else detach(m) for m in message)))
 
     def _next(self, fn: Callable[..., Any], message: tuple[Tree | PerClient, ...], *, taped: bool = False) -> Call:
@@ -275,7 +283,12 @@ class Federation:
             self._abandon(call, asked, everywhere, errors)
 
     def leave_out(self, call: Call, rejected: Sequence[Rejected]) -> None:
-        """Go on without clients whose replies to a call cannot be used."""
+        """Go on without clients whose replies to a call cannot be used.
+
+        Args:
+            call: The call.
+            rejected: Who, and why.
+        """
         position = {c: i for i, c in enumerate(self.present)}
         for client, reason, _ in sorted(rejected, key=lambda r: position[r.client]):
             self.attendance.present = tuple(c for c in self.present if c != client)
@@ -379,7 +392,14 @@ class Federation:
         return mean | stepped
 
     def sent_for(self, x: PerClient) -> Tree:
-        """The model that clients were sent and whose versions they replied; None if `x` is something else."""
+        """The model that clients were sent and of which `x` has their new versions.
+
+        Args:
+            x: Replies, or a part of them.
+
+        Returns:
+            The model; None if `x` is something else.
+        """
         call, experiment = x.call, self.engine.experiment
         if call is None or not is_model(experiment.algorithm, call.function, x.path):
             return None
@@ -397,13 +417,20 @@ class Federation:
     # single replies
 
     def keep(self, x: PerClient) -> PerClient:
-        """Replies that will be used more than once: large ones are let go of by the first sum over them."""
+        """Keep replies that are used more than once; otherwise the first sum frees large ones.
+
+        Args:
+            x: Replies.
+
+        Returns:
+            The same replies.
+        """
         if x.stream is not None:
             x.stream.keep()
         return x
 
     def gather(self, x: PerClient, what: str, clients: Sequence[int] | None = None) -> Tree:
-        """Look at single replies, which the run's record says.
+        """Look at individual replies. The run's record says that the server saw them.
 
         Args:
             x: Replies, or a part of them.
@@ -418,7 +445,14 @@ class Federation:
         return x.everywhere(clients)
 
     def scatter(self, rows: Tree) -> PerClient:
-        """A different value for each client: `rows` has a leading dimension, in the order of `cohort`."""
+        """A different value for each client.
+
+        Args:
+            rows: A tree with a leading dimension, in the order of `cohort`.
+
+        Returns:
+            A message for `map`.
+        """
         for path, leaf in items(rows):
             if leaf.shape[:1] != (len(self.cohort),):
                 raise ValueError(
@@ -429,7 +463,14 @@ class Federation:
     # gradients through rounds
 
     def tape(self, watched: Tree = None) -> Tree:
-        """Record from here on. Returns `watched`, a tree of the server's, as the tensors to differentiate by."""
+        """Record from here on, to differentiate through the following calls.
+
+        Args:
+            watched: A tree of the server's to differentiate with respect to.
+
+        Returns:
+            The same values, as the tensors to compute with.
+        """
         self.engine.experiment.aggregation.refuse_tape(self.title)
         self._finish_pending()
         self._cut_moments()
@@ -438,7 +479,14 @@ class Federation:
         return self._tape.watched
 
     def backward(self, loss: Tensor) -> Tree:
-        """Send cotangents back along the tape. Then every client has `me.grad`; returns the gradient by `watched`."""
+        """Send cotangents back along the tape; afterwards every client has `me.grad`.
+
+        Args:
+            loss: A scalar computed from replies since `tape`.
+
+        Returns:
+            The gradient with respect to `watched`.
+        """
         if self._tape is None:
             raise RuntimeError("fed.backward without fed.tape")
         self._finish_pending()
@@ -481,9 +529,14 @@ class Federation:
 
     @contextmanager
     def exchange(self, number: int, *, ask_all: bool = False) -> Iterator[tuple[int, ...]]:
-        """One of several exchanges of a round, with those whose replies arrive in it.
+        """One of several exchanges of a round, with the clients whose replies arrive in it.
 
-        With `ask_all` the others reply too, as a tape needs it, and it is up to the algorithm not to use that.
+        Args:
+            number: Which exchange of the round, from 0 on.
+            ask_all: The others reply too, as a tape needs it; the algorithm must not use their replies.
+
+        Returns:
+            A context manager that gives the clients whose replies arrive.
         """
         everybody = self.cohort
         here = self._arriving(number, everybody)
@@ -500,11 +553,16 @@ class Federation:
     def fused_round(
         self, compute: Callable[[Tree, Tree, Callable[[], View]], FusedRound | None], server: Tree
     ) -> Tree | None:
-        """Where the cohort's states lie stacked in this process: a round as one computation on all of them.
+        """A round as one computation, if the cohort's states are stacked in this process.
 
-        `compute` gets the states, `server`, and a function for the training samples, which are stacked too.
-        It must give what the calls give, and counts as much traffic. None where clients are on their own, a number is
-        out of bounds or memory is too small: then make the calls, which find out whose it is.
+        Args:
+            compute: Gets the states, `server` and a function for the stacked training samples. It must give what the
+                calls of a round give, and counts as much traffic.
+            server: The server's state.
+
+        Returns:
+            The server's new state. None if clients are on their own, a number is out of bounds or memory is too small:
+            then the calls must be made, which find out at which client.
         """
         cohort, engine, experiment = self.cohort, self.engine, self.engine.experiment
         has_memory = experiment.aggregation.server_step is not None or experiment.optimizer_state is not None
@@ -539,7 +597,11 @@ class Federation:
     # what an algorithm may know
 
     def report(self, **values: float | Tensor | list[Tensor]) -> None:
-        """Numbers of this round for people: they are recorded with it and shown, nothing is computed from them."""
+        """Report numbers of this round to people; nothing is computed from them.
+
+        Args:
+            values: Numbers, or lists of them, by name; they are recorded with the round and shown in reports.
+        """
         for name, value in values.items():
             self.record.reported[name] = [float(v) for v in value] if isinstance(value, list) else float(value)
 
@@ -600,12 +662,26 @@ class Federation:
         return self.engine.experiment.solver
 
     def samples(self, clients: Sequence[int]) -> Tensor:
-        """Numbers of training samples of clients, as reported when they joined."""
+        """Numbers of training samples of clients, as reported when they joined.
+
+        Args:
+            clients: Their positions.
+
+        Returns:
+            One number per client.
+        """
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
         return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
 
     def places(self, clients: Sequence[int]) -> Tensor:
-        """The numbers of clients, for tables of the server that have a place for each."""
+        """Positions of clients, for tables of the server that have an entry for each client.
+
+        Args:
+            clients: As in `cohort`.
+
+        Returns:
+            Their positions, as a tensor.
+        """
         return self.model.like.new_tensor(clients, dtype=torch.int64)
 
     @property

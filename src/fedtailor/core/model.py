@@ -60,15 +60,19 @@ class Architectures(NamedTuple):
 
 
 class Model:
-    """Wraps any nn.Module. `params` are the initial values that every client and the server start from; parameters with
-    requires_grad=False are not among them and stay as the module has them.
+    """Any nn.Module as a pure function of named tensors.
 
-    `head` lists the modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
-    most often its end; the rest is the body.
     Floating-point buffers, such as the statistics of BatchNorm, follow `buffers`:
 
     - `"private"`: they belong to the client, are never sent and never averaged;
     - `"mean"`: they are entries of `params` like any other and are averaged with them.
+
+    Args:
+        module: `params` are its initial values, from which every client and the server start; parameters with
+            requires_grad=False are not among them and stay as the module has them.
+        head: The modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
+            most often its end; the rest is the body.
+        buffers: "private" or "mean".
     """
 
     def __init__(self, module: nn.Module, head: Sequence[str] = (), buffers: BufferPolicy = "private") -> None:
@@ -112,11 +116,25 @@ class Model:
         return self.params.keys() | self.private_buffers.keys()
 
     def common(self, part: Params) -> Params:
-        """What all clients have of a part of the model: all of it, unless their architectures differ."""
+        """The entries of a part that all clients have; all of them, unless architectures differ.
+
+        Args:
+            part: Such as `body`.
+
+        Returns:
+            Some of its entries.
+        """
         return {k: v for k, v in part.items() if k not in self.differing}
 
     def without(self, part: Params) -> Params:
-        """Initial values of all but a part of the model."""
+        """Initial values of the model without a part.
+
+        Args:
+            part: Such as `head`.
+
+        Returns:
+            The other entries of `params`.
+        """
         return {k: v for k, v in self.params.items() if k not in part}
 
     @property
@@ -146,7 +164,7 @@ class Model:
 
     @cached_property
     def nbytes(self) -> int:
-        """Of one model in memory."""
+        """Size of `params` in memory."""
         return sum(v.nbytes for v in self.params.values())
 
     @property
@@ -164,7 +182,14 @@ class Model:
         return self.like.device
 
     def to(self, device: torch.device) -> Model:
-        """The same model elsewhere; this one stays."""
+        """The same model on another device; this one is unchanged.
+
+        Args:
+            device: Where its tensors shall be.
+
+        Returns:
+            A copy, or this model if it is there already.
+        """
         if device == self.device:
             return self
         if self.architectures is not None:
@@ -177,18 +202,73 @@ class Model:
         return deepcopy(self, memo)
 
     def __call__(self, params: Params, x: Tree, *, training: bool = False) -> Tensor:
-        """Outputs for a batch; named tensors are keywords of the module.
+        """Outputs for a batch.
 
-        Into the tensors given, BatchNorm writes its statistics in training, and an equilibrium where it ends if it was
-        given where to begin (`warm_starts`).
+        In training, BatchNorm writes its statistics into `params`; so does an equilibrium layer its end point, if it
+        was given where to start (`warm_starts`).
+
+        Args:
+            params: All tensors of the model.
+            x: A batch; named tensors are keywords of the module.
+            training: Whether the module is in training mode.
+
+        Returns:
+            Outputs, one row per sample.
         """
         self.prepare(params, training=training)
         return self.forward(params, x)
 
     def forward(self, params: Params, x: Tree) -> Tensor:
-        """As `__call__`, in the mode of the last `prepare`."""
+        """As `__call__`, in the mode of the last `prepare`.
+
+        Args:
+            params: All tensors of the model.
+            x: A batch.
+
+        Returns:
+            Outputs, one row per sample.
+        """
         args, named = ((), x) if isinstance(x, dict) else ((x,), {})
         return torch.func.functional_call(self.module, params, args, named)
+
+    def features(self, params: Params, x: Tree) -> Tensor:
+        """What comes to the head, [samples, features]; see `features_and_outputs`."""
+        return self.features_and_outputs(params, x)[0]
+
+    def features_and_outputs(
+        self,
+        params: Params,
+        x: Tree,
+        *,
+        training: bool = False,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What comes to the first module of the head that runs, and the outputs when `change` of it enters.
+
+        Args:
+            params: The model's tensors; others among them are left aside.
+            x: A batch.
+            training: Whether parts such as dropout are in training mode.
+            change: New features from those that came, of the same shape [samples, features].
+
+        Returns:
+            The features [samples, features] as they came, and the outputs.
+        """
+        entered: list[Tensor] = []
+
+        def enter(part: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
+            entered.append(inputs[0].flatten(1))
+            return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
+
+        parts = [self.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in self.head}]
+        hooks = [part.register_forward_pre_hook(enter) for part in parts]
+        try:
+            known = {k: v for k, v in params.items() if k in self.params or k in self.private_buffers}
+            outputs = self(known, x, training=training)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return entered[0], outputs
 
     @contextmanager
     def holding(self, tensors: Params) -> Iterator[nn.Module]:

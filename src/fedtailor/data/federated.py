@@ -40,13 +40,30 @@ def federated(
     lazy: bool = False,
     collate: Callable[[Any], Any] | None = None,
 ) -> FederatedData:
-    """The data of clients by name; those of a list are called client-00, client-01, ...
+    """The data of a federation from arrays, frames or Datasets.
 
-    A client is `(x, y)`, or `{"train": (x, y), "val": ..., "test": ...}` if it is split already. x is an array or
-    tensor, named arrays, a list of sequences of unequal length (padded with 0, with an attention_mask beside them),
-    or a `MappedArray`. y may be names of classes. In place of `(x, y)` a table of pandas or polars, or a Hugging Face
-    Dataset, whose column `target` is y, will do, or a torch Dataset of pairs or of dicts; with `lazy` a torch Dataset
-    is read batch by batch and never kept. `collate` makes a batch of the inputs of a Dataset, torch's by default.
+    Args:
+        clients: The data of each client by its name; those of a list are called client-00, client-01, ... A client is
+            `(x, y)`, or `{"train": (x, y), "val": ..., "test": ...}` if it is split already. x is an array or tensor,
+            named arrays, a list of sequences of unequal length (padded with 0, with an attention_mask), or a
+            `MappedArray`; y may be names of classes. In place of `(x, y)`: a table of pandas or polars or a Hugging
+            Face Dataset, whose column `target` is y, or a torch Dataset of pairs or dicts.
+        task: The kind of target, such as "classification"; "auto" decides by y.
+        name: What the data is called in messages and reports.
+        outputs: Number of classes or target columns, if y does not show it.
+        classes: Names of the classes, in the order of their numbers.
+        target: The column of tables that is y.
+        test: Share of a client's samples for testing.
+        val: Share of the others for validation.
+        seed: Of the split.
+        lazy: Read torch Datasets batch by batch instead of keeping them in memory.
+        collate: Makes a batch of the inputs of a Dataset; default: torch's.
+
+    Returns:
+        Data for `fedtailor.run`.
+
+    Raises:
+        DataError: Names the client whose data cannot be used.
     """
     if not isinstance(clients, Mapping):
         clients = dict(zip(client_names(len(clients)), clients, strict=True))

@@ -28,9 +28,13 @@ LONGEST_HEADER = 2**24
 
 @dataclass(frozen=True)
 class MappedArray:
-    """An array in a .npy or .safetensors file, [samples, ...]; memory holds no more of it than a few batches.
+    """An array [samples, ...] in a file, of which memory holds no more than a few batches.
 
-    `scale` turns whole numbers, such as the bytes of images, into floating point: x * scale.
+    Args:
+        path: A .npy or .safetensors file.
+        key: Name of the tensor in a .safetensors file.
+        scale: Turns whole numbers, such as the bytes of images, into floating point: x * scale.
+        dtype: The floating-point type of samples.
     """
 
     path: Path
@@ -52,15 +56,15 @@ class MappedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Shape of the whole array."""
         return tuple(self._pages.array.shape)
 
     def __getitem__(self, rows: slice) -> Chosen:
-        """Some of the samples, of one client for instance; nothing is read."""
+        """Some of the samples, such as those of one client; nothing is read."""
         return Chosen(self, torch.arange(len(self))[rows])
 
     def read(self, rows: Tensor) -> Tensor:
-        """Copies of some samples."""
+        """Copies of the samples with these row numbers."""
         values = torch.from_numpy(self._pages.read(rows.numpy()))
         if self.scale is not None:
             return values.to(self.dtype).mul_(self.scale)

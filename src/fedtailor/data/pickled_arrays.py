@@ -1,14 +1,15 @@
 """Arrays inside the object arrays that numpy saves by pickling, read without running anything.
 
-`numpy.savez(data={"x": x, "y": y})` pickles the dictionary. Pickle is a small program; here its steps are followed by
-an interpreter that knows containers, numbers, text and numpy arrays of numbers, and refuses everything else by name.
+`numpy.savez(data={"x": x, "y": y})` pickles the dictionary. A pickle is a program for a small stack machine. The
+standard library lists its steps without executing them; here they are followed by an interpreter that knows
+containers, numbers, text and numpy arrays of numbers, and refuses everything else by name.
 """
 
 from __future__ import annotations
 
 import io
+import pickletools
 import re
-import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,26 @@ _ARRAY, _DTYPE = ("numpy", "ndarray"), ("numpy", "dtype")
 _RECONSTRUCT = (("numpy.core.multiarray", "_reconstruct"), ("numpy._core.multiarray", "_reconstruct"))
 _NUMBERS = re.compile(r"[biuf][1248]")
 _MARK = object()
-_SIZES = {"C": "<B", "B": "<I", "\x8e": "<Q", "\x8c": "<B", "X": "<I", "\x8d": "<Q", "\x8a": "<B"}
-_FIXED = {"K": "<B", "M": "<H", "J": "<i", "G": ">d"}
-_CONSTANTS = {"N": None, "\x88": True, "\x89": False}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = {
+    *("BININT1", "BININT2", "BININT", "LONG1", "BINFLOAT", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+}
+_EMPTY = {"EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Refused(Exception):
     pass
 
 
-class _Type:
-    """A numpy dtype of numbers, in the making."""
+class _PickledType:
+    """A numpy dtype of numbers, known completely once its state is set."""
 
     def __init__(self, code: Any) -> None:
         self.code, self.order = str(code), "="
 
-    def build(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         self.order = str(state[1]).replace("|", "=")
 
     def dtype(self) -> np.dtype[Any]:
@@ -46,14 +51,14 @@ class _Type:
         return np.dtype(self.order + self.code)
 
 
-class _Array:
-    """A numpy array in the making: of numbers, or a list of things that are read as well."""
+class _PickledArray:
+    """A numpy array of numbers, or a list of objects that are read in the same way, once its state is set."""
 
     value: Any = None
 
-    def build(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         _, shape, kind, is_fortran, content = state
-        if not isinstance(kind, _Type):
+        if not isinstance(kind, _PickledType):
             raise _Refused("an array without a type")
         if kind.code.startswith("O") and isinstance(content, list):
             self.value = content[0] if shape == () and len(content) == 1 else content
@@ -63,124 +68,102 @@ class _Array:
             raise _Refused("an array without content")
 
 
-def _content(value: Any, done: dict[int, Any]) -> Any:
-    """What arrays in the making have become; what is shared is looked at once, so that a file cannot grow in memory."""
-    if not isinstance(value, _Array | dict | list):
+def _resolve(value: Any, done: dict[int, Any]) -> Any:
+    """Replace unfinished arrays by their values. Shared objects are visited once, so a small file stays small."""
+    if not isinstance(value, _PickledArray | dict | list):
         return value
     if id(value) not in done:
-        done[id(value)] = None  # what holds itself holds nothing
-        if isinstance(value, _Array):
-            done[id(value)] = _content(value.value, done)
+        done[id(value)] = None  # a container that contains itself
+        if isinstance(value, _PickledArray):
+            done[id(value)] = _resolve(value.value, done)
         elif isinstance(value, dict):
-            done[id(value)] = {key: _content(item, done) for key, item in value.items()}
+            done[id(value)] = {key: _resolve(item, done) for key, item in value.items()}
         else:
-            done[id(value)] = [_content(item, done) for item in value]
+            done[id(value)] = [_resolve(item, done) for item in value]
     return done[id(value)]
 
 
-class _Reader:
-    """A stack, a memo, and the steps of a pickle that put things together."""
+def _interpret(content: bytes) -> Any:
+    """The object that a pickle describes."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
+    argument: Any
 
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-
-    def take(self, count: int) -> bytes:
-        if count < 0 or self.at + count > len(self.data):
-            raise _Refused("an end before its end")
-        self.at += count
-        return self.data[self.at - count : self.at]
-
-    def number(self, form: str) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
-
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        return self.take(end + 1 - self.at)[:-1].decode()
-
-    def since_mark(self) -> list[Any]:
-        place = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
-        items = self.stack[place + 1 :]
-        del self.stack[place:]
+    def pop(count: int) -> list[Any]:
+        items = stack[-count:]
+        del stack[-count:]
         return items
 
-    def read(self) -> Any:
-        while (step := self.take(1).decode("latin1")) != ".":
-            self.step(step)
-        return _content(self.stack.pop(), {})
-
-    def step(self, step: str) -> None:
-        push = self.stack.append
-        if step in "\x80\x95":  # protocol, frame
-            self.take(1 if step == "\x80" else 8)
-        elif step in _CONSTANTS:
-            push(_CONSTANTS[step])
-        elif step in _FIXED:
-            push(self.number(_FIXED[step]))
-        elif step in _SIZES:
-            content = self.take(self.number(_SIZES[step]))
-            is_text, is_number = step in "\x8cX\x8d", step == "\x8a"
-            push(
-                content.decode()
-                if is_text
-                else int.from_bytes(content, "little", signed=True)
-                if is_number
-                else content
-            )
-        elif step in "(])}":
-            push(_MARK if step == "(" else [] if step == "]" else () if step == ")" else {})
-        elif step in "\x94qr":
-            self.memo[len(self.memo) if step == "\x94" else self.number("<B" if step == "q" else "<I")] = self.stack[-1]
-        elif step in "hj":
-            push(self.memo[self.number("<B" if step == "h" else "<I")])
-        elif step in "t\x85\x86\x87":
-            push(tuple(self.since_mark() if step == "t" else self.last(ord(step) - 0x84)))
-        elif step in "ae":
-            items = self.last(1) if step == "a" else self.since_mark()
-            self.stack[-1].extend(items)
-        elif step in "su":
-            items = self.last(2) if step == "s" else self.since_mark()
-            self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
-        elif step in "c\x93":
-            push(self.named(*((self.line(), self.line()) if step == "c" else self.last(2))))
-        elif step == "R":
-            push(self.called(*self.last(2)))
-        elif step == "b":
-            state = self.stack.pop()
-            self.stack[-1].build(state)
-        else:
-            raise _Refused(f"the step {step!r}")
-
-    def last(self, count: int) -> list[Any]:
-        items = self.stack[-count:]
-        del self.stack[-count:]
+    def pop_to_mark() -> list[Any]:
+        items = stack[len(stack) - stack[::-1].index(_MARK) :]
+        del stack[-len(items) - 1 :]
         return items
 
-    def named(self, module: str, name: str) -> tuple[str, str]:
-        if (module, name) not in (*_RECONSTRUCT, _ARRAY, _DTYPE):
-            raise _Refused(f"{module}.{name}")
-        return module, name
+    for opcode, argument, _ in pickletools.genops(content):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                break
+            case name if name in _CONSTANTS:
+                stack.append(_CONSTANTS[name])
+            case name if name in _LITERALS:
+                stack.append(argument)
+            case name if name in _EMPTY:
+                stack.append(_EMPTY[name]())
+            case "MARK":
+                stack.append(_MARK)
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "TUPLE":
+                stack.append(tuple(pop_to_mark()))
+            case name if name in _TUPLES:
+                stack.append(tuple(pop(_TUPLES[name])))
+            case "APPEND" | "APPENDS":
+                items = pop(1) if opcode.name == "APPEND" else pop_to_mark()
+                stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS":
+                items = pop(2) if opcode.name == "SETITEM" else pop_to_mark()
+                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            case "GLOBAL" | "STACK_GLOBAL":
+                module, name = argument.split(" ", 1) if opcode.name == "GLOBAL" else pop(2)
+                if (module, name) not in (*_RECONSTRUCT, _ARRAY, _DTYPE):
+                    raise _Refused(f"{module}.{name}")
+                stack.append((module, name))
+            case "REDUCE":
+                function, arguments = pop(2)
+                stack.append(_construct(function, arguments))
+            case "BUILD":
+                state = stack.pop()
+                stack[-1].set_state(state)
+            case name:
+                raise _Refused(f"the step {name}")
+    return _resolve(stack.pop(), {})
 
-    def called(self, function: Any, arguments: Any) -> _Array | _Type:
-        if function in _RECONSTRUCT and arguments[0] == _ARRAY:
-            return _Array()
-        if function == _DTYPE:
-            return _Type(arguments[0])
-        raise _Refused(f"a call of {function}")
+
+def _construct(function: Any, arguments: Any) -> _PickledArray | _PickledType:
+    if function in _RECONSTRUCT and arguments[0] == _ARRAY:
+        return _PickledArray()
+    if function == _DTYPE:
+        return _PickledType(arguments[0])
+    raise _Refused(f"a call of {function}")
 
 
 def read_dict(path: Path, name: str = "data") -> dict[str, Any]:
-    """The dictionary that an .npz file holds under a name; of arrays of numbers, and nothing that had to be run."""
+    """The dictionary of arrays that an .npz file holds under a name."""
     try:
-        with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:  # of a file as much is asked for as it promises
+        with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:  # from memory: a false size allocates nothing
             member = io.BytesIO(archive.read(f"{name}.npy"))
         version = np.lib.format.read_magic(member)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, kind = read_header(member)
         if shape != () or kind != np.dtype(object):
             raise _Refused(f"an array of {kind} and shape {list(shape)} where a dictionary is expected")
-        value = _Reader(member.read()).read()
+        value = _interpret(member.read())
     except (OSError, EOFError, KeyError, *BROKEN_ARCHIVE) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     except _Refused as refused:

@@ -1,4 +1,5 @@
-"""`flare`: a real federation. The server and each site are processes of their own, joined by NVIDIA FLARE.
+"""A real federation: server and sites are processes of their own, connected by NVIDIA FLARE.
 
-`server` and `site` are the two ends of the wire engine over any link; `nvidia` is the one module that knows FLARE.
+`server` and `site` are the two ends of an engine over any link, `protocol` is what they say; `nvidia` alone uses FLARE.
+`kits` makes the participants' folders, `policy` decides what leaves a site, `audit` logs it, `operate` runs them.
 """

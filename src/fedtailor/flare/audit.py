@@ -1,4 +1,4 @@
-"""The site's record of every message: one JSON line each, written before the reply leaves."""
+"""A site's audit log: one JSON line for every request, written before the reply leaves; and what it says, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_rounds, round_line
 from fedtailor.flare.policy import account_text
 
-SIZE = "audit.size"  # beside the record: its length, so that lines that are gone are missed
+SIZE = "audit.size"  # beside the log: its length, so that missing lines are noticed
 CONTROLS = ("hello", "start", "restore", "begin", "keep", "finish", "evaluate")
 
 
@@ -27,7 +27,7 @@ class AuditLog:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write_message(self, request: bytes, reply: bytes, places: int = 0, **about: Any) -> None:
-        """A message that was answered: what it asked for, and what left; one that cannot be read by its length."""
+        """Log a request and its reply: what was asked for, which keys and how many bytes came and left."""
         answer, out = codec.decode(reply, sys.maxsize)  # this site wrote it
         try:
             header, tree = codec.decode(request, places)
@@ -44,7 +44,6 @@ class AuditLog:
         self.write_line(line)
 
     def write_line(self, content: dict[str, Any]) -> None:
-        """Any line, with the time."""
         stamped = {"time": datetime.now(UTC).isoformat(timespec="milliseconds")} | content
         with self.path.open("ab") as file:
             file.write(round_line(stamped))
@@ -58,23 +57,22 @@ def _shapes(tree: Any) -> dict[str, list[int]]:
 
 @dataclass(frozen=True)
 class MessageKind:
-    """Messages of one kind that were answered."""
+    """The answered requests of one kind in a run."""
 
     name: str
     times: int
     came: int  # bytes
     left: int
-    keys: dict[str, list[int]]  # shapes of what left last
+    keys: dict[str, list[int]]  # shapes in the last reply
 
     @property
     def shapes(self) -> str:
-        """Of what left last, in words."""
         return ", ".join(f"{key} {shape}" for key, shape in self.keys.items()) or "no tensors"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the record says of one run."""
+    """The audit log of one run."""
 
     run: str
     first: str  # time
@@ -86,35 +84,35 @@ class RunRecord:
 
     @property
     def left(self) -> int:
-        """Bytes."""
+        """Bytes that left."""
         return sum(kind.left for kind in self.kinds)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines of a record; a `RunError` if one was changed, or if some are gone."""
+    """All lines of an audit log; a `RunError` if one was changed or removed."""
     try:
         size = int(path.with_name(SIZE).read_text()) if path.with_name(SIZE).exists() else 0
     except (OSError, ValueError):
-        raise RunError(f"{path.with_name(SIZE)}: damaged; it says how long {path.name} is") from None
+        raise RunError(f"{path.with_name(SIZE)}: damaged; it holds the length of {path.name}") from None
     content = path.read_bytes() if path.exists() else b""
     if size > len(content):
-        raise RunError(f"{path}: shorter than it was; some of it is gone")
+        raise RunError(f"{path}: shorter than it was: lines were removed")
     if size > 0 and content[size - 1 : size] != b"\n":
-        raise RunError(f"{path}: changed since it was written; a line has no end")
+        raise RunError(f"{path}: changed since it was written: a line has no end")
     return read_rounds(path, are_checked=True)
 
 
 def read_runs(path: Path) -> list[RunRecord]:
-    """The record, by run."""
+    """The audit log, by run."""
     if not (lines := read_lines(path)):
-        raise RunError(f"{path}: no record yet; it begins with the first message")
+        raise RunError(f"{path}: no audit log yet; it begins with the first request")
     runs: dict[str, list[dict[str, Any]]] = {}
     try:
         for line in lines:
             runs.setdefault(line.get("run") or "before any run", []).append(line)
         return [_summarize_run(run, its) for run, its in runs.items()]
     except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: has a line that no site wrote ({type(error).__name__})") from None
+        raise RunError(f"{path}: has a line that is not from a site ({type(error).__name__})") from None
 
 
 def _summarize_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
@@ -132,7 +130,7 @@ def _summarize_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
 
 
 def inferences(record: RunRecord) -> list[str]:
-    """What somebody could conclude from what left, in words; docs/explanation/privacy.md says more."""
+    """What could be concluded from what left, in words; see docs/explanation/privacy.md."""
     words = []
     names = {kind.name for kind in record.kinds}
     calls = [kind for kind in record.kinds if kind.name not in CONTROLS and not kind.name.startswith("secure sum")]
@@ -143,15 +141,15 @@ def inferences(record: RunRecord) -> list[str]:
         times = sum(kind.times for kind in calls)
         replies = f"{times} single {'reply' if times == 1 else 'replies'}"
         words.append(
-            f"{replies}: which classes there are, whether a known row was used, and with few rows per step some of the "
-            "rows themselves"
+            f"{replies}: which classes the data has, whether a known row was used, and with few rows per step "
+            "some of the rows themselves"
         )
     if is_sealed:
-        words.append("sums with the partners of this site: of its own reply only what a sum over all of them tells")
+        words.append("sums with the partners of this site: of its own reply only what the sum over all of them reveals")
     if "gradients" in names:
-        words.append("derivatives by what was sent here, from which moments of the features follow")
+        words.append("gradients with respect to the messages, from which moments of the features follow")
     count = sum(kind.times for kind in record.kinds if kind.name == "evaluate")
-    metrics = f"{count} set{'' if count == 1 else 's'} of metrics: how well models fit validation and test rows"
+    metrics = f"{count} set{'' if count == 1 else 's'} of metrics: how well models predict validation and test rows"
     return [*words, *([metrics] if count else [])]
 
 
@@ -160,7 +158,7 @@ def times_in_words(count: int) -> str:
 
 
 def audit_lines(path: Path) -> list[str]:
-    """The record for people: for each run what was asked for how often, what left, what follows, what was refused."""
+    """The audit log in words: per run the requests, what left, what could be concluded, what was refused."""
     spent = account_text(path.parent)
     text = [f"privacy budget: {spent}"] if spent else []
     for record in read_runs(path):

@@ -23,10 +23,13 @@ PROJECT = "fedtailor"
 ABOUT = "federation.json"
 KIT, SITE, RUNS, REVOKED = "kit", "site.toml", "runs", "revoked.json"
 CERTIFICATES = ("client.crt", "server.crt")
-SITE_FILE, SERVER_FOLDER = "FEDTAILOR_SITE_FILE", "FEDTAILOR_SERVER_FOLDER"  # told to a participant's own processes
+SITE_FILE, SERVER_FOLDER = (
+    "FEDTAILOR_SITE_FILE",
+    "FEDTAILOR_SERVER_FOLDER",
+)  # variables of a participant's environment
 
 NOTHING = "none"
-ALLOWED = {  # of what an administrator may ask of a site: to take part in a job and to end it
+ALLOWED = {  # what an administrator may ask of a site: to take part in a job, and to end it
     "submit_job": "any",
     "manage_job": "any",
     "view": "any",
@@ -82,7 +85,7 @@ min_rows = 10  # rows a metric needs at least
 
 
 def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]:
-    """Make the folder of a federation, or add sites to it; returns the names of the new participants."""
+    """Create the folder of a federation, or add sites to it; returns the names of the new participants."""
     about = folder / ABOUT
     old: dict[str, Any] | None = read_json(about) if about.exists() else None
     if old is not None and (old["host"], old["port"]) != (host, port):
@@ -90,8 +93,9 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
     for name in sites:
         if not name.replace("-", "").replace("_", "").isalnum() or name in ("server", "admin", host):
             raise ConfigError(f'--site "{name}": use letters, digits, "-" and "_"; not server or admin')
+    if taken := set(read_revoked(folder)["names"]) & set(sites):  # the old certificate can still connect
+        raise ConfigError(f'--site "{min(taken)}": its certificate was revoked; choose another name')
     everybody = sorted({*(old["sites"] if old else []), *sites})
-    _refuse_revoked(folder, sites)
     newest = write_kits(folder, host, port, everybody)
     new = []
     for role, name, participant in [
@@ -117,19 +121,16 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
 
 
 def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
-    """FLARE's own folders of all participants, of which those that are there already keep their certificates."""
+    """Let FLARE write the kits of all participants; existing participants keep their certificates."""
     authority = folder / "authority"
     authority.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomically(authority / "project.json", json.dumps(_project(host, port, sites), indent=1).encode())
-    _run_provision(authority)
+    # JSON is YAML; with --force it adds participants and keeps the authority
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.json", "-w", ".", "--force"]
+    done = subprocess.run(command, cwd=authority, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")
     return max((authority / PROJECT).glob("prod_*"))
-
-
-def _refuse_revoked(folder: Path, sites: list[str]) -> None:
-    """A name whose certificate was revoked does not come back: the old one still opens a connection."""
-    revoked_sites = set(read_revoked(folder)["names"]) & set(sites)
-    if revoked_sites:
-        raise ConfigError(f'--site "{min(revoked_sites)}": its certificate was revoked; take another name for it')
 
 
 def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
@@ -152,16 +153,8 @@ def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
     }
 
 
-def _run_provision(authority: Path) -> None:
-    """JSON is YAML. With --force it adds to what is there, and keeps the authority that signed before."""
-    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.json", "-w", ".", "--force"]
-    done = subprocess.run(command, cwd=authority, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")
-
-
 def restrict_kit(kit: Path, role: str) -> None:
-    """FLARE's own policy files: no code in jobs, our classes only, nothing streamed, nothing in shared folders."""
+    """Write FLARE's policy files: jobs bring no code and run our classes only; a site streams no logs."""
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": CLASSES[role] + LOGS}
@@ -182,7 +175,7 @@ def write_plain_json(path: Path, content: Any) -> None:
 
 
 def require_flare() -> None:
-    """Say how to install it, if it is not there."""
+    """Raise a `UserError` that says how to install NVIDIA FLARE, if it is missing."""
     try:
         import nvflare.collab  # noqa: F401
     except ImportError:
@@ -190,18 +183,18 @@ def require_flare() -> None:
 
 
 def certificate_ends(folder: Path) -> dict[str, float]:
-    """When the certificate of each participant ends, of those whose folder is here."""
+    """When the certificates of the participants whose folder is here expire, as seconds since 1970."""
     about = _about(folder)
     times = {name: certificate_end(folder / name / KIT) for name in ("server", *about["sites"], "admin")}
     return {name: end for name, end in times.items() if end is not None}
 
 
 def renew_certificate(folder: Path, name: str) -> Path:
-    """A new key and certificate of a participant, by the same authority; returns the folder to hand over."""
+    """A new key and certificate of a participant, from the same authority; returns the kit to send."""
     about = _about(folder)
     subject = _subject(about, name)
     if name in read_revoked(folder)["names"]:
-        raise RunError(f'{folder}: the certificate of "{name}" was revoked; take another name for it')
+        raise RunError(f'{folder}: the certificate of "{name}" was revoked; choose another name')
     known = _state(folder)
     known.pop(subject, None)
     write_atomically(_state_file(folder), json.dumps(known).encode())
@@ -210,7 +203,7 @@ def renew_certificate(folder: Path, name: str) -> Path:
     shutil.rmtree(kit / "startup", ignore_errors=True)
     if kit.exists():
         shutil.copytree(newest / subject / "startup", kit / "startup")
-    else:  # it was handed over
+    else:  # it was sent to its owner
         shutil.copytree(newest / subject, kit)
         if name != "admin":
             restrict_kit(kit, "server" if name == "server" else "site")
@@ -219,7 +212,7 @@ def renew_certificate(folder: Path, name: str) -> Path:
 
 
 def revoke_certificate(folder: Path, name: str) -> Path:
-    """A site that takes part no more: neither the server nor a partner in a secure sum believes its certificate."""
+    """Revoke a site's certificate for the server and all partners in secure sums; returns the list to distribute."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
 
@@ -249,7 +242,7 @@ def revoke_certificate(folder: Path, name: str) -> Path:
 
 
 def read_revoked(folder: Path) -> dict[str, list[str]]:
-    """Names and certificates that do not count any more."""
+    """Names and certificates that were revoked."""
     from fedtailor.aggregation.identity import read_revocations
 
     authority = _state(folder)["root_cert"].encode() if _state_file(folder).exists() else b""
@@ -257,7 +250,7 @@ def read_revoked(folder: Path) -> dict[str, list[str]]:
 
 
 def _state_file(folder: Path) -> Path:
-    """Where FLARE keeps the authority's key and all certificates."""
+    """FLARE's file with the authority's key and all certificates."""
     return folder / "authority" / PROJECT / "state" / "cert.json"
 
 
@@ -275,7 +268,7 @@ def _state(folder: Path) -> dict[str, Any]:
 
 def _about(folder: Path) -> dict[str, Any]:
     if not (folder / ABOUT).exists() or not (folder / "authority").is_dir():
-        raise RunError(f"{folder}: not the coordinator's folder, which has the authority")
+        raise RunError(f"{folder}: not the coordinator's folder; it has no authority")
     return dict(read_json(folder / ABOUT))
 
 
@@ -286,13 +279,13 @@ def _subject(about: dict[str, Any], name: str) -> str:
 
 
 def read_condition(folder: Path, kit: Path) -> dict[str, Any]:
-    """What a site tells of itself when a run begins, and `federation health` of any participant."""
+    """Version, clock, free disk and certificate of a participant: for its operator and, of a site, for the server."""
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
     return {"version": __version__, "now": time.time(), "free": free, "certificate_ends": certificate_end(kit)}
 
 
 def certificate_end(kit: Path) -> float | None:
-    """When the certificate in a kit ends, as seconds since 1970; None without one."""
+    """When the certificate in a kit expires, as seconds since 1970; None without one."""
     for name in CERTIFICATES:
         if (file := kit / "startup" / name).is_file():
             from fedtailor.aggregation.identity import read_certificate

@@ -1,4 +1,4 @@
-"""A whole federation on this machine, for trying: server and sites are processes on 127.0.0.1, with certificates."""
+"""A whole federation on this machine, to try it: server and sites are processes on 127.0.0.1, with certificates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOST = "localhost"
 
 
 def prepare_trial(folder: Path, sites: int, config: RunConfig, data_root: Path | None) -> tuple[str, ...]:
-    """Kits, and for each site the rows of one client and a policy for this algorithm; returns the names."""
+    """Write the kits, and for each site the rows of one client and a policy that allows the run; returns the names."""
     data = load(config, data_root)
     if not 1 <= sites <= len(data.clients):
         raise ConfigError(f"{sites} sites: {config.data.source} has {len(data.clients)} clients")
@@ -43,7 +43,7 @@ def prepare_trial(folder: Path, sites: int, config: RunConfig, data_root: Path |
         "max_rounds": config.rounds,
         "sums_of": 2 if config.privacy.secure_sum else 0,
         "partners": list(names),
-        "budget": {"min_rows": 1, "decimals": EXACT},  # this user's own rows, on this user's own machine
+        "budget": {"min_rows": 1, "decimals": EXACT},  # the rows are the user's own, on one machine
     }
     for i, name in enumerate(names):
         write_prepared(folder / name / "rows.safetensors", data, i)
@@ -60,11 +60,11 @@ def run_trial(
     say: Callable[[str], None],
     data_root: Path | None = None,
 ) -> RunFolder:
-    """From nothing to the results of a run; the same call goes on with one that was interrupted."""
+    """Create the federation and run it to the end; the same call continues an interrupted run."""
     path = folder / "server" / RUNS / name
     if not (path / RESULTS).exists():
         names = prepare_trial(folder, sites, config, data_root)
-        keeper = ProcessSupervisor(participants(folder, names))
+        keeper = ProcessSupervisor(trial_roles(folder, names))
         try:
             at_sites = config.model_copy(update={"data": SitesConfig()})
             check = (path / RESULTS).exists
@@ -74,9 +74,9 @@ def run_trial(
     return RunFolder.open(path)
 
 
-def participants(folder: Path, names: tuple[str, ...]) -> dict[str, tuple[str, Path]]:
-    """Name -> role and folder of the server and the sites."""
-    return {"server": ("server", folder / "server")} | {name: ("site", folder / name) for name in names}
+def trial_roles(folder: Path, names: tuple[str, ...]) -> dict[Path, str]:
+    """The role of each participant, by its folder."""
+    return {folder / "server": "server"} | {folder / name: "site" for name in names}
 
 
 def _free_port() -> int:

@@ -1,7 +1,8 @@
-"""All that knows NVIDIA FLARE: the two classes that a job names, how it is submitted, and its names and files.
+"""All that uses NVIDIA FLARE 2.9: the two classes that a job names, an administrator's session, the launcher of runs.
 
-FLARE 2.9's Collab API. Names that it does not publish are used here only: `_user_source_entries`, `_job`,
-`byte_receiver`.
+It builds on the Collab API. Names that FLARE does not publish are used here only: `_user_source_entries`, `_job`,
+`byte_receiver`. FLARE keeps each received stream for a minute in a thread that sleeps, 2,600 threads at forty replies a
+second: its timers share one thread here.
 """
 
 from __future__ import annotations
@@ -35,13 +36,28 @@ from fedtailor.flare.kits import ADMIN, KIT, SERVER_FOLDER, SITE_FILE
 from fedtailor.flare.server import coordinate, in_thread
 from fedtailor.flare.site import SiteService, read_site
 
+API_ERRORS = (
+    api_spec.NoConnection,
+    api_spec.SessionClosed,
+    api_spec.InternalError,
+    api_spec.NoReply,
+    api_spec.CommandError,
+)
+SILENT = ("no_reply", "error")
+PATIENCE = 60.0  # seconds to wait for FLARE to open or close a connection
+RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
+FINISHED = "FINISHED:COMPLETED"
+STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # begin the reason in a job's log
+WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: seven times as fast
+POLL, LOOK_FOR_SITES = 1.0, 5.0  # seconds between two looks at a job, and for sites that are back
+
 
 class _Clock:
-    """Calls functions at their times, in a thread that begins with the first of them."""
+    """Calls functions at their times, in one thread."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, SharedTimer]] = []
-        self._numbers = count()  # of two at the same time the earlier goes first
+        self._numbers = count()  # breaks ties: first come, first served
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -66,7 +82,7 @@ _CLOCK = _Clock()
 
 
 class SharedTimer:
-    """As `threading.Timer`; its function must be short, for the others wait for it."""
+    """Like `threading.Timer`, with one thread for all; functions must be short, since the others wait."""
 
     def __init__(self, interval: float, function: Callable[..., Any], args: Any = None, kwargs: Any = None) -> None:
         self.interval = interval
@@ -77,10 +93,10 @@ class SharedTimer:
         _CLOCK.add(self)
 
     def cancel(self) -> None:
-        self._call = None  # and with it what it holds
+        self._call = None  # frees what it refers to
 
     def fire(self) -> None:
-        """Once; what goes wrong in it must not end the thread."""
+        """Call the function once; an error in it must not end the thread."""
         call, self._call = self._call, None
         try:
             if call is not None:
@@ -90,42 +106,31 @@ class SharedTimer:
 
 
 def threading_with_shared_timers() -> SimpleNamespace:
-    """The module `threading`, with such timers."""
+    """The module `threading`, with `SharedTimer` as its `Timer`."""
     return SimpleNamespace(**{name: getattr(threading, name) for name in threading.__all__} | {"Timer": SharedTimer})
 
 
 class GarbageCollector:
-    """After its first round a process has what it keeps: that is set aside, and the rest collected in every round."""
+    """Collects garbage once per round, in a process of many rounds.
+
+    Every message of FLARE 2.9 leaves reference cycles with a buffer of half a megabyte. Old ones wait for a full
+    collection, which comes late with torch's 380,000 objects loaded: what exists after the first round is frozen.
+    """
 
     def __init__(self) -> None:
         self._last: int | None = None
-        self._is_settled = False
+        self._is_frozen = False
 
     def note(self, round: int | None) -> None:
-        """The round that is at work, if one is."""
+        """Collect, if this is a new round."""
         if round is None or round == self._last:
             return
         if self._last is not None:
             gc.collect()
-            if not self._is_settled:
+            if not self._is_frozen:
                 gc.freeze()
-                self._is_settled = True
+                self._is_frozen = True
         self._last = round
-
-
-API_ERRORS = (
-    api_spec.NoConnection,
-    api_spec.SessionClosed,
-    api_spec.InternalError,
-    api_spec.NoReply,
-    api_spec.CommandError,
-)
-SILENT = ("no_reply", "error")
-PATIENCE = 60.0  # seconds until a connection that FLARE opens or closes is given up
-RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
-FINISHED = "FINISHED:COMPLETED"
-STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # how a reason begins in the job's log
-WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: a seventh of the time
 
 
 byte_receiver.threading = threading_with_shared_timers()  # or each reply leaves a thread that sleeps for a minute
@@ -140,12 +145,12 @@ class Participant:
 
     @collab.init
     def start(self) -> None:
-        """Read the site's own file; where it is, only the site knows."""
+        """Read site.toml; its path is in the environment of the site's process."""
         self._service = SiteService(read_site(Path(os.environ[SITE_FILE])), collab.site_name)
 
     @collab.publish
     def call(self, request: bytes) -> bytes:
-        """One request of the server."""
+        """Answer a request of the server."""
         assert self._service is not None
         reply = self._service.answer(collab.caller, request)
         self._collector.note(self._service.round)
@@ -157,11 +162,11 @@ class Coordinator:
 
     def __init__(self, run: str, config: str) -> None:
         self.run = run
-        self.config = config  # JSON: FLARE would take tables in it for components
+        self.config = config  # JSON: FLARE would read tables in it as components
 
     @collab.main
     def main(self) -> None:
-        """Called when all sites of the job are ready."""
+        """FLARE calls it when all sites of the job are ready."""
         log, collector = logging.getLogger("fedtailor"), GarbageCollector()
 
         def listen(progress: Progress) -> None:
@@ -177,14 +182,13 @@ class Coordinator:
 
 
 class _Collab:
-    """The link: a call of one site's function."""
+    """The link over FLARE: calls a site's `Participant.call`."""
 
     def __init__(self) -> None:
         self._proxies = {proxy.name: proxy for proxy in collab.clients}
         self.sites = tuple(self._proxies)
 
     def send(self, site: str, request: bytes, seconds: float) -> bytes:
-        """FLARE's own errors become those of a connection."""
         try:
             reply: bytes = self._proxies[site](timeout=seconds).call(request)
             return reply
@@ -195,7 +199,7 @@ class _Collab:
 
 
 class _Recipe(CollabRecipe):
-    """A job that ships no code: the package is installed at every site."""
+    """A job without code: fedtailor is installed at every site."""
 
     @staticmethod
     def _user_source_entries(objs: Any) -> list[Any]:
@@ -203,7 +207,7 @@ class _Recipe(CollabRecipe):
 
 
 def write_job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
-    """Write the description of a job: names of classes and the configuration."""
+    """Write a job, class names and configuration; returns its folder."""
     recipe = _Recipe(job_name=run, server=Coordinator(run, json.dumps(config)), client=Participant(), min_clients=sites)
     recipe._job.set_app_packages(["fedtailor"])
     recipe.add_client_config(WHOLE)
@@ -213,13 +217,13 @@ def write_job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Pat
 
 
 class AdminSession:
-    """An administrator's connection to the server; `Unreachable` when there is none."""
+    """An administrator's connection to the server."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def sites(self) -> dict[str, set[str]]:
-        """Sites that answer, and the jobs that each is at work on; who was killed stays listed, but does not answer."""
+        """Sites that answer, with the jobs that each runs. FLARE also lists sites that were killed."""
         jobs: dict[str, set[str]] = {}
         with suppress(api_spec.NoClientsAvailable):
             for entry in self._session.get_client_job_status() or []:
@@ -228,38 +232,33 @@ class AdminSession:
         return jobs
 
     def last_seen(self) -> dict[str, float]:
-        """When the server last heard of each site, as seconds since 1970, where it says so."""
+        """When the server last heard from each site, as seconds since 1970, where it is known."""
         known = self._session.get_system_info().client_info
         return {one.name: float(one.last_connect_time) for one in known if one.last_connect_time is not None}
 
     def submit(self, job: Path) -> str:
-        """Hand in a job; returns its id."""
+        """Submit a job; returns its id."""
         job_id: str = self._session.submit_job(str(job))
         return job_id
 
     def status(self, job: str) -> str:
-        """Such as RUNNING or FINISHED:COMPLETED."""
+        """A status such as RUNNING or FINISHED:COMPLETED."""
         return str(self._session.get_job_status(job))
 
     def running(self) -> list[str]:
-        """Ids of jobs that do run. A killed server's job stays listed as running for ever."""
+        """Ids of the jobs that really run: the status of a killed server's job stays RUNNING."""
         return [job.job_id for job in self._session.get_system_info().job_info]
 
     def jobs(self, name: str = "") -> list[dict[str, Any]]:
-        """Jobs of this name, the latest first: job_id, job_name, status, submit_time."""
+        """Jobs of this name, or all, the latest first, with `job_id`, `job_name`, `status` and `submit_time`."""
         listed: list[dict[str, Any]] = self._session.list_jobs(reverse=True)
         return [job for job in listed if not name or job["job_name"] == name]
 
-    def details(self, job: str) -> list[str]:
-        """What became of a job at each participant."""
-        return [str(text) for text in self._session.get_job_meta(job).get("job_deploy_detail", [])]
-
     def abort(self, job: str) -> None:
-        """End a job."""
         self._session.abort_job(job)
 
     def reason(self, job: str) -> str:
-        """Why the server's half of a job ended early: a line that begins with `STOPS` or `WAITS`, or nothing."""
+        """Why the server's half of a job ended early: text that begins with `STOPS` or `WAITS`, or nothing."""
         logs = self._session.get_job_logs(job).get("logs", {})
         lines = [line for text in logs.values() if isinstance(text, str) for line in text.splitlines()]
         reasons = [line[line.index(w) :] for line in lines for w in (STOPS, WAITS) if w in line]
@@ -268,8 +267,8 @@ class AdminSession:
 
 @contextmanager
 def admin_session(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminSession]:
-    """Connect, and log out at the end; what goes wrong between here and the server is `Unreachable`."""
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # it prints that it connects
+    """Log in, and log out at the end; raises `Unreachable` when the connection fails."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # FLARE prints
         try:
             session = _within(PATIENCE, new_secure_session, user, str(kit), timeout=seconds, auto_login_max_tries=1)
         except Exception as error:
@@ -284,7 +283,7 @@ def admin_session(kit: Path, user: str, seconds: float = 5.0) -> Iterator[AdminS
 
 
 def _within(seconds: float, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A result, or a `TimeoutError`: FLARE may wait for ever for threads of a connection that is gone."""
+    """Call with a time limit: FLARE may wait forever for threads of a lost connection."""
     try:
         return in_thread(work, *args, **options).result(seconds)
     except FutureTimeout:
@@ -292,28 +291,27 @@ def _within(seconds: float, work: Callable[..., Any], *args: Any, **options: Any
 
 
 class Unreachable(ConnectionError):
-    """The server does not answer."""
-
-
-POLL = 1.0  # seconds between two looks
-LOOK_AROUND = 5.0  # seconds between two looks for sites that came back
+    """The server cannot be reached."""
 
 
 @dataclass
 class Launcher:
-    """One run of a federation, by name; it may be started anew at any time and finds what runs already."""
+    """Brings a run to its end: submits it, and again from its checkpoint whenever its job dies.
+
+    It can itself be restarted at any time: it finds a job of the run that is running.
+    """
 
     admin: Path  # the administrator's folder
     config: RunConfig
     run: str
-    sites: tuple[str, ...]  # those to wait for at the start
+    sites: tuple[str, ...]  # waited for at the start
     say: Callable[[str], None]
-    patience: float = 60.0  # seconds to wait for all of them before going on with those that are there
-    tries: int = 5  # jobs in a row that die young
+    patience: float = 60.0  # seconds to wait for them before starting without some
+    tries: int = 5  # jobs in a row that end within a minute
     check: Callable[[], bool] = lambda: False  # whether the run is known to be finished
 
     def run_to_end(self) -> None:
-        """Returns when the run is finished; a reason that will not go away is a `RunError`."""
+        """Return when the run is finished; raises a `RunError` for a reason that will not go away."""
         died, reported = 0, ""
         while True:
             try:
@@ -328,7 +326,7 @@ class Launcher:
                     raise RunError(why.removeprefix(STOPS).strip())
                 died = died + 1 if time.monotonic() - begun < 60 else 1
                 if died >= self.tries:
-                    raise RunError(f"{self.run}: {died} jobs in a row ended early; see the logs of server and sites")
+                    raise RunError(f"{self.run}: {died} jobs in a row ended early; see log.txt of server and sites")
                 self.say(f"the job ended early{why and ' (' + why.removeprefix(WAITS).strip() + ')'}; again")
             except Unreachable as error:
                 if self.check():
@@ -339,7 +337,7 @@ class Launcher:
                 time.sleep(POLL)
 
     def _running(self, session: AdminSession) -> str | None:
-        """A job of this run that is at work already, as after the launcher was killed."""
+        """A job of this run that is running, as after the launcher was killed."""
         at_work = set(session.running())
         return next((job["job_id"] for job in session.jobs(self.run) if job["job_id"] in at_work), None)
 
@@ -350,23 +348,23 @@ class Launcher:
                 break
             time.sleep(POLL)
         if missing:
-            self.say(f"without {', '.join(sorted(missing))}, who did not come within {self.patience:.0f} s")
+            self.say(f"without {', '.join(sorted(missing))}: not connected within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
-            least = self.config.federation.min_replies  # with more, a job would wait for a site that just went
+            least = self.config.federation.min_replies  # with more, a job would wait for a site that has just left
             job = session.submit(write_job(self.run, self.config.plain(), least, Path(folder)))
         self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
         return job
 
     def _watch(self, session: AdminSession, job: str) -> bool:
-        """Whether the job ended well."""
+        """Wait for the end of a job; returns whether it succeeded. A site that comes back restarts it."""
         looked, outside, is_over = time.monotonic(), set[str](), False
         while (status := session.status(job)) in RUNNING:
             if self.check():
                 return True
-            if not is_over and time.monotonic() - looked > LOOK_AROUND and job in session.running():
+            if not is_over and time.monotonic() - looked > LOOK_FOR_SITES and job in session.running():
                 looked, before = time.monotonic(), outside
                 outside = {site for site, jobs in session.sites().items() if job not in jobs}
-                if returned := outside & before:  # seen twice: not one that is about to begin or to end
+                if returned := outside & before:  # seen twice: not about to start or to end
                     self.say(
                         f"{', '.join(sorted(returned))} joined; the run continues with all of them from its checkpoint"
                     )

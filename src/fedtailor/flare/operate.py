@@ -1,4 +1,4 @@
-"""Participants as processes of this machine: started, found again after the launcher died, restarted, ended."""
+"""Operating a participant on this machine: its process, its condition, its status for people and for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,28 +35,29 @@ from fedtailor.flare.server import SITES
 from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
-MEMORY = {"MALLOC_ARENA_MAX": "2"}  # FLARE's many threads would each leave gaps in memory of their own
+MEMORY = {"MALLOC_ARENA_MAX": "2"}  # or each of FLARE's many threads fragments an arena of its own
+EXPIRES_SOON, DISK_FULL = 30 * 86400, 2**30  # seconds to the end of a certificate, bytes free
 
 
 @dataclass(frozen=True)
 class StartCommand:
-    """How a participant is run."""
+    """How to run a participant."""
 
     command: list[str]
     environment: dict[str, str]
 
 
 def start_command(role: str, folder: Path) -> StartCommand:
-    """The command of the server or of a site, with its own paths in the environment."""
+    """The command that runs the server or a site, with its paths in the environment; updates its kit first."""
     script = (folder / KIT / "startup" / "sub_start.sh").resolve()
     if not script.exists():
-        raise ConfigError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
+        raise ConfigError(f"{folder}: not the folder of a participant; fedtailor federation init creates them")
     if any(c.isspace() for c in str(script)):  # FLARE cuts the commands of its jobs at spaces
         if role == "server":  # which undoes links
             raise ConfigError(f'"{folder.resolve()}": a server cannot run in a path with spaces; move the folder')
         script = _without_spaces(folder) / KIT / "startup" / script.name
     if role == "site":
-        read_site(folder / SITE)  # what is wrong in it is said now
+        read_site(folder / SITE)  # report errors in it now
         paths = {SITE_FILE: str((folder / SITE).resolve())}
     else:
         paths = {SERVER_FOLDER: str((folder / RUNS).resolve())}
@@ -65,10 +67,10 @@ def start_command(role: str, folder: Path) -> StartCommand:
 
 
 def _without_spaces(folder: Path) -> Path:
-    """A link to a folder."""
+    """A link to a folder, at a path without spaces."""
     link = Path(tempfile.mkdtemp(prefix="fedtailor-")) / "participant"
     if any(c.isspace() for c in str(link)):
-        raise ConfigError(f'"{link.parent}": FLARE needs a temporary folder without spaces; set TMPDIR to one')
+        raise ConfigError(f'"{link.parent}": FLARE needs a temporary folder without spaces in its path; set TMPDIR')
     link.symlink_to(folder.resolve(), target_is_directory=True)
     return link
 
@@ -94,7 +96,7 @@ def _update_resources(role: str, folder: Path) -> None:
 
 
 def start_participant(role: str, folder: Path) -> int:
-    """Start a participant in the background, unless it runs; returns its process id. It logs to its own folder."""
+    """Start a participant in the background, unless it is running; returns its process id."""
     if (pid := find_process(folder)) is not None:
         return pid
     how = start_command(role, folder)
@@ -110,12 +112,12 @@ def start_participant(role: str, folder: Path) -> int:
             start_new_session=True,
         )
     write_atomically(folder / PID, json.dumps({"pid": process.pid, "started": _start_time(process.pid)}).encode())
-    threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay as a zombie
+    threading.Thread(target=process.wait, daemon=True).start()  # or it would remain as a zombie
     return process.pid
 
 
 def find_process(folder: Path) -> int | None:
-    """The process of a participant, if it is alive; a number that was given to another process since is not it."""
+    """The process id of a participant, if it is running; a later process with the same id started later."""
     try:
         known = json.loads((folder / PID).read_text())
         return int(known["pid"]) if _start_time(known["pid"]) == known["started"] else None
@@ -124,14 +126,14 @@ def find_process(folder: Path) -> int | None:
 
 
 def wait_for(folder: Path) -> None:
-    """Return when the participant has ended; its log is kept small meanwhile."""
+    """Wait until a participant has ended; rotates its log meanwhile."""
     while find_process(folder) is not None:
         rotate_log(folder / LOG)
         time.sleep(0.5)
 
 
 def rotate_log(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
-    """A log that has grown large becomes log.1, that log.2, and so on; who writes to it by appending goes on."""
+    """Move a large log to log.1, that to log.2, and so on. The log is truncated in place: its writer continues."""
     if not log.exists() or log.stat().st_size < most:
         return
     for number in range(keep - 1, 0, -1):
@@ -143,7 +145,7 @@ def rotate_log(log: Path, most: int = 10 * 2**20, keep: int = 3) -> None:
 
 
 def stop_participant(folder: Path, seconds: float = 5.0) -> bool:
-    """End a participant and the jobs it started; whether there was one."""
+    """End a participant and its jobs, if necessary by SIGKILL; returns whether it was running."""
     pid = find_process(folder)
     if pid is None:
         return False
@@ -160,7 +162,7 @@ def stop_participant(folder: Path, seconds: float = 5.0) -> bool:
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and all its descendants."""
     import psutil
 
     try:
@@ -171,7 +173,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def _start_time(pid: int) -> float | None:
-    """When a process began, by which it is told from a later one of the same number; None if it is gone."""
+    """When a process started; None if it has ended."""
     import psutil
 
     try:
@@ -182,43 +184,36 @@ def _start_time(pid: int) -> float | None:
 
 
 class ProcessSupervisor:
-    """Keeps participants running: who dies is started again. For a federation on one machine."""
+    """Restarts participants that end, for a federation on one machine."""
 
-    def __init__(self, participants: dict[str, tuple[str, Path]]) -> None:
-        self.participants = participants  # name -> role, folder
+    def __init__(self, roles: dict[Path, str]) -> None:
+        self.roles: dict[Path, str] = {}  # by folder
         self._over = threading.Event()
-        for role, folder in participants.values():
-            start_participant(role, folder)
+        for folder, role in roles.items():
+            self.add(role, folder)
         self._thread = threading.Thread(target=self._keep, daemon=True)
         self._thread.start()
 
-    def add(self, name: str, role: str, folder: Path) -> None:
-        """One more."""
+    def add(self, role: str, folder: Path) -> None:
+        """Start another participant, and keep it running."""
         start_participant(role, folder)
-        self.participants = self.participants | {name: (role, folder)}
+        self.roles = self.roles | {folder: role}
 
     def _keep(self) -> None:
         while not self._over.wait(1.0):
-            for role, folder in self.participants.values():
+            for folder, role in self.roles.items():
                 start_participant(role, folder)
 
     def stop(self) -> None:
-        """End them all."""
+        """End all participants."""
         self._over.set()
         self._thread.join()
-        enders = [threading.Thread(target=stop_participant, args=(folder,)) for _, folder in self.participants.values()]
-        for thread in enders:
-            thread.start()
-        for thread in enders:
-            thread.join()
-
-
-SOON = 30  # days
-FULL = 2**30  # bytes free
+        with ThreadPoolExecutor(len(self.roles)) as pool:
+            list(pool.map(stop_participant, self.roles))
 
 
 def condition_words(about: dict[str, Any], now: float) -> list[str]:
-    """A condition in words, as far as it is known; `now` is the reader's clock when it was told."""
+    """A condition in words, as far as it is known; `now` is the reader's clock when it was reported."""
     parts = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
     if isinstance(about.get("now"), int | float):
         skew = about["now"] - now
@@ -231,20 +226,20 @@ def condition_words(about: dict[str, Any], now: float) -> list[str]:
 
 
 def condition_problems(about: dict[str, Any], now: float) -> list[str]:
-    """What an operator has to do something about."""
+    """What the operator of a participant in this condition must attend to."""
     messages = []
     ends = about.get("certificate_ends")
-    if isinstance(ends, int | float) and ends - now < SOON * 86400:
+    if isinstance(ends, int | float) and ends - now < EXPIRES_SOON:
         days = f"its certificate ends in {(ends - now) / 86400:.0f} days"
         messages.append("its certificate has ended" if ends < now else days)
-    if isinstance(about.get("free"), int | float) and about["free"] < FULL:
+    if isinstance(about.get("free"), int | float) and about["free"] < DISK_FULL:
         messages.append(f"only {about['free'] / 2**20:.0f} MB of disk are free")
     return messages
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at the server."""
+    """A run, in the server's folder."""
 
     name: str
     rounds: int
@@ -255,7 +250,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """The server or a site."""
+    """A participant, read from its own folder."""
 
     name: str
     role: str
@@ -263,16 +258,16 @@ class Status:
     condition: dict[str, Any]
     runs: list[RunStatus] = field(default_factory=list)
     state: str = "active"
-    kept: list[str] = field(default_factory=list)  # runs of which a site keeps something
+    kept: list[str] = field(default_factory=list)  # runs of which a site has files
     messages: int = 0
     refusals: int = 0
     last_message: float | None = None
 
 
 def read_status(folder: Path) -> Status:
-    """The status of a participant on this machine."""
+    """The status of a participant, from its folder on this machine."""
     if not (folder / KIT).is_dir():
-        raise RunError(f"{folder}: not the folder of a participant; fedtailor federation init makes them")
+        raise RunError(f"{folder}: not the folder of a participant; fedtailor federation init creates them")
     process = find_process(folder)
     if not (folder / SITE).exists():
         about = read_condition(folder, folder / KIT)
@@ -297,7 +292,7 @@ def _run(path: Path) -> RunStatus:
 
 
 def status_lines(status: Status, now: float | None = None) -> list[str]:
-    """In words."""
+    """The status in words."""
     now = time.time() if now is None else now
     runs_as = f"runs as process {status.process}" if status.process else "does not run"
     words = [runs_as, *([] if status.role == "server" else [status.state]), *condition_words(status.condition, now)]
@@ -318,14 +313,14 @@ def status_lines(status: Status, now: float | None = None) -> list[str]:
 
 
 def problems(status: Status, now: float | None = None) -> list[str]:
-    """Why a participant is not well; empty if it is."""
+    """What its operator must attend to; empty if the participant is healthy."""
     now = time.time() if now is None else now
     messages = [] if status.process else [f"{status.name} does not run"]
     return messages + [f"{status.name}: {problem}" for problem in condition_problems(status.condition, now)]
 
 
 def prometheus_text(status: Status, now: float | None = None) -> str:
-    """The text format of Prometheus, for a textfile collector."""
+    """The status in Prometheus' text format, for the textfile collector."""
     now = time.time() if now is None else now
     who = f'{{participant="{_label(status.name)}"}}'
     lines = [
@@ -347,7 +342,7 @@ def prometheus_text(status: Status, now: float | None = None) -> str:
             if isinstance(about.get("now"), int | float) and isinstance(about.get("asked"), int | float):
                 skew[label] = about["now"] - about["asked"]
     lines += [_metric("rounds_total", "Rounds that were recorded.", rounds)]
-    lines += [_metric("site_seen_seconds", "Seconds since the server heard of a site.", seen)]
+    lines += [_metric("site_seen_seconds", "Seconds since a site last answered the server.", seen)]
     lines += [_metric("site_clock_seconds", "Clock of a site minus that of the server.", skew)]
     return "".join(lines)
 
@@ -359,7 +354,7 @@ def _metric(name: str, text: str, values: dict[str, float]) -> str:
 
 
 def _label(text: str) -> str:
-    """A value of a label: quotes, backslashes and line ends would end it."""
+    """Escape what would end the value of a label."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

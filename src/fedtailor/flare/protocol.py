@@ -1,4 +1,4 @@
-"""What server and sites say to each other: how a request is wrapped, the form of each, and what they agree on first."""
+"""What server and sites say to each other: the envelope and the form of requests, and what both must agree on."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from fedtailor.version import __version__
 
 
 class Refused(UserError):
-    """The site does not do what it was asked to."""
+    """A site refuses a request; the text says which rule it breaks."""
 
 
-ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request in it
-PING = 0  # the number of a sign of life, which may come at any time
+ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request
+PING = 0  # the number of a request for a sign of life, which may come at any time
 
 
 def data_schema(data: FederatedData) -> dict[str, Any]:
-    """What the sites must agree on; the server learns no more of the data than this and the number of samples."""
+    """What all sites must have in common; beside the number of samples it is all that the server learns of the data."""
     return {
         "task": data.task,
         "x": {path: _sample_form(v) for path, v in items(data.train.first(1))},
@@ -44,7 +44,7 @@ def data_schema(data: FederatedData) -> dict[str, Any]:
 
 
 def _sample_form(v: Tensor) -> list[Any]:
-    """Of a sample; floating-point numbers get the width of the model."""
+    """Shape and type of a sample; floating-point numbers get the precision of the model later."""
     return [list(v.shape[1:]), "float32" if v.is_floating_point() else str(v.dtype).removeprefix("torch.")]
 
 
@@ -64,18 +64,18 @@ def promise(experiment: Experiment) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """A short hash of anything that JSON can hold."""
+    """A short hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def other_code(config: RunConfig) -> list[str]:
-    """What a configuration names as "module:name", beside algorithm and model: a site's policy lists what may run."""
+    """Code that a configuration names as "module:name", beside algorithm and model; a policy must list it."""
     named = {key: name for key, name in names(config).items() if key not in ("algorithm.name", "model.name")}
     return sorted(set(named.values()))
 
 
 def config_for(config: RunConfig, client: int) -> dict[str, Any]:
-    """The part of a run's configuration that one site needs: nothing about the others."""
+    """The configuration of a run for one site, without the parts on other sites."""
     epochs = config.environment.epochs
     plain = config.plain()
     plain["federation"] = {"threads": config.federation.threads, "max_norm": config.federation.max_norm}
@@ -93,8 +93,11 @@ class _Form(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class HelloRequest(_Form):
+class _Operation(_Form):
     op: Text
+
+
+class HelloRequest(_Operation):
     version: Text
     run: Text
     algorithm: Text
@@ -104,8 +107,7 @@ class HelloRequest(_Form):
     code: Annotated[list[Text], Field(max_length=100)] = []
 
 
-class StartRequest(_Form):
-    op: Text
+class StartRequest(_Operation):
     config: dict[str, Any]
     client: Whole
     about: dict[str, Any] = Field(alias="schema")
@@ -113,29 +115,21 @@ class StartRequest(_Form):
     first: Round
 
 
-class RestoreRequest(_Form):
-    op: Text
+class RestoreRequest(_Operation):
     kept: Round
 
 
-class BeginRequest(_Form):
-    op: Text
+class BeginRequest(_Operation):
     round: Round
     kept: Round
     needed: Annotated[list[Round], Field(max_length=1000)]
 
 
-class KeepRequest(_Form):
-    op: Text
+class KeepRequest(_Operation):
     round: Round
 
 
-class FinishRequest(_Form):
-    op: Text
-
-
-class EvaluateRequest(_Form):
-    op: Text
+class EvaluateRequest(_Operation):
     round: Round
     splits: Annotated[list[Literal["train", "val", "test"]], Field(max_length=3)]
     keep: Text
@@ -180,7 +174,7 @@ OPERATIONS: dict[str, type[_Form]] = {
     "restore": RestoreRequest,
     "begin": BeginRequest,
     "keep": KeepRequest,
-    "finish": FinishRequest,
+    "finish": _Operation,
     "evaluate": EvaluateRequest,
 }
 NEEDED = {
@@ -193,7 +187,7 @@ NEEDED = {
 
 
 def read_request(message: bytes, most: int) -> tuple[dict[str, Any], Tree]:
-    """Header and tensors of a request, none with more than `most` places; what is of no known form is refused."""
+    """Header and tensors of a request, none with more than `most` numbers; refuses requests of unknown form."""
     try:
         check_request(codec.decode_header(message))
         return codec.decode(message, most)
@@ -202,7 +196,7 @@ def read_request(message: bytes, most: int) -> tuple[dict[str, Any], Tree]:
 
 
 def check_request(header: dict[str, Any]) -> None:
-    """Refuse a header that is not of the form of its operation; the key that is wrong is named, its value is not."""
+    """Refuse a header that is not of the form of its operation. The refusal names the wrong key, not its value."""
     name = header.get("op")
     if name is not None and (not isinstance(name, str) or name not in OPERATIONS):
         raise Refused(f'no operation "{str(name)[:40]}"')
@@ -214,7 +208,7 @@ def check_request(header: dict[str, Any]) -> None:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise Refused(f'{operation} with "{key[:40]}" is not known here') from None
+            raise Refused(f'{operation} with "{key[:40]}" is not known at this site') from None
         raise Refused(f"{operation}: {key[:80]}: {first['msg']}") from None
     if form is SumStepRequest:
         step, present = header["step"], {k for k in SumStepRequest.model_fields if header.get(k) is not None}
@@ -228,14 +222,14 @@ def _training_form(header: dict[str, Any]) -> type[_Form]:
     return CallRequest if "function" in header else CotangentRequest
 
 
-MOST_SAMPLES, LARGEST = 10**9, 2**24  # that a site may say it has, and numbers in one sample
+MOST_SAMPLES, LARGEST = 10**9, 2**24  # of a site, and numbers in one sample
 MOST_NAMES = 100_000  # of classes or features
 SCHEMA = ("task", "x", "y", "outputs", "classes", "features")
 TYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def hello_fault(about: dict[str, Any]) -> str:
-    """Which part of it cannot be; nothing if all is well."""
+    """Which part of a site's hello is unusable, or nothing. It decides how its replies count and what is allocated."""
     schema = about.get("schema")
     if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
         return "number of samples"
@@ -251,7 +245,6 @@ def hello_fault(about: dict[str, Any]) -> str:
 
 
 def _is_sample_form(form: Any) -> bool:
-    """Shape and type of one sample."""
     if not (isinstance(form, list) and len(form) == 2 and isinstance(form[0], list) and form[1] in TYPES):
         return False
     return all(type(size) is int and 0 < size <= LARGEST for size in form[0]) and math.prod(form[0]) <= LARGEST

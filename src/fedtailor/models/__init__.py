@@ -15,7 +15,7 @@ from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models import adapters
 from fedtailor.models.checkpointing import recompute
-from fedtailor.models.equilibrium import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
+from fedtailor.models.deq import DEQMLP, DEQTransformer, deq_resnet_m, deq_resnet_s, deq_resnet_xs
 from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
 from fedtailor.models.transformers import Transformer

@@ -24,7 +24,7 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree
-from fedtailor.numerics.mixed_model import posterior
+from fedtailor.numerics.reml import posterior
 
 SIZES = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 DRAWS = 10

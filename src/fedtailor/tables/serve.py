@@ -43,7 +43,7 @@ ROWS = 4096  # at a time
 
 @dataclass(frozen=True)
 class Extras:
-    """What a fit to tables gives a site beside its linear model."""
+    """Additions of a fit of tables to a site's linear model: trees, calibration, interval widths."""
 
     trees: TreeParts | None = None
     slope: float = 1.0
@@ -74,7 +74,7 @@ class Extras:
 
 
 def extras_of(row: Mapping[str, Any], record: Mapping[str, Any], trees: TreeParts | None) -> Extras:
-    """As the record of a fit has them; a site that came later has the intervals of all."""
+    """Read from the record of a fit; a newcomer has the intervals of all sites."""
     slope, offset = row.get("calibration", (1.0, 0.0))
     widths = row.get("half_widths", record.get("half_widths", ()))
     if not all(isinstance(v, float | int) and math.isfinite(v) for v in (slope, offset, *widths)):
@@ -105,17 +105,17 @@ class Personal:
     classes: tuple[str, ...] = ()
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
-    notes: list[str] = field(default_factory=list)  # what was told while rows were read
+    notes: list[str] = field(default_factory=list)  # warnings while rows were read
     extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
 
     @property
     def title(self) -> str:
-        """The algorithm, for people."""
+        """The algorithm's name."""
         return self.algorithm.title or type(self.algorithm).__name__
 
     @property
     def labels(self) -> NDArray[Any]:
-        """Classes in the order of the outputs, as whole numbers if all of them are; none where they have no names."""
+        """Class names in the order of the outputs, as integers if all of them are; empty if they have no names."""
         try:
             whole = np.array([int(name) for name in self.classes], dtype=np.int64)
         except (ValueError, OverflowError):
@@ -124,7 +124,14 @@ class Personal:
         return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
     def outputs(self, x: Tree) -> Tensor:
-        """What the model says of samples, as in training: logits, or standardised numbers."""
+        """The model's outputs, as in training.
+
+        Args:
+            x: Prepared features.
+
+        Returns:
+            Logits, or standardised numbers, one row per sample.
+        """
         with torch.no_grad():
             parts = [
                 self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
@@ -134,7 +141,14 @@ class Personal:
         return self.extras.apply(x, base, self.task == "classification")
 
     def readable(self, outputs: Tensor) -> Tensor:
-        """Outputs as people read them: probabilities of the classes, or numbers in units of the target."""
+        """Outputs on the scale of the data.
+
+        Args:
+            outputs: As from `outputs`.
+
+        Returns:
+            Probabilities of the classes, or numbers in units of the target.
+        """
         if self.task == "classification":
             return outputs.softmax(1)
         if self.task == "multilabel":
@@ -150,9 +164,17 @@ class Personal:
         return "root" if self.task == "count" else "log" if is_log else "plain"
 
     def predict(self, rows: Any) -> NDArray[Any]:
-        """The class, or the number, of every row of a frame (polars, pandas, columns by name) or array.
+        """Predict the class, or the number, of every row.
 
-        An array of a table's rows has the columns of training, as they are in a file; a tensor has prepared features.
+        Args:
+            rows: A frame (polars, pandas, or columns by name) or an array with the columns of training, as they are in
+                a file; or a tensor of prepared features.
+
+        Returns:
+            One entry per row.
+
+        Raises:
+            DataError: A column is missing or cannot be read.
         """
         values = self._readable(rows)
         if self.task != "classification":
@@ -161,13 +183,34 @@ class Personal:
         return self.labels[likely] if self.classes else likely
 
     def predict_proba(self, rows: Any) -> NDArray[np.float64]:
-        """The probability of each class, one column each, in the order of `labels`."""
+        """Predict the probabilities of the classes.
+
+        Args:
+            rows: As for `predict`.
+
+        Returns:
+            [rows, classes], in the order of `labels`.
+
+        Raises:
+            DataError: The model predicts a number.
+        """
         if self.task != "classification":
             raise DataError(f'"{self.site}" predicts a number; predict_proba is for classes')
         return self._readable(rows)
 
     def predict_interval(self, rows: Any, level: float = 0.9) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Below and above which the number of a row is expected, in so large a share of new rows of this site."""
+        """Predict an interval that contains the number of a row with the given probability.
+
+        Args:
+            rows: As for `predict`.
+            level: The probability for new rows of this site.
+
+        Returns:
+            Lower and upper ends, one entry per row each.
+
+        Raises:
+            DataError: The model predicts classes, or has no intervals.
+        """
         if self.task not in ("regression", "count"):
             raise DataError(f'"{self.site}" predicts classes; intervals are for numbers, predict_proba for classes')
         half = self.extras.half_width(level, self.source)
@@ -197,13 +240,31 @@ class Personal:
         return as_frame({name: rows[:, i].tolist() for i, name in enumerate(names)})
 
     def table(self, path: Path, frame: pl.DataFrame) -> ClientTable:
-        """The columns of a frame that the model uses; `path` is its name in messages."""
+        """The columns of a frame that the model uses.
+
+        Args:
+            path: What the frame is called in messages.
+            frame: Rows; other columns are ignored.
+
+        Returns:
+            A table for `encode`.
+        """
         used = [] if self.preparation is None else [column.name for column in self.preparation.columns]
         frame = frame.rename(match_columns(frame.columns, used))
         return table_from_frame(path, frame, ignore=[name for name in frame.columns if name not in used])
 
     def encode(self, table: ClientTable) -> Tensor:
-        """The features of a table's rows; it may have other columns too, and need not have the target."""
+        """Prepare the rows of a table.
+
+        Args:
+            table: May have other columns, and need not have the target.
+
+        Returns:
+            Features, one row per row of the table.
+
+        Raises:
+            DataError: A column that the model needs is missing.
+        """
         if self.preparation is None:
             raise DataError(
                 f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
@@ -268,7 +329,7 @@ def _newcomers(run: Path) -> list[str]:
 
 
 def sites_of(folder: RunFolder) -> list[str]:
-    """All that have a model in a run."""
+    """Clients and newcomers with a model in a run."""
     return [*folder.about["clients"], *_newcomers(folder.path)]
 
 

@@ -24,7 +24,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
-from fedtailor.numerics import mixed_model, ridge
+from fedtailor.numerics import reml, ridge
 from fedtailor.numerics.newton import Family, flat, mode, newton_step, unflat
 
 AUTO = ("intercept", "diagonal")
@@ -96,7 +96,7 @@ class GeneralisedMixed(Algorithm, ABC):
         varies = varying(fed.sum(fed.map(self.variation)), is_intercept)
         varies, is_intercept = varies.repeat(outputs), is_intercept.repeat(outputs)
         penalty = torch.where(is_intercept, 1e-6, self.penalty).to(server["beta"].dtype)
-        best: tuple[float, mixed_model.Fitted] | None = None
+        best: tuple[float, reml.Fitted] | None = None
         for effects in AUTO if self.effects == "auto" else (self.effects,):
             (at,) = free_entries(effects, varies, is_intercept)
             tried = self.fit_effects(fed, server["beta"], server["factor"], penalty, at)
@@ -108,11 +108,11 @@ class GeneralisedMixed(Algorithm, ABC):
         return {"beta": best[1].beta, "factor": best[1].factor, "covariance": best[1].covariance}
 
     def fit_effects(
-        self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor, at: mixed_model.Entries
-    ) -> tuple[float, mixed_model.Fitted]:
+        self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor, at: reml.Entries
+    ) -> tuple[float, reml.Fitted]:
         """Schwarz's criterion of the Laplace approximation, and what was fitted."""
-        problem = mixed_model.Problem(
-            sums=lambda factor: mixed_model.Marginal(*fed.sum(fed.map(self.marginal, factor))),
+        problem = reml.Problem(
+            sums=lambda factor: reml.Marginal(*fed.sum(fed.map(self.marginal, factor))),
             slopes=lambda *message: fed.sum(fed.map(self.slope, *message)),
             penalty=penalty,
             noise=1.0,
@@ -124,7 +124,7 @@ class GeneralisedMixed(Algorithm, ABC):
                 fed.map(self.begin)
             else:
                 fed.map(self.linearise, beta, factor)
-            fitted = mixed_model.fit(problem, at, factor, steps=8, restarts=2)
+            fitted = reml.fit(problem, at, factor, steps=8, restarts=2)
             moved = float((fitted.beta - beta).abs().max() + (fitted.factor - factor).abs().max())
             beta, factor = fitted.beta, fitted.factor
             if moved < 1e-4:
@@ -139,20 +139,18 @@ class GeneralisedMixed(Algorithm, ABC):
     def penalised(evidence: Tensor, beta: Tensor, penalty: Tensor) -> float:
         return float(evidence) - float((penalty * beta[:, 0] ** 2).sum()) / 2
 
-    def refine(
-        self, fed: Federation, start: mixed_model.Fitted, penalty: Tensor, at: mixed_model.Entries
-    ) -> mixed_model.Fitted:
+    def refine(self, fed: Federation, start: reml.Fitted, penalty: Tensor, at: reml.Entries) -> reml.Fitted:
         """The maximum of Laplace's approximation near a start, by L-BFGS over beta and the factor together."""
         size, like = len(start.beta), start.beta
         rows, columns = (torch.from_numpy(np.ascontiguousarray(v)).to(like.device) for v in at)
         scale = torch.diagonal(start.covariance).clamp(min=1e-12).sqrt().double().cpu().numpy()
 
-        def parts(theta: mixed_model.Floats) -> tuple[Tensor, Tensor]:
+        def parts(theta: reml.Floats) -> tuple[Tensor, Tensor]:
             beta, factor = torch.from_numpy(scale * theta[:size]).to(like)[:, None], torch.zeros_like(start.factor)
             factor[rows, columns] = torch.from_numpy(np.ascontiguousarray(theta[size:])).to(like)
             return beta, factor
 
-        def objective(theta: mixed_model.Floats) -> tuple[float, mixed_model.Floats]:
+        def objective(theta: reml.Floats) -> tuple[float, reml.Floats]:
             beta, factor = parts(theta)
             evidence, by_beta, by_factor = fed.sum(fed.map(self.ascent, beta, factor))
             by_beta = by_beta[:, 0] - penalty * beta[:, 0]
@@ -162,15 +160,13 @@ class GeneralisedMixed(Algorithm, ABC):
         first = np.concatenate(
             [start.beta[:, 0].double().cpu().numpy() / scale, start.factor[rows, columns].double().cpu().numpy()]
         )
-        bounds = [(None, None)] * size + mixed_model.limits(at, WIDEST)
+        bounds = [(None, None)] * size + reml.limits(at, WIDEST)
         options = {"maxiter": self.laplace_steps, "ftol": 1e-14, "gtol": 1e-6}
         beta, factor = parts(minimize(objective, first, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
         fed.map(self.linearise, beta, factor)
-        total = mixed_model.Marginal(*fed.sum(fed.map(self.marginal, factor)))
+        total = reml.Marginal(*fed.sum(fed.map(self.marginal, factor)))
         covariance = torch.linalg.pinv(total.a + torch.diag(penalty), hermitian=True)
-        return mixed_model.Fitted(
-            factor, beta, start.noise, covariance, start.deviance, start.parameters, start.exchanges
-        )
+        return reml.Fitted(factor, beta, start.noise, covariance, start.deviance, start.parameters, start.exchanges)
 
     @on_client(sends=WITHIN.summed())
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:
@@ -189,7 +185,7 @@ class GeneralisedMixed(Algorithm, ABC):
     @on_client(sends=NUMBER.summed())
     def evidence(self, me: ClientContext, beta: Tensor, factor: Tensor) -> tuple[Tree, Tree]:
         state, likelihood = self.working(me, beta, factor)
-        _, logdet = mixed_model.posterior(state["a"], factor)
+        _, logdet = reml.posterior(state["a"], factor)
         return state, likelihood - state["z"].square().sum() / 2 - logdet / 2
 
     @on_client(sends=(NUMBER.summed(), VECTOR.summed(), SQUARE.summed()))
@@ -205,7 +201,7 @@ class GeneralisedMixed(Algorithm, ABC):
             z = settled + newton_step(self.family, x, y, mask, common, factor, settled)
             own = common + unflat(factor @ z, outputs)
             _, curvature = self.family.derivatives(x, y, mask, own)
-            _, logdet = mixed_model.posterior(curvature, factor)
+            _, logdet = reml.posterior(curvature, factor)
             return self.family.log_likelihood(x, y, mask, own) - z.square().sum() / 2 - logdet / 2
 
         (by_beta, by_factor), value = torch.func.grad_and_value(approximation, argnums=(0, 1))(beta, factor)
@@ -226,11 +222,11 @@ class GeneralisedMixed(Algorithm, ABC):
     @on_client(sends=(SQUARE.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)))
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:
         d = me.state
-        return d, tuple(mixed_model.marginal(d["a"], d["b"], d["c"], me.n.to(d["c"].dtype), factor))
+        return d, tuple(reml.marginal(d["a"], d["b"], d["c"], me.n.to(d["c"].dtype), factor))
 
     @on_client(sends=(SQUARE.summed(), SQUARE.summed()))
     def slope(self, me: ClientContext, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tree, Tree]:
-        return me.state, mixed_model.slope(me.state["a"], me.state["b"], factor, beta, inverse)
+        return me.state, reml.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         beta, factor, x = server["beta"], server["factor"], ridge.design_of(me.model, me.train)

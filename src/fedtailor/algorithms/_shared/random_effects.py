@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedtailor.core.algorithm import ReplySpec
 from fedtailor.numerics import ridge
-from fedtailor.numerics.mixed_model import STRUCTURES, Entries, positions
+from fedtailor.numerics.reml import STRUCTURES, Entries, positions
 
 MOST_TOGETHER = 8  # random coefficients that may have covariances
 

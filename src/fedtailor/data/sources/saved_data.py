@@ -54,7 +54,7 @@ def _describe_inputs(x: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         return {"several": [_describe_inputs(part, f"{key}.{i}", tensors) for i, part in enumerate(x.parts)]}
     if isinstance(x, Chosen):
         tensors[f"{key}.at"] = x.at
-        return {"chosen": _describe_inputs(x.whole, key, tensors), "at": f"{key}.at"}
+        return {"chosen": _describe_inputs(x.whole, f"{key}.whole", tensors), "at": f"{key}.at"}
     if isinstance(x, MappedArray):
         path = expand_home(x.path).resolve()
         return {"file": str(path), "key": x.key, "scale": x.scale, "holds": _file_mark(path)}
