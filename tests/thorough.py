@@ -37,6 +37,8 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/devices/test_runs.py",
     "tests/devices/test_two_units.py",
     "tests/devices/test_workers.py",
+    "tests/docs/test_architecture.py::test_the_path_of_a_fit",
+    "tests/docs/test_architecture.py::test_the_paths_of_a_federation",
     "tests/docs/test_examples.py::test_example",
     "tests/docs/test_explanation.py::test_hypergradients",
     "tests/docs/test_federation.py",

@@ -348,7 +348,7 @@ class SiteService:
             write_json(folder / RUN, identity)
         elif read_json(folder / RUN) != identity:
             raise Refused(
-                f"this site has a run {self._run} with another configuration or of another version; choose another --run"
+                f"this site has a run {self._run} with another configuration or version; choose another --run"
             )
         torch.set_num_threads(config.federation.threads or 1)
         party = None
