@@ -98,17 +98,17 @@ def test_the_status_of_a_site(asked: Asked, capsys: pytest.CaptureFixture[str]) 
     asked.ask({"op": "nothing"})
     status_command(asked.file.parent)
     text = capsys.readouterr().out
-    assert text.startswith("site ada: does not run, active, version ")
+    assert text.startswith("site ada: not running, active, version ")
     assert "GB free" in text
     assert "messages: 5, 1 refused, the last " in text
-    assert "keeps states of: run-1" in text
+    assert "stored runs: run-1" in text
     metrics(asked.file.parent)
     text = capsys.readouterr().out
     assert 'fedtailor_up{participant="ada"} 0\n' in text
     assert '# TYPE fedtailor_refusals_total counter\nfedtailor_refusals_total{participant="ada"} 1\n' in text
     with pytest.raises(Exception, match="1"):  # typer's exit code
         health(asked.file.parent)
-    assert "ada does not run" in capsys.readouterr().out
+    assert "ada is not running" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="give the FOLDER"):
         status_command()
 
@@ -225,7 +225,7 @@ def test_json_for_programs(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
     status_command(folder, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["name"], told["role"], told["process"], told["refusals"]) == ("ada", "site", None, 1)
-    assert told["problems"][0] == "ada does not run"
+    assert told["problems"][0] == "ada is not running"
     audit(folder, as_json=True)
     assert sum(run["messages"] for run in json.loads(capsys.readouterr().out)) == told["messages"]
     with pytest.raises(ConfigError, match="--watch"):
@@ -270,7 +270,7 @@ def test_a_server_that_does_not_answer_is_a_line_of_its_status(
     monkeypatch.setattr(nvidia, "admin_session", gone)
     write_json(tmp_path / "federation.json", {"host": "here", "port": 1, "sites": []})
     status_command(admin=tmp_path)
-    assert capsys.readouterr().out == "server here:1\nneeds care: the server cannot be reached: no\n"
+    assert capsys.readouterr().out == "server here:1\nattention: the server cannot be reached: no\n"
 
 
 def test_the_status_of_a_server_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def start(
     to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
         pid = operate.start_participant(role, folder)
-        print(f"{role} runs as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
+        print(f"{role} is running as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
         return
     if operate.find_process(folder) is not None:
         raise RunError(f"{folder}: runs already; {to_end} ends it")
@@ -101,7 +101,7 @@ def stop(
     kits.require_flare()
     if admin is None:
         if not operate.stop_participant(Path(target)):
-            raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
+            raise RunError(f"{target}: is not running; to stop a run, give its name and --admin FOLDER")
         print(f"{target}: stopped")
         return
     from fedtailor.flare.nvidia import admin_session

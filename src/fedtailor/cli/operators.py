@@ -71,7 +71,7 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
         with admin_session(admin / kits.KIT, kits.ADMIN) as session:
             connected, running, jobs, times = session.sites(), session.running(), session.jobs(), session.last_seen()
     except Unreachable as error:
-        return record | {"problems": [str(error)]}, [*lines, f"needs care: {error}"]
+        return record | {"problems": [str(error)]}, [*lines, f"attention: {error}"]
     for site in sorted({*about["sites"], *connected}):
         record["sites"][site] = {"connected": site in connected, "last_seen": times.get(site)}
         ago = f", seen {max(0.0, time.time() - times[site]):.0f} s ago" if site in times else ""

@@ -25,7 +25,7 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return CPU, f"torch {torch.__version__} finds no accelerator"
-        device = numbered(accelerator, rank)  # first: no rank may touch the device of another
+        device = with_index(accelerator, rank)  # first: no rank may touch the device of another
         if not has_type(device, dtype):
             return CPU, f"{accelerator.type} has no {_name(dtype)}"
         return device, f"torch {torch.__version__} finds {accelerator.type}"
@@ -37,9 +37,9 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
         ) from None
     if device.type == "cpu":
         return CPU, "chosen"
-    if why := _missing(device):
+    if why := _why_missing(device):
         raise ConfigError(f'federation.device = "{wanted}": {why}; use "cpu", or "auto", which takes what there is')
-    device = numbered(device, rank)
+    device = with_index(device, rank)
     if not has_type(device, dtype):
         raise ConfigError(f'federation.device = "{wanted}": has no {_name(dtype)}; set model.dtype = "float32"')
     return device, "chosen"
@@ -69,15 +69,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def numbered(device: torch.device, rank: int | None = None) -> torch.device:
-    """One with a number: that which was asked for, or that of the rank, counted round."""
+def with_index(device: torch.device, rank: int | None = None) -> torch.device:
+    """The device with an index: its own, or that of the rank modulo the number of devices."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, 0 if rank is None else rank % count(device))
 
 
 def count(device: torch.device) -> int:
-    """How many there are of this kind."""
+    """How many devices of this type there are."""
     return int(torch.get_device_module(device).device_count())
 
 
@@ -86,8 +86,8 @@ def local_rank() -> int | None:
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
 
 
-def _missing(device: torch.device) -> str:
-    """Why a device cannot be used; nothing if it can."""
+def _why_missing(device: torch.device) -> str:
+    """Why a device cannot be used; empty if it can."""
     try:
         module = torch.get_device_module(device)
     except RuntimeError:
@@ -122,42 +122,42 @@ def _has_gradients_when_forked() -> bool:
 
 
 def use(device: torch.device) -> None:
-    """Make it the current one of this thread: what names no number means this one."""
+    """Make it the current device of this thread, which a device without an index means."""
     if device.type != "cpu" and device.index is not None and hasattr(torch.get_device_module(device), "set_device"):
         torch.get_device_module(device).set_device(device.index)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free, where the device tells."""
-    reading = _of(device, "mem_get_info")
+    """Free bytes; None if the device does not report them."""
+    reading = _ask(device, "mem_get_info")
     return None if reading is None else int(reading[0])
 
 
 def has_room(device: torch.device, size: int) -> bool:
-    """Whether so many bytes are at most the half of what is free; the CPU's memory has a budget of its own."""
+    """Whether so many bytes are at most half of the free memory; the CPU has a budget of its own."""
     free = None if device.type == "cpu" else free_memory(device)
     return free is None or size <= free // 2
 
 
 def begin_peak(device: torch.device) -> None:
-    """Forget the largest use of memory so far."""
-    _of(device, "reset_peak_memory_stats")
+    """Reset the peak of memory use."""
+    _ask(device, "reset_peak_memory_stats")
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that were in use since `begin_peak`, where the device tells."""
-    reading = _of(device, "max_memory_allocated")
+    """Peak of bytes in use since `begin_peak`; None if the device does not report it."""
+    reading = _ask(device, "max_memory_allocated")
     return None if reading is None else int(reading)
 
 
-def let_go(device: torch.device) -> None:
-    """What lies free in torch's cache goes back to the device, after it was full."""
+def empty_cache(device: torch.device) -> None:
+    """Give free blocks of torch's cache back to the device."""
     if device.type != "cpu" and hasattr(module := torch.get_device_module(device), "empty_cache"):
         module.empty_cache()
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that memory is out."""
+    """Whether an error, or its cause, means out of memory."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():
             return True
@@ -168,8 +168,8 @@ def is_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def named(device: torch.device, where: str) -> Iterator[None]:
-    """Memory that is out ends the run, with the place and with advice."""
+def memory_errors_at(device: torch.device, where: str) -> Iterator[None]:
+    """An out-of-memory error inside becomes a `RunError` with the place and advice."""
     try:
         yield
     except Exception as error:
@@ -179,7 +179,7 @@ def named(device: torch.device, where: str) -> Iterator[None]:
         raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
 
 
-def _of(device: torch.device, function: str) -> Any:
+def _ask(device: torch.device, function: str) -> Any:
     if device.type == "cpu" or not hasattr(module := torch.get_device_module(device), function):
         return None
     return getattr(module, function)(device)

@@ -16,8 +16,8 @@ from fedtailor.engines.disk import Disk
 class States:
     """Rows are read as copies and written in place; `undo` brings back what a client had at `begin`.
 
-    Rows that are more than the budget of `disk` lie there, and in memory only while they are used; those that are more
-    than the half of what is free on the device lie in the host's memory.
+    Rows larger than the budget of `disk` are on disk, and in memory only while they are used; rows larger than half of
+    the device's free memory are in the host's memory.
     """
 
     def __init__(self, clients: Sequence[int], disk: Disk | None = None, device: torch.device = CPU) -> None:
@@ -32,7 +32,7 @@ class States:
     def create(self, clients: Sequence[int], stack: Tree) -> None:
         """First states of some clients; those of the first call fix keys, shapes and types."""
         if self.rows is None:
-            self.rows = self._made(stack)
+            self.rows = self._allocate(stack)
         self.check(stack)
         if self._disk is not None and self._on_disk and tuple(clients) == self.clients:
             for row, new in zip(leaves(self.rows), leaves(stack), strict=True):
@@ -40,8 +40,8 @@ class States:
         else:
             self._write(self._at(clients), tree_map(torch.clone, stack))
 
-    def _made(self, stack: Tree) -> Tree:
-        """Room for all clients, shaped as the states of some."""
+    def _allocate(self, stack: Tree) -> Tree:
+        """Rows for all clients, shaped as the states of some."""
         shapes = tree_map(lambda v: torch.empty((len(self.clients), *v.shape[1:]), dtype=v.dtype, device="meta"), stack)
         size = sum(v.nbytes for v in leaves(shapes))
         disk = self._disk if self._disk is not None and size > self._disk.budget else None

@@ -211,7 +211,7 @@ class SiteJob:
 
     def refuse_other_round(self, round: int) -> None:
         if round != self.round:
-            raise Refused(f"round {round} is not the one that was begun ({self.round})")
+            raise Refused(f"round {round} was not begun; the current one is {self.round}")
 
 
 @dataclass
