@@ -163,7 +163,7 @@ def drift(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether new rows are like those that a fit was trained on.
+    """Report whether new rows are like those that a fit was trained on.
 
     By site and column: how far values have moved, new categories, missing values; and whether predictions
     have moved. Compared with counts that the fit keeps; the training rows are not needed.
