@@ -97,7 +97,7 @@ def test_a_secure_sum_in_a_run_without_them_is_refused(tmp_path: Path) -> None:
     site = federated.link.services["client-00"]
     assert site._job is not None
     request = codec.encode({"round": site._job.round, "sum": 1, "step": "keys", "term": SumTerm(0, ()).header}, None)
-    reply = site.answer("server", ENVELOPE.pack(site._session.id, site._session.last + 1) + request)
+    reply = site.answer("server", ENVELOPE.pack(site._session, site._last + 1) + request)
     assert codec.decode_header(reply)["refused"].startswith("a secure sum in a run without")
 
 
