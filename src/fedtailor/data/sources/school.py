@@ -15,7 +15,8 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SchoolConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import read_bytes
-from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
+from fedtailor.data.tabular.encode import SiteColumns, encode_sites
+from fedtailor.data.tabular.preparation import TargetColumn
 from fedtailor.errors import DataError
 
 FILE = "school/school.mat"
@@ -43,7 +44,7 @@ def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> Federa
         for i, (x, y) in enumerate(tables)
     ]
     notes = (f"{sum(len(site.y) for site in sites)} pupils in {len(sites)} schools; scores {low} to {high} as 0 to 1",)
-    target = Target("regression", name="score")
+    target = TargetColumn(name="score", task="regression")
     return encode_sites(config.source, sites, columns, target, config, config.standardise, seed=seed, notes=notes)
 
 

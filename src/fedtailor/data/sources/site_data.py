@@ -22,8 +22,8 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
 from fedtailor.data.splits import starts
 from fedtailor.data.tabular.columns import ClientTable
-from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
-from fedtailor.data.tabular.preparation import Floats, Preparation
+from fedtailor.data.tabular.encode import SiteColumns, encode_sites
+from fedtailor.data.tabular.preparation import Floats, Preparation, TargetColumn
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
 from fedtailor.data.tabular.target import numeric_values, refuse_text, require_target
 from fedtailor.errors import DataError, nearest
@@ -83,7 +83,9 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
         categorical={c: table.columns[c].labels() for c in config.categories},
         y=_read_target(table, config),
     )
-    target = Target("classification" if config.classes else "regression", config.classes, name=config.target)
+    target = TargetColumn(
+        name=config.target, task="classification" if config.classes else "regression", classes=config.classes
+    )
     columns = (*config.numeric, *config.categories)
     data = encode_sites(
         name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories

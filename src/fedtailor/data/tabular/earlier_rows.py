@@ -135,7 +135,7 @@ class EarlierRows:
             sides.append(side)
         return sides
 
-    def revised(self, fresh: Preparation) -> Preparation:
+    def revise(self, fresh: Preparation) -> Preparation:
         """The earlier scales wherever they still fit, so that a site that did not change has the same features."""
         old = self.preparation
         for now in fresh.columns:

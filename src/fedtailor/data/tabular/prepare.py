@@ -73,6 +73,7 @@ def prepare_tables(
     return encode_sites(
         *(name, sites, columns, target, config, config.standardise),
         seed=seed,
+        standardise_target=config.standardise_target,
         notes=notes,
         newcomers=len(newcomers),
         dates=dates,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tabular.align import is_mixed
 from fedtailor.data.tabular.columns import ClientTable, Column
-from fedtailor.data.tabular.encode import Target, sort_values
-from fedtailor.data.tabular.preparation import Floats
+from fedtailor.data.tabular.encode import sort_values
+from fedtailor.data.tabular.preparation import Floats, TargetColumn
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def require_target(tables: dict[str, ClientTable], target: str) -> None:
             )
 
 
-def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
+def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[TargetColumn, list[NDArray[Any]], str]:
     """Task, targets of each client, and why the task was chosen."""
     require_target(tables, config.target)
     columns = [table.columns[config.target] for table in tables.values()]
@@ -81,13 +81,13 @@ def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[T
         if all((y == targets[0][0]).all() for y in targets):
             _refuse_constant(columns[0].text[0], config)
         hint = suggest_task(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
-        is_log, standardise = config.target_scale == "log", config.standardise_target and task == "regression"
-        target = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
+        is_log = config.target_scale == "log"
+        target = TargetColumn(name=config.target, task="count" if task == "count" else "regression", is_log=is_log)
         return target, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
     classes = sort_values(distinct_labels(c.names() for c in columns))
     if len(classes) == 1:
         _refuse_constant(classes[0], config)
-    target = Target("classification", tuple(classes), name=config.target)
+    target = TargetColumn(name=config.target, task="classification", classes=tuple(classes))
     hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
     return target, [class_codes(c.names(), classes) for c in columns], note + hint
 
@@ -198,7 +198,7 @@ def numeric_values(column: Column) -> Floats:
     return column.number.to_numpy().astype(np.float64)
 
 
-def newcomer_target(table: ClientTable, column: str, target: Target) -> NDArray[Any]:
+def newcomer_target(table: ClientTable, column: str, target: TargetColumn) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
     if target.task != "classification":
         refuse_text({"": table}, column, "remove the row")
