@@ -75,7 +75,7 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
     for column in (config.target, *config.numeric, *config.categories):
         if column not in table.columns:
             raise DataError(f'{table.path}: no column "{column}"; {nearest(column, table.columns)}')
-    require_target({name: table}, config.target)
+    require_target([table], config.target)
     site = SiteColumns(
         name=name,
         file=str(table.path),
@@ -98,14 +98,14 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
 
 
 def _fill_gaps(table: ClientTable, column: str, fill: dict[str, float]) -> Floats:
-    refuse_text({"": table}, column, "name it under [data.categories]")
+    refuse_text([table], column, "name it under [data.categories]")
     values = numeric_values(table.columns[column])
     return np.where(np.isnan(values), fill[column], values) if column in fill else values
 
 
 def _read_target(table: ClientTable, config: SiteData) -> NDArray[Any]:
     if not config.classes:
-        refuse_text({"": table}, config.target, "list data.classes")
+        refuse_text([table], config.target, "list data.classes")
         values = numeric_values(table.columns[config.target])
         mean, spread = config.target_scale or (0.0, 1.0)
         return (values - mean) / spread

@@ -12,7 +12,7 @@ from fedtailor.data.splits import split
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.encode import pooled_moments, stack_rows
 from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
-from fedtailor.data.tabular.prepare import check_newcomers, prepare_tables, rename_columns
+from fedtailor.data.tabular.prepare import check_newcomer, prepare_tables, rename_columns
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_client_tables, read_table
 from fedtailor.data.tabular.target import (
     newcomer_target,
@@ -44,7 +44,7 @@ def prepare_newcomer(
     table = rename_columns(table, (target.name, *(c.name for c in columns)))
     kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
     dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
-    check_newcomers({name: table}, target.name, kinds, dates)
+    check_newcomer(table, target.name, kinds, dates)
     y = newcomer_target(table, target.name, target)
     is_class = target.task == "classification"
     cut = split(len(y), y if is_class else None, config, seed=seed, client=name)

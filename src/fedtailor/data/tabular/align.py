@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
@@ -54,13 +54,13 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
         notes.append(
             f"left out as they name rows: {', '.join(ids)}; to keep one: data.categorical = {_quote_list(ids[:1])}"
         )
-    mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables, c)]
-    notes += [f'column "{c}" has numbers and texts: {_join_labels(tables, c)} are categories' for c in mixed]
+    mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables.values(), c)]
+    notes += [f'column "{c}" has numbers and texts: {_join_labels(tables.values(), c)} are categories' for c in mixed]
     config = config.model_copy(update={"ignore": (*config.ignore, *ids), "categorical": (*config.categorical, *mixed)})
     for column in (config.target, *(c for c in features if c not in ids)):
         tables, rewritten = _unify_spelling(tables, column)
         notes += rewritten
-    many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables, c))
+    many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables.values(), c))
     return AlignedTables(tables, config, tuple(notes), absent, many)
 
 
@@ -170,9 +170,9 @@ def _is_id(name: str, columns: Sequence[Column]) -> bool:
     return is_text and by_site > MAX_CATEGORIES
 
 
-def is_mixed(tables: Tables, name: str) -> bool:
+def is_mixed(tables: Collection[ClientTable], name: str) -> bool:
     """Whether whole numbers and texts that occur more than once are few enough to be categories: 0, 1, 2, 3+."""
-    columns = [table.columns[name] for table in tables.values()]
+    columns = [table.columns[name] for table in tables]
     if any(c.is_date or c.doubtful_date for c in columns):
         return False
     texts = Counter(text for c in columns for text in c.text.filter(c.is_text).to_list())
@@ -182,10 +182,10 @@ def is_mixed(tables: Tables, name: str) -> bool:
     return is_whole and len(_count_labels(tables, name)) <= FEW_LABELS
 
 
-def _count_labels(tables: Tables, name: str) -> Counter[str]:
+def _count_labels(tables: Collection[ClientTable], name: str) -> Counter[str]:
     """How often each category occurs, summed over the sites."""
     out: Counter[str] = Counter()
-    for table in tables.values():
+    for table in tables:
         out.update(table.columns[name].labels().drop_nulls().to_list())
     return out
 
@@ -198,7 +198,7 @@ def _unify_spelling(tables: Tables, name: str) -> tuple[Tables, list[str]]:
         return tables, []
     best: dict[str, str] = {}
     other: dict[str, str] = {}
-    for text, _ in _count_labels(tables, name).most_common():
+    for text, _ in _count_labels(tables.values(), name).most_common():
         form = " ".join(text.casefold().split())
         if best.setdefault(form, text) != text:
             other[text] = best[form]
@@ -206,9 +206,9 @@ def _unify_spelling(tables: Tables, name: str) -> tuple[Tables, list[str]]:
     return _replace_values(tables, name, other), notes
 
 
-def _has_many(tables: Tables, name: str) -> bool:
+def _has_many(tables: Collection[ClientTable], name: str) -> bool:
     """Whether a column has more texts than can have a feature each."""
-    columns = [table.columns[name] for table in tables.values()]
+    columns = [table.columns[name] for table in tables]
     rows = sum(c.text.count() for c in columns)
     if any(c.doubtful_date for c in columns) or sum(int(c.is_text.sum()) for c in columns) < rows:
         return False
@@ -225,9 +225,9 @@ def _replace_values(tables: Tables, name: str, new: Mapping[str, str]) -> Tables
     return out
 
 
-def refuse_other_units(tables: Tables, name: str) -> None:
+def refuse_other_units(tables: Collection[ClientTable], name: str) -> None:
     """Fail if a column is written with % or a currency at one site and without at another."""
-    by_unit = {t.columns[name].unit: t.path for t in tables.values() if t.columns[name].number.count()}
+    by_unit = {t.columns[name].unit: t.path for t in tables if t.columns[name].number.count()}
     if len(by_unit) > 1:
         (one, one_path), (other, other_path) = list(by_unit.items())[:2]
         raise DataError(
@@ -236,7 +236,7 @@ def refuse_other_units(tables: Tables, name: str) -> None:
         )
 
 
-def _join_labels(tables: Tables, name: str) -> str:
+def _join_labels(tables: Collection[ClientTable], name: str) -> str:
     return ", ".join(sorted(_count_labels(tables, name)))
 
 

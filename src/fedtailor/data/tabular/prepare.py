@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fedtailor.core.data import FederatedData
@@ -42,10 +42,11 @@ def prepare_tables(
     tables, left_out = drop_unlabelled(tables, config)
     target, targets, reason = read_target(tables, config)
     forced = (*config.categorical, *tidy.many)
-    kinds = {column: is_categorical(tables, column, column in forced) for column in columns}
+    kinds = {column: column in forced or is_categorical(tables.values(), column) for column in columns}
     newcomers = {name: rename_columns(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
     dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
-    check_newcomers(newcomers, config.target, kinds, dates)
+    for table in newcomers.values():
+        check_newcomer(table, config.target, kinds, dates)
     targets += [newcomer_target(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":
@@ -104,27 +105,24 @@ def _note_sampling(sites: Sequence[SiteColumns], config: FolderConfig) -> list[s
     ]
 
 
-def check_newcomers(
-    newcomers: dict[str, ClientTable], target: str, kinds: dict[str, bool], dates: Sequence[str]
-) -> None:
-    """Newcomers must have the columns of the others, and numbers or dates where these have them."""
-    for name, table in newcomers.items():
-        for column in (target, *kinds):
-            if column not in table.columns:
-                raise DataError(
-                    f'{table.path}: no column "{column}", which every client of the run has; '
-                    f"{nearest(column, table.columns)}"
-                )
-        for column, is_categorical in kinds.items():
-            if not is_categorical:
-                check_column(table, column, is_date=column in dates)
-        require_target({name: table}, target)
+def check_newcomer(table: ClientTable, target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
+    """A newcomer must have the columns of the others, with numbers or dates where they have them."""
+    for column in (target, *kinds):
+        if column not in table.columns:
+            raise DataError(
+                f'{table.path}: no column "{column}", which every client of the run has; '
+                f"{nearest(column, table.columns)}"
+            )
+    for column, is_category in kinds.items():
+        if not is_category:
+            check_column(table, column, is_date=column in dates)
+    require_target([table], target)
 
 
 def check_column(table: ClientTable, column: str, is_date: bool) -> None:
     """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
     values = table.columns[column].of_kind(is_date)
-    refuse_text({"": table}, column, "remove the row")
+    refuse_text([table], column, "remove the row")
     if values.number.count() and values.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
@@ -167,13 +165,11 @@ def common_columns(tables: dict[str, ClientTable], config: FolderConfig) -> list
     return columns
 
 
-def is_categorical(tables: dict[str, ClientTable], column: str, forced: bool) -> bool:
+def is_categorical(tables: Collection[ClientTable], column: str) -> bool:
     """Whether a feature column is categorical; text among numbers is an error."""
-    if forced:
-        return True
-    columns = [table.columns[column] for table in tables.values()]
+    columns = [table.columns[column] for table in tables]
     remedy = f"leave it out with data.ignore = ['{column}']"
-    for table in tables.values():
+    for table in tables:
         if (value := table.columns[column].doubtful_date) is not None:
             raise DataError(
                 f'{table.path}: column "{column}" has dates such as "{value}", where day and month can be mistaken; '
@@ -192,7 +188,7 @@ def is_categorical(tables: dict[str, ClientTable], column: str, forced: bool) ->
     distinct = distinct_labels(c.labels() for c in columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
-            f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
+            f'{next(iter(tables)).path}: column "{column}" has {len(distinct)} distinct texts over all '
             f"files, more than {MAX_CATEGORIES}; leave it out with data.ignore = ['{column}'] or force it with "
             f"data.categorical = ['{column}']"
         )
@@ -207,9 +203,9 @@ def category_remedy(column: str) -> str:
     )
 
 
-def _require_dates_everywhere(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
+def _require_dates_everywhere(tables: Collection[ClientTable], column: str, remedy: str) -> None:
     """Fail if a column has dates in one file and plain numbers in another."""
-    filled = {table.path: table.columns[column] for table in tables.values() if table.columns[column].number.count()}
+    filled = {table.path: table.columns[column] for table in tables if table.columns[column].number.count()}
     kinds = {c.is_date: path for path, c in filled.items()}
     if len(kinds) == 2:
         raise DataError(

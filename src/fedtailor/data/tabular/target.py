@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,9 +47,9 @@ def drop_unlabelled(
     return complete, tuple(notes)
 
 
-def require_target(tables: dict[str, ClientTable], target: str) -> None:
+def require_target(tables: Collection[ClientTable], target: str) -> None:
     """Fail if the target is missing in some row."""
-    for table in tables.values():
+    for table in tables:
         gaps = table.columns[target].text.null_count()
         if gaps:
             raise DataError(
@@ -60,7 +60,7 @@ def require_target(tables: dict[str, ClientTable], target: str) -> None:
 
 def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[TargetColumn, list[NDArray[Any]], str]:
     """Task, targets of each client, and why the task was chosen."""
-    require_target(tables, config.target)
+    require_target(tables.values(), config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     for table in tables.values():
         if table.columns[config.target].is_date:
@@ -68,13 +68,16 @@ def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[T
                 f'{table.path}: target column "{config.target}" has dates; make a number of them, such as the days '
                 "until then, or choose another with data.target"
             )
-    task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
+    task: str = config.task
+    reason = "as configured"
+    if config.task == "auto":
+        task, reason = _infer_task(tables.values(), config.target)
     note = f'target "{config.target}": {task} ({reason})'
     if config.target_scale == "log" and task != "regression":
         raise DataError(f"{config.path}: data.target_scale = 'log' is for numbers, and the target is read as {task}")
     if task in ("regression", "count"):
         if any(c.is_text.any() for c in columns):
-            refuse_text(tables, config.target, "set data.task = 'classification'")
+            refuse_text(tables.values(), config.target, "set data.task = 'classification'")
         targets = [numeric_values(c) for c in columns]
         for table, y in zip(tables.values(), targets, strict=True):
             _check_numbers(table, config.target, y, task, config.target_scale == "log")
@@ -147,8 +150,8 @@ def class_codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
     return labels.replace_strict(list(classes), list(range(len(classes)))).to_numpy().astype(np.int64)
 
 
-def _infer_task(tables: dict[str, ClientTable], target: str) -> tuple[str, str]:
-    columns = [table.columns[target] for table in tables.values()]
+def _infer_task(tables: Collection[ClientTable], target: str) -> tuple[str, str]:
+    columns = [table.columns[target] for table in tables]
     has_text = any(c.is_text.any() for c in columns)
     if has_text:
         if not is_mixed(tables, target):
@@ -161,28 +164,27 @@ def _infer_task(tables: dict[str, ClientTable], target: str) -> tuple[str, str]:
         return "classification", f"inferred: {distinct} distinct {kind}, at most {FEW}"
     if has_text:
         raise DataError(
-            f'{next(iter(tables.values())).path}: target column "{target}" has {distinct} distinct texts over all '
+            f'{next(iter(tables)).path}: target column "{target}" has {distinct} distinct texts over all '
             f"files, more than {FEW}; if they are classes set data.task = 'classification', else choose another "
             "data.target"
         )
     return "regression", f"inferred: {distinct} distinct {kind}, more than {FEW}"
 
 
-def refuse_mixed_text(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
+def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
     """Fail if a column that has text is otherwise numeric: at some file entirely, or mostly over all files."""
-    text = sum(int(table.columns[column].is_text.sum()) for table in tables.values())
-    values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables.values())
+    text = sum(int(table.columns[column].is_text.sum()) for table in tables)
+    values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables)
     numeric_file = any(
-        table.columns[column].number.is_not_null().any() and not table.columns[column].is_text.any()
-        for table in tables.values()
+        table.columns[column].number.is_not_null().any() and not table.columns[column].is_text.any() for table in tables
     )
     if numeric_file or 2 * text < values:
         refuse_text(tables, column, remedy)
 
 
-def refuse_text(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
+def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
     """Fail if a column of numbers has text somewhere."""
-    for table in tables.values():
+    for table in tables:
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
             row = int(rows[0])
@@ -201,7 +203,7 @@ def numeric_values(column: Column) -> Floats:
 def newcomer_target(table: ClientTable, column: str, target: TargetColumn) -> NDArray[Any]:
     """A newcomer's target, as the others have it."""
     if target.task != "classification":
-        refuse_text({"": table}, column, "remove the row")
+        refuse_text([table], column, "remove the row")
         y = numeric_values(table.columns[column])
         _check_numbers(table, column, y, target.task, target.is_log)
         return y
