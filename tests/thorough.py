@@ -33,6 +33,8 @@ PRODUCTS = {  # by test, the name of the parameter that is the algorithm
 }
 PROGRAMS = (  # processes, sites, browsers, and pages of the docs that run for a while
     "tests/benchmarks/test_speed.py",
+    "tests/docs/test_architecture.py::test_the_path_of_a_fit",
+    "tests/docs/test_architecture.py::test_the_paths_of_a_federation",
     "tests/docs/test_federation.py",
     "tests/docs/test_fit.py",
     "tests/docs/test_how_to.py",

@@ -23,7 +23,7 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse, with_values
-from fedtailor.experiments.progress import grid_shown, shown
+from fedtailor.experiments.progress import show_grid, show_progress
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
 from fedtailor.experiments.user_code import accept_folder
 from fedtailor.plugins import by_name, name_of
@@ -159,7 +159,7 @@ class Fit:
         Returns:
             The new fit; the same if nothing has changed.
         """
-        with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+        with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
@@ -331,7 +331,7 @@ def fit(
 
 
 def _fit(source: dict[str, Any], path: Path, options: dict[str, Any], progress: bool) -> Fit:
-    with grid_shown(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+    with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
         fitting.fit(source, path, listener=listener, **options)
     return Fit(path)
 
@@ -394,7 +394,7 @@ def run(
         raise RunError(f"{path}: holds a run already; choose another folder with out")
     if loaded is not None:
         saved_data.save(loaded, path / "data")
-    with shown(Console(), section["name"]) if progress else nullcontext(None) as listener:
+    with show_progress(Console(), section["name"]) if progress else nullcontext(None) as listener:
         runner.start(config, path, root, listener, loaded=loaded, callbacks=callbacks)
     return Run(path)
 

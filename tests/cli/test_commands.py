@@ -25,7 +25,7 @@ from fedtailor.engines import ENGINES
 from fedtailor.experiments import run_state as rounds
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.progress import grid_shown, shown
+from fedtailor.experiments.progress import show_grid, show_progress
 from fedtailor.experiments.runner import Progress
 from fedtailor.experiments.store import RunFolder, read_json
 from fedtailor.models import MODELS
@@ -327,7 +327,7 @@ def test_interrupt_says_how_to_go_on(call: Call, tmp_path: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rounds.Run, "finish", interrupt)
+        patch.setattr(rounds.RunState, "finish", interrupt)
         code, _, err = call("run", "small.toml", "--out", "it's mine")
     assert code == 130
     assert err.startswith("interrupted; continue with: fedtailor resume ")
@@ -397,7 +397,7 @@ def test_show_of_a_comparison(call: Call, tmp_path: Path) -> None:
 
 def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=80, force_terminal=True)
-    with shown(console, "[x]ditto") as listener:
+    with show_progress(console, "[x]ditto") as listener:
         listener(Progress(3, 4, "accuracy", 0.5, 7, 2, ("round 3: site[b] rejected",)))
     out = capsys.readouterr().out
     assert "round 3: site[b] rejected" in out
@@ -406,7 +406,7 @@ def test_bar_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "val accuracy 0.5000" in out
     assert "7 clients" in out
     assert "2 rejected" in out
-    with grid_shown(console) as told:
+    with show_grid(console) as told:
         told("ditto-seed0", 1, 4)
         told("ditto-seed0", 2, 4)
     out = capsys.readouterr().out
@@ -419,7 +419,7 @@ def test_plain_lines_are_at_most_one_a_second_and_the_last(
 ) -> None:
     now = iter([10.0, 10.0, 10.5, 11.2, 11.2, 11.3, 11.3])
     monkeypatch.setattr("fedtailor.experiments.progress.time.monotonic", lambda: next(now))
-    with shown(Console(), "ditto") as listener:
+    with show_progress(Console(), "ditto") as listener:
         for round in range(1, 5):
             news = ("round 2: b rejected: not finite",) if round == 2 else ()
             listener(Progress(round, 4, "accuracy", float("nan") if round == 3 else 0.25, 7, round // 4, news))
@@ -430,7 +430,7 @@ def test_plain_lines_are_at_most_one_a_second_and_the_last(
         "ditto  round 4/4  val accuracy 0.2500  7 clients  1 rejected",
     ]
     monkeypatch.undo()
-    with grid_shown(Console()) as told:
+    with show_grid(Console()) as told:
         for round in (1, 2, 2):
             told("ditto-seed0", round, 2)
     assert capsys.readouterr().out == "ditto-seed0  2/2 rounds\n"

@@ -33,7 +33,7 @@ def test_without_flare_it_says_how_to_install_it(refused: Refused, monkeypatch: 
     [
         (("start", "sever", "there"), '"sever" is neither server nor site'),
         (("start", "server", "nowhere"), "nowhere: not the folder of a participant"),
-        (("stop", "nowhere"), "nowhere: does not run; to stop a run, give its name and --admin FOLDER"),
+        (("stop", "nowhere"), "nowhere: is not running; to stop a run, give its name and --admin FOLDER"),
         (("local", "3", "small.toml", "--run", "../x"), '--run "../x": use letters, digits'),
         (("local", "9", "small.toml"), "9 sites: digits has 4 clients"),
         (("local", "2", "small.toml", "--set", "algorithm.name=fedrp"), 'algorithm.name: no algorithm "fedrp"'),

@@ -97,17 +97,17 @@ def test_the_status_of_a_site(asked: Asked, capsys: pytest.CaptureFixture[str]) 
     asked.ask({"op": "nothing"})
     status_command(asked.file.parent)
     text = capsys.readouterr().out
-    assert text.startswith("site ada: does not run, active, version ")
+    assert text.startswith("site ada: not running, active, version ")
     assert "GB free" in text
     assert "messages: 5, 1 refused, the last " in text
-    assert "keeps states of: run-1" in text
+    assert "stored runs: run-1" in text
     metrics(asked.file.parent)
     text = capsys.readouterr().out
     assert 'fedtailor_up{participant="ada"} 0\n' in text
     assert '# TYPE fedtailor_refusals_total counter\nfedtailor_refusals_total{participant="ada"} 1\n' in text
     with pytest.raises(Exception, match="1"):  # typer's exit code
         health(asked.file.parent)
-    assert "ada does not run" in capsys.readouterr().out
+    assert "ada is not running" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="give the FOLDER"):
         status_command()
 
@@ -127,7 +127,7 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "more" not in read_json(folder / "runs/one/sites.json")["ada"]
     monkeypatch.setattr(operate, "find_process", lambda folder: 7)
     text = "\n".join(operate.status_lines(found := operate.read_status(folder), now + 10))
-    assert "server server: runs as process 7, version" in text
+    assert "server server: running as process 7, version" in text
     assert "run one: round 2 of 5" in text
     assert "  ada: seen 10 s ago, version 0.1.0, clock +90 s, 5.0 GB free, certificate until " in text
     assert "  bo: seen 10 s ago, does not answer" in text
@@ -224,7 +224,7 @@ def test_json_for_programs(asked: Asked, capsys: pytest.CaptureFixture[str]) -> 
     status_command(folder, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["name"], told["role"], told["process"], told["refusals"]) == ("ada", "site", None, 1)
-    assert told["problems"][0] == "ada does not run"
+    assert told["problems"][0] == "ada is not running"
     audit(folder, as_json=True)
     assert sum(run["messages"] for run in json.loads(capsys.readouterr().out)) == told["messages"]
     with pytest.raises(ConfigError, match="--watch"):
@@ -269,7 +269,7 @@ def test_a_server_that_does_not_answer_is_a_line_of_its_status(
     monkeypatch.setattr(nvidia, "admin_session", gone)
     write_json(tmp_path / "federation.json", {"host": "here", "port": 1, "sites": []})
     status_command(admin=tmp_path)
-    assert capsys.readouterr().out == "server here:1\nneeds care: the server cannot be reached: no\n"
+    assert capsys.readouterr().out == "server here:1\nattention: the server cannot be reached: no\n"
 
 
 def test_the_status_of_a_server_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,11 +96,11 @@ def asked(tmp_path: Path) -> Asked:
 @pytest.mark.parametrize(
     ("changes", "policy", "why"),
     [
-        ({"algorithm": "ditto"}, {"algorithms": ["fedrep"]}, 'algorithm "ditto" is not among those of the policy'),
-        ({"algorithm": "os:system"}, {}, 'algorithm "os:system" is not among those of the policy'),
-        ({"model": "os:system"}, {}, 'model "os:system" is not among those of the policy'),
-        ({"rounds": 200}, {"max_rounds": 100}, "200 rounds are more than the 100 of the policy"),
-        ({}, {"min_samples": 10}, "this site has fewer than the 10 training samples of the policy"),
+        ({"algorithm": "ditto"}, {"algorithms": ["fedrep"]}, 'algorithm "ditto" is not in the policy'),
+        ({"algorithm": "os:system"}, {}, 'algorithm "os:system" is not in the policy'),
+        ({"model": "os:system"}, {}, 'model "os:system" is not in the policy'),
+        ({"rounds": 200}, {"max_rounds": 100}, "200 rounds"),
+        ({}, {"min_samples": 10}, "this site has fewer than 10 training samples"),
         ({"version": "0.0.9"}, {}, f"the server runs fedtailor 0.0.9, this site {__version__}"),
         ({"run": "../../etc"}, {}, '"../../etc" cannot be the name of a run'),
         ({"data": "/etc/passwd"}, {}, 'hello with "data" is not known'),
@@ -145,8 +145,8 @@ def test_a_function_that_is_not_declared(function: str, asked: Asked) -> None:
         ({"op": "get_states"}, 'no operation "get_states"'),
         ({"op": "evaluate", "round": 1, "splits": [], "keep": "", "models": True}, 'evaluate with "models" is not'),
         ({"op": "evaluate", "round": 1, "splits": [], "keep": "../x"}, '"../x" is not a kind'),
-        ({"op": "keep", "round": 7}, "round 7 is not the one that was begun (1)"),
-        ({"op": "begin", "round": 5000, "kept": 0, "needed": []}, "round 5000 is beyond the 1000 of the policy"),
+        ({"op": "keep", "round": 7}, "round 7 was not begun"),
+        ({"op": "begin", "round": 5000, "kept": 0, "needed": []}, "round 5000"),
     ],
 )
 def test_an_operation_that_is_not_declared(header: dict[str, Any], why: str, asked: Asked) -> None:
@@ -165,7 +165,7 @@ def test_a_reply_other_than_declared_does_not_leave(asked: Asked, monkeypatch: p
     monkeypatch.setattr(kind, "local", tells)
     answer, tree = asked.call()
     assert tree is None
-    assert answer["refused"] == 'the reply of local has an undeclared key "0/out.bias"; it does not leave'
+    assert 'undeclared key "0/out.bias"' in answer["refused"]
 
 
 def test_only_the_server_may_call(asked: Asked) -> None:
@@ -194,7 +194,7 @@ def test_late_and_foreign_requests_are_refused(asked: Asked) -> None:
     assert late["refused"] == f"request {asked.number - 1} is late, {asked.number} was answered"
     other = asked.raw(asked.number + 1, asked.request(), (asked.experiment.model.body,), session=b"x" * 16)[0]
     assert other["refused"] == "the request is of another session"
-    assert asked.call(round=2)[0]["refused"] == "round 2 is not the one that was begun (1)"
+    assert asked.call(round=2)[0]["refused"] == "round 2 was not begun; the current one is 1"
     assert all(torch.equal(before[k], v) for k, v in asked.states().items())
 
 

@@ -62,7 +62,7 @@ def test_rows_of_the_same_kind_have_not_drifted(fitted: Path, tmp_path: Path) ->
     found = drift_of(fitted, tmp_path / "new.csv")
     assert list(found["sites"]) == ["north", "south"]
     assert not any(each["drifted"] for site in found["sites"].values() for each in site["columns"])
-    assert found["words"][:2] == ["no column has drifted beyond chance", "predictions are spread as in training"]
+    assert not any(site["prediction"]["drifted"] for site in found["sites"].values())
     north = {each["column"]: each for each in found["sites"]["north"]["columns"]}
     assert north["dose"]["missing"] == pytest.approx([0.1, 0.1], abs=0.06)
 
@@ -84,12 +84,14 @@ def test_what_moved_is_named_at_its_site(fitted: Path, tmp_path: Path) -> None:
     mine = new.filter(south)["age"].mean()
     assert moved["means"][0] == pytest.approx(mine, abs=1e-6)
     assert moved["smd"] == pytest.approx(1.0, abs=0.2)
-    assert moved["words"].startswith("far higher: mean 6")
+    assert "higher" in moved["words"]
+    assert "mean 6" in moved["words"]
     assert by["north"]["arm"]["unknown"] == pytest.approx(new.filter(~south & (pl.col("arm") == "d")).height / 200)
-    assert "values that no training row has" in by["north"]["arm"]["words"]
-    assert "% missing, in training" in by["north"]["dose"]["words"]
+    assert by["north"]["arm"]["more_unknown"]
+    assert by["north"]["dose"]["more_missing"]
+    assert all(each["words"] for columns in by.values() for each in columns.values())
     assert found["sites"]["south"]["prediction"]["drifted"]
-    assert "age has drifted at south" in found["words"]
+    assert any("age" in line and "south" in line for line in found["words"])
 
 
 def test_the_same_in_python_and_by_the_command(fitted: Path, tmp_path: Path) -> None:
@@ -101,12 +103,12 @@ def test_the_same_in_python_and_by_the_command(fitted: Path, tmp_path: Path) -> 
     assert told["words"] == found["words"]
     done = CliRunner().invoke(app, ["drift", str(fitted), str(tmp_path / "new.csv")])
     assert done.exit_code == 0, done.output
-    assert "age has drifted at north" in done.output
+    assert all(line in " ".join(done.output.split()) for line in found["words"][:1])
 
 
 def test_what_cannot_be_compared_is_said(fitted: Path, tmp_path: Path) -> None:
     rows(4, 50, ("west", "north")).write_csv(tmp_path / "new.csv")
-    assert drift_of(fitted, tmp_path / "new.csv")["words"][-1] == "not in the fit, and left out: west"
+    assert drift_of(fitted, tmp_path / "new.csv")["words"][-1].endswith(": west")
     with pytest.raises(RunError, match='no site "west"'):
         drift_of(fitted, tmp_path / "new.csv", "west")
     rows(4, 50).drop("site").write_csv(tmp_path / "plain.csv")

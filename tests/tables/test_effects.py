@@ -254,11 +254,11 @@ def test_explained_in_words_and_rows(numbers: Fitted) -> None:
         name for name in ("age", "dose", "arm") if any(t["differs"] for t in by_name.values() if t["column"] == name)
     ]
     assert "dose" in own
-    assert f"Sites differ in: {join_names(['the level', *own])}." in found["words"]
+    assert any(line.endswith(f": {join_names(['the intercept', *own])}.") for line in found["words"])
     dose = next(line for line in found["words"] if line.startswith("dose: "))
     per_unit = by_name["dose"]["value"] / by_name["dose"]["sd"]
     assert f"{per_unit:+.3g} per unit" in dose
-    assert "sites differ (sd " in dose
+    assert f"(sd {by_name['dose']['spread'] / by_name['dose']['sd']:.3g} around {per_unit:.3g})" in dose
     frame = ft.load(out).coefficients  # type: ignore[union-attr]
     common = frame.filter(pl.col("site").is_null() & (pl.col("term") == "dose"))
     assert common["value"].item() == pytest.approx(per_unit)
@@ -280,9 +280,12 @@ def test_words_for_few_and_many_sites(sites: int, words: str) -> None:
     term |= {"value": 2.0, "low": 1.0, "high": 3.0, "spread": 0.0, "differs": False, "share": 1.0}
     assert sharing_words(term, sites) == words
     line = term_words(term, "y", sites)
-    assert line == "age: +0.2 per unit (95 % interval +0.1 to +0.3)" + (f"; {words}" if words else "")
-    assert term_words(term | {"low": -1.0}, "log-odds", 1).endswith("(95 % interval 0.905 to 1.35); it may be none")
-    assert sharing_words(term | {"differs": True, "spread": 30.0}, 12) == "sites differ, even in sign (sd 3 around 0.2)"
+    assert line == "age: +0.2 per unit (95 % CI +0.1 to +0.3)" + (f"; {words}" if words else "")
+    assert term_words(term | {"low": -1.0}, "log-odds", 1).endswith("(95 % CI 0.905 to 1.35); not significant")
+    assert (
+        sharing_words(term | {"differs": True, "spread": 30.0}, 12)
+        == "varies between sites, also in sign (sd 3 around 0.2)"
+    )
 
 
 def test_a_network_is_explained_by_its_predictions(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def agreed(private: bytes, public: bytes, purpose: bytes, first: int, second: in
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, ciphers and shares that cost nothing; every decision is that of the real code."""
-    monkeypatch.setattr(secure_sum, "_agreed", agreed)
+    monkeypatch.setattr(secure_sum, "_shared_key", agreed)
     monkeypatch.setattr(secure_sum, "_expand", lambda seed, length: np.zeros(length, dtype=np.uint64))
     monkeypatch.setattr(secure_sum, "ChaCha20Poly1305", Cipher)
     monkeypatch.setattr(shamir, "split", lambda secret, holders, t, entropy=None: dict.fromkeys(holders, bytes(66)))

@@ -241,9 +241,9 @@ def test_t1_a_server_names_no_code_that_the_site_does_not_list(
     tables, (section, name) = config_for(made.config, 0), key.split(".")
     tables[section] = tables.get(section, {}) | {name: [f"{module}:f"] if name == "metrics" else f"{module}:f"}
     about = {"client": 0, "schema": data_schema(made.site._data), "promise": {}, "first": 0}
-    why = f'the code "{module}:f" is not among that of the policy: none'
-    assert made.ask({"op": "start", "config": tables} | about)[0]["refused"] == why
-    assert made.hello(code=[f"{module}:f"])["refused"] == why  # before the server imports it, too
+    why = f'the code "{module}:f" is not in the policy'
+    assert made.ask({"op": "start", "config": tables} | about)[0]["refused"].startswith(why)
+    assert made.hello(code=[f"{module}:f"])["refused"].startswith(why)  # before the server imports it, too
     assert not Path("mark").exists()
     listed = Asked(tmp_path / "listed", code=[f"{module}:f"])
     assert "refused" not in listed.hello(code=[f"{module}:f"])

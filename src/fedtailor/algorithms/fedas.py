@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fedtailor.algorithms.fedpac import class_sums
 from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import BODY, COUNT, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
@@ -70,7 +69,7 @@ class FedAS(Algorithm):
             mu = sums / counts.clamp(min=1)[:, None]
 
             def away(tensors: Params, x: Tensor, y: Tensor) -> Tensor:
-                features, _ = features_and_logits(me.model, tensors, x, training=True)
+                features, _ = me.model.features_and_outputs(tensors, x, training=True)
                 return (features - tensors[MEANS][y]).square().mean(1)
 
             frozen = phi | {MEANS: mu}

@@ -15,7 +15,6 @@ from torch.nn.functional import layer_norm, normalize
 
 from fedtailor.algorithms._shared.heads import check_dense_head, dense, weight_of_head
 from fedtailor.algorithms._shared.own_loss import beside, some_samples, without_prefix
-from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -69,12 +68,12 @@ class FedCP(Algorithm):
     @on_client(sends=(SHARED.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, common: Tree) -> tuple[Tree, Tree]:
         some, _, counted = some_samples(me, self.samples)
-        before, _ = features_and_logits(me.model, me.buffers | common["body"] | me.state, some)
+        before, _ = me.model.features_and_outputs(me.buffers | common["body"] | me.state, some)
         frozen = beside(COMMON, common["head"]) | {V: direction(me.state), SOME: some, BEFORE: before, COUNTED: counted}
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
             output = gated_outputs(me.model, t, t[V], x, training=True)
-            h, _ = features_and_logits(me.model, t, t[SOME])
+            h, _ = me.model.features_and_outputs(t, t[SOME])
             return me.experiment.loss(output, y) + self.lam * discrepancy(h, t[BEFORE], t[COUNTED], WIDTHS)
 
         start = common["body"] | me.state | beside(POLICY, common["policy"])
@@ -115,5 +114,5 @@ def gated_outputs(model: Model, t: Params, v: Tensor, x: Tensor, *, training: bo
         a = layer_norm((h * v) @ p["weight"].T + p["bias"], p["scale"].shape, p["scale"], p["shift"]).relu()
         return (a[:, : h.shape[1]] - a[:, h.shape[1] :]).sigmoid()  # the softmax of two
 
-    h, own = features_and_logits(model, t, x, training=training, change=lambda h: r(h) * h)
+    h, own = model.features_and_outputs(t, x, training=training, change=lambda h: r(h) * h)
     return own + dense(without_prefix(COMMON, t), (1 - r(h)) * h)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
 from fedtailor.algorithms._shared.own_loss import some_samples
-from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -61,7 +60,7 @@ class FedDBE(Algorithm):
     @on_client(sends=(MODEL.weighted_by(COUNT), MEAN.weighted_by(COUNT), COUNT))
     def first(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         w, (x, _, mask) = me.sgd(w, epochs=self.epochs), me.train
-        z_g, _ = features_and_logits(me.model, me.buffers | w, x)
+        z_g, _ = me.model.features_and_outputs(me.buffers | w, x)
         return me.state, (w, mask @ z_g / me.n, me.n)
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
@@ -70,7 +69,7 @@ class FedDBE(Algorithm):
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
             output = self.predict(me.model, t, x, training=True)
-            z_g, _ = features_and_logits(me.model, t, t[SOME])
+            z_g, _ = me.model.features_and_outputs(t, t[SOME])
             apart = t[COUNTED] @ z_g / t[COUNTED].sum() - t[Z_BAR]
             return me.experiment.loss(output, y) + self.kappa / 2 * apart.square().mean()
 
@@ -91,7 +90,7 @@ class FedDBE(Algorithm):
         def debiased(z_g: Tensor) -> Tensor:
             return z_g + personal[Z_P]
 
-        return features_and_logits(model, personal, x, training=training, change=debiased)[1]
+        return model.features_and_outputs(personal, x, training=training, change=debiased)[1]
 
     def onboard(self, me: ClientContext, server: Tree, epochs: int) -> Params:
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:

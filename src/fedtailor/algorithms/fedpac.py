@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
 from fedtailor.algorithms.fedrep import FedRep
-from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import BODY, COUNT, HEAD, NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -81,7 +80,7 @@ class FedPAC(Algorithm):
         head = me.sgd(me.state, epochs=self.head_epochs, frozen=body, lr=self.head_lr)
 
         def aligned(tensors: Params, x: Tensor, y: Tensor) -> Tensor:
-            f, logits = features_and_logits(me.model, tensors, x, training=True)
+            f, logits = me.model.features_and_outputs(tensors, x, training=True)
             pull = (f - tensors[CENTERS][y]).square().mean(1) * tensors[IS_KNOWN][y]
             return cross_entropy(logits, y, reduction="none") + self.lam * pull
 
@@ -111,7 +110,7 @@ def class_sums(me: ClientContext, params: Params) -> tuple[Tensor, Tensor, Tenso
     """Of a client's training samples: the sum of features of each class, of all squares, and the number of each."""
     sums, squares, counts = torch.zeros_like(weight_of_head(me.model)), me.n.new_zeros(()), me.n.new_zeros(())
     for x, y, mask in me.train.parts():
-        f, logits = features_and_logits(me.model, me.buffers | params, x)
+        f, logits = me.model.features_and_outputs(me.buffers | params, x)
         belongs = (y[:, None] == torch.arange(logits.shape[1], device=y.device)) * mask[:, None]
         squares = squares + torch.where(mask > 0, f.square().sum(1), 0).sum()
         sums, counts = sums + belongs.T @ f, counts + belongs.sum(0)

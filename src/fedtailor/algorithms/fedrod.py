@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
 from fedtailor.algorithms.fedavg import FedAvg
-from fedtailor.algorithms.knn_per import features_and_logits
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.model import Model
@@ -62,7 +61,7 @@ class FedRoD(Algorithm):
         counts = ((y[:, None] == torch.arange(len(me.state[BIAS]), device=y.device)) * mask[:, None]).sum(0)
 
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            f, g = features_and_logits(me.model, t, x, training=True)
+            f, g = me.model.features_and_outputs(t, x, training=True)
             balanced = cross_entropy(g + t[PRIOR], y, reduction="none")
             return balanced + cross_entropy(both(t, f.detach(), g.detach()), y, reduction="none")
 
@@ -74,11 +73,11 @@ class FedRoD(Algorithm):
         return w | me.state
 
     def predict(self, model: Model, personal: Params, x: Tensor) -> Tensor:
-        return both(personal, *features_and_logits(model, personal, x))
+        return both(personal, *model.features_and_outputs(personal, x))
 
     def onboard(self, me: ClientContext, w: Params, epochs: int) -> Params:
         def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
-            return cross_entropy(both(t, *features_and_logits(me.model, t, x, training=True)), y, reduction="none")
+            return cross_entropy(both(t, *me.model.features_and_outputs(t, x, training=True)), y, reduction="none")
 
         return w | me.sgd(me.state, epochs=epochs, frozen=w, loss=loss)
 

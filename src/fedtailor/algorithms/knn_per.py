@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, common, on_client
@@ -84,7 +83,7 @@ class KNNPer(Algorithm):
         if len(y) > self.capacity:
             view = View(take(x, sample), y[sample], is_kept)
             y, sample = view.y, row
-        features = torch.cat([features_and_logits(me.model, me.buffers | w, part.x)[0] for part in view.parts()])
+        features = torch.cat([me.model.features_and_outputs(me.buffers | w, part.x)[0] for part in view.parts()])
         store = w | {
             FEATURES: torch.where(is_kept[:, None], features[sample], 0),
             LABELS: torch.where(is_kept, y[sample], NOBODY),
@@ -104,7 +103,7 @@ class KNNPer(Algorithm):
     def both_probabilities(self, model: Model, personal: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities of the classes by kNN, and by the model."""
         store, labels = personal[FEATURES], personal[LABELS]
-        features, logits = features_and_logits(model, personal, x)
+        features, logits = model.features_and_outputs(personal, x)
         squares = features.square().sum(1)[:, None] - 2 * features @ store.T + store.square().sum(1)
         nearness = torch.where(labels == NOBODY, -torch.inf, -squares / (self.scale * store.shape[1]))
         near, who = nearness.topk(min(self.k, self.capacity))
@@ -116,32 +115,6 @@ class KNNPer(Algorithm):
 def empty(view: View) -> View:
     """In place of no samples: one that does not count."""
     return View(*tree_map(lambda v: v.new_zeros(1, *v.shape[1:]), tuple(view)))
-
-
-def features_and_logits(
-    model: Model,
-    params: Params,
-    x: Tensor,
-    *,
-    training: bool = False,
-    change: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What comes to the first module of the head that runs, and what leaves the model when `change` of it enters."""
-    entered: list[Tensor] = []
-
-    def enter(part: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
-        entered.append(inputs[0].flatten(1))
-        return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
-
-    parts = [model.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in model.head}]
-    hooks = [p.register_forward_pre_hook(enter) for p in parts]
-    try:
-        known = {k: v for k, v in params.items() if k in model.params or k in model.private_buffers}
-        logits = model(known, x, training=training)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return entered[0], logits
 
 
 def log_blend(voted: Tensor, modelled: Tensor, lam: float | Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def compare(
     also written as Markdown, LaTeX, CSV and JSON, with significance tests.
     """
     from fedtailor.experiments.config import CompareConfig, parse, read_toml, with_settings
-    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.progress import show_grid
     from fedtailor.experiments.store import new_path
     from fedtailor.report.paper import Paper
     from fedtailor.studies import result_tables
@@ -51,7 +51,7 @@ def compare(
     name = checked.compare.name
     path = out or (new_path(Path("runs"), name) if fresh else Path("runs") / name)
     again = command_words("compare", config, set=settings, data_root=data_root, out=path, **paper.options)
-    with progress_to_stderr(as_json), resumable(again, path, begun_by=""), grid_shown(console) as progress:
+    with progress_to_stderr(as_json), resumable(again, path, begun_by=""), show_grid(console) as progress:
         grid = run_grid(checked, path, data_root, progress, redo)
     table, search_notes = rows(grid), notes(path) if checked.search is not None else []
     search_notes += paper.write(grid, table, checked.compare.against)
@@ -86,7 +86,7 @@ def reproduce(
     command to continue: finished runs are not repeated.
     """
     from fedtailor.experiments.config import CONFIGS
-    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.progress import show_grid
     from fedtailor.experiments.store import write_atomically
     from fedtailor.studies import reproduce as published
     from fedtailor.studies import result_tables
@@ -107,7 +107,7 @@ def reproduce(
     which = (wanted, path, of, seeds or wanted.seeds, names)
     options = {"scale": scale, "seeds": seeds, "rows": rows, "json": json_file, "data_root": data_root}
     again = command_words("reproduce", table, **options, configs=configs, out=path)
-    with progress_to_stderr(is_printed), resumable(again, path, begun_by=""), grid_shown(console) as progress:
+    with progress_to_stderr(is_printed), resumable(again, path, begun_by=""), show_grid(console) as progress:
         settings = published.searched(*which, data_root, progress)
         figures = published.run(wanted, published.grid(*which, settings), data_root, progress)
     text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])

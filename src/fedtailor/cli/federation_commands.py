@@ -1,4 +1,4 @@
-"""`fedtailor federation`: a real federation of sites. Thin: it parses, calls, and tells."""
+"""`fedtailor federation`: a real federation of sites."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def start(
     to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
         pid = operate.start_participant(role, folder)
-        print(f"{role} runs as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
+        print(f"{role} is running as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
         return
     if operate.find_process(folder) is not None:
         raise RunError(f"{folder}: runs already; {to_end} ends it")
@@ -101,7 +101,7 @@ def stop(
     kits.require_flare()
     if admin is None:
         if not operate.stop_participant(Path(target)):
-            raise RunError(f"{target}: does not run; to stop a run, give its name and --admin FOLDER")
+            raise RunError(f"{target}: is not running; to stop a run, give its name and --admin FOLDER")
         print(f"{target}: stopped")
         return
     from fedtailor.flare.nvidia import admin_session
@@ -134,7 +134,7 @@ def submit(
     kits.require_flare()
     from fedtailor.flare.nvidia import Launcher
 
-    checked = _checked(config, settings).model_copy(update={"data": SitesConfig()})
+    checked = _read_config(config, settings).model_copy(update={"data": SitesConfig()})
     name = _name(run, "sites", checked)
     sites = tuple(read_json(admin / kits.ABOUT)["sites"])
     again = shlex.join(["fedtailor", *sys.argv[1:]])
@@ -164,7 +164,7 @@ def local(
     kits.require_flare()
     from fedtailor.flare import local_trial
 
-    checked = _checked(config, settings)
+    checked = _read_config(config, settings)
     name = _name(run, checked.data.source, checked)
     folder = out or Path("runs") / f"federation-{name}"
     again = shlex.join(["fedtailor", *sys.argv[1:]])
@@ -199,12 +199,12 @@ def personal(folder: Folder, as_json: AsJson = False) -> None:
         print(f"{model['run']}, {model['kind']} round {model['round']}: {model['file']}")
 
 
-def _checked(config: Path, settings: list[str]) -> Any:
+def _read_config(config: Path, settings: list[str]) -> Any:
     from fedtailor import algorithms
     from fedtailor.experiments.config import RunConfig, parse, read_toml, with_settings
 
     checked: RunConfig = parse(with_settings(read_toml(config), settings), RunConfig, str(config))
-    algorithms.make(checked.algorithm.name, checked.algorithm.options)  # what is wrong in it is said now
+    algorithms.make(checked.algorithm.name, checked.algorithm.options)  # report errors in it now
     return checked
 
 

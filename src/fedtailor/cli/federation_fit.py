@@ -1,4 +1,4 @@
-"""`fedtailor federation fit` and `results`: tables that stay at their sites, and what each site gets."""
+"""`fedtailor federation fit` and `results`: a fit of tables that stay at their sites, and each site's results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def fit(
 
 
 def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
-    """The run of a fit: one program, whose rounds solve, blend and settle."""
+    """The configuration of a fit: one round of a program that solves, blends and chooses."""
     from fedtailor.experiments.config import RunConfig, parse, with_settings
 
     tables = {
@@ -107,7 +107,7 @@ def _local_trial(
 
 
 def policy() -> str:
-    """The table of a site's file that lets a fit run."""
+    """The table [policy] of a site.toml that allows a fit."""
     import tomli_w
 
     from fedtailor import algorithms
@@ -125,7 +125,7 @@ def results(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print what a fit gave a site, on the site's own test rows, and write its report. Nothing leaves the site.
+    """Print a site's results of a fit, on its own test rows, and write its report. Nothing leaves the site.
 
     FOLDER is the site's. Trees are grown here, if the site has the rows for them. The folder that is printed
     serves fedtailor predict and fedtailor export.

@@ -66,7 +66,7 @@ def fit(
     Prints how well each site does alone, with one common model, and personalized, and writes a report. After
     an interruption, run the same command with --out to continue.
     """
-    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.progress import show_grid
     from fedtailor.experiments.store import FIT, new_path
     from fedtailor.report.write import write
     from fedtailor.tables.fit import fit as fitted
@@ -80,7 +80,7 @@ def fit(
     of_training |= {"metric": metric}
     again = command_words("fit", sites, **of_source, **of_training, out=path)
     aside, others = progress_to_stderr(as_json), all_problems(command_words("check", sites, **named), source)
-    with others, aside, resumable(again, path, begun_by=FIT), grid_shown(console) as listener:
+    with others, aside, resumable(again, path, begun_by=FIT), show_grid(console) as listener:
         record = fitted(
             source,
             path,
@@ -124,7 +124,7 @@ def update(
     After an interruption, run the same command again.
     """
     from fedtailor.data.tabular.read import read_rows
-    from fedtailor.experiments.progress import grid_shown
+    from fedtailor.experiments.progress import show_grid
     from fedtailor.experiments.store import FIT, latest, root_of
     from fedtailor.report.write import FILE, write
     from fedtailor.tables.serve import site_column
@@ -135,7 +135,7 @@ def update(
     again = command_words("update", run, data=data, rows=rows, site=site, time_limit=time_limit, data_root=data_root)
     root = root_of(run)
     new_rows = None if rows is None else split_by_site(read_rows(rows)[1], site, site_column(latest(root)))
-    with progress_to_stderr(as_json), resumable(again, root, begun_by=FIT), grid_shown(console) as listener:
+    with progress_to_stderr(as_json), resumable(again, root, begun_by=FIT), show_grid(console) as listener:
         result = updated(run, data=data, rows=new_rows, data_root=data_root, listener=listener, time_limit=time_limit)
     page = root / FILE
     if result.is_new:

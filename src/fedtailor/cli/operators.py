@@ -41,7 +41,7 @@ def status(
     if as_json and watch:
         raise ConfigError("status: --json prints once; leave out --watch")
     while True:
-        record, lines = _of_server(admin) if admin is not None else _of_folder(folder)
+        record, lines = _server_status(admin) if admin is not None else _participant_status(folder)
         if as_json:
             print_json(record)
             return
@@ -51,7 +51,7 @@ def status(
         time.sleep(WATCH)
 
 
-def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
+def _participant_status(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.flare import operate
 
     assert folder is not None
@@ -59,7 +59,7 @@ def _of_folder(folder: Path | None) -> tuple[dict[str, Any], list[str]]:
     return asdict(participant) | {"problems": operate.problems(participant)}, operate.status_lines(participant)
 
 
-def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
+def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.experiments.store import read_json
     from fedtailor.flare import kits
     from fedtailor.flare.nvidia import Unreachable, admin_session
@@ -71,7 +71,7 @@ def _of_server(admin: Path) -> tuple[dict[str, Any], list[str]]:
         with admin_session(admin / kits.KIT, kits.ADMIN) as session:
             connected, running, jobs, times = session.sites(), session.running(), session.jobs(), session.last_seen()
     except Unreachable as error:
-        return record | {"problems": [str(error)]}, [*lines, f"needs care: {error}"]
+        return record | {"problems": [str(error)]}, [*lines, f"attention: {error}"]
     for site in sorted({*about["sites"], *connected}):
         record["sites"][site] = {"connected": site in connected, "last_seen": times.get(site)}
         ago = f", seen {max(0.0, time.time() - times[site]):.0f} s ago" if site in times else ""
@@ -91,7 +91,7 @@ def health(folder: Folder) -> None:
     if wrong := operate.problems(operate.read_status(folder)):
         print("\n".join(wrong))
         raise typer.Exit(1)
-    print(f"{folder}: well")
+    print(f"{folder}: healthy")
 
 
 def metrics(folder: Folder) -> None:
@@ -119,7 +119,7 @@ def leave(folder: Folder) -> None:
 
     set_participation(private_folder(folder), "left")
     operate.stop_participant(folder)
-    print(f"{folder}: has left; pause --off takes it back. To delete what it keeps: fedtailor federation withdraw")
+    print(f"{folder}: has left; pause --off takes it back. To delete its files: fedtailor federation withdraw")
 
 
 def withdraw(
@@ -160,7 +160,7 @@ def renew(
     kits.require_flare()
     from fedtailor.flare.kits import renew_certificate
 
-    print(f"{name}: renewed; hand over {renew_certificate(folder, name)}, then start it anew")
+    print(f"{name}: renewed; send it {renew_certificate(folder, name)}, then restart it")
 
 
 def revoke(

@@ -31,7 +31,7 @@ def run(
     """
     from fedtailor.experiments import runner
     from fedtailor.experiments.config import RunConfig, parse, read_toml, with_settings
-    from fedtailor.experiments.progress import shown
+    from fedtailor.experiments.progress import show_progress
     from fedtailor.experiments.store import new_path
 
     chosen = [] if device is None else [f"federation.device={device}"]
@@ -44,7 +44,7 @@ def run(
     name = f"{checked.data.source}-{checked.algorithm.name}-seed{checked.seed}".replace(":", ".")
     with process_group(checked.federation.timeout) as ranks:
         path = Path(ranks.all_gather_object(str(out or new_path(Path("runs"), name)))[0])
-        bar = shown(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
+        bar = show_progress(console, checked.algorithm.name) if ranks.rank == 0 else nullcontext()
         with progress_to_stderr(as_json), resumable(command_words("resume", path), path, ranks), bar as listener:
             runner.start(checked, path, data_root, listener, ranks=ranks)
         _print_result(path, ranks, as_json)
@@ -58,12 +58,12 @@ def resume(
     The result equals that of an uninterrupted run. A run started on one device can be resumed on another.
     """
     from fedtailor.experiments import runner
-    from fedtailor.experiments.progress import shown
+    from fedtailor.experiments.progress import show_progress
     from fedtailor.experiments.store import RunFolder
 
     accept_trust(run, trust)
     with process_group(RunFolder.open(run).config.federation.timeout) as ranks:
-        bar = shown(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
+        bar = show_progress(console, run.resolve().name) if ranks.rank == 0 else nullcontext()
         with progress_to_stderr(as_json), resumable(command_words("resume", run), run, ranks), bar as listener:
             runner.resume(run, data_root, listener, ranks=ranks, device=device)
         _print_result(run, ranks, as_json)

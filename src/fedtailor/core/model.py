@@ -231,6 +231,45 @@ class Model:
         args, named = ((), x) if isinstance(x, dict) else ((x,), {})
         return torch.func.functional_call(self.module, params, args, named)
 
+    def features(self, params: Params, x: Tree) -> Tensor:
+        """What comes to the head, [samples, features]; see `features_and_outputs`."""
+        return self.features_and_outputs(params, x)[0]
+
+    def features_and_outputs(
+        self,
+        params: Params,
+        x: Tree,
+        *,
+        training: bool = False,
+        change: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What comes to the first module of the head that runs, and the outputs when `change` of it enters.
+
+        Args:
+            params: The model's tensors; others among them are left aside.
+            x: A batch.
+            training: Whether parts such as dropout are in training mode.
+            change: New features from those that came, of the same shape [samples, features].
+
+        Returns:
+            The features [samples, features] as they came, and the outputs.
+        """
+        entered: list[Tensor] = []
+
+        def enter(part: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor | None:
+            entered.append(inputs[0].flatten(1))
+            return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
+
+        parts = [self.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in self.head}]
+        hooks = [part.register_forward_pre_hook(enter) for part in parts]
+        try:
+            known = {k: v for k, v in params.items() if k in self.params or k in self.private_buffers}
+            outputs = self(known, x, training=training)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return entered[0], outputs
+
     @contextmanager
     def holding(self, tensors: Params) -> Iterator[nn.Module]:
         """The module in training with these tensors for its own, for many calls: what `__call__` does for each."""

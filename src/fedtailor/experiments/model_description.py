@@ -1,4 +1,4 @@
-"""What a file says of the model in it: checked before anything of that size or kind is made."""
+"""The description of a model in a file, checked before a model of that kind and size is made."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CellListener = Callable[[str, int, int], None]  # the name of a run, its round, 
 
 
 @contextmanager
-def shown(console: Console, title: str) -> Iterator[Listener]:
+def show_progress(console: Console, title: str) -> Iterator[Listener]:
     """A listener that shows the rounds of one run."""
     if not shows_bars(console):
         yield _Lines(title)
@@ -78,7 +78,7 @@ class _Lines:
 
 
 @contextmanager
-def grid_shown(console: Console) -> Iterator[CellListener]:
+def show_grid(console: Console) -> Iterator[CellListener]:
     """Shows the cells of a comparison: one bar each on a terminal, one line for each that ends otherwise."""
     if not shows_bars(console):
         done: set[str] = set()

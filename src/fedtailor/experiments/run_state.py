@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ EPOCHS = 3
 
 
 @dataclass(frozen=True)
-class Best:
+class BestRound:
     """The round that is best on validation data so far."""
 
     round: int = 0
@@ -46,15 +46,7 @@ class Best:
     snapshot: Tree = None  # all that is needed to predict as in that round
 
 
-@dataclass
-class Chosen:
-    """Rounds that may be gone back to."""
-
-    best: Best = field(default_factory=Best)
-    kept: Best = field(default_factory=Best)  # the last that was better by early_stopping.min_delta
-
-
-class Run:
+class RunState:
     """What changes from round to round."""
 
     def __init__(self, config: RunConfig, engine: Engine, ranks: ProcessGroup, disk: Disk) -> None:
@@ -67,7 +59,8 @@ class Run:
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
         self.seconds = 0.0
-        self.chosen = Chosen()
+        self.best = BestRound()  # on validation data
+        self.kept = BestRound()  # the last that was better by early_stopping.min_delta
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +69,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """By which rounds are compared."""
+        """The metric that compares rounds."""
         return self.engine.experiment.metrics[0].name
 
     @property
@@ -85,15 +78,15 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether early stopping has had enough."""
+        """Whether early stopping ends the run here."""
         patience = self.config.early_stopping.patience
-        return 0 < patience <= self.round - self.chosen.kept.round and self.chosen.kept.round > 0
+        return 0 < patience <= self.round - self.kept.round and self.kept.round > 0
 
     @property
     def goes_back(self) -> bool:
         """Whether the run ends with the round that early stopping found best."""
         section = self.config.early_stopping
-        return section.patience > 0 and section.keep == "best" and self.chosen.kept.snapshot is not None
+        return section.patience > 0 and section.keep == "best" and self.kept.snapshot is not None
 
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
@@ -124,7 +117,7 @@ class Run:
         if report := self.fed.record.reported | tally.figures:
             line["report"] = report
         if self.config.privacy.noise:
-            line["epsilon"] = self._spent().epsilon
+            line["epsilon"] = self._privacy_cost().epsilon
         if self.fed.record.faults[faults:]:
             line["faults"] = [asdict(f) for f in self.fed.record.faults[faults:]]
         value = math.nan
@@ -140,7 +133,7 @@ class Run:
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
-        return line | asdict(self.fed.traffic) | {"seconds": round_to(seconds)}, value
+        return line | asdict(self.fed.traffic) | {"seconds": _milliseconds(seconds)}, value
 
     def _peak_memory(self) -> int | None:
         """The most bytes that were in use on a device, of whichever worker or rank."""
@@ -148,8 +141,8 @@ class Run:
         every = self.ranks.all_gather_object(own) if self.device.type != "cpu" else [own]
         return max((peak for peak in every if peak is not None), default=None)
 
-    def _spent(self) -> accountant.PrivacyCost:
-        """What the noisy sums up to here have cost."""
+    def _privacy_cost(self) -> accountant.PrivacyCost:
+        """Epsilon of the noisy sums so far."""
         clients, wanted = len(self.engine.experiment.data.clients), self.config.federation.clients_per_round
         return accountant.privacy_cost(
             Counter(self.fed.sums.noisy.values()),
@@ -163,9 +156,9 @@ class Run:
         """Keep the round if it is the best one on validation data so far."""
         higher = self.engine.experiment.metrics[0].higher_is_better
         value = summarise(values, higher_is_better=higher).mean
-        better = value > self.chosen.best.value if higher else value < self.chosen.best.value
-        if better or (self.chosen.best.snapshot is None and not math.isnan(value)):
-            self.chosen.best = Best(round, value, self._snapshot())
+        better = value > self.best.value if higher else value < self.best.value
+        if better or (self.best.snapshot is None and not math.isnan(value)):
+            self.best = BestRound(round, value, self._snapshot())
         return value
 
     def _watch(self, round: int, measured: dict[str, list[float]]) -> None:
@@ -176,9 +169,9 @@ class Run:
             raise ConfigError(f'early_stopping.metric: no metric "{metric}" here; {nearest(metric, measured)}')
         higher = {m.name: m.higher_is_better for m in self.engine.experiment.metrics}[metric]
         value = summarise(measured[metric], higher_is_better=higher).mean
-        gain = (value - self.chosen.kept.value) * (1 if higher else -1)
-        if not math.isnan(value) and (self.chosen.kept.round == 0 or gain > section.min_delta):
-            self.chosen.kept = Best(round, value, self._snapshot() if section.keep == "best" else None)
+        gain = (value - self.kept.value) * (1 if higher else -1)
+        if not math.isnan(value) and (self.kept.round == 0 or gain > section.min_delta):
+            self.kept = BestRound(round, value, self._snapshot() if section.keep == "best" else None)
 
     def _snapshot(self) -> Tree:
         """Server and clients as they are now; of the clients, those of this rank."""
@@ -193,7 +186,7 @@ class Run:
         return range(len(self.engine.experiment.data.clients))
 
     def save(self, folder: RunFolder, metrics_length: int) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint; `metrics_length` is how much of the rounds' file counts with it."""
         status = {
             "round": self.round,
             "seconds": self.seconds,
@@ -202,17 +195,17 @@ class Run:
             "traffic": asdict(self.fed.traffic),
             "looked_at": sorted(self.fed.record.gathered),
             "noisy_sums": {str(round): sums for round, sums in self.fed.sums.noisy.items()},
-            "best_round": self.chosen.best.round,
-            "best_value": self.chosen.best.value,
-            "kept": [self.chosen.kept.round, self.chosen.kept.value],
+            "best_round": self.best.round,
+            "best_value": self.best.value,
+            "kept": [self.kept.round, self.kept.value],
         }
         state = {"server": self.server, "clients": self.engine.get_states()}
         moments = {"moments": self.fed.sums.moments} if self.fed.sums.moments else {}  # of the server's optimizer
         trees = {"state": (self.round, self._whole(state) | moments)}
-        if self.chosen.best.snapshot is not None:
-            trees["best"] = (self.chosen.best.round, self._whole(self.chosen.best.snapshot))
-        if self.chosen.kept.snapshot is not None:
-            trees["kept"] = (self.chosen.kept.round, self._whole(self.chosen.kept.snapshot))
+        if self.best.snapshot is not None:
+            trees["best"] = (self.best.round, self._whole(self.best.snapshot))
+        if self.kept.snapshot is not None:
+            trees["kept"] = (self.kept.round, self._whole(self.kept.snapshot))
         if self.ranks.rank == 0:
             folder.save_checkpoint(status, trees, self.disk.touch)
         if isinstance(self.engine, Losing):
@@ -232,9 +225,9 @@ class Run:
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
-        self.chosen.best = Best(status["best_round"], status["best_value"], trees.get("best"))
+        self.best = BestRound(status["best_round"], status["best_value"], trees.get("best"))
         round, value = status.get("kept", (0, math.nan))
-        self.chosen.kept = Best(round, value, trees.get("kept"))
+        self.kept = BestRound(round, value, trees.get("kept"))
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.record.gathered = set(status["looked_at"])
         self.fed.sums.moments = trees["state"].get("moments", {})
@@ -251,12 +244,12 @@ class Run:
             raise RunError(f"{folder.path}: none of its {self.config.rounds} rounds could be used; the last: {reason}")
         stopped = {"stopped": self.round} if self.is_stopped else {}
         if self.goes_back:
-            self.round, tree = self.chosen.kept.round, self.chosen.kept.snapshot
+            self.round, tree = self.kept.round, self.kept.snapshot
             self.server = tree["server"]
             self.engine.set_states(tree["clients"])
         last = (self.round, self._snapshot())
         # without validation samples nothing can be selected: the last round stands for both
-        selected = last if self.chosen.best.snapshot is None else (self.chosen.best.round, self.chosen.best.snapshot)
+        selected = last if self.best.snapshot is None else (self.best.round, self.best.snapshot)
         snapshots = {"last": last, "selected": selected}
         results: dict[str, Any] = {
             "metric": self.metric,
@@ -264,7 +257,7 @@ class Run:
         }
         for kind, (round, tree) in snapshots.items():
             self.engine.set_states(tree["clients"])
-            test = self._tested(folder, kind, round, to_device(tree["server"], self.device))
+            test = self._test_metrics(folder, kind, round, to_device(tree["server"], self.device))
             results[kind] = {"round": round, "test": self._summaries(test), "clients": test}
             if missing := missing_metrics(self.engine.experiment, test):
                 results[kind]["missing"] = missing
@@ -276,10 +269,10 @@ class Run:
         lines = folder.metrics()
         results |= {
             "traffic": asdict(self.fed.traffic),
-            "seconds": round_to(self.seconds),
+            "seconds": _milliseconds(self.seconds),
             "gathered": sorted(self.fed.record.gathered),
             "lines": len(lines),
-            **self._liars(),
+            **self._attackers(),
             "faults": sum(len(line.get("faults", [])) for line in lines),
             "abandoned": sum("abandoned" in line for line in lines),
             **stopped,
@@ -289,29 +282,28 @@ class Run:
         write_json(folder.path / RESULTS, results)
 
     def _summaries(self, metrics: dict[str, list[float]]) -> dict[str, Any]:
-        """Over clients."""
         directions = {m.name: m.higher_is_better for m in self.engine.experiment.metrics}
         return {k: asdict(summarise(v, higher_is_better=directions[k])) for k, v in metrics.items()}
 
-    def _liars(self) -> dict[str, Any]:
-        """Who lied, in a simulation of an attack: figures of theirs are no figures."""
+    def _attackers(self) -> dict[str, Any]:
+        """The malicious clients of a simulated attack, whose figures mean nothing."""
         names = self.engine.experiment.data.clients
         liars = attack_of(self.config).clients(len(names))
         return {"attackers": sorted(names[c] for c in liars)} if liars else {}
 
     def _privacy(self) -> dict[str, Any]:
-        """What was hidden, and what is known of it in numbers."""
+        """What protected the clients, for the results."""
         section = self.config.privacy
         figures: dict[str, Any] = {"secure_sum": section.secure_sum, "clip": section.clip, "noise": section.noise}
         if section.noise:
             figures |= {
                 "delta": section.delta,
                 "noisy_sums": sum(self.fed.sums.noisy.values()),
-                **asdict(self._spent()),
+                **asdict(self._privacy_cost()),
             }
         return figures
 
-    def _tested(self, folder: RunFolder, kind: str, round: int, server: Tree) -> dict[str, list[float]]:
+    def _test_metrics(self, folder: RunFolder, kind: str, round: int, server: Tree) -> dict[str, list[float]]:
         """Test metrics of all clients; their personal models are saved as they come."""
         names = self.engine.experiment.data.clients
         if self.ranks.count == 1:
@@ -350,8 +342,7 @@ def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
     return tuple(sorted(int(c) for c in drawn))
 
 
-def round_to(seconds: float) -> float:
-    """Milliseconds are enough."""
+def _milliseconds(seconds: float) -> float:
     return float(f"{seconds:.3f}")
 
 

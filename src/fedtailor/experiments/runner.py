@@ -34,7 +34,7 @@ from fedtailor.experiments import tracking, user_code
 from fedtailor.experiments.building import architecture_notes, attack_of, build_experiment, robust_notes
 from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.run_state import Run
+from fedtailor.experiments.run_state import RunState
 from fedtailor.experiments.store import CONFIG, METRICS, RunFolder
 from fedtailor.experiments.user_code import code_notes, code_of, refuse_other_code
 from fedtailor.training import compiling
@@ -44,7 +44,7 @@ ABANDONED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class Progress:
-    """What is told after a round."""
+    """What a listener is given after a round."""
 
     round: int
     rounds: int
@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
 def about(
     experiment: Experiment, config: RunConfig, engine: str, data_root: Path | None, ranks: int = 1
 ) -> dict[str, Any]:
-    """What made a run, for people who find its folder."""
+    """What made a run: versions, data, code and machine."""
     names, code = ("fedtailor", "torch", "numpy", "safetensors"), code_of(config)
     return {
         "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
@@ -108,7 +108,7 @@ def about(
 
 
 def plain_shape(shape: Shape) -> Any:
-    """As JSON holds it."""
+    """The shape as lists, for JSON."""
     return {k: list(v) for k, v in shape.items()} if isinstance(shape, dict) else list(shape)
 
 
@@ -122,10 +122,10 @@ def start(
     """A new run in a new folder, to its end or as far as the options say."""
     ranks, cores = options.get("ranks", SINGLE_PROCESS), options.get("cores", 0)
 
-    def prepared_run() -> tuple[Run, dict[str, Any]]:  # what does not fit together is said before there is a folder
+    def prepare_run() -> tuple[RunState, dict[str, Any]]:  # what does not fit together is said before there is a folder
         tracking.check(config.tracking)
         experiment = build_experiment(config, data_root, options.get("loaded"))
-        experiment, placement = _placed(experiment, config, options.get("device"), ranks)
+        experiment, placement = _place(experiment, config, options.get("device"), ranks)
         user_code.remember(config)
         if ranks.count > 1 and (not experiment.aggregation.is_plain or config.attack.name != "none"):
             why = "privacy, aggregation, attack: not with torchrun, whose ranks share what they know"
@@ -138,15 +138,15 @@ def start(
         elif name == "auto":
             choice = engines.choose(experiment, config.federation.clients_per_round, _workers(config, cores))
             name, why = choice.name, choice.why
-        run = _begun(name, experiment, config, path, ranks, cores)
+        run = _begin_run(name, experiment, config, path, ranks, cores)
         stack.callback(run.engine.close)
         run.server = run.server if options.get("server") is None else options["server"]
-        placement |= {"engine_why": why, **_stack(run, placement["device"])}
+        placement |= {"engine_why": why, **_stack_size(run, placement["device"])}
         return run, about(experiment, config, name, data_root, ranks.count) | placement
 
     with ExitStack() as stack:
         stack.enter_context(machine.training_settings(config.federation.threads or 1))
-        run, run_about = ranks.agreed(prepared_run)
+        run, run_about = ranks.agreed(prepare_run)
         prepared = run.engine.experiment.data.preparation
         ranks.agreed(lambda: RunFolder.create(path, config, run_about, prepared) if ranks.rank == 0 else None)
         return _train(RunFolder(path), run, listener, options)
@@ -165,7 +165,7 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
     if folder.config != config:
         raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
     refuse_other_code(folder)
-    return _train(folder, Run(config, engine, SINGLE_PROCESS, _disk(config, path)), listener, {})
+    return _train(folder, RunState(config, engine, SINGLE_PROCESS, _disk(config, path)), listener, {})
 
 
 def resume(
@@ -174,7 +174,7 @@ def resume(
     """Go on with a run from its last checkpoint; a finished one is left as it is."""
     ranks, cores = options.get("ranks", SINGLE_PROCESS), options.get("cores", 0)
 
-    def reopened() -> Run | None:
+    def reopen() -> RunState | None:
         folder = RunFolder.open(path)
         config, run_about = folder.config, folder.about
         if folder.results is not None:
@@ -184,13 +184,13 @@ def resume(
         tracking.check(config.tracking)
         stack.enter_context(machine.training_settings(run_about["threads"]))
         experiment = reload_experiment(folder, data_root, options.get("loaded"))
-        experiment, _ = _placed(experiment, config, options.get("device"), ranks)
-        run = _begun(run_about["engine"], experiment, config, path, ranks, cores)
+        experiment, _ = _place(experiment, config, options.get("device"), ranks)
+        run = _begin_run(run_about["engine"], experiment, config, path, ranks, cores)
         stack.callback(run.engine.close)
         return run
 
     with ExitStack() as stack:
-        run = ranks.agreed(reopened)
+        run = ranks.agreed(reopen)
         return RunFolder(path) if run is None else _train(RunFolder(path), run, listener, options)
 
 
@@ -235,10 +235,10 @@ def config_of(folder: RunFolder) -> RunConfig:
     return config
 
 
-def _begun(
+def _begin_run(
     name: engines.EngineName, experiment: Experiment, config: RunConfig, path: Path, ranks: ProcessGroup, cores: int
-) -> Run:
-    """A run whose clients have their first state."""
+) -> RunState:
+    """The state of a new run; its clients have their first private states."""
     if config.federation.goal:
         raise ConfigError("federation.goal: for a federation of sites; environment.deadline loses slow replies here")
     engine: Engine
@@ -255,13 +255,13 @@ def _begun(
         if config.attack.name in CHANGES:
             engine = cast(Engine, Attacked(engine, attack_of(config)))
     engine.start()
-    return Run(config, engine, ranks, disk)
+    return RunState(config, engine, ranks, disk)
 
 
-def _placed(
+def _place(
     experiment: Experiment, config: RunConfig, wanted: str | None, ranks: ProcessGroup
 ) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment on its device, and what is told of that."""
+    """The experiment on its device, and which device that is and why."""
     rank = devices.local_rank() if ranks.count > 1 else None
     device, why = devices.find(wanted or config.federation.device, rank=rank, dtype=experiment.model.dtype)
     experiment = devices.place(experiment, device)
@@ -273,8 +273,8 @@ def _placed(
     return experiment, {"device": str(device), "device_why": why}
 
 
-def _stack(run: Run, device: str) -> dict[str, int]:
-    """How many clients are stacked on a device, which depends on its memory."""
+def _stack_size(run: RunState, device: str) -> dict[str, int]:
+    """The stack size on a device, which depends on its memory."""
     chunk = getattr(run.engine, "chunk", 0)
     return {"chunk": chunk} if chunk and device != "cpu" else {}
 
@@ -291,7 +291,7 @@ def _disk(config: RunConfig, path: Path) -> Disk:
     return Disk(path.absolute().parent, config.federation.budget)
 
 
-def _train(folder: RunFolder, run: Run, listener: Listener | None, options: Options) -> RunFolder:
+def _train(folder: RunFolder, run: RunState, listener: Listener | None, options: Options) -> RunFolder:
     """The rounds that are still to do, and the end; with `until` only those up to there, and a checkpoint."""
     config, ranks, saved_at, length, until = run.config, run.ranks, -math.inf, 0, options.get("until")
     followed = Followed(folder.path, config, run.metric, run.higher_is_better)
@@ -301,7 +301,7 @@ def _train(folder: RunFolder, run: Run, listener: Listener | None, options: Opti
     with ExitStack() as stack:
         ranks.agreed(lambda: stack.enter_context(folder.locked()) if is_first else None)
         ranks.agreed(lambda: run.load(folder))
-        track = stack.enter_context(tracking.followed(folder, config)) if is_first else None
+        track = stack.enter_context(tracking.follow(folder, config)) if is_first else None
         if track is not None:
             for line in folder.metrics():  # a tracker may have lost the last of them
                 track(line)

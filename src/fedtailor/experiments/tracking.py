@@ -39,26 +39,26 @@ def check(section: TrackingSection) -> None:
 
 
 @contextmanager
-def followed(folder: RunFolder, config: RunConfig) -> Iterator[RoundListener]:
+def follow(folder: RunFolder, config: RunConfig) -> Iterator[RoundListener]:
     """Tell the trackers of a configuration about rounds, and at the end about the results."""
     wanted, directions = config.tracking, recorded_metrics(folder.about)
-    opened = [
+    followers = [
         *([_Follower("tensorboard", lambda: _TensorBoard(folder))] if wanted.tensorboard else []),
         *([_Follower("mlflow", lambda: _MLflow(folder, config, wanted.mlflow))] if wanted.mlflow else []),
         *([_Follower("wandb", lambda: _Wandb(folder, config))] if wanted.wandb else []),
     ]
 
     def tell(line: dict[str, Any]) -> None:
-        for follower in opened:
+        for follower in followers:
             follower.tell(line["round"], of_round(line, directions))
 
     try:
         yield tell
     except BaseException:
-        for follower in opened:
+        for follower in followers:
             follower.close(is_finished=False)
         raise
-    for follower in opened:
+    for follower in followers:
         for step, values in of_results(folder.results or {}):
             follower.tell(step, values)
         follower.close(is_finished=True)
@@ -101,28 +101,28 @@ class Tracker(Protocol):
 class _Follower:
     """A tracker that is told each figure of a round once, and is left alone after its first failure."""
 
-    def __init__(self, name: str, opened: Callable[[], Tracker]) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name = name
         self.tracker: Tracker | None = None
-        with self._forgiven():
-            self.tracker = opened()
+        with self._log_failure():
+            self.tracker = make()
 
     def tell(self, step: int, values: Values) -> None:
         """Rounds that are run again after a resume have been told already."""
         if self.tracker is not None:
             last = self.tracker.last
             new = {k: v for k, v in values.items() if math.isfinite(v) and step > last.get(k, -math.inf)}
-            with self._forgiven():
+            with self._log_failure():
                 self.tracker.write(step, new)
                 last |= dict.fromkeys(new, step)
 
     def close(self, *, is_finished: bool) -> None:
         if self.tracker is not None:
-            with self._forgiven():
+            with self._log_failure():
                 self.tracker.close(is_finished)
 
     @contextmanager
-    def _forgiven(self) -> Iterator[None]:
+    def _log_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:

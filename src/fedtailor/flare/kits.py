@@ -93,8 +93,9 @@ def provision(folder: Path, host: str, port: int, sites: list[str]) -> list[str]
     for name in sites:
         if not name.replace("-", "").replace("_", "").isalnum() or name in ("server", "admin", host):
             raise ConfigError(f'--site "{name}": use letters, digits, "-" and "_"; not server or admin')
+    if taken := set(read_revoked(folder)["names"]) & set(sites):  # the old certificate can still connect
+        raise ConfigError(f'--site "{min(taken)}": its certificate was revoked; choose another name')
     everybody = sorted({*(old["sites"] if old else []), *sites})
-    _refuse_revoked(folder, sites)
     newest = write_kits(folder, host, port, everybody)
     new = []
     for role, name, participant in [
@@ -124,15 +125,12 @@ def write_kits(folder: Path, host: str, port: int, sites: list[str]) -> Path:
     authority = folder / "authority"
     authority.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomically(authority / "project.json", json.dumps(_project(host, port, sites), indent=1).encode())
-    _run_provision(authority)
+    # JSON is YAML; with --force it adds participants and keeps the authority
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.json", "-w", ".", "--force"]
+    done = subprocess.run(command, cwd=authority, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")
     return max((authority / PROJECT).glob("prod_*"))
-
-
-def _refuse_revoked(folder: Path, sites: list[str]) -> None:
-    """The name of a revoked certificate is not used again: the old certificate can still connect."""
-    revoked_sites = set(read_revoked(folder)["names"]) & set(sites)
-    if revoked_sites:
-        raise ConfigError(f'--site "{min(revoked_sites)}": its certificate was revoked; choose another name')
 
 
 def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
@@ -153,14 +151,6 @@ def _project(host: str, port: int, sites: list[str]) -> dict[str, Any]:
             {"path": builders + "signature.SignatureBuilder"},
         ],
     }
-
-
-def _run_provision(authority: Path) -> None:
-    """Run `nvflare provision`. With --force it adds participants and keeps the authority. (JSON is YAML.)"""
-    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.json", "-w", ".", "--force"]
-    done = subprocess.run(command, cwd=authority, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RunError(f"{authority}: nvflare provision failed: {(done.stdout + done.stderr).strip()[-400:]}")
 
 
 def restrict_kit(kit: Path, role: str) -> None:

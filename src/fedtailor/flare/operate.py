@@ -294,7 +294,7 @@ def _run(path: Path) -> RunStatus:
 def status_lines(status: Status, now: float | None = None) -> list[str]:
     """The status in words."""
     now = time.time() if now is None else now
-    runs_as = f"runs as process {status.process}" if status.process else "does not run"
+    runs_as = f"running as process {status.process}" if status.process else "not running"
     words = [runs_as, *([] if status.role == "server" else [status.state]), *condition_words(status.condition, now)]
     lines = [f"{status.role} {status.name}: {', '.join(words)}"]
     for run in status.runs:
@@ -308,14 +308,14 @@ def status_lines(status: Status, now: float | None = None) -> list[str]:
     if status.role == "site":
         last = "none yet" if status.last_message is None else f"the last {_ago(now - status.last_message)} ago"
         lines.append(f"messages: {status.messages}, {status.refusals} refused, {last}")
-        lines.append(f"keeps states of: {', '.join(status.kept) or 'no run'}")
-    return [*lines, *(f"needs care: {problem}" for problem in problems(status, now))]
+        lines.append(f"stored runs: {', '.join(status.kept) or 'none'}")
+    return [*lines, *(f"attention: {problem}" for problem in problems(status, now))]
 
 
 def problems(status: Status, now: float | None = None) -> list[str]:
     """What its operator must attend to; empty if the participant is healthy."""
     now = time.time() if now is None else now
-    messages = [] if status.process else [f"{status.name} does not run"]
+    messages = [] if status.process else [f"{status.name} is not running"]
     return messages + [f"{status.name}: {problem}" for problem in condition_problems(status.condition, now)]
 
 

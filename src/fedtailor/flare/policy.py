@@ -129,16 +129,16 @@ class Policy(BaseModel):
     def check_run(self, algorithm: str, model: str, rounds: int, samples: int, code: Sequence[str]) -> None:
         """Refuse a run by the names in its header, before anything is imported."""
         if algorithm.lower() not in {name.lower() for name in self.algorithms}:
-            raise Refused(f'algorithm "{algorithm}" is not among those of the policy: {", ".join(self.algorithms)}')
+            raise Refused(f'algorithm "{algorithm}" is not in the policy, which lists {", ".join(self.algorithms)}')
         if model not in self.models:
-            raise Refused(f'model "{model}" is not among those of the policy: {", ".join(self.models)}')
+            raise Refused(f'model "{model}" is not in the policy, which lists {", ".join(self.models)}')
         for name in code:
             if name not in self.code:
-                raise Refused(f'the code "{name}" is not among that of the policy: {", ".join(self.code) or "none"}')
+                raise Refused(f'the code "{name}" is not in the policy, which lists {", ".join(self.code) or "none"}')
         if rounds > self.max_rounds:
-            raise Refused(f"{rounds} rounds are more than the {self.max_rounds} of the policy")
+            raise Refused(f"{rounds} rounds are more than the policy's limit of {self.max_rounds}")
         if samples < self.min_samples:
-            raise Refused(f"this site has fewer than the {self.min_samples} training samples of the policy")
+            raise Refused(f"this site has fewer than {self.min_samples} training samples, the minimum of its policy")
 
     def check_sends(self, algorithm: Algorithm) -> None:
         """Refuse an algorithm that declares to send what `sends` does not list."""
@@ -154,7 +154,7 @@ class Policy(BaseModel):
     def check_round(self, round: int) -> None:
         """Refuse rounds beyond the limit: a server may continue for longer than it announced."""
         if round > self.max_rounds:
-            raise Refused(f"round {round} is beyond the {self.max_rounds} of the policy")
+            raise Refused(f"round {round} is beyond the policy's limit of {self.max_rounds}")
 
 
 def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> None:

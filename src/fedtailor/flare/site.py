@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -52,9 +52,6 @@ from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, diges
 from fedtailor.tables.candidates import all_in_training
 from fedtailor.tables.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
-
-if TYPE_CHECKING:
-    from fedtailor.aggregation.member import Party
 
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept
@@ -214,7 +211,7 @@ class SiteJob:
 
     def refuse_other_round(self, round: int) -> None:
         if round != self.round:
-            raise Refused(f"round {round} is not the one that was begun ({self.round})")
+            raise Refused(f"round {round} was not begun; the current one is {self.round}")
 
 
 @dataclass
@@ -350,18 +347,19 @@ class SiteService:
         if not (folder / RUN).exists():
             write_json(folder / RUN, identity)
         elif read_json(folder / RUN) != identity:
-            raise Refused(f"this site has a run {self._run} with another configuration")
+            raise Refused(
+                f"this site has a run {self._run} with another configuration or version; choose another --run"
+            )
         torch.set_num_threads(config.federation.threads or 1)
-        party = self._party(header["client"], folder) if experiment.aggregation.reduction.is_sealed else None
+        party = None
+        if experiment.aggregation.reduction.is_sealed:
+            party = make_party(self.site.kit, policy, self.name, self._run, header["client"], folder)
         client = Client(experiment, 0, self._describe_error, party)
         client.inside.start()
         self._job = SiteJob(experiment, client, states, RunUsage(policy.budget, folder, config.rounds), header["first"])
         if header["first"] not in states.rounds():
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
-
-    def _party(self, number: int, folder: Path) -> Party:
-        return make_party(self.site.kit, self.site.policy, self.name, self._run, number, folder)
 
     @property
     def _account(self) -> PrivacyAccount:

@@ -1,4 +1,4 @@
-"""A personal model as a file for other programs. It is read again and must say the same before it appears."""
+"""A personal model as a file for other programs. Its predictions are compared before it appears."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def export(run: Path, site: str, to: Format, out: Path | None = None, data_root:
 
 
 def _as_json(own: Personal, target: Path) -> Path:
-    """A linear model in units of the table; computed by hand from the file, it must say the same."""
+    """A linear model in units of the table; its predictions, computed from the file, are compared."""
     content = json.dumps(linear_record(own), indent=1, allow_nan=False, ensure_ascii=False).encode()
     record = json.loads(content)
     numeric, categorical = sample_columns(own)
@@ -132,7 +132,7 @@ def _as_json(own: Personal, target: Path) -> Path:
 
 
 def sample_columns(own: Personal) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rows of a table such as the model may meet: missing and wild values, categories that nobody knows."""
+    """Rows of a table such as the model may meet: missing and wild values, unknown categories."""
     assert own.preparation is not None
     draw = np.random.default_rng(0)
     numeric: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def _predictions_of_columns(own: Personal, numeric: dict[str, Any], categorical:
 
 
 def _onnx_of_columns(own: Personal, path: Path, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Write a graph that takes columns as they stand in a file; what the model says of samples, and what the graph."""
+    """Write a graph that takes the columns of a file; returns predictions of the model and of the graph."""
     assert own.preparation is not None
     require_packages("onnx", "onnxruntime")
     numeric, categorical = sample_columns(own)
@@ -193,7 +193,7 @@ def _traced(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
     """Write the network as a graph, read it again, and let it predict."""
     module, rows = Served(own).eval(), torch.export.Dim("rows", min=1)
     shapes = {"x": {0: rows}}
-    logging.disable(logging.CRITICAL)  # torch tells of packages that it could also use
+    logging.disable(logging.CRITICAL)  # torch reports optional packages
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

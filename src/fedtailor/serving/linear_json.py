@@ -96,7 +96,7 @@ def linear_record(own: Personal) -> dict[str, Any]:
 
 
 def predict_by_hand(record: Mapping[str, Any], row: Mapping[str, Any]) -> list[float]:
-    """What the record says of one row, values by column: probabilities of the classes, or the number."""
+    """The prediction of a record for one row (values by column): probabilities of the classes, or the number."""
     scores = list(record["intercept"])
     for column in record["columns"]:
         value = row.get(column["name"])

@@ -116,6 +116,6 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
 
 
 def reread_outputs(path: Path, x: Tensor) -> Tensor:
-    """What the model of a written file says."""
+    """Predictions of the model in a written file."""
     own = read_safetensors(path)
     return own.readable(own.outputs(x))

@@ -1,4 +1,4 @@
-"""A newcomer with its own data gets a personal model from a finished run; nobody else is touched."""
+"""A newcomer with its own data gets a personal model from a finished run; other clients are not involved."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float
 
 
 def newcomer_record(fit: Path, name: str) -> dict[str, Any]:
-    """What is known of a newcomer."""
+    """The stored record of a newcomer."""
     file = part_of(source_run(fit) / "newcomers", name) / "newcomer.json"
     if not file.exists():
         raise RunError(f'{fit}: no newcomer "{name}"; onboard it first')

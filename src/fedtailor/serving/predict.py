@@ -114,7 +114,7 @@ def _flatten_nested(frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def predict_by_site(path: Path, file: Path, column: str, interval: float = 0.0) -> tuple[pl.DataFrame, list[str]]:
-    """The rows of a file with their predictions, in their order, and notes; sites nobody knows get the common model."""
+    """The rows of a file with their predictions, in their order, and notes; unknown sites get the common model."""
     import polars as pl
 
     frame, values = read_rows(file)

@@ -32,7 +32,7 @@ LEAST = 0.01  # weights below this are left out
 
 @dataclass(frozen=True)
 class Selection:
-    """What the candidates say out of fold, of test rows, and who serves whom."""
+    """The models chosen for each site, with their weights and out-of-fold outputs."""
 
     cells: list[Cell]
     weights: NDArray[np.float64]  # [sites, cells], of the linear part
@@ -52,14 +52,14 @@ def select(
     clock: Clock,
     out: Path,
 ) -> Selection:
-    """Weights, trees, and the promise that no site is knowingly worse off than alone."""
+    """Choose weights and trees; a site whose own model is significantly better keeps that."""
     is_class = data.task == "classification"
     dropped: list[dict[str, Any]] = []
     used = [cell for cell in cells if cell.label in outputs]
     held = torch.from_numpy(folds >= 0)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     linear = torch.stack([outputs[cell.label][held] for cell in used])
-    if not len(y):  # nobody has two rows
+    if not len(y):  # no site has two rows
         weights = np.zeros((len(data.clients), len(used)))
         weights[:, -1] = 1
         return Selection(
@@ -86,7 +86,10 @@ def blend_trees(
     clock: Clock,
     out: Path,
 ) -> Selection:
-    """Trees beside the linear blend, and the promise; `own` and `linear` are outputs out of fold."""
+    """Add trees to the linear blend; a site whose own model is significantly better keeps that.
+
+    own, linear: out-of-fold outputs of the site's own models and of the linear blend.
+    """
     is_class, held, sites = data.task == "classification", torch.from_numpy(folds >= 0), len(data.clients)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     dropped: list[dict[str, Any]] = []
@@ -101,7 +104,7 @@ def blend_trees(
     gained = _estimate_gains(served, own, y, site, is_class, sites)
     only_own = np.eye(len(used))[0]
     for i, (mean, sd) in enumerate(gained):
-        if mean + KNOWN * sd < 0:  # the promise
+        if mean + KNOWN * sd < 0:  # its own model is significantly better
             is_tree = own_label[i] == TREES
             kinds[i] = {TREES: 1.0} if is_tree else {"linear": 1.0}
             weights[i] = weights[i] if is_tree else only_own
@@ -113,7 +116,7 @@ def blend_trees(
 def _estimate_gains(
     served: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int
 ) -> list[tuple[float, float]]:
-    """By how much each site's loss is lower than with its own model, out of fold, shrunk over sites."""
+    """Each site's gain over its own model, out of fold, by empirical Bayes: means and standard errors."""
     better, worse = (-row_losses(v, y, is_class) for v in (served, own))
     least = None
     if is_class:
@@ -130,7 +133,7 @@ def _estimate_gains(
 
 
 def _sites_with_better_trees(trees: Tensor, own: Tensor, y: Tensor, site: Tensor, is_class: bool, sites: int) -> Tensor:
-    """Sites whose own trees beat their own linear model."""
+    """Sites whose own trees are better than their own linear model."""
     has_trees = ~trees[:, 0].isnan()
     site_gains = _estimate_gains(
         torch.where(has_trees[:, None], trees.nan_to_num(), own), own, y, site, is_class, sites
@@ -150,7 +153,7 @@ def _fit_site_trees(
     clock: Clock,
     dropped: list[dict[str, Any]],
 ) -> dict[str, Tensor]:
-    """Trees for sites with enough rows and time, saved; what they say out of fold, NaN at the other sites."""
+    """Fit and save trees for sites with enough rows, within the time limit; out-of-fold outputs, NaN at other sites."""
     is_class = data.task == "classification"
     all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
@@ -203,7 +206,7 @@ def _blend_at_sites(
 
 
 def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out: Path) -> dict[str, Tensor]:
-    """What the delivered models say of rows: served, alone (the best own one) and in common."""
+    """Outputs of the delivered models for rows: personal, alone (the best own one) and common."""
     is_class = data.task == "classification"
     linear = {}
     for cell in selection.cells:
@@ -254,7 +257,7 @@ PULLS = (ALL, *OWN_PULLS)
 
 @dataclass(frozen=True)
 class Candidates:
-    """Out-of-fold outputs of the candidates [candidates, rows, outputs], and what was to be said."""
+    """Out-of-fold outputs of the candidates [candidates, rows, outputs], and the targets."""
 
     outputs: Tensor
     y: Tensor
@@ -264,7 +267,7 @@ class Candidates:
 
     @property
     def is_count(self) -> bool:
-        """Targets that are whole numbers and no classes: outputs are logarithms of rates."""
+        """Whether targets are counts: outputs are logarithms of rates."""
         return not (self.is_class or self.y.is_floating_point())
 
     def only(self, rows: Tensor) -> Candidates:
@@ -300,7 +303,7 @@ class Candidates:
 
 
 def common_weights(c: Candidates) -> Tensor:
-    """One set of weights for all sites [1, candidates]."""
+    """Weights that are common to all sites [1, candidates]."""
     everybody = Candidates(c.outputs, c.y, torch.zeros_like(c.site), 1, c.is_class)
     uniform = torch.full((1, len(c.outputs)), 1 / len(c.outputs), dtype=torch.float64, device="cpu")
     return _minimum(everybody, uniform, pull=1.0)
@@ -331,7 +334,7 @@ def _minimum(c: Candidates, prior: Tensor, pull: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Weights for every site, and what they would have said of rows that had no say in them."""
+    """Weights for every site, and the blended outputs for rows that were held out of the weights."""
 
     weights: Tensor  # [sites, candidates]
     common: Tensor  # [candidates]
@@ -340,7 +343,7 @@ class Stacked:
 
 
 def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
-    """Settle the pull by folds, then the weights from all rows; sites with more noise count less."""
+    """Choose the pull by folds, then estimate the weights from all rows; noisier sites count less."""
     if not (c.is_class or c.is_count):
         noise = _noise(c)[c.site][:, None]
         stacked = _stack(replace(c, outputs=c.outputs / noise, y=c.y / noise), folds)
@@ -349,7 +352,7 @@ def stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
 
 
 def _noise(c: Candidates) -> Tensor:
-    """Root of the mean squared error of the best candidate at each site; few rows are helped by those of all."""
+    """Root mean squared error of the best candidate at each site, shrunk towards that of all sites."""
     squares = torch.stack([row_losses(outputs, c.y, c.is_class) for outputs in c.outputs])
     count = torch.zeros(c.sites, dtype=torch.float64, device="cpu").index_add_(0, c.site, torch.ones_like(squares[0]))
     total = torch.zeros((len(squares), c.sites), dtype=torch.float64, device="cpu").index_add_(1, c.site, squares)
@@ -381,7 +384,7 @@ def _stack(c: Candidates, folds: NDArray[np.int64]) -> Stacked:
 
 
 def _is_surely_above(lost: Tensor, site: Tensor, sites: int, least: float) -> bool:
-    """Whether a sum is above `least` by more than chance, be it that of rows or that of sites."""
+    """Whether a sum exceeds `least` by more than chance, over rows and over sites."""
     by_site = torch.zeros(sites, dtype=lost.dtype, device="cpu").index_add_(0, site, lost)
     spread = max(float((v - v.mean()).square().sum().sqrt()) for v in (lost, by_site))
     return float(lost.sum()) > SURELY * spread + least

@@ -27,7 +27,7 @@ from fedtailor.experiments.store import CHANGED, part_of, read_json, read_tree, 
 
 NAMES = ("feature", "threshold", "left", "right", "value", "missing_left", "root", "output", "baseline")
 DEEPEST = 64
-Ensemble = Callable[[Tensor], Tensor]  # trees, or a module that does the same
+Ensemble = Callable[[Tensor], Tensor]  # trees, or an equivalent module
 TREES, ON_TOP, TREES_FOLDER = "trees alone", "trees on the shared model", "trees"
 
 
@@ -61,7 +61,7 @@ class Trees:
         return self.sum_to_depth(x, self.depth)
 
     def sum_to_depth(self, x: Tensor, depth: int) -> Tensor:
-        """The same with a depth that is known, as a graph needs it."""
+        """The outputs at a fixed depth, which an exported graph needs."""
         x = x.double()
         at = self.root.expand(x.shape[0], -1).clone()  # [rows, trees]
         for _ in range(depth):
@@ -73,7 +73,7 @@ class Trees:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All arrays by name."""
+        """The arrays by name."""
         return {name: getattr(self, name).contiguous() for name in NAMES}
 
     def save(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Trees:
 
     @staticmethod
     def read(path: Path, features: int, outputs: int) -> Trees:
-        """What `save` wrote; nodes that lead nowhere are a `RunError`."""
+        """Read what `save` wrote; invalid nodes raise a `RunError`."""
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in NAMES}
@@ -94,7 +94,7 @@ class Trees:
 
 
 def validate_trees(tensors: Mapping[str, Tensor], features: int, outputs: int, origin: str) -> Trees:
-    """Trees of arrays out of a file; nodes that lead nowhere are a `RunError`."""
+    """Trees from the arrays of a file; invalid nodes raise a `RunError`."""
     if missing := [name for name in NAMES if name not in tensors]:
         raise RunError(f"{origin}: boosted trees without {', '.join(missing)}")
     trees = Trees(**{name: tensors[name] for name in NAMES})
@@ -166,7 +166,7 @@ class TreeParts:
         return {kind: part for kind, part in parts.items() if part is not None}
 
     def mix(self, x: Tensor, base: Tensor, is_class: bool) -> Tensor:
-        """Outputs of all parts together; `base` is what the linear model says."""
+        """Outputs of all parts together; `base`: outputs of the linear model."""
         base = base.double().log_softmax(1) if is_class else base.double()
         out = self.linear * base
         for part, above in ((self.alone, None), (self.on_top, base)):
@@ -188,7 +188,7 @@ def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int) -> 
 
 
 def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:
-    """What trees see: the features and, on top of a shared model, what it says."""
+    """The inputs of trees: the features and, on top of a shared model, its outputs."""
     return x.double() if base is None else torch.cat([x.double(), base.double()], dim=1)
 
 
@@ -251,7 +251,7 @@ def _fit_trees(x: Tensor, y: Tensor, base: Tensor | None, outputs: int, is_class
 
 
 def expand_classes(trees: Trees, classes: NDArray[np.int64], outputs: int) -> Trees:
-    """The trees of a site that lacks classes, for all classes; those it lacks are unlikely, not impossible."""
+    """The trees of a site without some classes, for all classes; missing ones get a low probability."""
     at = torch.from_numpy(classes)
     baseline = torch.full((outputs,), float(trees.baseline.min()) - 5.0, dtype=torch.float64, device="cpu")
     baseline[at] = trees.baseline
@@ -268,7 +268,7 @@ def load_or_fit_trees(
     seed: int,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, Trees]:
-    """Out-of-fold outputs and trees of one site; the same rows are not trained on twice, they are kept in `folder`."""
+    """Out-of-fold outputs and trees of one site; trees of the same rows are read from `folder`."""
     x, y = rows
     inputs = x.shape[1] + (0 if base is None else base.shape[1])
     digest = hashlib.blake2b(f"{version('scikit-learn')} {outputs} {is_class} {seed}".encode(), digest_size=12)

@@ -1,7 +1,7 @@
-"""Calibrated probabilities: a slope and, of two classes, an offset on the logits, drawn towards those of all sites.
+"""Calibrated probabilities: a slope and, of two classes, an offset on the logits, shrunk towards those of all sites.
 
-Settled on out-of-fold outputs. Probabilities stay as they are unless folds predicted from the others say, beyond their
-uncertainty, that a change lowers the log loss.
+Estimated from out-of-fold outputs. Probabilities are left unchanged unless cross-validation shows that calibration
+lowers the log loss by more than its uncertainty.
 """
 
 from __future__ import annotations

@@ -103,8 +103,11 @@ def cross_fit(
     listener: CellListener,
     clock: Clock,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Train every linear candidate on all rows, then without each fold; returns what it says out of fold, by label,
-    and what was dropped and why. The sites' own models are always there."""
+    """Train every linear candidate on all rows, then without each fold.
+
+    Returns out-of-fold outputs by label, and dropped candidates with the reason. The sites' own models are never
+    dropped.
+    """
     outputs: dict[str, Tensor] = {}
     dropped: list[dict[str, Any]] = []
     for cell in cells:
@@ -186,8 +189,8 @@ def all_in_training(data: FederatedData) -> FederatedData:
 def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.int64]:
     """The fold of every training row, and no site ever without a row.
 
-    Not by class: with the shares of the classes the same in every fold, models that know the site's share would be
-    flattered, since in the rows that they have not seen it is what it is in those that they have.
+    Not stratified by class: with equal class shares in every fold, models that know the site's share would look better
+    than they are on new rows.
     """
     sizes = data.train.sizes.tolist()
     each = [folds_of_rows(rows, seed, site, folds) for rows, site in zip(sizes, data.clients, strict=True)]
@@ -195,7 +198,7 @@ def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.i
 
 
 def subset_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
-    """The same sites with some of their training rows."""
+    """The data with some of its training rows."""
     starts = data.train.starts.tolist()
     sizes = [int(keep[a:b].sum()) for a, b in pairwise(starts)]
     at = torch.from_numpy(np.flatnonzero(keep))
@@ -237,7 +240,7 @@ def train(
 
 
 def outputs_of(config: RunConfig, data: FederatedData, models: list[Params], rows: Rows) -> Tensor:
-    """What every site's model says of its rows: log-probabilities of classes, or numbers."""
+    """Outputs of every site's model for its rows: log-probabilities of classes, or numbers."""
     experiment = assemble(config, replace(data, train=rows if len(rows.x) else data.train))
     out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64, device="cpu")
     with torch.no_grad():
@@ -257,9 +260,9 @@ def out_of_fold(
     fold_done: Callable[[int], None] = lambda fold: None,
     check: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """What is said of each training row by models that were trained without its fold; NaN where there is no fold.
+    """Outputs for each training row from models trained without its fold; NaN where there is no fold.
 
-    Every fold begins at `start`; without one, at what the first fold has come to.
+    Every fold begins at `start`; without one, at the result of the first fold.
     """
     out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in range(int(folds.max()) + 1):

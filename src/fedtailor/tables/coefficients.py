@@ -26,12 +26,12 @@ from fedtailor.tables.candidates import ALONE, COMMON, delivered_models, kind_of
 
 Floats = NDArray[np.float64]
 INTERCEPT = "intercept"
-ALIASED = 1e-6  # part of a contrast that the data does not show, from which on it is not estimable
+ALIASED = 1e-6  # unidentified share of a contrast above which it is not estimable
 
 
 @dataclass(frozen=True)
 class CoefficientTerm:
-    """A combination of coefficients that is shown."""
+    """A linear combination of coefficients that is reported."""
 
     name: str  # such as age, or arm=b
     column: str
@@ -44,7 +44,7 @@ class CoefficientTerm:
 def terms_of(data: FederatedData) -> list[CoefficientTerm]:
     """The intercept, at the mean of numbers and usual categories, and a term for every other coefficient.
 
-    Categories are compared with the one that most training rows have: only differences are known of them.
+    Categories are compared with the most frequent one in training: only differences are identifiable.
     """
     prepared: Preparation = data.preparation
     size, counts = len(data.features) + 1, data.train.x.sum(0).numpy()
@@ -85,7 +85,7 @@ def varies_within_sites(rows: Rows) -> NDArray[np.bool_]:
 
 
 def null_projection(covariance: Floats) -> Floats:
-    """The projection on what the data does not show: directions in which the covariance, a pseudo-inverse, is 0."""
+    """The projection on directions that the data does not identify: where the covariance, a pseudo-inverse, is 0."""
     values, vectors = np.linalg.eigh(covariance)
     basis = vectors[:, values > 1e-13 * max(float(values[-1]), 1e-300)]
     hidden: Floats = np.eye(len(covariance)) - basis @ basis.T
@@ -93,7 +93,7 @@ def null_projection(covariance: Floats) -> Floats:
 
 
 def aliases(weights: Floats, hidden: Floats, features: tuple[str, ...]) -> list[str]:
-    """Features with which a term that is not estimable goes together; nothing if it is estimable."""
+    """Features that a term is aliased with; none if it is estimable."""
     lost = hidden @ weights
     if lost @ lost <= ALIASED * (weights @ weights):
         return []
@@ -127,7 +127,7 @@ class MixedFit:
 
 
 def representative_model(cells: list[Cell], weights: Floats) -> Cell | None:
-    """The mixed model with most weight, which tells how sites differ; the common one where that mostly serves them."""
+    """The mixed model with most weight, or the common model where that has most."""
     total = dict(zip((cell.label for cell in cells), weights.sum(0).tolist(), strict=True))
     mixed = [cell for cell in cells if cell.label not in (ALONE, COMMON)]
     common = next((cell for cell in cells if cell.label == COMMON), None)
@@ -137,7 +137,7 @@ def representative_model(cells: list[Cell], weights: Floats) -> Cell | None:
 
 
 def load_mixed_fit(cell: Cell, data: FederatedData) -> MixedFit:
-    """As its run kept it."""
+    """Read a mixed model from its run."""
     saved = RunFolder(cell.folder).load_checkpoint()
     assert saved is not None
     state = saved[1]["state"]
@@ -146,7 +146,7 @@ def load_mixed_fit(cell: Cell, data: FederatedData) -> MixedFit:
 
 
 def fit_one_site(config: RunConfig, data: FederatedData) -> MixedFit:
-    """Of a single site, which has nobody to share with: an ordinary model without a penalty on its features."""
+    """The ordinary, unpenalised model of a single site."""
     name = kind_of(data.task)
     own = parse(config.plain() | {"algorithm": {"name": name, "effects": "none"}}, origin="fit")
     server, models = train(own, data)
@@ -211,7 +211,7 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
 
 
 def _standard_error(covariance: Floats, weights: Floats) -> float:
-    """Standard deviation of a combination."""
+    """Standard error of a linear combination."""
     return float(np.sqrt(max(float(weights @ covariance @ weights), 0.0)))
 
 
@@ -226,14 +226,14 @@ def _term_record(term: CoefficientTerm) -> dict[str, Any]:
 
 
 def _confidence_interval(value: float, error: float, alias: list[str]) -> dict[str, float | None]:
-    """Nothing is known of a term that cannot be told apart from others."""
+    """None for a term that is not identifiable."""
     if alias:
         return {"value": None, "low": None, "high": None}
     return {"value": float(value), "low": float(value - Z * error), "high": float(value + Z * error)}
 
 
 def fit_coefficients(cells: list[Cell], weights: Floats, data: FederatedData) -> dict[str, Any] | None:
-    """Of the model that says most, and how much of what serves the sites it is."""
+    """Coefficients of the representative model, and its weight in what serves the sites."""
     if len(data.clients) == 1:
         return coefficient_record(fit_one_site(cells[0].config, data), data, ALONE) | {"weight": 1.0}
     cell = representative_model(cells, weights)

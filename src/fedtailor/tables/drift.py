@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 Floats = NDArray[np.float64]
-SOME, LARGE = 0.1, 0.25  # of the index, as is usual
+SOME, LARGE = 0.1, 0.25  # of the index, the usual limits
 LEVEL = 0.01  # of the test, over all columns of a site
 GAP = 0.05  # by which the share of missing values, or of new categories, must have grown
 
@@ -55,7 +55,7 @@ def stability(new: Sequence[float], old: Sequence[float]) -> tuple[float, float,
 def drift_of(
     path: Path, file: Path, site: str = "", column: str | None = None, data_root: Path | None = None
 ) -> dict[str, Any]:
-    """The rows of a file against the training rows of their sites."""
+    """Compare the rows of a file with the training rows of their sites."""
     return drift_of_rows(path, file, *read_rows(file), site=site, column=column, data_root=data_root)
 
 
@@ -69,7 +69,7 @@ def drift_of_rows(
     column: str | None = None,
     data_root: Path | None = None,
 ) -> dict[str, Any]:
-    """By site what has drifted, and all of it in words; `values` are the rows with decimal points."""
+    """Drift by site, and a summary in sentences; `values` are the rows with decimal points."""
     import polars as pl
 
     card = _read_card(path)
@@ -85,7 +85,7 @@ def drift_of_rows(
         names = frame[named].cast(pl.String)
         parts = {str(n): values.filter(names == n) for n in names.drop_nulls().unique(maintain_order=True).to_list()}
         strangers = [name for name in parts if name not in card["sites"]]
-        notes += [f"not in the fit, and left out: {', '.join(strangers[:5])}"] if strangers else []
+        notes += [f"sites that are not in the fit were skipped: {', '.join(strangers[:5])}"] if strangers else []
         parts = {name: rows for name, rows in parts.items() if name not in strangers}
     if site and site not in card["sites"]:
         raise RunError(f'{path}: no site "{site}" whose training rows are known; {nearest(site, card["sites"])}')
@@ -177,7 +177,7 @@ def _missing_share(column: NumberColumn, table: ClientTable) -> float:
 
 
 def compared_values(model: Personal, x: Any) -> Floats:
-    """What is compared: the number, the probability of the second of two classes, or of the likeliest of several."""
+    """The compared prediction: a number, the probability of the second of two classes, or of the likeliest."""
     predictions = model.readable(model.outputs(x)).double().numpy()
     if model.task != "classification":
         return predictions[:, 0]
@@ -200,21 +200,20 @@ def _largest_shift(new: Floats, old: Sequence[float], categories: Sequence[str])
 
 
 def _column_words(each: Mapping[str, Any]) -> str:
-    """What has changed in a column."""
     if not each["drifted"]:
         return "as in training"
     out = []
     if each["psi"] >= SOME:
-        size = "far" if each["psi"] >= LARGE else "somewhat"
+        size = "large" if each["psi"] >= LARGE else "moderate"
         if "means" in each:
             now, was = each["means"]
-            how = "higher" if each["smd"] > 0.1 else "lower" if each["smd"] < -0.1 else "spread differently"
-            out.append(f"{size} {how}: mean {now:.4g}, in training {was:.4g} ({each['smd']:+.2f} sd)")
+            how = "higher" if each["smd"] > 0.1 else "lower" if each["smd"] < -0.1 else "other distribution"
+            out.append(f"{size} shift, {how}: mean {now:.4g}, in training {was:.4g} ({each['smd']:+.2f} sd)")
         elif each["moved"]:
             name, now, was = each["moved"]
-            out.append(f"{size} other shares: {name} {100 * now:.0f} %, in training {100 * was:.0f} %")
+            out.append(f"{size} change of shares: {name} {100 * now:.0f} %, in training {100 * was:.0f} %")
     if each["more_unknown"]:
-        out.append(f"{100 * each['unknown']:.0f} % of the rows have values that no training row has")
+        out.append(f"{100 * each['unknown']:.0f} % of rows have values that did not occur in training")
     if each["more_missing"]:
         now, was = each["missing"]
         out.append(f"{100 * now:.0f} % missing, in training {100 * was:.0f} %")
@@ -222,7 +221,7 @@ def _column_words(each: Mapping[str, Any]) -> str:
 
 
 def drift_sentences(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which columns drifted, at how many sites, and whether predictions did."""
+    """Which columns and predictions drifted, and at how many sites."""
     if not sites:
         return ["no row belongs to a site of the fit"]
     at: dict[str, list[str]] = {}
@@ -235,16 +234,16 @@ def drift_sentences(sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
         where = f"at {names[0]}" if len(names) == 1 else f"at {len(names)} of {len(sites)} sites"
         out.append(f"{column} has drifted {where}")
     if not at:
-        out.append("no column has drifted beyond chance")
+        out.append("no column has drifted significantly")
     moved = [name for name, site in sites.items() if site["prediction"] and site["prediction"]["drifted"]]
     if moved:
         where = f"at {moved[0]}" if len(moved) == 1 else f"at {len(moved)} of {len(sites)} sites"
         out.append(f"predictions have drifted {where}")
     else:
-        out.append("predictions are spread as in training")
+        out.append("predictions are distributed as in training")
     few = [name for name, site in sites.items() if site["rows"] < 30]
     if few:
-        out.append(f"{len(few)} of {len(sites)} sites have fewer than 30 new rows, in which only a large drift shows")
+        out.append(f"{len(few)} of {len(sites)} sites have fewer than 30 new rows, enough to detect large drift only")
     return out
 
 
@@ -268,7 +267,7 @@ def quantiles(parts: Sequence[Floats], wanted: Sequence[float] = QUANTILES) -> F
 
 
 def count_intervals(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
-    """How many values lie in each interval, and their mean and spread."""
+    """Counts of values by interval, their mean and standard deviation."""
     where = np.searchsorted(np.asarray(edges, dtype=np.float64), values, side="left")
     return {
         "counts": np.bincount(where, minlength=len(edges) + 1).tolist(),
@@ -278,7 +277,7 @@ def count_intervals(values: Floats, edges: Sequence[float]) -> dict[str, Any]:
 
 
 def training_card(data: FederatedData, predictions: Floats | None, whose: NDArray[np.int64]) -> dict[str, Any]:
-    """As training.json has it; `predictions` are as people read them, of training rows by models without them."""
+    """The content of training.json; `predictions`: out-of-fold, in units of the target."""
     places, bounds = places_of(data), list(pairwise(data.train.starts.tolist()))
     x = data.train.x.numpy().astype(np.float64)
     columns: dict[str, dict[str, Any]] = {}

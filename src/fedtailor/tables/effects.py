@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 def table_effects(
     selection: Selection, data: FederatedData, out: Path, seed: int, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """As effects.json has it. What cannot be computed is left out: a fit does not fail for it."""
+    """The content of effects.json; coefficients that cannot be computed are None."""
     effects: dict[str, Any] = {}
     try:
         effects["coefficients"] = fit_coefficients(selection.cells, selection.weights, data)
@@ -62,7 +62,7 @@ def table_effects(
 
 
 def prediction_effects(predict: Predict, data: FederatedData, metric: Metric, seed: int) -> dict[str, Any]:
-    """Importance and curves of whatever serves the sites, on rows that no model was trained on, if there are any."""
+    """Importance and curves of any model that serves the sites, on held-out rows if there are any."""
     held = data.test if len(data.test.x) >= 2 else data.train
     unit = 1.0 if data.task == "classification" or data.preparation is None else float(data.preparation.target.sd)
     if data.preparation is not None and data.preparation.target.is_log:
@@ -84,10 +84,10 @@ def prediction_effects(predict: Predict, data: FederatedData, metric: Metric, se
 def out_of_fold_predictions(
     selection: Selection, data: FederatedData, seed: int, record: dict[str, Any]
 ) -> tuple[Floats | None, NDArray[np.int64]]:
-    """What models without them say of training rows, one number a row as `drift` compares them; and whose they are."""
+    """Out-of-fold predictions of training rows, one number per row as `drift` compares them, and their sites."""
     held = folds_of(data, seed) >= 0
     whose, outputs = site_of_rows(data.train)[held], selection.out_of_fold
-    if len(outputs) != len(whose) or not len(whose):  # nobody has two rows
+    if len(outputs) != len(whose) or not len(whose):  # no site has two rows
         return None, whose
     if data.task == "classification":
         calibration = np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
@@ -105,7 +105,7 @@ def in_target_units(outputs: Tensor, data: FederatedData) -> Floats:
     return numbers
 
 
-Predict = Callable[[Rows], Tensor]  # what serves the sites says of their rows
+Predict = Callable[[Rows], Tensor]  # outputs of the served models for their rows
 REPEATS = 5
 MOST_ROWS = 500  # of a site
 MOST_NUMBERS = 6_000_000  # in all shuffled rows together
@@ -129,7 +129,7 @@ def sample_rows(rows: Rows, copies: int, seed: int) -> Rows:
 
 
 def stack_versions(rows: Rows, changed: Callable[[int, Tensor], list[Tensor]]) -> Rows:
-    """Of every site several versions of its rows, one after another, as rows of the same sites."""
+    """Several versions of the rows of each site, one after another."""
     xs, ys, sizes = [], [], [0]
     for i in range(len(rows.sizes)):
         x, y = rows.of(i)
@@ -141,7 +141,7 @@ def stack_versions(rows: Rows, changed: Callable[[int, Tensor], list[Tensor]]) -
 
 
 def split_versions(values: Any, every: Rows, sizes: Sequence[int], versions: int) -> list[list[Any]]:
-    """What was said of `stack_versions` rows: by version, and in it by site."""
+    """Outputs for rows of `stack_versions`, by version and site."""
     return [
         [values[int(every.starts[i]) + k * n : int(every.starts[i]) + (k + 1) * n] for i, n in enumerate(sizes)]
         for k in range(versions)
@@ -167,7 +167,7 @@ def importance(
     seed: int,
     repeats: int = REPEATS,
 ) -> dict[str, Any]:
-    """By column, largest first: by how much the metric gets worse, its spread over shuffles, and the same by site."""
+    """The loss in the metric by column, largest first: mean and standard deviation over shuffles, and by site."""
     columns = dict(list(columns.items())[:MOST_COLUMNS])
     if not columns:
         return {"metric": metric.name, "rows": 0, "repeats": repeats, "columns": []}
@@ -235,7 +235,7 @@ Places = dict[str, list[int]]  # column -> its features
 
 
 def places_of(data: FederatedData) -> Places:
-    """The features of every column; of data that no table was read for, each is a column."""
+    """The features of every column; without a table each feature is a column."""
     if data.preparation is None:
         return {name: [j] for j, name in enumerate(data.features or map(str, range(data.shape[0])))}
     out: Places = {}
@@ -247,7 +247,7 @@ def places_of(data: FederatedData) -> Places:
 
 
 def grids(data: FederatedData, inner: Sequence[float] = tuple(np.linspace(0.1, 0.9, 9))) -> dict[str, Floats]:
-    """Of every column of numbers some quantiles of all training rows, standardised; from histograms that are summed."""
+    """Quantiles of every numeric column over all training rows, standardised, from summed histograms."""
     places, out = places_of(data), {}
     marks = np.linspace(-6.0, 6.0, 481)
     starts = data.train.starts.tolist()
@@ -271,7 +271,7 @@ def curves(
     columns: Sequence[str],
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Of each column its points, and there the prediction [points, outputs] over all sites and at each site."""
+    """For each column its points, and the predictions there [points, outputs] over all sites and at each site."""
     places, edges = places_of(data), grids(data)
     rows = sample_rows(held, 2 * len(columns) + MOST_LEVELS, seed)
     drawn_columns = [c for c in data.preparation.columns if c.name in columns]
@@ -318,7 +318,7 @@ def _replace_features(x: Tensor, at: Sequence[int], values: Tensor) -> Tensor:
 
 
 def _intervals(rows: Rows, feature: int, edges: Floats) -> NDArray[np.int64]:
-    """The interval of every row; what lies outside counts to the outer ones."""
+    """The interval of every row; values outside belong to the outer ones."""
     x = rows.x[:, feature].numpy()
     return np.clip(np.searchsorted(edges, x, side="left") - 1, 0, max(len(edges) - 2, 0)).astype(np.int64)
 

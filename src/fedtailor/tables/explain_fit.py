@@ -1,4 +1,4 @@
-"""What the folder of a fit says of its models; effects that it does not have yet are computed and kept."""
+"""The explanation of a fit from its folder; effects that are not stored yet are computed and stored."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def coefficient_rows(effects: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _compute_effects(path: Path, record: dict[str, Any], data_root: Path | None) -> dict[str, Any]:
-    """What serves the sites, asked about their rows: importance and curves; coefficients where models are linear."""
+    """Importance and curves from predictions of the served models; coefficients where models are linear."""
     folder = RunFolder.open(part_of(path, next(iter(record["sites"].values()))["run"]))
     experiment = reload_experiment(folder, data_root, rows_of_update(path, folder) if "update" in record else None)
     data = experiment.data
@@ -90,7 +90,7 @@ def _compute_effects(path: Path, record: dict[str, Any], data_root: Path | None)
 
 
 def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> dict[str, Any] | None:
-    """Of the linear candidates that lie in a folder."""
+    """Coefficients from the linear candidates in a folder."""
     runs = [RunFolder.open(about.parent) for about in sorted(path.glob(f"*/{ABOUT}"))]
     cells = []
     for run in runs:
@@ -106,7 +106,7 @@ def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> di
 
 
 def _restrict_to_site(effects: dict[str, Any], site: str) -> dict[str, Any]:
-    """Beside what is common, what one site has."""
+    """Effects of one site beside the common ones."""
     coefficients = effects["coefficients"]
     if coefficients:
         at = list(coefficients["sites"]).index(site)

@@ -80,7 +80,7 @@ def fit_table(
     limit: float,
     metric: str = "",
 ) -> dict[str, Any]:
-    """Run what is missing, choose for every site, and record it; returns the record."""
+    """Run missing candidates, select the models of every site, and write the record."""
     clock = candidates.Clock(limit)
     cells = candidates.cells_of(tables, loaded, out)
     if not metric and loaded.preparation.target.is_log:
@@ -107,7 +107,7 @@ def fit_table(
 
 
 def claim_folder(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """A folder belongs to one fit, and the same fit goes on in it."""
+    """Claim the folder for this fit; a `RunError` if it holds another one."""
     code = [code_of(cell.config) for cell in cells]
     claim = {
         "algorithm": algorithm,
@@ -118,7 +118,7 @@ def claim_folder(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, 
     }
     path = out / FIT
     if path.exists():
-        current: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # of which older folders do not tell
+        current: dict[str, Any] = {key: claim[key] for key in ("files", "code")}  # not recorded in older folders
         saved = current | read_json(path)["settings"]
         if saved | current != claim:
             raise RunError(f"{out}: holds another fit; choose another folder with --out")
@@ -144,7 +144,7 @@ def train_and_select(
     listener: CellListener,
     limit: float,
 ) -> tuple[Selection, FederatedData]:
-    """Train, cross-fit and choose."""
+    """Train and cross-fit the candidates, then select."""
     data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
     folds = folds_of(data, seed)
     outputs, dropped = cross_fit(cells, data, folds, root, listener, clock)

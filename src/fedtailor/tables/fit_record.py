@@ -31,7 +31,7 @@ from fedtailor.tables.site_metrics import bootstrap_intervals, bootstrap_rows, f
 def table_record(
     selection: Selection, data: FederatedData, out: Path, seed: int, metric_name: str = ""
 ) -> dict[str, Any]:
-    """As fit.json has it, but for settings and what was dropped."""
+    """The content of fit.json without settings and dropped candidates."""
     sure = certainty(selection, data, seed)
     is_class, task = data.task == "classification", task_of(selection.cells[0].config, data)
     main_metric = select_metric(task, metric_name)
@@ -135,11 +135,11 @@ class Certainty:
 
 
 def certainty(selection: Selection, data: FederatedData, seed: int) -> Certainty:
-    """What the served models say out of fold, against what was to be said."""
+    """Calibration and interval widths from out-of-fold outputs of the served models."""
     folds, sites = folds_of(data, seed), len(data.clients)
     held = folds >= 0
     site, outputs, y = site_of_rows(data.train)[held], selection.out_of_fold.numpy(), data.train.y.numpy()[held]
-    if len(y) != len(outputs):  # nobody has two rows
+    if len(y) != len(outputs):  # no site has two rows
         return Certainty(np.tile([1.0, 0.0], (sites, 1)), None)
     if data.task == "classification":
         return Certainty(fit_calibration(outputs, y, site, folds[held], sites), None)
@@ -162,9 +162,10 @@ def describe_served(selection: Selection, site: int) -> str:
 
 
 def _baseline(data: FederatedData) -> torch.Tensor:
-    """The mean of each site's training rows, or the shares of its classes with one row of each added.
+    """The mean of each site's training rows, or its class shares with one row of each class added.
 
-    Of counts it is the logarithm of the mean with half an event added."""
+    For counts, the logarithm of the mean with half an event added.
+    """
     out = torch.zeros((len(data.test.x), data.outputs), dtype=torch.float64, device="cpu")
     for i in range(len(data.clients)):
         a, b = int(data.test.starts[i]), int(data.test.starts[i + 1])
@@ -178,7 +179,7 @@ def _baseline(data: FederatedData) -> torch.Tensor:
 
 
 def sharing_record(cell: Cell) -> dict[str, str]:
-    """In words, what leaves a site and what stays."""
+    """What leaves a site and what stays private."""
     program = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
     return {"sent": ", ".join(reply_names(program)) or "nothing", "private": program.private}
 
@@ -190,7 +191,7 @@ MOST = 3  # features that are named of a site
 def data_card(data: FederatedData) -> dict[str, dict[str, Any]]:
     """Of each site: rows, the target's mean or most frequent class, and the features that drift, furthest first.
 
-    Only means and counts of a site's training rows are compared. A drift is told if it is large and beyond chance.
+    Only means and counts of a site's training rows are compared. A drift is reported if it is large and significant.
     """
     x, y = data.train.x.numpy().astype(np.float64), data.train.y.numpy()
     mean, sd = x.mean(0), np.where(x.std(0) > 1e-12, x.std(0), 1.0)

@@ -33,9 +33,9 @@ LOADER = re.compile(r"[\w.]+:\w+")
 def source_of(
     sites: str | Path, target: str = "", client_column: str | None = None, **of_target: str
 ) -> dict[str, Any]:
-    """The table [data] for what a user names: own files, a source, or a function of hers as "module:load".
+    """The table [data] for what a user names: files, a data source, or a function "module:load".
 
-    of_target: task and target_scale, where they are said.
+    of_target: task and target_scale, if given.
     """
     name = str(sites)
     if not Path(sites).exists() and (name in SOURCES or LOADER.fullmatch(name)):
@@ -55,7 +55,7 @@ MOST_COEFFICIENTS = 400
 
 
 def is_table_fit(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:
-    """Whether these are rows of a table, for which nothing was prescribed."""
+    """Whether this is a table, with no model or task prescribed."""
     if algorithm != "auto" or "model" in tables or "task" in tables or data.preparation is None:
         return False
     is_known = data.is_plain and data.task in ("classification", "regression", "count") and len(data.shape) == 1
@@ -73,7 +73,7 @@ def read_source(
     data_root: Path | None = None,
     loaded: FederatedData | None = None,
 ) -> tuple[dict[str, Any], FederatedData]:
-    """The tables of a configuration, as far as they are settled by the user, and the data."""
+    """The configuration as far as the user sets it, and the data."""
     tables: dict[str, Any] = {"seed": seed, "rounds": rounds or ROUNDS, "data": _with_defaults(source)}
     tables = with_values(with_settings(tables, settings), values or {})
     if "algorithm" in tables and algorithm == "auto":
@@ -90,7 +90,7 @@ def read_source(
 
 
 def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
-    """More validation samples than a single run has: more depends on them here."""
+    """Defaults of a fit: more validation samples than in a single run."""
     kind = data.SOURCES.get(str(source.get("source", "folder")))
     known = {} if kind is None else kind.config.model_fields
     out: dict[str, Any] = {"val": 0.2} if "val" in known else {}
@@ -100,7 +100,7 @@ def _with_defaults(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_frames(sites: Any, folder: Path, client_column: str | None) -> Path:
-    """Frames as Parquet files; returns what to read."""
+    """Write frames as Parquet files; returns the path to read."""
     if client_column is not None or not isinstance(sites, Mapping):
         if client_column is None:
             raise DataError("sites: one frame needs client_column, the column that names the site")
@@ -113,7 +113,7 @@ def keep_frames(sites: Any, folder: Path, client_column: str | None) -> Path:
 
 
 def _write_frames(frames: Mapping[str, pl.DataFrame], folder: Path) -> Path:
-    """A folder that holds these frames, and no others."""
+    """Write frames to a folder; a `DataError` if it holds other ones."""
     import polars as pl
 
     content = {f"{name}.parquet": _parquet(frame) for name, frame in frames.items()}
@@ -135,7 +135,7 @@ def _parquet(frame: pl.DataFrame) -> bytes:
 
 
 def append_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> FolderConfig:
-    """The source of all rows: those that the fit read, and the new ones at the end of each site's."""
+    """The source of all rows: those of the fit, followed by the new ones of each site."""
     import polars as pl
 
     if not source.path.exists():
@@ -165,7 +165,7 @@ def append_rows(source: FolderConfig, rows: Mapping[str, Any], out: Path) -> Fol
 
 
 def _append(old: pl.DataFrame, new: list[pl.DataFrame], origin: str) -> pl.DataFrame:
-    """Rows under rows, by the names of columns; of several types they are text, as in a CSV file."""
+    """Append rows by column name; columns with several types become text, as in a CSV file."""
     import polars as pl
 
     parts = [old]

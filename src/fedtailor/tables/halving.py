@@ -57,7 +57,7 @@ LINEAR_NUMBERS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class HalvingPlan:
-    """What is run: the references to their end, the candidates as long as they are among the better half."""
+    """The runs: references to the end, candidates while they are in the better half."""
 
     algorithm: str
     alone: Cell
@@ -74,7 +74,7 @@ class HalvingPlan:
 def plan(
     source: Mapping[str, Any], out: Path, *, algorithm: str = "auto", data_root: Path | None = None, **options: Any
 ) -> HalvingPlan:
-    """Read the data, settle what was left open, and check every run before the first one begins; options: of `read`."""
+    """Read the data, fill in defaults, and check every run before the first one begins; options: of `read_source`."""
     tables, loaded = read_source(source, algorithm=algorithm, data_root=data_root, **options)
     if not len(loaded.val.x):
         raise ConfigError(f"{loaded.name}: no site has validation samples, by which models are chosen; raise data.val")
@@ -82,7 +82,7 @@ def plan(
     own = dict(tables.pop("algorithm", {}))
     wanted = candidates_for(parse(tables).model.name, loaded) if algorithm == "auto" else [own | {"name": algorithm}]
     alone, common = (_cell(tables, {"name": name}, out) for name in (ALONE, COMMON))
-    if len(loaded.clients) == 1:  # nobody to share with
+    if len(loaded.clients) == 1:  # no other site
         return HalvingPlan(ALONE, alone, alone, [], [], loaded)
     others = [_cell(tables, table, out) for table in wanted if table["name"] not in (ALONE, COMMON) or len(table) > 1]
     for cell in (alone, common, *others):
@@ -93,7 +93,7 @@ def plan(
 
 
 def fill_defaults(tables: dict[str, Any], loaded: FederatedData, algorithm: str = "auto") -> dict[str, Any]:
-    """Model, step size and batches that suit the data, where nothing else was said."""
+    """Fill in model, step size and batch size to suit the data."""
     rows, inputs, largest = len(loaded.train.x), math.prod(loaded.shape), int(loaded.train.sizes.max())
     usual = float(loaded.train.sizes.double().median())
     model: dict[str, Any]
@@ -112,7 +112,7 @@ def fill_defaults(tables: dict[str, Any], loaded: FederatedData, algorithm: str 
 
 
 def candidates_for(model: str, loaded: FederatedData) -> list[dict[str, Any]]:
-    """What is tried with "auto"."""
+    """The candidates of "auto"."""
     if model != "linear":
         return [dict(table) for table in NETWORK]
     return [dict(table) for table in (LINEAR_NUMBERS if loaded.task == "regression" else LINEAR_CLASSES)]
@@ -128,7 +128,7 @@ def _cell(tables: dict[str, Any], algorithm: dict[str, Any], out: Path) -> Cell:
 def run_plan(
     fit_plan: HalvingPlan, data_root: Path | None, listener: CellListener
 ) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """Run references and candidates; returns what came to its end, and what was dropped when and why."""
+    """Run references and candidates; returns the finished cells, and the dropped ones with the reason."""
 
     def run(cell: Cell, until: int | None) -> None:
         def listen(p: runner.Progress) -> None:
@@ -163,7 +163,7 @@ def run_plan(
 
 
 def best_validation(cell: Cell, until: int) -> tuple[float, float]:
-    """How good a run is on validation data in its best round so far; higher is better."""
+    """The best validation metrics of a run so far; higher is better."""
     folder = RunFolder(cell.folder)
     metric, *others = METRICS[folder.about["task"]]
     scores = []
@@ -196,7 +196,7 @@ def validation_scores(cell: Cell, loaded: FederatedData) -> dict[str, list[Float
 
 
 def choose_models(fit_plan: HalvingPlan, finished: Sequence[Cell]) -> dict[str, Any]:
-    """Who is served by what, how sure that is, and beside it the figures on test data."""
+    """The record: the model of each site, estimated gains, and test figures."""
     scores = {cell.label: validation_scores(cell, fit_plan.data) for cell in finished}
     by_label = {cell.label: cell for cell in finished}
     names = list(scores[fit_plan.alone.label])

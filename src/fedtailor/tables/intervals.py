@@ -1,9 +1,8 @@
-"""Prediction intervals: conformal, from out-of-fold errors of each site, where it has few with the help of all sites'.
+"""Prediction intervals: conformal, from out-of-fold errors of each site and, where it has few, of all sites.
 
-Only sizes of errors are used. The width at a site is a quantile of its own errors mixed with the errors of all sites,
-scaled to the size that is usual at this site. How much these count is settled by predicting folds from the others, and
-the same predictions settle a factor by which held-out rows are covered as often as was asked for: one for small and
-one for large sites.
+Only absolute errors are used. The width at a site is a quantile of its own errors mixed with the errors of all sites,
+scaled to the typical size at this site. Cross-validation over folds chooses the weight of the other sites' errors,
+and a factor that gives held-out rows the nominal coverage: one for small and one for large sites.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ ErrorScale = Literal["plain", "log", "root"]  # on which an interval reaches equ
 
 
 def interval_around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Floats, Floats]:
-    """The ends of intervals around numbers, logarithms or, of counts, square roots, whose spread is always the same."""
+    """The ends of intervals that are symmetric on the scale of numbers, logarithms or (for counts) square roots."""
     if scale == "log":
         return middle * math.exp(-half), middle * math.exp(half)
     if scale == "root":
@@ -29,7 +28,7 @@ def interval_around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Flo
 
 
 def interval_errors(middle: Floats, y: Floats, scale: ErrorScale) -> Floats:
-    """How far numbers are from the middle of their intervals, on their scale."""
+    """Absolute errors on the scale of the intervals."""
     if scale == "plain":
         return np.abs(y - middle)
     return np.abs(np.log(y) - np.log(middle)) if scale == "log" else np.abs(np.sqrt(y) - np.sqrt(middle))
@@ -41,12 +40,12 @@ PULLS = (10.0, 30.0, 100.0, math.inf)  # rows that the errors of all sites are w
 HELP = 3.0  # typical rows beside a site's own, where the size of its errors is estimated
 GRID = 1000  # quantiles that stand for the errors of all sites
 SMALL = 30  # rows of a small site
-ENOUGH = 50  # held-out rows of small or of large sites that settle a factor of their own
+ENOUGH = 50  # held-out rows of small or of large sites that give these a factor of their own
 FEWEST = 10  # rows in all, below which there are no intervals
 
 
 def half_widths(errors: Floats, site: NDArray[np.int64], folds: NDArray[np.int64], sites: int) -> Floats | None:
-    """[sites + 1, levels]; the last row is for sites that come later. `errors` are absolute, out of fold."""
+    """[sites + 1, levels]; the last row is for new sites. `errors` are absolute, out of fold."""
     if len(errors) < FEWEST or not (errors > 0).any():
         return None
     held = {pull: np.full((len(errors), len(LEVELS)), np.nan) for pull in PULLS}
@@ -63,7 +62,7 @@ def half_widths(errors: Floats, site: NDArray[np.int64], folds: NDArray[np.int64
     ratios = errors[known, None] / held[best][known]
     factors = np.tile(_factors(ratios), (sites + 1, 1))
     is_small = np.bincount(site, minlength=sites) < SMALL
-    for group in (is_small, ~is_small):  # large sites would speak for small ones
+    for group in (is_small, ~is_small):  # otherwise large sites would decide for small ones
         rows = group[site[known]]
         if rows.sum() >= ENOUGH:
             factors[:sites][group] = _factors(ratios[rows])
@@ -92,7 +91,7 @@ def _widths(errors: Floats, site: NDArray[np.int64], sites: int, pull: float) ->
 
 
 def _factors(ratios: Floats) -> Floats:
-    """By level, what widths are multiplied with so that held-out rows are covered as often."""
+    """The factors of widths, by level, that give held-out rows the nominal coverage."""
     rows = len(ratios)
     ranks = np.minimum(np.ceil((rows + 1) * np.array(LEVELS)), rows).astype(int) - 1
     ordered = np.sort(ratios, axis=0)
@@ -100,5 +99,5 @@ def _factors(ratios: Floats) -> Floats:
 
 
 def _interval_score(errors: Floats, widths: Floats) -> float:
-    """Mean width, and a price for every row outside (Gneiting and Raftery); lower is better."""
+    """Interval score: mean width plus a penalty for rows outside (Gneiting and Raftery); lower is better."""
     return float((2 * widths + 2 / (1 - LEVELS[USUAL]) * np.maximum(errors - widths, 0)).mean())

@@ -2,9 +2,9 @@
 
 A site's own estimate is noisy, so it is shrunk towards what the candidate gains at all sites (empirical Bayes: gains of
 sites are draws from a normal distribution, whose mean and spread are estimated by the moments of DerSimonian and
-Laird). A candidate serves a site only if it is thought to be better than training alone in the metric that counts, and
-surely better, by some standard errors, in the squared error of its probabilities (Brier score) or numbers. That
-tells models apart with fewer samples than a count of those that are right.
+Laird). A candidate serves a site only if its estimated gain over training alone is positive in the metric, and exceeds
+some standard errors in the squared error of its probabilities (Brier score) or numbers, which needs fewer samples than
+accuracy to separate models.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ many degrees the usual one is worth beside a site's own."""
 
 @dataclass(frozen=True)
 class Gain:
-    """By how much a candidate is thought to be better than training alone, and how sure that is."""
+    """The estimated gain of a candidate over training alone, and its standard error."""
 
     mean: float
     sd: float
 
     def lower_bound(self, caution: float) -> float:
-        """What is left after `caution` standard errors."""
+        """The mean less `caution` standard errors."""
         return self.mean - caution * self.sd
 
 
@@ -74,7 +74,7 @@ def gains(
             out.append(endless)
         else:
             own = float(next(own_noise))
-            trust = spread / (spread + own)  # in what the site itself says
+            trust = spread / (spread + own)  # in the site's own estimate
             mean = center + trust * (float(d.mean()) - center)
             out.append(Gain(mean, math.sqrt(trust * own + (1 - trust) ** 2 * doubt)))
     return out
@@ -102,25 +102,25 @@ def _normalise(logs: Floats) -> Floats:
 
 
 def _differences(candidate: Floats, alone: Floats) -> Floats:
-    """Differences of scores; a score that is not a number is the worst."""
+    """Differences of scores; NaN counts as the worst score."""
     candidate, alone = (np.where(np.isnan(v), -np.inf, v) for v in (candidate, alone))
     return np.subtract(candidate, alone, out=np.zeros(len(alone)), where=candidate != alone)
 
 
 def _unbounded_gain(apart: Floats) -> Gain | None:
-    """A site at which one of the two fails altogether tells nothing of the others, and needs no estimate."""
+    """A site where one of the two fails altogether needs no estimate."""
     if np.isfinite(apart).all():
         return None
     return Gain(-math.inf if np.isneginf(apart).any() else math.inf, 0.0)
 
 
 def _variances(differences: Sequence[Floats], is_bounded: bool) -> Floats:
-    """Of the samples of each site. Sites have one in common, since few samples tell little of their own. Where scores
-    may have any size, a site's own counts beside it by its degrees of freedom, and one that is out of all proportion is
-    left out of the common one.
+    """Variance of the differences at each site: pooled, since few samples estimate it poorly.
+
+    Unbounded scores: the site's own variance counts by its degrees of freedom, and outlying ones are not pooled.
     """
     freedom = np.array([len(d) - 1 for d in differences])
-    if not freedom.any():  # a single sample each tells nothing of its own spread
+    if not freedom.any():  # one sample per site has no variance
         return np.full(len(differences), float(np.var([d[0] for d in differences])) or 1.0)
     squares = np.array([float(((d - d.mean()) ** 2).sum()) for d in differences])
     if is_bounded:
@@ -143,7 +143,7 @@ def _spread(means: Floats, noise: Floats) -> float:
 
 
 def required_errors(caution: float, sites: int) -> float:
-    """So many standard errors that, with a spread estimated from few sites, they are as rare (Student's t)."""
+    """The number of standard errors with the same tail probability under Student's t, for few sites."""
     if sites < 2:
         return caution  # there is no spread between sites
     return float(student.ppf(normal.cdf(caution), sites - 1))
@@ -151,7 +151,7 @@ def required_errors(caution: float, sites: int) -> float:
 
 @dataclass(frozen=True)
 class ScoreView:
-    """One way to look at candidates: for each site one number per validation sample, higher is better."""
+    """Scores of candidates: for each site one number per validation sample, higher is better."""
 
     scores: Mapping[str, Sequence[Floats]]  # by candidate
     caution: float
@@ -159,9 +159,9 @@ class ScoreView:
 
 
 def choose(views: Sequence[ScoreView], alone: str) -> tuple[list[str], list[dict[str, list[Gain]]]]:
-    """For each site, of the candidates that are surely better in all views, the best in the first; or training alone.
+    """For each site the best in the first view of the candidates that are better in all views, or training alone.
 
-    Also the estimates, per view and candidate.
+    Also returns the estimates, per view and candidate.
     """
     estimates = [
         {

@@ -43,7 +43,7 @@ ROWS = 4096  # at a time
 
 @dataclass(frozen=True)
 class Extras:
-    """What a fit to tables gives a site beside its linear model."""
+    """Additions of a fit of tables to a site's linear model: trees, calibration, interval widths."""
 
     trees: TreeParts | None = None
     slope: float = 1.0
@@ -74,7 +74,7 @@ class Extras:
 
 
 def extras_of(row: Mapping[str, Any], record: Mapping[str, Any], trees: TreeParts | None) -> Extras:
-    """As the record of a fit has them; a site that came later has the intervals of all."""
+    """Read from the record of a fit; a newcomer has the intervals of all sites."""
     slope, offset = row.get("calibration", (1.0, 0.0))
     widths = row.get("half_widths", record.get("half_widths", ()))
     if not all(isinstance(v, float | int) and math.isfinite(v) for v in (slope, offset, *widths)):
@@ -105,7 +105,7 @@ class Personal:
     classes: tuple[str, ...] = ()
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
-    notes: list[str] = field(default_factory=list)  # what was told while rows were read
+    notes: list[str] = field(default_factory=list)  # warnings while rows were read
     extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
 
     @property
@@ -329,7 +329,7 @@ def _newcomers(run: Path) -> list[str]:
 
 
 def sites_of(folder: RunFolder) -> list[str]:
-    """All that have a model in a run."""
+    """Clients and newcomers with a model in a run."""
     return [*folder.about["clients"], *_newcomers(folder.path)]
 
 

@@ -1,6 +1,6 @@
 """The fit of one site of a federation, from what the site kept: its models, its trees, its figures on its test rows.
 
-Trees are grown here and their weights are settled on the site's own rows; nothing of this leaves the site.
+Trees are fitted here and their weights are chosen on the site's own rows; nothing of this leaves the site.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedtailor.tables.fit_record import table_record
 
 
 def site_fit(config: RunConfig, data: FederatedData, state: Tree, out: Path, metric: str = "") -> dict[str, Any]:
-    """Write the folder of a fit with this one site, and return its record. `state` is what the site kept last."""
+    """Write the folder of a fit with this one site, and return its record. `state`: its last private state."""
     data = data.to(torch.float64)
     experiment = assemble(config, data)
     program = experiment.algorithm
@@ -71,7 +71,7 @@ def _selection(
     gain: tuple[float, float],
     out: Path,
 ) -> Selection:
-    """With trees, if this site has the rows for them; else as the federation settled it."""
+    """With trees, if this site has enough rows; otherwise as the federation decided."""
     of_site = weights.numpy()[None] / float(weights.sum())
     settled = Selection(cells, of_site, [{"linear": 1.0}], [ALONE], [gain], linear, [])
     if not len(own):

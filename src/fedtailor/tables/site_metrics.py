@@ -1,4 +1,4 @@
-"""Figures on test rows: every metric of the task at every site, and how sure they are by resampling rows and sites."""
+"""Test figures: every metric of the task at every site, with bootstrap confidence intervals over rows and sites."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from fedtailor.metrics.summary import summarise
 
 Floats = NDArray[np.float64]
 DRAWS = 200
-LARGE = 2000  # rows of a site, from which means are drawn as normal
+LARGE = 2000  # rows of a site from which means are drawn from a normal distribution
 MANY = 100  # sites, above which metrics that are no means are computed only if asked for
-FEWEST_ROWS = 10  # of a site, below which rows drawn anew say nothing of it
-SOME = 8  # sites, from which on sites are drawn anew
+FEWEST_ROWS = 10  # of a site, below which it gets no bootstrap interval
+SOME = 8  # sites, from which the bootstrap is over sites
 TAIL = 0.025
 OF_UNITS = {"rmse": 1, "mae": 1, "mse": 2}  # the power of the target's unit in a metric
 
 
 def select_metric(task: Task, name: str) -> Metric:
-    """The metric that is shown: the one asked for, or the task's first."""
+    """The metric to report: the named one, or the task's first."""
     return find(task, name or task.metrics[0])
 
 
 def site_metrics(
     task: Task, metric: Metric, outputs: Mapping[str, Tensor], rows: Rows, unit: float
 ) -> dict[str, dict[str, list[float]]]:
-    """Metric -> whose outputs -> site; NaN where a site has no rows, or too few to tell."""
+    """Metric -> model (personal, alone, ...) -> value by site; NaN where a site has too few rows."""
     sites = len(rows.sizes)
     known = {metric.name: metric} | known_metrics(task)
     wanted = [m for m in known.values() if m.per_sample is not None or m.name == metric.name or sites <= MANY]
@@ -64,7 +64,7 @@ def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float)
 
 
 def metric_in_units(metric: Metric, target: TargetColumn) -> Metric:
-    """The same metric of what a model says, in units of the target, where these are not those of the model."""
+    """The metric in units of the target, where the model's outputs have other units."""
     of_row, of_all = metric.per_sample, metric.of_all
     return replace(
         metric,
@@ -76,9 +76,9 @@ def metric_in_units(metric: Metric, target: TargetColumn) -> Metric:
 def bootstrap_rows(
     metric: Metric, outputs: Mapping[str, Tensor], rows: Rows, unit: float, seed: int
 ) -> dict[str, Floats]:
-    """For each key [sites, draws]: the metric on rows drawn with replacement, the same rows for all keys.
+    """Bootstrap over rows: for each key the metric [sites, draws] on the same rows drawn with replacement.
 
-    A metric that is no mean, but AUROC of two classes, is not drawn again, nor are the few rows of a small site.
+    Metrics that are no means (except AUROC of two classes), and sites with few rows, keep their one value.
     """
     rng, keys, sites = stream(seed, "bootstrap"), list(outputs), len(rows.sizes)
     out = {key: np.full((sites, DRAWS), np.nan) for key in keys}
@@ -137,10 +137,10 @@ def percentile_interval(drawn: Floats) -> list[float] | None:
 def bootstrap_intervals(
     metric: Metric, figures: Mapping[str, Sequence[float]], draws: Mapping[str, Floats], sizes: Sequence[int], seed: int
 ) -> dict[str, Any]:
-    """Intervals of means and of differences, and by site.
+    """Bootstrap confidence intervals of means and differences, and by site.
 
-    With a few sites or more these are drawn anew, with all of their rows: their figures differ by rows too, which need
-    not be drawn again. With fewer, rows are drawn at the sites there are. Of sites with very few rows nothing is told.
+    With eight sites or more the bootstrap is over sites, with all of their rows; with fewer it is over rows. Sites with
+    very few rows get none.
     """
     sign = 1.0 if metric.higher_is_better else -1.0
     sites = len(next(iter(draws.values())))
@@ -177,7 +177,7 @@ def bootstrap_intervals(
 def fairness(
     names: Sequence[str], values: Sequence[float], sizes: Sequence[int] | None = None, *, higher_is_better: bool
 ) -> dict[str, Any]:
-    """The worst site, of those with enough rows to tell if there are any, and how far sites are apart."""
+    """The worst site, of those with enough rows if there are any, and the spread over sites."""
     known = [(v, name) for v, name in zip(values, names, strict=True) if math.isfinite(v)]
     enough = {name for name, size in zip(names, sizes or (), strict=False) if size >= FEWEST_ROWS}
     known = [(v, name) for v, name in known if name in enough] or known
@@ -194,5 +194,5 @@ def _mean(values: Floats) -> float:
 
 
 def is_noise(ci: Sequence[float]) -> bool:
-    """Whether a difference may as well be none."""
+    """Whether the confidence interval of a difference includes zero."""
     return not (ci[0] > 0 or ci[1] < 0)

@@ -1,7 +1,7 @@
-"""A fit whose sites have new rows: what changed is trained again, from where the earlier fit ended.
+"""An update: a fit of the rows that there are now, started from the earlier fit.
 
-An update is a fit of its own in the folder of the first one. Linear models begin at the earlier solution; boosted trees
-of rows that are the same are not grown again. Test rows stay test rows. The earlier models serve until the new ones are
+It is a fit of its own in the folder of the first one. Linear models start at the earlier solution; boosted trees of
+unchanged rows are reused. Test rows stay test rows. The earlier models serve until the new ones are
 complete.
 """
 
@@ -48,7 +48,7 @@ from fedtailor.tables.fit_sources import append_rows
 from fedtailor.tables.serve import personal
 from fedtailor.tables.site_metrics import at_site, select_metric
 
-OF_CANDIDATES = ("algorithm", "model", "evaluation", "rounds")  # settled by the fit itself
+OF_CANDIDATES = ("algorithm", "model", "evaluation", "rounds")  # set by the fit itself
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _read_earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
 
 
 def _drop_other(out: Path, source: FolderConfig) -> None:
-    """An update that was interrupted goes on; if the rows have changed since, it begins again."""
+    """Keep the folder of an interrupted update, unless the rows have changed since."""
     if (out / FIT).exists() and read_json(out / FIT)["settings"]["files"] != digest(source):
         for held in out.iterdir():
             if held.name != "data":
@@ -143,7 +143,7 @@ def _drop_other(out: Path, source: FolderConfig) -> None:
 
 
 def _copy_start_states(before: Path, out: Path, loaded: FederatedData) -> None:
-    """States of the earlier runs to begin with, and boosted trees, which are taken where rows are the same."""
+    """Copy the states of earlier runs as start values, and boosted trees, which are reused where rows are the same."""
     start = out / START
     start.mkdir(parents=True, exist_ok=True)
     for run in sorted(before.glob("*/run.json")):
@@ -167,7 +167,7 @@ def _changes(
     loaded: FederatedData,
     lost_sites: list[str],
 ) -> dict[str, Any]:
-    """What changed: rows, and the figures of the earlier and the new models on the same test rows."""
+    """Changed rows, and the test figures of the earlier and the new models on the same rows."""
     config = RunFolder(out / new["common"]).config
     metric = select_metric(task_of(config, loaded), new["metric"])
     sites = {}
@@ -220,7 +220,7 @@ def _metric_on_kept_rows(
 
 
 def _carry_newcomers(before: Path, out: Path, old: dict[str, Any], new: dict[str, Any], loaded: FederatedData) -> None:
-    """Models of sites that came after the earlier fit stay, if their features are the same and they are no site now."""
+    """Copy the models of newcomers, if the features are the same and they are no sites of the new fit."""
     source, target = part_of(before, old["newcomers"]), part_of(out, new["newcomers"])
     if RunFolder(source).about["shape"] != list(loaded.shape):
         return

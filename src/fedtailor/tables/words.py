@@ -16,12 +16,12 @@ Coefficients = Mapping[str, Any]
 
 
 def is_factor(scale: str) -> bool:
-    """Whether coefficients are logarithms, and are told as factors."""
+    """Whether coefficients are on a log scale, and are reported as odds ratios or factors."""
     return scale == LOG_ODDS or scale.startswith(LOG)
 
 
 def signed(value: float) -> str:
-    """Three digits, with its sign."""
+    """Three digits, with a sign."""
     return f"{value:+.3g}"
 
 
@@ -32,80 +32,79 @@ def join_names(names: Sequence[str], most: int = MOST_NAMED) -> str:
 
 
 def all_sites(sites: int) -> str:
-    """All of them, as one would say it."""
     return {1: "the site", 2: "both sites"}.get(sites, f"all {sites} sites")
 
 
 def unit_of(term: Mapping[str, Any]) -> str:
-    """What a coefficient is per, or against."""
+    """The unit of a coefficient, or the category that it is compared with."""
     if term["name"] == INTERCEPT:
-        return "at usual values"
+        return "at reference values"
     if term["reference"]:
         return f"against {term['reference']}"
     return "per sd" if term["sd"] is None else "per unit"
 
 
 def size_words(term: Mapping[str, Any], scale: str, each: Mapping[str, Any] | None = None) -> str:
-    """The coefficient with its interval, of all sites or (`each`) of one."""
+    """The coefficient with its confidence interval, of all sites or (`each`) of one."""
     estimate = term if each is None else each
     if estimate["value"] is None:
         return "unknown"
     factor = 1.0 if term["sd"] is None else float(term["sd"])
     value, low, high = (float(estimate[key]) / factor for key in ("value", "low", "high"))
     if is_factor(scale) and term["name"] != INTERCEPT:
-        words = f"{'odds' if scale == LOG_ODDS else scale.removeprefix(LOG)} times {math.exp(min(value, 50)):.3g}"
-        return f"{words} {unit_of(term)} (95 % interval {math.exp(min(low, 50)):.3g} to {math.exp(min(high, 50)):.3g})"
-    return f"{signed(value)} {unit_of(term)} (95 % interval {signed(low)} to {signed(high)})"
+        what = "odds ratio" if scale == LOG_ODDS else f"{scale.removeprefix(LOG)} times"
+        value, low, high = (math.exp(min(each, 50)) for each in (value, low, high))
+        return f"{what} {value:.3g} {unit_of(term)} (95 % CI {low:.3g} to {high:.3g})"
+    return f"{signed(value)} {unit_of(term)} (95 % CI {signed(low)} to {signed(high)})"
 
 
 def sharing_words(term: Mapping[str, Any], sites: int) -> str:
     """Whether the coefficient is common to all sites."""
     if term["aliases"]:
-        return f"cannot be told apart from {join_names(term['aliases'], 3)}"
+        return f"not identifiable separately from {join_names(term['aliases'], 3)}"
     if sites == 1:
         return ""
     if not term["differs"]:
-        return f"common to {all_sites(sites)}" + ("" if term["varies"] else ", being constant within each")
+        return f"common to {all_sites(sites)}" + ("" if term["varies"] else ", constant within each")
     factor = 1.0 if term["sd"] is None else float(term["sd"])
     spread, value = term["spread"] / factor, term["value"] / factor
-    sign = ", even in sign" if term["name"] != INTERCEPT and abs(value) < spread else ""
-    return f"sites differ{sign} (sd {spread:.3g} around {value:.3g})"
+    sign = ", also in sign" if term["name"] != INTERCEPT and abs(value) < spread else ""
+    return f"varies between sites{sign} (sd {spread:.3g} around {value:.3g})"
 
 
 def term_words(term: Mapping[str, Any], scale: str, sites: int) -> str:
-    """A line on one term."""
     shared = sharing_words(term, sites)
     if term["aliases"]:
         return f"{term['name']}: {shared}"
-    doubt = "; it may be none" if term["name"] != INTERCEPT and term["low"] <= 0 <= term["high"] else ""
+    doubt = "; not significant" if term["name"] != INTERCEPT and term["low"] <= 0 <= term["high"] else ""
     return f"{term['name']}: {size_words(term, scale)}{doubt}" + (f"; {shared}" if shared else "")
 
 
 def model_sentence(coefficients: Coefficients) -> str:
-    """Which model the coefficients are of."""
+    """Which model the coefficients are taken from."""
     sites, label = len(coefficients["sites"]), coefficients["model"]
     if sites == 1:
-        return "There is one site: its coefficients are those of an ordinary regression."
+        return "There is one site; its coefficients come from an ordinary regression."
     kind = {
-        "common": "one common model: nothing differs between sites",
-        "mixed, intercept": "a mixed model with a level of its own at every site and common coefficients",
-    }.get(label, "a mixed model: a common coefficient for each feature, and every site's own around it")
+        "common": "one common model, the same at all sites",
+        "mixed, intercept": "a mixed model with a random intercept for each site and common slopes",
+    }.get(label, "a mixed model: common coefficients, and site-specific deviations from them")
     weight = coefficients["weight"]
     part = (
-        "no site is served by it, and it tells how sites differ"
+        "no site is served by it; it is shown because it describes how sites differ"
         if weight < 0.01
         else f"it has {100 * weight:.0f} % of the weight in the linear models that serve the sites"
     )
-    return f"Coefficients are of {kind}; {part}."
+    return f"Coefficients come from {kind}; {part}."
 
 
 def sharing_sentences(coefficients: Coefficients) -> list[str]:
-    """Which columns do the same everywhere, and in which sites differ."""
+    """Which effects are common to all sites, and which vary between them."""
     sites = len(coefficients["sites"])
     if sites == 1:
         return []
     if coefficients["model"] == "common":
-        return [f"All columns do the same at {all_sites(sites)}: letting sites differ did not predict better."]
+        return [f"All effects are the same at {all_sites(sites)}: site-specific effects did not predict better."]
     by_column: dict[str, list[Mapping[str, Any]]] = {}
     for output in coefficients["outputs"]:
         for term in output["terms"]:
@@ -115,16 +114,20 @@ def sharing_sentences(coefficients: Coefficients) -> list[str]:
     fixed = [n for n, terms in by_column.items() if n not in own and not any(term["varies"] for term in terms)]
     common = [name for name in by_column if name not in own and name not in fixed]
     if any(term["differs"] for term in level):
-        own.insert(0, "the level")
+        own.insert(0, "the intercept")
     return [
-        *([f"Sites differ in: {join_names(own)}."] if own else []),
-        *([f"The same at {all_sites(sites)}: {join_names(common)}."] if common else []),
-        *([f"Constant within each site, so that its effect can only be common: {join_names(fixed)}."] if fixed else []),
+        *([f"Effects that vary between sites: {join_names(own)}."] if own else []),
+        *([f"Effects common to {all_sites(sites)}: {join_names(common)}."] if common else []),
+        *(
+            [f"Constant within each site, so only a common effect can be estimated: {join_names(fixed)}."]
+            if fixed
+            else []
+        ),
     ]
 
 
 def importance_sentences(importance: Mapping[str, Any]) -> list[str]:
-    """What matters most to the predictions."""
+    """Which columns the predictions depend on."""
     metric, columns = importance["metric"], importance["columns"]
     out = []
     error = math.sqrt(max(importance["repeats"], 1))
@@ -133,22 +136,19 @@ def importance_sentences(importance: Mapping[str, Any]) -> list[str]:
         points = " points" if metric == "accuracy" else ""
         parts = [f"{each['column']} ({number(metric, each['mean'])}{points})" for each in useful]
         out.append(
-            f"Predictions need most: {join_names(parts, 4)}; in brackets, how much worse {metric} gets without it."
+            f"Most important columns: {join_names(parts, 4)}; in brackets, how much {metric} worsens without it."
         )
     elif columns:
-        out.append("Shuffling any single column hardly makes the predictions worse.")
+        out.append("No single column is important: shuffling any one of them hardly worsens the predictions.")
     useless = [each["column"] for each in columns if each not in useful]
     if useful and useless:
-        out.append(f"They would be about as good without: {join_names(useless)}.")
+        out.append(f"Columns of little importance: {join_names(useless)}.")
     if importance["constant"]:
-        out.append(
-            f"Constant within each site, so of no use to tell its rows apart: {join_names(importance['constant'])}."
-        )
+        out.append(f"Constant within each site, so without importance there: {join_names(importance['constant'])}.")
     return out
 
 
 def effect_sentences(effects: Mapping[str, Any]) -> list[str]:
-    """All of it."""
     coefficients, out = effects.get("coefficients"), []
     if coefficients:
         out += [model_sentence(coefficients), *sharing_sentences(coefficients)]
@@ -159,12 +159,12 @@ def effect_sentences(effects: Mapping[str, Any]) -> list[str]:
     return out + importance_sentences(effects["importance"])
 
 
-VARIES = {"intercept": "only the level", "diagonal": "every coefficient by itself", "full": "all coefficients together"}
-OTHERS = {"alone": "each site's best model alone", "common": "one common model", "baseline": "the baseline"}
+VARIES = {"intercept": "random intercept", "diagonal": "independent random slopes", "full": "correlated random slopes"}
+OTHERS = {"alone": "each site's own best model", "common": "one common model", "baseline": "the baseline"}
 
 
 def fit_sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Lines of a fit of tables, each with what it is about; none of a fit without intervals."""
+    """The summary of a fit of tables: sentences with their subjects; none of a fit without intervals."""
     if "differences" not in record:
         return []
     metric = record["metric"]
@@ -175,12 +175,12 @@ def fit_sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
         out.append(("mixed", mixed))
     if fairness := record.get("fairness"):
         worst, spread = number(metric, fairness["worst_value"]), number(metric, fairness["spread"])
-        out.append(("fairness", f"worst site {fairness['worst']}, {worst}; spread over sites (sd) {spread}"))
+        out.append(("fairness", f"worst site {fairness['worst']}, {worst}; standard deviation over sites {spread}"))
     return out
 
 
 def variation_sentence(record: dict[str, Any]) -> str:
-    """Which mixed models serve, mean over sites, by what they let vary between sites; settled on out-of-fold rows."""
+    """The mean weight over sites of each kind of mixed model, as chosen on out-of-fold rows."""
     weights = dict.fromkeys(VARIES, 0.0)
     for row in record["sites"].values():
         for run, weight in row.get("weights", {}).items():
@@ -192,33 +192,35 @@ def variation_sentence(record: dict[str, Any]) -> str:
     if not total:
         return ""
     parts = [f"{100 * w / total:.0f} % {VARIES[effects]}" for effects, w in weights.items() if w / total >= 0.01]
-    return f"what differs between sites in the mixed models that serve: {', '.join(parts)}"
+    return f"mixed models that serve the sites: {', '.join(parts)}"
 
 
 def gain_sentence(record: dict[str, Any], key: str) -> str:
-    """Personal models against something else, with the 95 % interval."""
+    """Personal models against other ones, with the 95 % confidence interval of the difference."""
     metric, estimate = record["metric"], record["differences"][key]
     gain = estimate["gain"]
     if estimate["ci"] is None or not math.isfinite(gain):
-        return f"personal models against {OTHERS[key]}: too few test rows to tell"
+        return f"personal models against {OTHERS[key]}: too few test rows to compare"
     low, high = estimate["ci"]
-    size, bounds = number(metric, abs(gain)), f"95 % interval {number(metric, low)} to {number(metric, high)}"
+    size, bounds = number(metric, abs(gain)), f"95 % CI {number(metric, low)} to {number(metric, high)}"
     points = " points" if metric == "accuracy" else ""
     how = "better" if gain >= 0 else "worse"
     sentence = f"personal models are {size}{points} {how} than {OTHERS[key]}"
     return (
-        f"{sentence}; this difference may be noise ({bounds})" if is_noise(estimate["ci"]) else f"{sentence} ({bounds})"
+        f"{sentence}; this difference may be due to chance ({bounds})"
+        if is_noise(estimate["ci"])
+        else f"{sentence} ({bounds})"
     )
 
 
 def site_gain_sentence(record: dict[str, Any]) -> str:
-    """How many sites gain or lose on their test rows, beyond noise."""
+    """How many sites gain or lose on their test rows, beyond chance."""
     rows = [row for row in record["sites"].values() if row.get("gain_ci") is not None]
     if not rows:
         return ""
     better, worse = sum(row["gain_ci"][0] > 0 for row in rows), sum(row["gain_ci"][1] < 0 for row in rows)
     rest = len(rows) - better - worse
     return (
-        f"on test rows, sites that gain over their best model alone beyond noise: {better}; that lose: {worse}; "
-        f"too close to call: {rest}"
+        f"sites where the personal model is significantly better than the site's own best model: {better}; "
+        f"significantly worse: {worse}; too close to call: {rest}"
     )

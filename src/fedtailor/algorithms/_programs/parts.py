@@ -33,7 +33,7 @@ def folds_of_rows(rows: int, seed: int, site: str, folds: int) -> NDArray[np.int
 
 
 def folds_at(me: ClientContext, folds: int) -> Tensor:
-    """The same for a client, or for a stack of them with `NEVER` where a row is padding."""
+    """The folds of a client's rows, or of a stack of clients with `NEVER` for padding."""
     experiment = me.experiment
     sizes = experiment.data.train.bounds(me.members)[1]
 

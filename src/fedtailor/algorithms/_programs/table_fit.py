@@ -1,7 +1,7 @@
 """TableFit: linear and mixed models at every site of a federation, cross-fitted, and a blend of them for each.
 
 Stacking: Wolpert, Neural Networks 5, 1992; from out-of-fold predictions: van der Laan, Polley, Hubbard, Stat. Appl.
-Genet. Mol. Biol. 6, 2007. Folds are cut inside each site and what the candidates say of its rows stays there; sums over
+Genet. Mol. Biol. 6, 2007. Folds are cut inside each site and the candidates' outputs stay there; sums over
 sites decide on candidates, common weights, how much a site's own weights count, and how sure a gain is.
 
 A site's weights minimise its loss plus that of `pull` typical rows of the federation, for which the common weights are
@@ -40,7 +40,7 @@ OPTIONS = 2 + len(OWN_PULLS)  # one candidate for all, one blend for all, blends
 
 
 class CandidateRows(NamedTuple):
-    """What candidates say of a site's rows out of fold [candidates, rows, outputs]; `counts` is 1 where they do."""
+    """Out-of-fold outputs of candidates for a site's rows [candidates, rows, outputs]; `counts` is 0 for padding."""
 
     said: Tensor
     y: Tensor
@@ -87,7 +87,7 @@ def is_usable(effects: str, coefficients: int, is_gaussian: bool) -> bool:
 
 
 def held_out(rows: CandidateRows, weights: Tensor) -> Tensor:
-    """Outputs with weights [parts, candidates] that had no say of the row."""
+    """Outputs with weights [parts, candidates] that were estimated without the row's fold."""
     total = torch.zeros_like(rows.said[0])
     for f in range(len(weights) - 1):
         total = total + (rows.fold == f)[:, None] * blending.blended(rows.said, weights[f + 1], rows.is_class)
@@ -116,7 +116,7 @@ class TableFit(Algorithm):
     title: ClassVar[str] = "TableFit"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "model"
-    private: ClassVar[str] = "models, what they say of rows, weights"
+    private: ClassVar[str] = "models, their outputs, weights"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
 
@@ -262,7 +262,7 @@ class TableFit(Algorithm):
         }
 
     def rows(self, me: ClientContext) -> CandidateRows:
-        """What each candidate says of rows that it has not seen."""
+        """Out-of-fold outputs of each candidate."""
         x, y, mask = self.part(me, 0).train
         fold, models = folds_at(me, self.folds), me.state["models"]
         design = torch.cat([x, torch.ones_like(x[:, :1])], dim=1)
@@ -332,7 +332,7 @@ class TableFit(Algorithm):
 
     @on_client(sends=OWN)
     def step_own(self, me: ClientContext, common: Tensor, metric: Tensor, allowed: Tensor) -> tuple[Tree, Tree]:
-        """A Newton step of the site's weights, drawn towards the common ones as `metric` says."""
+        """A Newton step of the site's weights, pulled towards the common ones in the norm `metric`."""
         rows, old = self.scaled_rows(me), me.state["weights"]
         gradient, hessian = self.own_quadratic(rows, old)
         own = old[:, 2:]
@@ -375,7 +375,7 @@ class TableFit(Algorithm):
 
     @on_client(sends=WEIGHTS)
     def decide(self, me: ClientContext, shared: Tensor) -> tuple[Tree, Tree]:
-        """The promise: a site whose own model is known to be better keeps it."""
+        """A site whose own model is significantly better keeps it."""
         mean, error = site_gains.shrunk(site_gains.Gains(*me.state["gain"]), site_gains.Shared(*shared))
         weights = torch.einsum("o,oc->c", me.state["taken"], me.state["weights"][0])
         own = self.alone_weights(weights)
@@ -425,7 +425,7 @@ class TableFit(Algorithm):
         return server | {"common": weights, "served": served / max(len(fed.cohort), 1), "taken": taken}
 
     def choose_option(self, fed: Federation, count: Tensor) -> Tensor:
-        """The first way of blending, from one for all to blends by site, that is not surely worse than the best."""
+        """The first option (from one candidate for all to blends by site) not significantly worse than the best."""
         total = fed.sum(fed.map(self.option_losses))
         best = torch.nn.functional.one_hot(total.argmin(), OPTIONS).to(total)
         lost, by_row, by_site = fed.sum(fed.map(self.option_differences, best))

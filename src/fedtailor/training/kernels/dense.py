@@ -17,7 +17,7 @@ from fedtailor.core.task import classification_loss, regression_loss
 from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.training.batches import Batch
 from fedtailor.training.kernels import output_buffers
-from fedtailor.training.kernels.structure import Layer, dense_layers
+from fedtailor.training.kernels.structure import AffineLayer, dense_layers
 from fedtailor.training.specification import Training
 
 Gradient = Callable[[Tensor, Tensor], Tensor]  # of a sample's loss by its output
@@ -51,7 +51,7 @@ def train_dense(training: Training, t: Tree) -> tuple[Params, Params]:
 
 
 def train_one(
-    layers: Sequence[Layer], gradient: Gradient, t: Tree, x: Tensor, y: Tensor, batches: Sequence[Batch]
+    layers: Sequence[AffineLayer], gradient: Gradient, t: Tree, x: Tensor, y: Tensor, batches: Sequence[Batch]
 ) -> Params:
     """A stack of one."""
     stack = train_stack(layers, gradient, tree_map(lambda v: v[None], t), x, y, batches)
@@ -59,7 +59,7 @@ def train_one(
 
 
 def train_stack(
-    layers: Sequence[Layer],
+    layers: Sequence[AffineLayer],
     gradient: Gradient,
     tensors: Tree,
     x: Tensor,
@@ -171,7 +171,7 @@ def _passes(batches: Sequence[Batch], rows: int) -> list[list[Batch]]:
 
 
 def _train_part(
-    layers: Sequence[Layer],
+    layers: Sequence[AffineLayer],
     gradient: Gradient,
     tensors: Tree,
     x: Tensor,

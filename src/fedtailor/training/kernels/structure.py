@@ -17,7 +17,7 @@ _HEADS: dict[type, str] = {}
 
 
 @dataclass(frozen=True)
-class Layer:
+class AffineLayer:
     """The names of the tensors of an affine map; between two of them there is a ReLU."""
 
     weight: str
@@ -44,7 +44,7 @@ def split_at_head(head: str) -> Callable[[T], T]:
     return declare
 
 
-def dense_layers(model: Model) -> tuple[Layer, ...]:
+def dense_layers(model: Model) -> tuple[AffineLayer, ...]:
     """The layers of a model that is a stack of dense ones, else none."""
     names_of = _DENSE.get(type(model.module))
     if names_of is None or model.private_buffers or not is_untouched(model.module):
@@ -52,17 +52,17 @@ def dense_layers(model: Model) -> tuple[Layer, ...]:
     names = names_of(model.module)
     if any(type(model.module.get_submodule(name)) is not nn.Linear for name in names):
         return ()
-    layers = tuple(Layer(f"{n}.weight", f"{n}.bias" if f"{n}.bias" in model.params else None) for n in names)
+    layers = tuple(AffineLayer(f"{n}.weight", f"{n}.bias" if f"{n}.bias" in model.params else None) for n in names)
     known = {k for layer in layers for k in (layer.weight, layer.bias) if k}
     return layers if known == model.params.keys() else ()
 
 
-def head_layer(model: Model) -> Layer | None:
+def head_layer(model: Model) -> AffineLayer | None:
     """The last layer of a model that is declared to be split there, if that is all of its head."""
     name = _HEADS.get(type(model.module))
     if name is None or model.batch_statistics or model.private_buffers or not is_untouched(model.module):
         return None
-    layer = Layer(f"{name}.weight", f"{name}.bias")
+    layer = AffineLayer(f"{name}.weight", f"{name}.bias")
     is_all = set(model.head) == {layer.weight, layer.bias}
     return layer if is_all and type(model.module.get_submodule(name)) is nn.Linear else None
 
