@@ -171,7 +171,7 @@ def test_all_problems_of_all_files_at_once(tmp_path: Path) -> None:
 
 def test_columns_that_a_fit_takes_are_no_problem(tmp_path: Path) -> None:
     texts = [f"text {i % 60}" for i in range(240)]
-    path = folder(tmp_path, a={"x": list(range(240)), "words": texts, "code": texts, "y": Y * 10})
+    path = folder(tmp_path, a={"x": [*range(240)], "words": [*texts], "code": [*texts], "y": Y * 10})
     assert find_problems(FolderConfig(path=path, target="y", categorical=("code",)))[0] == []
 
 

@@ -1,4 +1,4 @@
-"""UCI heart disease: four hospitals, 13 columns, is heart disease present?"""
+"""UCI heart disease: 13 columns at four hospitals; the target is whether heart disease is present."""
 
 from __future__ import annotations
 

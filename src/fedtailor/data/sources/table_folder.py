@@ -22,14 +22,14 @@ from fedtailor.errors import DataError
 
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
+    """Read, prepare, split and encode the tables of all clients; `root` is not needed."""
     return prepare_tables(read_client_tables(config), config, seed)
 
 
 def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
-    """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
+    """A new client, prepared like those of the folder, which determine columns, types, classes and scales."""
     if client_name(path) is None:
-        raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
+        raise DataError(f"{path}: not a data file; the run reads {', '.join(SUFFIXES)}")
     tables = read_client_tables(config)
     if name in tables:
         raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
@@ -39,7 +39,7 @@ def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> 
 def prepare_newcomer(
     preparation: Preparation, config: FolderConfig, table: ClientTable, name: str, seed: int
 ) -> FederatedData:
-    """The newcomer as a federation of one; columns, classes and common scales are those of the run."""
+    """A newcomer as a federation of one, prepared as recorded in a run, without the other clients' files."""
     target, columns = preparation.target, preparation.columns
     table = rename_columns(table, (target.name, *(c.name for c in columns)))
     kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
@@ -80,7 +80,7 @@ def prepare_newcomer(
 
 
 def _newcomer_scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
-    """As those of the run, filled with the newcomer's own median where it has values."""
+    """A scale like those of the run, with the newcomer's median if it has values."""
     known = train[~np.isnan(train)]
     sites = list(column.sites.values())
     median = float(np.median(known)) if len(known) else float(np.median([s.median for s in sites]))

@@ -1,4 +1,4 @@
-"""From the tables of all clients to features: agree on columns, types and target, then encode."""
+"""Prepare the tables of all clients: common columns, their types and the target; then split and encode."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def prepare_tables(
     newcomers: dict[str, ClientTable] | None = None,
     earlier: EarlierRows | None = None,
 ) -> FederatedData:
-    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that.
+    """Determine columns and types over the clients' tables but not the newcomers', then split and encode all.
 
-    `earlier` are rows that a fit knows already, and how it prepared them.
+    `earlier` are the rows that a fit knows already, and how it prepared them.
     """
     tidy = align_tables(tables, config)
     tables, config = tidy.tables, tidy.config
@@ -85,14 +85,13 @@ def prepare_tables(
 
 
 def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
-    """A newcomer's table with the names of the others."""
+    """A table with the column names of the others."""
     new = match_columns(table.names, columns)
     names = tuple(new.get(name, name) for name in table.names)
     return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})
 
 
 def _note_sampling(sites: Sequence[SiteColumns], config: FolderConfig) -> list[str]:
-    """Say loudly that rows are not used."""
     most = config.max_samples
     large = [site for site in sites if most is not None and len(site.y) > most]
     if not large or most is None:
@@ -120,7 +119,7 @@ def check_newcomer(table: ClientTable, target: str, kinds: dict[str, bool], date
 
 
 def check_column(table: ClientTable, column: str, is_date: bool) -> None:
-    """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
+    """Check that a column of a new file has numbers or dates, as it had in the run."""
     values = table.columns[column].of_kind(is_date)
     refuse_text([table], column, "remove the row")
     if values.number.count() and values.is_date != is_date:
@@ -196,7 +195,7 @@ def is_categorical(tables: Collection[ClientTable], column: str) -> bool:
 
 
 def category_remedy(column: str) -> str:
-    """What to do with a column of numbers and texts."""
+    """Advice on a column of numbers and texts, for messages."""
     return (
         f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
         f"data.ignore = ['{column}']"
@@ -204,7 +203,7 @@ def category_remedy(column: str) -> str:
 
 
 def _require_dates_everywhere(tables: Collection[ClientTable], column: str, remedy: str) -> None:
-    """Fail if a column has dates in one file and plain numbers in another."""
+    """Refuse a column with dates in one file and numbers in another."""
     filled = {table.path: table.columns[column] for table in tables if table.columns[column].number.count()}
     kinds = {c.is_date: path for path, c in filled.items()}
     if len(kinds) == 2:

@@ -1,4 +1,4 @@
-"""All that is wrong with the files of all sites, in one list."""
+"""All problems of the files of all sites, in one list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedtailor.errors import DataError
 
 
 def find_problems(config: FolderConfig) -> tuple[list[str], list[str]]:
-    """What has to be put right, and what was noticed and needs nothing; files that cannot be read are left aside."""
+    """Problems to correct, and notes that need no action; other files are checked even if one cannot be read."""
     messages: list[str] = []
 
     def attempt(work: Callable[..., Any], *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is predicted, read from the tables of all clients: classes or numbers, and which rows have none."""
+"""Read the target from the tables of all clients: classes, counts or numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 LARGEST = 1e100  # of a number to predict
 MOST_COUNTED = 2**53  # above it whole numbers are not exact
-COUNTED = 100.0  # mean of counts, above which they are as good as numbers
+COUNTED = 100.0  # mean of counts, above which they are treated as numbers
 FEWEST_COUNTS = 5  # distinct whole numbers from 0 on that may be counts rather than classes
 SKEWED = 2.0  # skewness of a long tail
 
@@ -29,7 +29,7 @@ SKEWED = 2.0  # skewness of a long tail
 def drop_unlabelled(
     tables: dict[str, ClientTable], config: FolderConfig
 ) -> tuple[dict[str, ClientTable], tuple[str, ...]]:
-    """Rows and sites without a target are left out, and named."""
+    """Leave out rows and sites without a target, with notes."""
     if config.target not in next(iter(tables.values())).columns:
         return tables, ()
     complete, left_out, rows = {}, [], 0
@@ -48,7 +48,7 @@ def drop_unlabelled(
 
 
 def require_target(tables: Collection[ClientTable], target: str) -> None:
-    """Fail if the target is missing in some row."""
+    """Refuse tables whose target is missing in some row."""
     for table in tables:
         gaps = table.columns[target].text.null_count()
         if gaps:
@@ -59,7 +59,7 @@ def require_target(tables: Collection[ClientTable], target: str) -> None:
 
 
 def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[TargetColumn, list[NDArray[Any]], str]:
-    """Task, targets of each client, and why the task was chosen."""
+    """The target, its values for each client, and a note on why the task was chosen."""
     require_target(tables.values(), config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     for table in tables.values():
@@ -96,7 +96,7 @@ def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[T
 
 
 def _check_numbers(table: ClientTable, target: str, y: Floats, task: str, is_log: bool) -> None:
-    """Fail at the first row whose number cannot be what it is to be."""
+    """Refuse the first row whose number does not fit the task."""
     checks = [(np.abs(y) > LARGEST, "whose square is too large for a number", "give the target in other units")]
     if task == "count":
         no_count = (y < 0) | (y % 1 != 0) | (y > MOST_COUNTED)
@@ -113,7 +113,7 @@ def _check_numbers(table: ClientTable, target: str, y: Floats, task: str, is_log
 
 
 def suggest_task(y: Floats) -> str:
-    """What numbers to predict look like, and what then fits them better; nothing for ordinary ones."""
+    """Suggest a task or scale that may suit the numbers better, or nothing."""
     if (y >= 0).all() and (y % 1 == 0).all() and y.min() < FEWEST_COUNTS and y.mean() < COUNTED and skewness(y) > 0.5:
         return "; if these are counts, --task count fits rates (Poisson)"
     if (y > 0).all() and skewness(y) > SKEWED > abs(skewness(np.log(y))):
@@ -122,7 +122,7 @@ def suggest_task(y: Floats) -> str:
 
 
 def skewness(y: Floats) -> float:
-    """The third standardised moment; 0 of what does not vary."""
+    """The third standardised moment; 0 for a constant."""
     sd = y.std()
     return float((((y - y.mean()) / sd) ** 3).mean()) if sd > 0 else 0.0
 
@@ -172,7 +172,7 @@ def _infer_task(tables: Collection[ClientTable], target: str) -> tuple[str, str]
 
 
 def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
-    """Fail if a column that has text is otherwise numeric: at some file entirely, or mostly over all files."""
+    """Refuse text in a column that is numeric otherwise: entirely in some file, or mostly over all files."""
     text = sum(int(table.columns[column].is_text.sum()) for table in tables)
     values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables)
     numeric_file = any(
@@ -183,7 +183,7 @@ def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str)
 
 
 def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
-    """Fail if a column of numbers has text somewhere."""
+    """Refuse text in a column of numbers."""
     for table in tables:
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
@@ -196,12 +196,12 @@ def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> No
 
 
 def numeric_values(column: Column) -> Floats:
-    """Values with NaN where there is none."""
+    """Values of a column, NaN where missing."""
     return column.number.to_numpy().astype(np.float64)
 
 
 def newcomer_target(table: ClientTable, column: str, target: TargetColumn) -> NDArray[Any]:
-    """A newcomer's target, as the others have it."""
+    """A newcomer's target, encoded as in the run."""
     if target.task != "classification":
         refuse_text([table], column, "remove the row")
         y = numeric_values(table.columns[column])
