@@ -1,4 +1,4 @@
-"""What users write themselves is named "package.module:Class" wherever a name of ours may stand."""
+"""Code of users, named "package.module:Class" wherever a name of fedtailor is allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAIN = ("__main__", "__mp_main__")  # the program itself, and that program in a 
 _importing: ContextVar[str] = ContextVar("importing", default="")
 
 
-def imported(key: str, name: str) -> Any:
+def import_object(key: str, name: str) -> Any:
     """The object that `name` stands for; modules in the current folder are found too."""
     module, _, attribute = name.partition(":")
     here = str(Path.cwd())
@@ -44,8 +44,8 @@ def _not_found(key: str, name: str, module: str) -> ConfigError:
     return ConfigError(f"{key}: cannot import \"{name}\": No module named '{module}'{hint}")
 
 
-def located(key: str, name: str) -> Path | None:
-    """The file that `imported` would run for a name; nothing is run to find out. None if it has no file."""
+def locate_file(key: str, name: str) -> Path | None:
+    """The file that `import_object` would run for a name, found without running it; None if it has no file."""
     importlib.invalidate_caches()
     module = name.partition(":")[0]
     loaded = _program() if module == _program_name() else sys.modules.get(module)
@@ -62,7 +62,7 @@ def located(key: str, name: str) -> Path | None:
 
 
 def _spec(module: str, folders: list[str] | None) -> ModuleSpec | None:
-    """Where Python, which would look into the current folder last, finds a module of these folders."""
+    """The spec of a module of these folders; of the current folder, which Python searches last, too."""
     for finder in sys.meta_path:
         if (spec := finder.find_spec(module, folders)) is not None:
             return spec
@@ -70,7 +70,7 @@ def _spec(module: str, folders: list[str] | None) -> ModuleSpec | None:
 
 
 def name_of(kind: Any) -> str | None:
-    """The name by which another process can import it; None for what is of a console, a notebook or a function."""
+    """The name by which another process can import it; None if defined in a console, a notebook or a function."""
     module = sys.modules.get(kind.__module__)
     name, own = _name(module), kind.__qualname__
     if name is None or import_folder(module) is None or getattr(module, own, None) is not kind:
@@ -79,7 +79,7 @@ def name_of(kind: Any) -> str | None:
 
 
 def by_name(value: Any, key: str) -> Any:
-    """A setting with the names of classes and functions in their place, by which any process finds them again."""
+    """A setting with classes and functions replaced by their names, by which any process finds them again."""
     if isinstance(value, list | tuple):
         return [by_name(part, key) for part in value]
     if isinstance(value, Mapping):
@@ -92,7 +92,7 @@ def by_name(value: Any, key: str) -> Any:
 
 
 def module_of(name: str, kind: Any) -> ModuleType | None:
-    """The module that holds what goes by `name`: "module:Class", or the registered name of a class."""
+    """The module that contains what `name` stands for: "module:Class", or the registered name of a class."""
     module = name.partition(":")[0] if ":" in name else str(getattr(kind, "__module__", ""))
     return _program() if module == _program_name() else sys.modules.get(module)
 
@@ -120,7 +120,7 @@ def _name(module: ModuleType | None) -> str | None:
 
 
 def refuse_while_importing() -> None:
-    """Nothing is trained by a file that is only read for the class in it."""
+    """Raise `ConfigError` in a file that is only imported for a class: nothing is trained then."""
     if name := _importing.get():
         raise ConfigError(f'{name}: starts a run when it is imported; put that below: if __name__ == "__main__":')
 
@@ -130,7 +130,7 @@ def _program() -> ModuleType | None:
 
 
 def _program_name() -> str | None:
-    """What the program would be called if it were imported, which would run it once more; None if it has no file."""
+    """The name of the running program as a module, importing which would run it again; None if it has no file."""
     spec = getattr(_program(), "__spec__", None)
     if spec is not None and spec.name not in MAIN:  # python -m package.module
         return str(spec.name)

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 
 from fedtailor.experiments.store import FIT, read_json
-from fedtailor.tables import halving as fitting
+from fedtailor.tables import fit as fitting
 from tests.cli.conftest import Call
 from tests.made_sites import make_sites
 

@@ -77,13 +77,13 @@ def test_small_gradients_are_not_lost() -> None:
 def test_a_step_that_overflows_is_left_out_and_the_scale_halved() -> None:
     scaling = LossScale(torch.tensor([SCALE, SCALE]), torch.zeros(2))
     gradients = [torch.tensor([[1.0, 2.0], [torch.inf, 0.0]]), torch.tensor([[4.0], [1.0]])]
-    own, counts = scaling.unscaled(gradients)
+    own, counts = scaling.unscale(gradients)
     assert counts.tolist() == [True, False]
     assert own[0].tolist() == [[1 / SCALE, 2 / SCALE], [0.0, 0.0]]
     assert own[1].tolist() == [[4 / SCALE], [0.0]]
     assert scaling.scale.tolist() == [SCALE, SCALE / 2]
     steady = replace(scaling, steady=torch.tensor([199.0, 5.0]))
-    steady.unscaled([torch.ones(2, 3)])
+    steady.unscale([torch.ones(2, 3)])
     assert steady.scale.tolist() == [2 * SCALE, SCALE / 2]
 
 

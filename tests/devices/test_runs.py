@@ -38,7 +38,7 @@ def test_a_run_begun_on_one_device_ends_on_another(algorithm: str, first: str, s
     with pytest.raises(KeyboardInterrupt):
         runner.start(task, tmp_path / "run", None, stop_after(1))
     begun = RunFolder.open(tmp_path / "run")
-    assert begun.about["device"] == str(devices.numbered(torch.device(first)))
+    assert begun.about["device"] == str(devices.with_index(torch.device(first)))
     assert ("device_memory" in begun.metrics()[0]) == first.startswith("sim")
     done = runner.resume(tmp_path / "run", device=second)
     wanted = runner.start(config(*F64, f"algorithm.name={algorithm}"), tmp_path / "cpu")

@@ -129,7 +129,7 @@ def test_it_is_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
     inside = pool._inside
 
     model = pool.experiment.model
-    message = pool._put((model.params,))
+    message = pool._share((model.params,))
     layout = Layout.of(inside.reply_layout("local").tree, 6)
     region = inside.regions.take(layout.size)
     request = {
@@ -153,5 +153,5 @@ def test_stacks_are_taken_once_and_only_where_they_fit() -> None:
     assert into.take(torch.ones(2, 3)) is not places[2]
     assert into.take(torch.ones(2, 4)) is places[1]
     places[1][0] = 2.0
-    into.look(places[1], slice(0, 1))
+    into.record_norms(places[1], slice(0, 1))
     assert into.norms[places[1].data_ptr()][0] == 4.0

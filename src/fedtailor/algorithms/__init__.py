@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 
 _registered: dict[str, type[Algorithm]] = {}
 PROGRAMS = {"tablefit": ("fedtailor.algorithms._programs.table_fit", "TableFit")}
@@ -74,7 +74,7 @@ def make(name: str, options: dict[str, Any]) -> Algorithm:
 def find(name: str) -> type[Algorithm]:
     """The class that a name stands for, or "module:Class"."""
     if ":" in name:
-        kind = imported("algorithm.name", name)
+        kind = import_object("algorithm.name", name)
         if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
             raise ConfigError(f'algorithm.name: "{name}" is not an Algorithm')
         return kind

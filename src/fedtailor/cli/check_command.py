@@ -95,7 +95,7 @@ def _check_files(path: Path, target: str, client_column: str | None, settings: l
 
 @contextmanager
 def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
-    """Beside the first problem of files, how many there are and what lists them."""
+    """Add to the first problem of files how many more there are, and the command that lists them."""
     from fedtailor.data.configs import FolderConfig
     from fedtailor.data.tabular.problems import find_problems
     from fedtailor.experiments.config import parse
@@ -116,7 +116,7 @@ def all_problems(again: list[str], source: dict[str, Any]) -> Iterator[None]:
 
 
 def as_options(message: str) -> str:
-    """Keys of a configuration as the command line takes them: data.ignore = ['x'] becomes --set 'data.ignore=["x"]'."""
+    """Keys of a configuration as command-line options: data.ignore = ['x'] becomes --set 'data.ignore=["x"]'."""
 
     def option(match: re.Match[str]) -> str:
         value = match[2].replace("'", '"') if match[2].startswith("[") else match[2].strip("'")
@@ -126,7 +126,7 @@ def as_options(message: str) -> str:
 
 
 def _print(findings: list[Finding]) -> None:
-    """One line per promise; below it what is broken, each in words."""
+    """Print one line per promise; then what is broken, and why."""
     grid = Table.grid(padding=(0, 2))
     for promise in dict.fromkeys(f.promise for f in findings):
         group = [f for f in findings if f.promise == promise]

@@ -1,4 +1,4 @@
-"""How a command begins and ends: with the ranks of torchrun, and with a word on how to go on."""
+"""How a command begins and ends: the ranks of torchrun, and how to continue after an interruption."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def refuse_torchrun(command: str) -> None:
 
     if under_torchrun():
         raise ConfigError(
-            f"fedtailor {command}: not with torchrun; it runs side by side what compare.workers says. "
+            f"fedtailor {command}: cannot be run with torchrun; compare.workers is the number of parallel runs. "
             "torchrun is for fedtailor run and fedtailor resume"
         )
 
 
 @contextmanager
 def process_group(timeout: float) -> Iterator[ProcessGroup]:
-    """The processes that torchrun started; elsewhere this one alone, and nothing of torch.distributed is touched."""
+    """The processes that torchrun started; otherwise this one alone, without touching torch.distributed."""
     from fedtailor.core.process_group import SINGLE_PROCESS, under_torchrun
 
     if not under_torchrun():
@@ -46,7 +46,7 @@ def process_group(timeout: float) -> Iterator[ProcessGroup]:
 
 
 def print_error(text: str) -> None:
-    """Why the command ends; of the ranks of torchrun the first says it."""
+    """Print why the command ends; under torchrun only one rank prints it."""
     if "RANK" in os.environ:
         from fedtailor.core.process_group import under_torchrun
         from fedtailor.engines.ranks import has_last_word
@@ -57,7 +57,7 @@ def print_error(text: str) -> None:
 
 
 def command_words(*words: object, **options: object) -> list[str]:
-    """The words of a command line, with the options that were given; a list is an option given several times."""
+    """The words of a command line with the options that were given; a list is an option given several times."""
     arguments = [str(word) for word in words]
     for name, values in options.items():
         for value in values if isinstance(values, list) else [values] if values else []:
@@ -69,7 +69,7 @@ def command_words(*words: object, **options: object) -> list[str]:
 def resumable(
     again: list[str], path: Path, ranks: ProcessGroup | None = None, begun_by: str = "config.toml"
 ) -> Iterator[None]:
-    """However a run is stopped, say how to go on; it has begun when `path` holds `begun_by`."""
+    """Whatever stops the run, print the command that continues it; it has begun if `path` contains `begun_by`."""
     started_by = []
     if ranks is not None and ranks.count > 1:
         started_by = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks.count)), "-m"]
@@ -97,7 +97,7 @@ def resumable(
 
 
 def accept_trust(run: Path, wanted: bool) -> None:
-    """With --trust: the code that a folder names may run; which file that is, and its hash, is printed."""
+    """With --trust: allow the code that a folder names to run; its file and hash are printed."""
     if wanted:
         from fedtailor.experiments.user_code import accept_folder
 

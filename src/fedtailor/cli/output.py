@@ -21,7 +21,7 @@ console = Console()
 
 
 def progress_to_stderr(as_json: bool) -> AbstractContextManager[Any]:
-    """Where the result is JSON, what is printed before it goes to stderr."""
+    """If the result is JSON, progress goes to stderr."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def align_tables(lines: list[str]) -> list[str]:
-    """Lines for a terminal: rows of Markdown tables are aligned, two blank lines become one."""
+    """Lines for a terminal: the cells of Markdown tables are aligned, and blank lines do not repeat."""
     out: list[str] = []
     table: list[list[str]] = []
     for line in [*lines, ""]:
@@ -55,7 +55,7 @@ def align_tables(lines: list[str]) -> list[str]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()) -> None:
-    """A table whose first column names the rows. Figures are never cut: what does not fit stands in further tables."""
+    """Print a table whose first column names the rows; columns that do not fit form further tables."""
     cells = [list(row) for row in (*rows, last) if row]
     room = console.width - 1
     widths = column_widths([list(columns), *cells])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from contextlib import nullcontext
 from pathlib import Path
@@ -96,7 +95,7 @@ def print_run(path: Path, clients: bool = False) -> None:
     """Print a run in a few lines: task, results, traffic, rejected replies; with `clients` every client's metrics."""
     from fedtailor.experiments.store import RunFolder
     from fedtailor.studies.compare import local_reference
-    from fedtailor.studies.result_tables import number, private_words, size
+    from fedtailor.studies.result_tables import RUN_COLUMNS, number, private_words, run_rows, size
 
     folder = RunFolder.open(path)
     config, about, results = folder.config, folder.about, folder.results
@@ -116,12 +115,12 @@ def print_run(path: Path, clients: bool = False) -> None:
         print(f"status     {len(folder.metrics())} of {config.rounds} rounds; continue with: {again}")
         return
     local = local_reference(folder)
-    _print_results(results, local)
+    print_table(f"test {results['metric']}{unit(results['metric'])}", RUN_COLUMNS, run_rows(results, local))
     if "unseen" in results:
         gap = number(results["metric"], results["unseen"]["gap"][results["metric"]])
         print(f"gap        {gap}: mean of the clients that trained minus that of the unseen ones, last round")
     if local is None and config.algorithm.name != "local":
-        print("hurt       unknown: no Local run on this task beside it")
+        print("hurt       unknown: no Local run on the same task in this folder")
     traffic = results["traffic"]
     print(f"traffic    {size(traffic['up'])} up, {size(traffic['down'])} down, {traffic['trips']} trips")
     print(f"time       {results['seconds']} s")
@@ -134,28 +133,6 @@ def print_run(path: Path, clients: bool = False) -> None:
                 print(f"           round {fault['round']}, {fault['client']}, {fault['function']}: {fault['reason']}")
     if clients:
         _print_clients(about, results)
-
-
-def _print_results(results: dict[str, Any], local: dict[str, Any] | None) -> None:
-    from fedtailor.metrics.summary import share_hurt
-    from fedtailor.studies.result_tables import number
-
-    metric, higher = results["metric"], results["higher_is_better"]
-    rows = []
-    titles = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
-    for kind, title in titles.items():
-        if kind not in results:
-            continue
-        summary = results[kind]["test"][metric]
-        hurt = math.nan
-        if local is not None and kind != "unseen":
-            mine, theirs = results[kind]["clients"][metric], local[kind]["clients"][metric]
-            hurt = share_hurt(mine, theirs, higher_is_better=higher)
-        figures = [number(metric, summary[k]) for k in ("mean", "std", "worst_tenth")]
-        share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
-        rows.append([title, str(results[kind]["round"]), *figures, share])
-    columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
-    print_table(f"test {metric}{unit(metric)}", columns, rows)
 
 
 def _print_clients(about: dict[str, Any], results: dict[str, Any]) -> None:

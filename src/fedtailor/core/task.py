@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 
 Loss = Callable[[Tree, Tensor], Tensor]  # (outputs, targets) -> one number per sample
 TargetKind = Literal["classification", "multilabel", "regression", "count", "survival", "tokens", "own"]
@@ -248,7 +248,7 @@ def find(name: str) -> type[Any]:
         return TASKS[name]
     if ":" not in name:
         raise ConfigError(f'task.name: no task "{name}"; {nearest(name, TASKS)} (own tasks: "package.module:Class")')
-    kind = imported("task.name", name)
+    kind = import_object("task.name", name)
     if not isinstance(kind, type) or not all(hasattr(kind, part) for part in ("kind", "metrics", "loss")):
         raise ConfigError(f'task.name: "{name}" must be a class with kind, metrics and loss')
     return kind

@@ -162,7 +162,7 @@ def _stack_size_on_device(experiment: Experiment) -> int:
     chunk = min(len(experiment.data.clients), AT_MOST_ON_DEVICE)
     chunk = chunk if free is None else max(1, min(chunk, free // (COPIES * experiment.model.nbytes)))
     while chunk > 1 and not _takes_a_step(experiment, chunk):
-        devices.let_go(device)
+        devices.empty_cache(device)
         chunk //= 2
     return chunk
 

@@ -25,7 +25,7 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             return CPU, f"torch {torch.__version__} finds no accelerator"
-        device = numbered(accelerator, rank)  # first: no rank may touch the device of another
+        device = with_index(accelerator, rank)  # first: no rank may touch the device of another
         if not has_type(device, dtype):
             return CPU, f"{accelerator.type} has no {_name(dtype)}"
         return device, f"torch {torch.__version__} finds {accelerator.type}"
@@ -37,9 +37,9 @@ def find(wanted: str, *, rank: int | None = None, dtype: torch.dtype = torch.flo
         ) from None
     if device.type == "cpu":
         return CPU, "chosen"
-    if why := _missing(device):
+    if why := _why_missing(device):
         raise ConfigError(f'federation.device = "{wanted}": {why}; use "cpu", or "auto", which takes what there is')
-    device = numbered(device, rank)
+    device = with_index(device, rank)
     if not has_type(device, dtype):
         raise ConfigError(f'federation.device = "{wanted}": has no {_name(dtype)}; set model.dtype = "float32"')
     return device, "chosen"
@@ -69,7 +69,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def numbered(device: torch.device, rank: int | None = None) -> torch.device:
+def with_index(device: torch.device, rank: int | None = None) -> torch.device:
     """One with a number: that which was asked for, or that of the rank, counted round."""
     if device.type == "cpu" or device.index is not None:
         return device
@@ -86,7 +86,7 @@ def local_rank() -> int | None:
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
 
 
-def _missing(device: torch.device) -> str:
+def _why_missing(device: torch.device) -> str:
     """Why a device cannot be used; nothing if it can."""
     try:
         module = torch.get_device_module(device)
@@ -129,7 +129,7 @@ def use(device: torch.device) -> None:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free, where the device tells."""
-    reading = _of(device, "mem_get_info")
+    reading = _ask(device, "mem_get_info")
     return None if reading is None else int(reading[0])
 
 
@@ -141,16 +141,16 @@ def has_room(device: torch.device, size: int) -> bool:
 
 def begin_peak(device: torch.device) -> None:
     """Forget the largest use of memory so far."""
-    _of(device, "reset_peak_memory_stats")
+    _ask(device, "reset_peak_memory_stats")
 
 
 def peak_memory(device: torch.device) -> int | None:
     """The most bytes that were in use since `begin_peak`, where the device tells."""
-    reading = _of(device, "max_memory_allocated")
+    reading = _ask(device, "max_memory_allocated")
     return None if reading is None else int(reading)
 
 
-def let_go(device: torch.device) -> None:
+def empty_cache(device: torch.device) -> None:
     """What lies free in torch's cache goes back to the device, after it was full."""
     if device.type != "cpu" and hasattr(module := torch.get_device_module(device), "empty_cache"):
         module.empty_cache()
@@ -168,7 +168,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def named(device: torch.device, where: str) -> Iterator[None]:
+def memory_errors_at(device: torch.device, where: str) -> Iterator[None]:
     """Memory that is out ends the run, with the place and with advice."""
     try:
         yield
@@ -179,7 +179,7 @@ def named(device: torch.device, where: str) -> Iterator[None]:
         raise RunError(f"{what} ({str(error).splitlines()[0]})") from None
 
 
-def _of(device: torch.device, function: str) -> Any:
+def _ask(device: torch.device, function: str) -> Any:
     if device.type == "cpu" or not hasattr(module := torch.get_device_module(device), function):
         return None
     return getattr(module, function)(device)

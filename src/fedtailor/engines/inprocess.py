@@ -79,8 +79,8 @@ class InProcess:
         except Exception as error:
             if not group.is_stacked:
                 raise
-            self._notice(error)
-            parts = self._parts(group, error)
+            self._note_randomness(error)
+            parts = self._split(group, error)
         else:
             self.states.create(group.clients, group.stack({"state": state, "buffers": buffers}))
             return
@@ -127,11 +127,11 @@ class InProcess:
             if not (group.is_stacked or self._has_graphs(error)):
                 yield Reply(group.clients, error=client_error(self.experiment, call, group.clients[0], error))
                 return
-            self._notice(error)
-            outcome, parts = None, self._parts(group, error)
+            self._note_randomness(error)
+            outcome, parts = None, self._split(group, error)
         if outcome is None:  # the error, and what it held of memory, is gone
             del held, mine, grad
-            yield from self._call_parts(call, group, parts)
+            yield from self._call_each_part(call, group, parts)
             return
         if call.taped:
             saved = None if self.recompute else outcome
@@ -141,16 +141,16 @@ class InProcess:
         del outcome, kept  # a model is large
         yield reply
 
-    def _call_parts(self, call: Call, group: _Group, parts: Sequence[_Group]) -> Iterator[Reply]:
+    def _call_each_part(self, call: Call, group: _Group, parts: Sequence[_Group]) -> Iterator[Reply]:
         """A call to the clients of a group that did not get through as a whole."""
-        devices.let_go(self.experiment.device)
+        devices.empty_cache(self.experiment.device)
         position = {c: i for i, c in enumerate(group.clients)}
         for part in parts:
             rows = [position[c] for c in part.clients]
-            own = replace(call, args=_rows(call, rows)) if group.is_stacked else _again_stacked(call)
+            own = replace(call, args=_rows(call, rows)) if group.is_stacked else _with_client_dim(call)
             yield from self._call_group(own, part, list(range(len(rows))))
 
-    def _parts(self, group: _Group, error: Exception) -> list[_Group]:
+    def _split(self, group: _Group, error: Exception) -> list[_Group]:
         """How to go on with a group: as it is without graphs, in halves, or one by one.
 
         Where memory was out, with less of it. Else to find out whose error it is: the others must not suffer from it.
@@ -160,7 +160,7 @@ class InProcess:
             self._tape = {n: [replace(one, outcome=None) for one in taped] for n, taped in self._tape.items()}
             return [group]
         if not devices.is_full(error) or len(group.clients) == 1:
-            return _each(group)
+            return _one_by_one(group)
         half = (len(group.clients) + 1) // 2
         self.chunk = min(self.chunk, half)
         return [_Group(some, True) for some in (group.clients[:half], group.clients[half:])]
@@ -169,7 +169,7 @@ class InProcess:
         """Whether memory is out while a tape holds graphs that could be made again."""
         return devices.is_full(error) and bool(self._tape) and not self.recompute
 
-    def _notice(self, error: Exception) -> None:
+    def _note_randomness(self, error: Exception) -> None:
         self._draws = self._draws or isinstance(error, Draws) or "randomness" in str(error)
 
     def _invoke(self, call: Call, group: _Group, state: Tree, buffers: Params, grad: Tree) -> Outcome:
@@ -251,10 +251,10 @@ class InProcess:
             model = personal(self.experiment, group.clients, round, *mine, is_stacked=stacks)
             metrics = evaluate(self.experiment, group.clients, model, splits, is_stacked=stacks)
         except Exception as error:
-            self._notice(error)
+            self._note_randomness(error)
             if not (stacks and (self._draws or devices.is_full(error))):
                 raise
-            parts = self._parts(group, error)
+            parts = self._split(group, error)
         else:
             yield group.clients, metrics, group.stack(model)
             return
@@ -268,11 +268,11 @@ class InProcess:
         return tree_map(lambda *rows: torch.stack(rows), *(grads[c] for c in clients)) if grads else None
 
 
-def _each(group: _Group) -> list[_Group]:
+def _one_by_one(group: _Group) -> list[_Group]:
     return [_Group((c,), False) for c in group.clients]
 
 
-def _again_stacked(call: Call) -> Call:
+def _with_client_dim(call: Call) -> Call:
     """The call of a client on its own, as it was before `_with_rows`."""
     args = zip(call.args, call.placed, strict=True)
     return replace(call, args=tuple(tree_map(lambda v: v[None], arg) if placed else arg for arg, placed in args))

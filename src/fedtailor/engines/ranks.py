@@ -35,15 +35,15 @@ def join(timeout: float) -> ProcessGroup:
     """The ranks that torchrun started, of which this process is one; without torchrun, this process alone."""
     if not under_torchrun():
         return SINGLE_PROCESS
-    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     gpus = torch.cuda.is_available() and dist.is_nccl_available()
     if gpus:
-        devices.use(devices.numbered(torch.device("cuda"), devices.local_rank()))
+        devices.use(devices.with_index(torch.device("cuda"), devices.local_rank()))
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         at = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-        raise RunError(f"{at}: the ranks could not connect: {_why(error)}") from None
+        raise RunError(f"{at}: the ranks could not connect: {_reason(error)}") from None
     return Group()
 
 
@@ -64,7 +64,7 @@ def leave(ranks: ProcessGroup) -> None:
         dist.destroy_process_group()
 
 
-def _ended(signum: int, frame: Any) -> None:
+def _on_sigterm(signum: int, frame: Any) -> None:
     raise RankLost("torchrun ended this rank")  # as it does when another one has failed
 
 
@@ -94,27 +94,27 @@ class Group:
         return _apply(_Own, rows, self, tuple(clients))
 
     def gather_to_root(self, rows: Tree, clients: Sequence[int]) -> Tree:
-        packed = _gathered(_packed(leaves(rows)), to_all=False)
+        packed = _gather_bytes(_pack(leaves(rows)), to_all=False)
         if self.rank:
             return None
-        return rebuild(rows, iter(self._unpacked(packed, leaves(rows), clients)))
+        return rebuild(rows, iter(self._unpack(packed, leaves(rows), clients)))
 
     def broadcast(self, tree: Tree) -> Tree:
-        flat = _packed([v[None] for v in leaves(tree)])
+        flat = _pack([v[None] for v in leaves(tree)])
         if not flat.numel():
             return tree
         sent = _reachable(flat)
-        _checked(dist.broadcast, sent, src=0)
-        return rebuild(tree, (v[0] for v in _cut(sent, [v[None] for v in leaves(tree)], 1)))
+        _call_collective(dist.broadcast, sent, src=0)
+        return rebuild(tree, (v[0] for v in _split_rows(sent, [v[None] for v in leaves(tree)], 1)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         short = torch.zeros(8 + INLINE, dtype=torch.uint8, device="cpu")
         short[:8] = _bytes_of(len(text))
         short[8 : 8 + len(text)] = text[:INLINE]
-        each = _gathered(short, [len(short)] * self.count)
+        each = _gather_bytes(short, [len(short)] * self.count)
         lengths = [int(v[:8].clone().view(torch.int64)) for v in each]
-        texts = [v[8:] for v in each] if max(lengths) <= INLINE else _gathered(text, lengths)
+        texts = [v[8:] for v in each] if max(lengths) <= INLINE else _gather_bytes(text, lengths)
         return [json.loads(v[:n].numpy().tobytes()) for v, n in zip(texts, lengths, strict=True)]
 
     def agreed(self, work: Callable[[], T]) -> T:
@@ -136,17 +136,17 @@ class Group:
         """The rows of `clients` on every rank, from those of each."""
         width = sum(_width(v) for v in own)
         lengths = [width * len(self._of(rank, clients)) for rank in range(self.count)]
-        return self._unpacked(_gathered(_packed(own), lengths), own, clients)
+        return self._unpack(_gather_bytes(_pack(own), lengths), own, clients)
 
     def own_rows(self, rows: list[Tensor], clients: Sequence[int]) -> list[Tensor]:
         """The rows of this rank's clients, from those of all `clients`."""
         at = [i for i, c in enumerate(clients) if c % self.count == self.rank]
         return [v[at] for v in rows]
 
-    def _unpacked(self, each: list[Tensor], like: list[Tensor], clients: Sequence[int]) -> list[Tensor]:
+    def _unpack(self, each: list[Tensor], like: list[Tensor], clients: Sequence[int]) -> list[Tensor]:
         """Rows in the order of `clients` from the bytes of each rank."""
         owned = [self._of(rank, clients) for rank in range(self.count)]
-        parts = [_cut(flat, like, len(part)) for flat, part in zip(each, owned, strict=True)]
+        parts = [_split_rows(flat, like, len(part)) for flat, part in zip(each, owned, strict=True)]
         place = {c: i for i, c in enumerate(c for part in owned for c in part)}
         at = [place[c] for c in clients]
         return [torch.cat(rows)[at] for rows in zip(*parts, strict=True)]
@@ -157,14 +157,14 @@ def _apply(function: Any, tree: Tree, *options: Any) -> Tree:
     return rebuild(tree, iter(function.apply(*options, *flat))) if flat else tree
 
 
-def _summed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _all_reduce(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The sum over ranks of each; one message for all of a type."""
     out: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(v.dtype for v in tensors):
         at = [i for i, v in enumerate(tensors) if v.dtype == dtype]
         flat = torch.cat([tensors[i].detach().reshape(-1) for i in at])
         sent = _reachable(flat)
-        _checked(dist.all_reduce, sent)
+        _call_collective(dist.all_reduce, sent)
         parts = sent.to(flat.device).split([tensors[i].numel() for i in at])
         out |= {i: part.reshape(tensors[i].shape) for i, part in zip(at, parts, strict=True)}
     return tuple(out[i] for i in range(len(tensors)))
@@ -173,7 +173,7 @@ def _summed(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, ...]:
-        return _summed(parts)
+        return _all_reduce(parts)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
@@ -187,7 +187,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return _summed(cotangents)
+        return _all_reduce(cotangents)
 
 
 class _Everywhere(torch.autograd.Function):
@@ -218,18 +218,18 @@ def _reachable(flat: Tensor) -> Tensor:
     return flat if has_own else flat.cpu()
 
 
-def _checked(collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+def _call_collective(collective: Callable[..., Any], *args: Any, **options: Any) -> None:
     try:
         collective(*args, **options)
     except RuntimeError as error:  # gloo: the connection was closed, or nothing came in time
-        raise RankLost(_why(error)) from None
+        raise RankLost(_reason(error)) from None
 
 
-def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = True) -> list[Tensor]:
+def _gather_bytes(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = True) -> list[Tensor]:
     """The bytes of every rank; `lengths` if they are known. Not `to_all`: on rank 0 only."""
     rank, count = dist.get_rank(), dist.get_world_size()
     if lengths is None:
-        each = _gathered(_bytes_of(len(mine)), [8] * count)
+        each = _gather_bytes(_bytes_of(len(mine)), [8] * count)
         lengths = [int(v.view(torch.int64)) for v in each]
     longest = max(lengths)
     if not longest:
@@ -238,9 +238,9 @@ def _gathered(mine: Tensor, lengths: list[int] | None = None, *, to_all: bool = 
     same = mine if len(mine) == longest else torch.cat([mine, mine.new_zeros(longest - len(mine))])
     blocks = [torch.empty_like(same) for _ in range(count)] if to_all or rank == 0 else None
     if to_all:
-        _checked(dist.all_gather, blocks, same)
+        _call_collective(dist.all_gather, blocks, same)
     else:
-        _checked(dist.gather, same, blocks, dst=0)
+        _call_collective(dist.gather, same, blocks, dst=0)
     return [] if blocks is None else [v[:n] for v, n in zip(blocks, lengths, strict=True)]
 
 
@@ -248,7 +248,7 @@ def _bytes_of(number: int) -> Tensor:
     return torch.tensor([number], device="cpu").view(torch.uint8)
 
 
-def _packed(rows: list[Tensor]) -> Tensor:
+def _pack(rows: list[Tensor]) -> Tensor:
     """The bytes of tensors, one after the other."""
     # a copy, because expanded tensors have strides that cannot be seen as bytes
     parts = [v.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for v in rows]
@@ -259,8 +259,8 @@ def _width(v: Tensor) -> int:
     return v.element_size() * v.shape[1:].numel()
 
 
-def _cut(flat: Tensor, like: list[Tensor], rows: int) -> list[Tensor]:
-    """`_packed` undone: tensors of so many rows, with shapes and types as `like`."""
+def _split_rows(flat: Tensor, like: list[Tensor], rows: int) -> list[Tensor]:
+    """The inverse of `_pack`: tensors of so many rows, with shapes and types as `like`."""
     parts = flat.split([rows * _width(v) for v in like])
     return [p.clone().view(v.dtype).reshape(rows, *v.shape[1:]).to(v.device) for p, v in zip(parts, like, strict=True)]
 
@@ -338,6 +338,6 @@ class Sharded:
         self.inside.set_states(rows)
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The first sentence, without the place in gloo's sources where it was said."""
     return re.sub(r"^\[[^\]]*\]\s*", "", str(error).splitlines()[0]).split(". ")[0][:200]

@@ -32,7 +32,7 @@ class States:
     def create(self, clients: Sequence[int], stack: Tree) -> None:
         """First states of some clients; those of the first call fix keys, shapes and types."""
         if self.rows is None:
-            self.rows = self._made(stack)
+            self.rows = self._allocate(stack)
         self.check(stack)
         if self._disk is not None and self._on_disk and tuple(clients) == self.clients:
             for row, new in zip(leaves(self.rows), leaves(stack), strict=True):
@@ -40,7 +40,7 @@ class States:
         else:
             self._write(self._at(clients), tree_map(torch.clone, stack))
 
-    def _made(self, stack: Tree) -> Tree:
+    def _allocate(self, stack: Tree) -> Tree:
         """Room for all clients, shaped as the states of some."""
         shapes = tree_map(lambda v: torch.empty((len(self.clients), *v.shape[1:]), dtype=v.dtype, device="meta"), stack)
         size = sum(v.nbytes for v in leaves(shapes))

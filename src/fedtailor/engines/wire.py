@@ -71,10 +71,10 @@ class Site:
             return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
             call, tree = self._calls.pop(header["call"]), self._here(tree)
-            ((_, args),) = self.inside.pull_back(call.number, [self.client], _stacked(tree))
-            return codec.encode(call.reply_header, _unplaced(args, call.placed))
+            ((_, args),) = self.inside.pull_back(call.number, [self.client], _add_client_dim(tree))
+            return codec.encode(call.reply_header, _drop_client_dim(args, call.placed))
         placed = tuple(header["placed"])
-        args = tuple(_stacked(a) if own else a for a, own in zip(self._here(tree), placed, strict=True))
+        args = tuple(_add_client_dim(a) if own else a for a, own in zip(self._here(tree), placed, strict=True))
         sealed = header.get("sealed")
         call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"], sealed)
         if call.taped:
@@ -158,7 +158,7 @@ class Remote:
 
     def exchange(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """The same, counted as training traffic."""
-        for client, reply in self._counted(requests):
+        for client, reply in self._count_traffic(requests):
             self.up += 0 if isinstance(reply, OSError) else len(reply)
             yield client, reply
 
@@ -186,7 +186,7 @@ class Remote:
         requests = (
             codec.encode(call.header, row(call.args, call.placed, i)) if own else common for i in range(len(clients))
         )
-        for client, reply in self._counted(zip(clients, requests, strict=True)):
+        for client, reply in self._count_traffic(zip(clients, requests, strict=True)):
             if isinstance(reply, OSError):
                 yield Reply((client,), error=ClientUnreachable(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
@@ -198,7 +198,7 @@ class Remote:
                 yield Reply((client,), error=ClientError(header["error"]))
             else:
                 self.up += len(reply)
-                yield Reply((client,), _stacked(self._here(tree)))
+                yield Reply((client,), _add_client_dim(self._here(tree)))
 
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
@@ -209,7 +209,7 @@ class Remote:
             (client, codec.encode(call.reply_header, tree_map(lambda v, i=i: v[i], cotangent)))
             for i, client in enumerate(clients)
         )
-        for client, reply in self._counted(requests):
+        for client, reply in self._count_traffic(requests):
             header, args = ({}, ()) if isinstance(reply, OSError) else self._read(reply)
             if isinstance(reply, OSError) or "error" in header:
                 raise RoundAbandoned(
@@ -218,12 +218,12 @@ class Remote:
                 )
             self.up += len(reply)
             own_args = zip(self._here(args), call.placed, strict=True)
-            yield (client,), tuple(_stacked(a) if own else a for a, own in own_args)
+            yield (client,), tuple(_add_client_dim(a) if own else a for a, own in own_args)
 
     def _read(self, message: bytes) -> tuple[Header, Tree]:
         return codec.decode(message, _places(self.experiment))
 
-    def _counted(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
+    def _count_traffic(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         def counted() -> Iterator[tuple[int, bytes]]:
             for client, request in requests:
                 self.down += len(request)
@@ -251,7 +251,7 @@ class Remote:
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         for client, answer, tree, gone in self.tell(clients, header, server):
             if gone is None and "error" not in answer and _are_metrics(tree, splits):
-                metrics, model = _stacked(self._here(tree))
+                metrics, model = _add_client_dim(self._here(tree))
                 yield (client,), metrics, model
 
     @property
@@ -320,7 +320,7 @@ def _are_metrics(tree: Tree, splits: Sequence[str]) -> bool:
     )
 
 
-def _stacked(tree: Tree) -> Tree:
+def _add_client_dim(tree: Tree) -> Tree:
     return tree_map(lambda v: v[None], tree)
 
 
@@ -328,5 +328,5 @@ def _first(tree: Tree) -> Tree:
     return tree_map(lambda v: v[0], tree)
 
 
-def _unplaced(args: tuple[Tree, ...], placed: tuple[bool, ...]) -> tuple[Tree, ...]:
+def _drop_client_dim(args: tuple[Tree, ...], placed: tuple[bool, ...]) -> tuple[Tree, ...]:
     return tuple(_first(a) if own else a for a, own in zip(args, placed, strict=True))

@@ -70,17 +70,17 @@ class Callbacks:
         self._each, self._run = each, run
 
     def round_begins(self, round: int) -> None:
-        for method in self._having("round_begins"):
+        for method in self._methods("round_begins"):
             method(self._run, round)
 
     def round_ends(self, line: Mapping[str, Any], value: float) -> bool:
         """Whether one of them ends the run; all are told."""
-        answers = [method(self._run, line, value) for method in self._having("round_ends")]
+        answers = [method(self._run, line, value) for method in self._methods("round_ends")]
         return any(answer is True for answer in answers)
 
     def run_ends(self, results: Mapping[str, Any]) -> None:
-        for method in self._having("run_ends"):
+        for method in self._methods("run_ends"):
             method(self._run, results)
 
-    def _having(self, name: str) -> list[Callable[..., Any]]:
+    def _methods(self, name: str) -> list[Callable[..., Any]]:
         return [getattr(one, name) for one in self._each if hasattr(one, name)]

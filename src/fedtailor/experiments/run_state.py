@@ -97,7 +97,7 @@ class RunState:
         devices.begin_peak(self.device)
         with solve_log.watched() as solves:
             try:
-                with devices.named(self.device, f"round {round}"):
+                with devices.memory_errors_at(self.device, f"round {round}"):
                     self.server = self.fed.run_round(round, cohort, self.server)
                 self.abandoned = 0
             except RoundAbandoned as why:
@@ -123,7 +123,7 @@ class RunState:
         value = math.nan
         if round > 0 and (round % self.config.evaluation.every == 0 or round == self.config.rounds):
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
-            with devices.named(self.device, f"evaluation of round {round}"):
+            with devices.memory_errors_at(self.device, f"evaluation of round {round}"):
                 line |= measure(self.engine, round, self.server, splits)
             value = self._select(round, line["val"][self.metric])
             if self.config.early_stopping.patience:

@@ -35,7 +35,7 @@ from fedtailor.core import task as tasks
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import CONFIG, RunFolder
-from fedtailor.plugins import SEARCHED, file_of, folder_above, import_folder, imported, located, module_of
+from fedtailor.plugins import SEARCHED, file_of, folder_above, import_folder, import_object, locate_file, module_of
 from fedtailor.training import optimizers
 
 PLAIN = (bool, int, float, str, tuple, list)
@@ -65,14 +65,14 @@ def names(config: RunConfig) -> dict[str, str]:
 def remember(config: RunConfig) -> None:
     """What the user's own command names may be named by the files that it writes."""
     for key, name in names(config).items():
-        if (file := located(key, name)) is not None:
+        if (file := locate_file(key, name)) is not None:
             _remember(name, file)
 
 
 def require_trusted(config: RunConfig, origin: str) -> None:
     """Fail if a configuration that was read from a file names code that this user neither ran nor accepted."""
     for key, name in names(config).items():
-        file = located(key, name)
+        file = locate_file(key, name)
         if file is None:
             raise RunError(f'{origin}: {key} "{name}": has no source file to look at, so no file may name it')
         if not _is_remembered(name, file):
@@ -86,13 +86,13 @@ def require_trusted(config: RunConfig, origin: str) -> None:
 def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
     """The user trusts what a file names: told is which file and hash, and only classes of the right kind are taken."""
     for key, name in names(config).items():
-        file = located(key, name)
+        file = locate_file(key, name)
         if file is not None:  # else `require_trusted` says so
             tell(f'{origin}: trusted: {key} "{name}", {file}, sha256 {fingerprint(name, file)}')
             find = {"algorithm.name": algorithms.find, "model.name": models.find, "local.optimizer": optimizers.find}
             find |= {"task.name": tasks.find}
             is_model = key == "model.name" or key.startswith("model.by_client.")
-            kind = find.get(key, partial(imported, key))(name)
+            kind = find.get(key, partial(import_object, key))(name)
             if is_model and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
                 raise ConfigError(f'{origin}: {key} "{name}": is no nn.Module, and is not called for a file')
             _remember(name, file)
@@ -193,7 +193,7 @@ def code_of(config: RunConfig) -> Code:
         "local.optimizer": (config.local.optimizer, optimizers.find(config.local.optimizer)),
     }
     others = {k: v for k, v in names(config).items() if k not in named}
-    named |= {key: (name, imported(key, name)) for key, name in others.items()}
+    named |= {key: (name, import_object(key, name)) for key, name in others.items()}
     return {key: own for key, (name, kind) in named.items() if (own := _record_of(name, kind)) is not None}
 
 
@@ -201,7 +201,7 @@ def named_code(config: RunConfig) -> Code:
     """What a configuration names as "module:Class", by its files alone: nothing is imported."""
     code: Code = {}
     for key, name in names(config).items():
-        if not name.startswith("fedtailor.") and (file := located(key, name)) is not None:
+        if not name.startswith("fedtailor.") and (file := locate_file(key, name)) is not None:
             folder = folder_of(name, file)
             code[key] = {"name": name, "folder": str(folder), "files": _files(folder, file)}
     return code

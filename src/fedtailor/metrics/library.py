@@ -24,7 +24,7 @@ from fedtailor.core.task import (
 )
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 
 ONE_CLASS = "its samples have one class only"
 Scores = NDArray[np.float64]
@@ -85,7 +85,7 @@ def _elsewhere(name: str) -> str:
 
 
 def _own(name: str) -> Metric:
-    function = imported("evaluation.metrics", name)
+    function = import_object("evaluation.metrics", name)
     direction = getattr(function, "higher_is_better", None)
     if not callable(function) or not isinstance(direction, bool):
         short = name.partition(":")[2]

@@ -19,7 +19,7 @@ from fedtailor.models.deq import DEQMLP, DEQTransformer, deq_resnet_m, deq_resne
 from fedtailor.models.networks import CNN, FMNISTCNN, LSTM, MLP, LeNet5, Linear
 from fedtailor.models.resnets import resnet8, resnet14, resnet18, resnet20, resnet34
 from fedtailor.models.transformers import Transformer
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "linear": Linear,
@@ -79,7 +79,7 @@ def build(
     if adapter is not None:
         with torch_stream(seed, "adapter"):
             adapters.add_lora(module, adapter, own_head)
-        own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained(module))]
+        own_head = [part for part in own_head if any(is_under(k, part) for k in adapters.trained_parameters(module))]
     recompute(module, checkpoint)
     if prior:
         add_label_prior(module, outputs)
@@ -93,7 +93,7 @@ def find(name: str) -> Callable[..., nn.Module]:
     if ":" not in name:
         hint = f'{nearest(name, MODELS)} (own models: "package.module:Class")'
         raise ConfigError(f'model.name: no model "{name}"; {hint}')
-    kind = imported("model.name", name)
+    kind = import_object("model.name", name)
     if not callable(kind):
         raise ConfigError(f'model.name: "{name}" is not a class or function that makes an nn.Module')
     return kind

@@ -52,7 +52,7 @@ def add_lora(module: nn.Module, adapter: AdapterConfig, head: Sequence[str] = ()
         parameter.requires_grad_(True)
 
 
-def trained(module: nn.Module) -> list[str]:
+def trained_parameters(module: nn.Module) -> list[str]:
     """Names of the parameters that are trained."""
     return [name for name, value in module.named_parameters() if value.requires_grad]
 

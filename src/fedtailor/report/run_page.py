@@ -17,7 +17,7 @@ from fedtailor.report.formatting import count, duration, format_gain, label, per
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, finished_run_beside, gains, known, read_run
 from fedtailor.studies.explain import explain, weights
-from fedtailor.studies.result_tables import number, private_words, size
+from fedtailor.studies.result_tables import RUN_COLUMNS, number, private_words, run_rows, size
 
 SPLITS = {"val": "validation", "test": "test"}
 WORST = 10  # clients in the table
@@ -25,7 +25,6 @@ MOST_FAULTS = 20
 MOST_CELLS = 40_000  # of a heat map
 LINES_OF_WEIGHTS = 8  # clients whose weights can still be told apart as lines
 SCORES = ("distance", "left_out")  # that a robust mean reports, one number for each client of the round
-KINDS = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
 UNFINISHED = "the run is not finished; test data is read at its end"
 
 References = dict[str, RecordedRun]  # runs to compare with, by the algorithm's name
@@ -69,7 +68,10 @@ def summary(run: RecordedRun, others: References) -> PageSection:
     text += [against(run, other) for other in others.values() if run.results is not None]
     if run.unreadable:
         text.append(f"{count(run.unreadable, 'line')} of metrics.jsonl could not be read and are not shown.")
-    tables = (results_table(run, others.get("local")),) if run.results is not None else ()
+    tables: tuple[PageTable, ...] = ()
+    if run.results is not None:
+        rows = [cells(*row) for row in run_rows(run.results, others["local"].results if "local" in others else None)]
+        tables = (PageTable(f"Test {label(run.metric)}".replace(" (%)", " in %"), RUN_COLUMNS, rows),)
     return PageSection("summary", "Summary", tuple(text), key_figures(run, others), tables=tables)
 
 
@@ -139,24 +141,6 @@ def key_figures(run: RecordedRun, others: References) -> tuple[KeyFigure, ...]:
             KeyFigure("Time", duration(sum(line["seconds"] for line in run.lines)), f"engine {run.about['engine']}")
         )
     return tuple(out)
-
-
-def results_table(run: RecordedRun, local: RecordedRun | None) -> PageTable:
-    assert run.results is not None
-    rows = []
-    for kind, title in KINDS.items():
-        if kind not in run.results:
-            continue
-        test, hurt = run.results[kind]["test"][run.metric], math.nan
-        if local is not None and local.results is not None and kind != "unseen":
-            mine, theirs = run.results[kind]["clients"][run.metric], local.results[kind]["clients"][run.metric]
-            hurt = share_hurt(mine, theirs, higher_is_better=run.higher)
-        figures = [number(run.metric, test[key]) for key in ("mean", "std", "worst_tenth")]
-        share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
-        rows.append(cells(title, str(run.results[kind]["round"]), *figures, share))
-    unit = " in %" if run.metric == "accuracy" else ""
-    columns = ("", "round", "mean", "client std", "worst tenth", "hurt")
-    return PageTable(f"Test {run.metric}{unit}", columns, rows)
 
 
 def learning(run: RecordedRun) -> PageSection:

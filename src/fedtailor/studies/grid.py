@@ -154,16 +154,21 @@ def _end_with_parent() -> None:
 
 
 def _run_cell(cell: Cell, data_root: Path | None) -> None:
+    try:
+        start_or_resume(cell, data_root, lambda *progress: _events.put(progress), cores=_cores)
+    except UserError as error:
+        raise RunError(str(error)) from None
+
+
+def start_or_resume(cell: Cell, data_root: Path | None, listener: CellListener, **options: Any) -> None:
+    """Run a cell in this process, from where it stopped; options: of `runner.start`."""
     from fedtailor.experiments import runner
 
     def listen(p: runner.Progress) -> None:
-        _events.put((cell.folder.name, p.round, p.rounds))
+        listener(cell.folder.name, p.round, p.rounds)
 
-    try:
-        if (cell.folder / CONFIG).exists():
-            user_code.remember(cell.config)
-            runner.resume(cell.folder, data_root, listen, cores=_cores)
-        else:
-            runner.start(cell.config, cell.folder, data_root, listen, cores=_cores)
-    except UserError as error:
-        raise RunError(str(error)) from None
+    if (cell.folder / CONFIG).exists():
+        user_code.remember(cell.config)
+        runner.resume(cell.folder, data_root, listen, **options)
+    else:
+        runner.start(cell.config, cell.folder, data_root, listen, **options)

@@ -17,17 +17,37 @@ from rich.table import Table
 from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.store import CHANGED, read_json, write_atomically, write_json
+from fedtailor.metrics.summary import share_hurt
 from fedtailor.studies.compare import TABLE, Row
 
 COLUMNS = ("algorithm", "test {}", "selected", "client std", "worst tenth", "hurt", "up", "down", "trips", "seconds")
 ESSENTIAL = ("algorithm", "test {}", "selected", "worst tenth", "hurt", "up", "seconds")  # fit 80 columns
 NAMES = ("algorithm", "test", "selected", "std", "worst", "hurt", "up", "down", "trips", "seconds")
+RUN_COLUMNS = ("", "round", "mean", "client std", "worst tenth", "hurt")
+KINDS = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
 KEYS = {name: place for place, name in enumerate(NAMES)}  # by which columns are chosen
 FIGURES: dict[str, Callable[[Row], float]] = {
     "test": lambda row: row.last[0],
     "selected": lambda row: row.selected[0],
     "worst": lambda row: row.worst_tenth,
 }
+
+
+def run_rows(results: Mapping[str, Any], local: Mapping[str, Any] | None) -> list[list[str]]:
+    """The test figures of a run as text, under `RUN_COLUMNS`; `local` are the results of training alone."""
+    metric, higher = results["metric"], results["higher_is_better"]
+    rows = []
+    for kind, title in KINDS.items():
+        if kind not in results:
+            continue
+        hurt = math.nan
+        if local is not None and kind != "unseen":
+            mine, theirs = results[kind]["clients"][metric], local[kind]["clients"][metric]
+            hurt = share_hurt(mine, theirs, higher_is_better=higher)
+        figures = [number(metric, results[kind]["test"][metric][key]) for key in ("mean", "std", "worst_tenth")]
+        share = "-" if math.isnan(hurt) else f"{100 * hurt:.0f} %"
+        rows.append([title, str(results[kind]["round"]), *figures, share])
+    return rows
 
 
 def cells_of(row: Row) -> list[str]:

@@ -10,7 +10,6 @@ with 30 rows, folds promised gains on other tables than those of the benchmark, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ def select(
 ) -> Selection:
     """Choose weights and trees; a site whose own model is significantly better keeps that."""
     is_class = data.task == "classification"
-    dropped: list[dict[str, Any]] = []
     used = [cell for cell in cells if cell.label in outputs]
     held = torch.from_numpy(folds >= 0)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
@@ -69,7 +67,7 @@ def select(
             [ALONE] * len(weights),
             [(0.0, np.inf)] * len(weights),
             linear[0],
-            dropped,
+            [],
         )
     first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
     return blend_trees(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
@@ -233,22 +231,6 @@ def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out
         if selection.alone[i] == TREES:
             alone[a:b] = parts[TREES]
     return {"personal": served, "alone": alone, "common": linear.get(COMMON, linear[ALONE])}
-
-
-def site_figures(outputs: Tensor, rows: Rows, is_class: bool) -> list[dict[str, float]]:
-    """Per site the task's metrics on its rows; NaN where it has none."""
-    out = []
-    for a, b in pairwise(rows.starts.tolist()):
-        if a == b:
-            out.append(dict.fromkeys(("accuracy", "loss") if is_class else ("rmse", "mse"), float("nan")))
-            continue
-        y, site_outputs = rows.y[a:b], outputs[a:b]
-        loss = float(row_losses(site_outputs, y, is_class).mean())
-        if is_class:
-            out.append({"accuracy": float((site_outputs.argmax(1) == y).double().mean()), "loss": loss})
-        else:
-            out.append({"rmse": loss**0.5, "mse": loss})
-    return out
 
 
 ALL = float("inf")  # the pull of one blend for all sites

@@ -7,7 +7,7 @@ every training row is predicted by models that have not seen it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,11 +26,10 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
-from fedtailor.experiments import runner, user_code
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.store import CONFIG, RunFolder, read_json, read_tree
-from fedtailor.studies.grid import Cell, CellListener
+from fedtailor.experiments.store import RunFolder, read_json, read_tree
+from fedtailor.studies.grid import Cell, CellListener, start_or_resume
 
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
@@ -55,10 +54,8 @@ def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cel
     kind = kind_of(data.task)
     size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
     is_gaussian = data.task == "regression"
-    effects = {LABELS[e]: e for e in ("none", "intercept", "diagonal", "full") if is_usable(e, size, is_gaussian)}
-    wanted = {ALONE: {"name": "linearalone"}}
-    if len(data.clients) > 1:
-        wanted |= {label: {"name": kind, "effects": effect} for label, effect in effects.items()}
+    is_alone = len(data.clients) == 1
+    effects = [e for e in LABELS if not e or (not is_alone and is_usable(e, size, is_gaussian))]
     data_table = tables["data"] | ({"val": 0.0} if "val" in tables["data"] else {})
     solved = {
         "rounds": 1,
@@ -66,12 +63,14 @@ def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cel
         "model": {"name": "linear", "dtype": "float64"},
         "evaluation": {"every": 1},
     }
-    cells = []
-    for label, algorithm in wanted.items():
-        config: RunConfig = parse(tables | solved | {"algorithm": algorithm}, origin="fit")
-        name = "-".join([algorithm["name"], *([algorithm["effects"]] if "effects" in algorithm else [])])
-        cells.append(Cell(label, config.seed, out / f"{name}-seed{config.seed}", config))
-    return cells
+    return [candidate_cell(tables | solved, kind, effect, out) for effect in effects]
+
+
+def candidate_cell(tables: Mapping[str, Any], kind: str, effects: str, out: Path) -> Cell:
+    """The run of a mixed model with these effects or, with none named, of the sites' own models."""
+    algorithm = {"name": kind, "effects": effects} if effects else {"name": "linearalone"}
+    config: RunConfig = parse(dict(tables) | {"algorithm": algorithm}, origin="fit")
+    return Cell(LABELS[effects], config.seed, out / f"{'-'.join(algorithm.values())}-seed{config.seed}", config)
 
 
 class OutOfTime(Exception):
@@ -138,25 +137,14 @@ def _cross_fit_cell(
     clock.check()
     seconds = [time.monotonic() - clock.begun]
     if not clock.limit:
-        _run_cell(cell, data, root, listener)
+        start_or_resume(cell, root, listener, loaded=data, server=start_state(cell))
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
         return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
     outputs = out_of_fold(cell.config, data, folds, start_state(cell), fold_done, clock.check)
     clock.check(MORE_ROWS * (seconds[min(1, len(seconds) - 1)] - seconds[0]))
-    _run_cell(cell, data, root, listener)
+    start_or_resume(cell, root, listener, loaded=data, server=start_state(cell))
     return outputs
-
-
-def _run_cell(cell: Cell, data: FederatedData, root: Path | None, listener: CellListener) -> None:
-    def listen(p: runner.Progress) -> None:
-        listener(cell.folder.name, p.round, p.rounds)
-
-    if (cell.folder / CONFIG).exists():
-        user_code.remember(cell.config)
-        runner.resume(cell.folder, root, listen, loaded=data)
-    else:
-        runner.start(cell.config, cell.folder, root, listen, loaded=data, server=start_state(cell))
 
 
 def start_state(cell: Cell) -> Tree:

@@ -49,7 +49,7 @@ def table_effects(
         effects["coefficients"] = None
     used = [i for i, cell in enumerate(selection.cells) if cell.label == ALONE or selection.weights[:, i].any()]
     selection = replace(selection, cells=[selection.cells[i] for i in used], weights=selection.weights[:, used])
-    calibration = np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
+    calibration = calibration_of_sites(record)
 
     def predict(rows: Rows) -> Tensor:
         outputs = blend.delivered_outputs(selection, data, rows, out)["personal"]
@@ -90,10 +90,15 @@ def out_of_fold_predictions(
     if len(outputs) != len(whose) or not len(whose):  # no site has two rows
         return None, whose
     if data.task == "classification":
-        calibration = np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
+        calibration = calibration_of_sites(record)
         outputs = torch.from_numpy(calibrate(outputs.numpy(), calibration[whose]))
     values = in_target_units(outputs, data)
     return (values.max(1) if values.shape[1] > 1 else values[:, 0]), whose
+
+
+def calibration_of_sites(record: dict[str, Any]) -> Floats:
+    """Slope and offset [sites, 2]."""
+    return np.array([row.get("calibration", (1.0, 0.0)) for row in record["sites"].values()])
 
 
 def in_target_units(outputs: Tensor, data: FederatedData) -> Floats:

@@ -17,20 +17,12 @@ from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, part_of, read_json, write_json
 from fedtailor.metrics.library import find
 from fedtailor.studies.grid import Cell
-from fedtailor.tables.candidates import ALONE, COMMON
+from fedtailor.tables.candidates import LABELS
 from fedtailor.tables.coefficients import fit_coefficients
 from fedtailor.tables.effects import EFFECTS, prediction_effects
 from fedtailor.tables.serve import Personal, personal
 from fedtailor.tables.update import rows_of_update
 from fedtailor.tables.words import effect_sentences
-
-EFFECT_LABELS = {
-    ALONE: ALONE,
-    "none": COMMON,
-    "intercept": "mixed, intercept",
-    "diagonal": "mixed, slopes",
-    "full": "mixed, slopes together",
-}
 
 
 def explain_fit(path: Path, site: str = "", data_root: Path | None = None) -> dict[str, Any]:
@@ -95,9 +87,9 @@ def _coefficients(path: Path, record: dict[str, Any], data: FederatedData) -> di
     cells = []
     for run in runs:
         config = run.config
-        effects = config.algorithm.options.get("effects", ALONE)
-        if run.results is not None and effects in EFFECT_LABELS:
-            cells.append(Cell(EFFECT_LABELS[effects], config.seed, run.path, config))
+        effects = config.algorithm.options.get("effects", "")
+        if run.results is not None and effects in LABELS:
+            cells.append(Cell(LABELS[effects], config.seed, run.path, config))
     weights = [[row["weights"].get(cell.folder.name, 0.0) for cell in cells] for row in record["sites"].values()]
     try:
         return fit_coefficients(cells, np.array(weights), data)

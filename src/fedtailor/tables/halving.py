@@ -18,12 +18,11 @@ from fedtailor import algorithms
 from fedtailor.core.data import FederatedData
 from fedtailor.core.task import HIGHER_IS_BETTER, METRICS
 from fedtailor.errors import ClientError, ConfigError, UserError
-from fedtailor.experiments import runner, user_code
 from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.store import CONFIG, RunFolder
+from fedtailor.experiments.store import RunFolder
 from fedtailor.metrics.summary import share_hurt, summarise
-from fedtailor.studies.grid import Cell, CellListener, folder_name
+from fedtailor.studies.grid import Cell, CellListener, folder_name, start_or_resume
 from fedtailor.tables.fit_record import sharing_record
 from fedtailor.tables.fit_sources import read_source
 from fedtailor.tables.model_selection import CAUTION, Floats, Gain, ScoreView, choose
@@ -130,23 +129,13 @@ def run_plan(
 ) -> tuple[list[Cell], list[dict[str, Any]]]:
     """Run references and candidates; returns the finished cells, and the dropped ones with the reason."""
 
-    def run(cell: Cell, until: int | None) -> None:
-        def listen(p: runner.Progress) -> None:
-            listener(cell.folder.name, p.round, p.rounds)
-
-        if (cell.folder / CONFIG).exists():
-            user_code.remember(cell.config)
-            runner.resume(cell.folder, data_root, listen, loaded=fit_plan.data, until=until)
-        else:
-            runner.start(cell.config, cell.folder, data_root, listen, loaded=fit_plan.data, until=until)
-
     for cell in (fit_plan.alone, fit_plan.common):
-        run(cell, None)
+        start_or_resume(cell, data_root, listener, loaded=fit_plan.data)
     alive, dropped = list(fit_plan.candidates), []
     for until in (*fit_plan.budgets, None):
         for cell in list(alive):
             try:
-                run(cell, until)
+                start_or_resume(cell, data_root, listener, loaded=fit_plan.data, until=until)
             except (UserError, ClientError) as error:
                 if fit_plan.algorithm != "auto":
                     raise

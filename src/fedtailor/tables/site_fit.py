@@ -20,14 +20,14 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.trees import Tree
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import assemble
-from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.runner import about
 from fedtailor.experiments.store import CONFIG, FIT, RESULTS, RunFolder, write_json
 from fedtailor.numerics import ridge
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import blend
 from fedtailor.tables.blend import Selection
-from fedtailor.tables.candidates import ALONE, LABELS, Clock
+from fedtailor.tables.candidates import ALONE, Clock, candidate_cell, kind_of
 from fedtailor.tables.fit_record import table_record
 
 
@@ -41,8 +41,8 @@ def site_fit(config: RunConfig, data: FederatedData, state: Tree, out: Path, met
     n = torch.tensor(float(data.train.sizes[0]), dtype=torch.float64, device="cpu")
     me = ClientContext(experiment, [0], (config.seed, "record"), 1, n, state, {}, None)
     used = [0, *(1 + i for i in range(len(program.effects)) if bool(state["solved"][1 + i].all()))]
-    mixed = "mixedlogit" if data.task == "classification" else "mixedmodel"
-    cells = [_cell(config, mixed, program.effects[c - 1] if c else "", out) for c in used]
+    mixed = kind_of(data.task)
+    cells = [candidate_cell(config.plain(), mixed, program.effects[c - 1] if c else "", out) for c in used]
     for cell, candidate in zip(cells, used, strict=True):
         _write(cell, me, candidate)
     rows = program.rows(me)
@@ -79,14 +79,6 @@ def _selection(
     folds = folds_of_rows(len(data.train.x), config.seed, data.clients[0], program.folds)
     tried = blend.blend_trees(cells, data, folds, own, linear.clone(), of_site.copy(), config.seed, Clock(0), out)
     return tried if tried.alone != [ALONE] or set(tried.trees[0]) != {"linear"} else settled
-
-
-def _cell(config: RunConfig, mixed: str, effects: str, out: Path) -> Cell:
-    """A candidate as a run of its own, as a fit in one process names it."""
-    algorithm: dict[str, Any] = {"name": mixed, "effects": effects} if effects else {"name": "linearalone"}
-    own: RunConfig = parse(config.plain() | {"algorithm": algorithm}, origin="fit")
-    name = "-".join([algorithm["name"], *([effects] if effects else [])])
-    return Cell(LABELS[effects], config.seed, out / f"{name}-seed{config.seed}", own)
 
 
 def _write(cell: Cell, me: ClientContext, candidate: int) -> None:

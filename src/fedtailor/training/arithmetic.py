@@ -54,11 +54,11 @@ class LossScale:
     scale: Tensor  # one, or one per client of a stack
     steady: Tensor  # steps since it was changed
 
-    def unscaled(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def unscale(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """The gradients, 0 where some overflowed, and whether none did; the scale is that of the next step."""
         stacked = self.scale.dim()
         finite = torch.stack([torch.isfinite(g).flatten(stacked).all(-1) for g in gradients]).all(0)
-        own = [torch.where(_wide(finite, g), g / _wide(self.scale, g), torch.zeros_like(g)) for g in gradients]
+        own = [torch.where(widen(finite, g), g / widen(self.scale, g), torch.zeros_like(g)) for g in gradients]
         self.steady = torch.where(finite, self.steady + 1, torch.zeros_like(self.steady))
         is_due = self.steady >= STEADY
         grown = torch.where(is_due, 2 * self.scale, self.scale)
@@ -67,5 +67,5 @@ class LossScale:
         return own, finite
 
 
-def _wide(value: Tensor, like: Tensor) -> Tensor:
+def widen(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))

@@ -77,11 +77,11 @@ def on_device(batches: Sequence[Batch], device: torch.device, data: torch.device
         return batches
     names = ("rows", "weight", "active", "drawn", "index", "places")
     columns = {k: [getattr(batch, k) for batch in batches] for k in names}
-    moved: dict[str, Any] = {k: _moved(values, data if k == "rows" else device) for k, values in columns.items()}
+    moved: dict[str, Any] = {k: _move(values, data if k == "rows" else device) for k, values in columns.items()}
     return [replace(batch, **{k: values[i] for k, values in moved.items()}) for i, batch in enumerate(batches)]
 
 
-def _moved(values: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+def _move(values: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
     given = [v for v in values if v is not None]
     if not given or given[0].device == device:
         return list(values)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError, nearest
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 from fedtailor.training.solver_options import SolverOptions
 
 Memory = list[Tensor]  # is written to
@@ -25,7 +25,7 @@ Optimizer = Callable[[SolverOptions, Tensor, Tensor, Memory, Number], Tensor]
 
 def sgd(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Plain, or with momentum."""
-    gradient = _decayed(s, param, gradient)
+    gradient = _add_decay(s, param, gradient)
     if not s.momentum:
         return gradient
     memory[:] = [s.momentum * memory[0] + gradient if memory else gradient]
@@ -35,17 +35,17 @@ def sgd(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, numbe
 def nesterov(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Momentum that looks a step ahead."""
     ahead = sgd(s, param, gradient, memory, number)
-    return _decayed(s, param, gradient) + s.momentum * ahead
+    return _add_decay(s, param, gradient) + s.momentum * ahead
 
 
 def adam(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Weight decay is part of the gradient."""
-    return _remembered(_decayed(s, param, gradient), memory, number)
+    return _adam_step(_add_decay(s, param, gradient), memory, number)
 
 
 def adamw(s: SolverOptions, param: Tensor, gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     """Weight decay beside the scaled gradient."""
-    return _remembered(gradient, memory, number) + s.weight_decay * param
+    return _adam_step(gradient, memory, number) + s.weight_decay * param
 
 
 OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd, "nesterov": nesterov, "adam": adam, "adamw": adamw}
@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Optimizer] = {"sgd": sgd, "nesterov": nesterov, "adam": ad
 def find(name: str) -> Optimizer:
     """By its name, or an own one as "module:function"."""
     if ":" in name:
-        own: Optimizer = imported("local.optimizer", name)
+        own: Optimizer = import_object("local.optimizer", name)
         if not callable(own):
             raise ConfigError(f'local.optimizer: "{name}" is no function')
         return own
@@ -71,11 +71,11 @@ def first_memory(solver: SolverOptions, params: Params) -> dict[str, Memory]:
     return {k: [torch.zeros_like(v) for v in each] for k, each in memory.items()}
 
 
-def _decayed(s: SolverOptions, param: Tensor, gradient: Tensor) -> Tensor:
+def _add_decay(s: SolverOptions, param: Tensor, gradient: Tensor) -> Tensor:
     return gradient + s.weight_decay * param if s.weight_decay else gradient
 
 
-def _remembered(gradient: Tensor, memory: Memory, number: Number) -> Tensor:
+def _adam_step(gradient: Tensor, memory: Memory, number: Number) -> Tensor:
     first, second = memory or (torch.zeros_like(gradient), torch.zeros_like(gradient))
     # inside the root, so that the derivative of a step exists where the gradient is 0
     direction, *memory[:] = adam_direction(gradient, first, second, number, inside=1e-16)

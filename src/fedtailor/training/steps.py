@@ -20,7 +20,7 @@ from fedtailor.core.context import AfterStep
 from fedtailor.core.random import seeded
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.training import compiling, optimizers
-from fedtailor.training.arithmetic import LossScale, mean_loss
+from fedtailor.training.arithmetic import LossScale, mean_loss, widen
 from fedtailor.training.batches import Batch, PerSample, ahead, on_device, spans, with_places
 from fedtailor.training.kernels import layout, selection, winograd
 from fedtailor.training.specification import Training, wants
@@ -106,7 +106,7 @@ def _general_path(training: Training, t: Tree, differentiable: bool) -> list[Ten
             batch = batch if counts is None else _without_overflow(batch, counts)
             if t["center"] is not None:
                 mu = t["mu"]
-                pulled = {k: gradient[k] + _wide(mu, c) * (params[k] - c) for k, c in t["center"].items()}
+                pulled = {k: gradient[k] + widen(mu, c) * (params[k] - c) for k, c in t["center"].items()}
                 gradient = gradient | pulled
             if training.solver.clip:
                 gradient = _clip(gradient, training.solver.clip, training.is_stacked)
@@ -114,16 +114,16 @@ def _general_path(training: Training, t: Tree, differentiable: bool) -> list[Ten
             if count is not None:
                 count = count + (1 if batch.active is None else batch.active.to(count.dtype))
             for k, g in gradient.items():
-                nth = number if count is None else _wide(count, g).to(torch.float64)
+                nth = number if count is None else widen(count, g).to(torch.float64)
                 known = list(memory[k])
-                step = -_wide(lr, g) * direction(training.solver, params[k], g, memory[k], nth)
+                step = -widen(lr, g) * direction(training.solver, params[k], g, memory[k], nth)
                 if known and batch.active is not None and not (kept is None and counts is None):
                     # who takes no step remembers none
                     memory[k] = [_where_active(batch.active, *pair) for pair in zip(memory[k], known, strict=True)]
                 if t["mask"] is not None:
                     step = step * t["mask"][k]
                 if batch.active is not None:
-                    step = torch.where(_wide(batch.active, step), step, torch.zeros_like(step))
+                    step = torch.where(widen(batch.active, step), step, torch.zeros_like(step))
                 params[k] = params[k] + step if differentiable else params[k].detach().add_(step)
             if training.after_step is not None and params:
                 params = _apply_after_step(training, training.after_step, params, batch)
@@ -159,7 +159,7 @@ def _accumulate(
         share: Tensor = training.model.like.new_tensor((last - first) / whole)
         if part.weight is not None and batch.weight is not None:
             share = part.weight.sum(-1) / batch.weight.sum(-1).clamp(min=1)
-        total = {k: _wide(share, g) * g + (total[k] if total else 0) for k, g in gradient.items()}
+        total = {k: widen(share, g) * g + (total[k] if total else 0) for k, g in gradient.items()}
         counts = finite if counts is None or finite is None else counts & finite
     return total, counts
 
@@ -246,7 +246,7 @@ def _gradient(
         )
     if scaling is None:
         return dict(zip(params, gradients, strict=True)), None
-    own, counts = scaling.unscaled(gradients)
+    own, counts = scaling.unscale(gradients)
     return dict(zip(params, own, strict=True)), counts
 
 
@@ -269,14 +269,9 @@ def _contiguous(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _wide(value: Tensor, like: Tensor) -> Tensor:
-    """One value, or one per client, made to broadcast against a tensor."""
-    return value.reshape(value.shape + (1,) * (like.dim() - value.dim()))
-
-
 def _where_active(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """What is new for clients that are active, what was there for the others."""
-    return torch.where(_wide(active, new), new, old)
+    return torch.where(widen(active, new), new, old)
 
 
 def _without_overflow(batch: Batch, counts: Tensor) -> Batch:
@@ -293,4 +288,4 @@ def _clip(gradient: Params, limit: float, is_stacked: bool) -> Params:
     ]
     norm = torch.stack(squares).sum(0).clamp(min=1e-30).sqrt()
     scale = (limit / norm).clamp(max=1)
-    return {k: _wide(scale, g) * g for k, g in gradient.items()}
+    return {k: widen(scale, g) * g for k, g in gradient.items()}

@@ -8,12 +8,12 @@ from pathlib import Path
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import OwnConfig
 from fedtailor.errors import DataError, nearest
-from fedtailor.plugins import imported
+from fedtailor.plugins import import_object
 
 
 def load(config: OwnConfig, *, seed: int, root: Path | None = None) -> FederatedData:
     """Call the function with the seed and the configured options."""
-    function, options = imported("data.source", config.load), dict(config.model_extra or {})
+    function, options = import_object("data.source", config.load), dict(config.model_extra or {})
     if not callable(function):
         raise DataError(f'data.source: "{config.load}" is not a function load(seed, **options)')
     parameters = inspect.signature(function).parameters

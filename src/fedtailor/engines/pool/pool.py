@@ -128,11 +128,11 @@ class Pool:
         """Give every client its first state."""
         with one_thread():
             state, buffers = initial(self.experiment, [0], is_stacked=False)
-        self._open({"state": state, "buffers": buffers})
+        self._start_workers({"state": state, "buffers": buffers})
         units = [[ClientTask(c, target=c) for c in group] for group in self._groups(self._clients)]
-        for unit, answers in self._work({"do": "start"}, units):
+        for unit, answers in self._run_units({"do": "start"}, units):
             if any(answer.content is None for answer in answers):
-                raise RunError(f"first state of client {self._lost(unit.tasks[0].client)}")
+                raise RunError(f"first state of client {self._why_lost(unit.tasks[0].client)}")
 
     def close(self) -> None:
         """End the workers; they start again when they are needed."""
@@ -147,10 +147,10 @@ class Pool:
     def set_states(self, rows: Tree) -> None:
         """Put saved states back."""
         if self._processes is None:
-            self._open(tree_map(lambda v: v[0].clone(), rows))
+            self._start_workers(tree_map(lambda v: v[0].clone(), rows))
         states = self._inside.states
         refuse_other(schema(rows, stacked=True), states.schema)
-        self._workers.settle()
+        self._workers.stop_unfinished()
         self._forget()
         self._where = RowBook(len(self._clients))
         for place, leaf in zip(states.stacks(len(self._clients)), leaves(rows), strict=True):
@@ -185,7 +185,7 @@ class Pool:
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """Run a call at every client; the replies come in the order of `clients`, of stacks stack by stack."""
-        message = self._put(call.args)
+        message = self._share(call.args)
         taped = TapedCall(call, message, {})
         if call.taped:
             self._taped[call.number] = taped
@@ -230,7 +230,7 @@ class Pool:
         options: dict[str, Any] = {"prepare": prepare, "room": lambda: window - len(regions)}
         try:
             due = 0
-            for unit, answers in self._work(request, units, **options):
+            for unit, answers in self._run_units(request, units, **options):
                 for task, answer in zip(unit.tasks, answers, strict=True):
                     if answer.owner is not None:
                         taped.owners[task.client] = answer.owner
@@ -267,7 +267,7 @@ class Pool:
         """Of a client that failed, or whose reply does not lie as declared."""
         if answer.content is None:
             name = type(self.experiment.algorithm).__name__
-            lost = f"{name}.{call.function}, round {call.round}, client {self._lost(client)}"
+            lost = f"{name}.{call.function}, round {call.round}, client {self._why_lost(client)}"
             return Reply((client,), error=ClientError(lost))
         if "error" in answer.content:
             error = ClientError(answer.content["error"])
@@ -285,7 +285,7 @@ class Pool:
         """Cotangents of a taped call's arguments, client by client; who ran one has what is needed to go back."""
         inside, where, taped = self._inside, self._where, self._taped.pop(number)
         call, position = taped.call, {c: i for i, c in enumerate(clients)}
-        down = self._put(cotangent)
+        down = self._share(cotangent)
         layout = Layout.of(outline(call.args, call.placed), len(clients))
         region = inside.regions.take(layout.size)
         tasks = [
@@ -302,11 +302,11 @@ class Pool:
         answers: dict[int, Answer] = {}
         unused = {task.target for task in tasks}
         try:
-            for unit, (answer,) in self._work(request, [[task] for task in tasks], owners=taped.owners):
+            for unit, (answer,) in self._run_units(request, [[task] for task in tasks], owners=taped.owners):
                 (task,) = unit.tasks
                 if answer.content is None:
                     raise RoundAbandoned(
-                        f"round {call.round}: on the way back of {call.function}, client {self._lost(task.client)}"
+                        f"round {call.round}: on the way back of {call.function}, client {self._why_lost(task.client)}"
                     )
                 answers[task.client] = answer
                 if task.cotangent is not None:
@@ -325,7 +325,7 @@ class Pool:
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[Evaluated]:
         """Metrics of the personal models, and the models, client by client as they are done."""
-        message = self._put(server)
+        message = self._share(server)
         request = {"do": "evaluate", "message": message.content, "round": round, "splits": list(splits)}
         units = [[ClientTask(c, source=self._where.now[c]) for c in group] for group in self._groups(clients)]
         first = 1 if self._model is None else 0  # tells how a personal model looks
@@ -344,11 +344,11 @@ class Pool:
             return unit._replace(tasks=tuple(task._replace(at=places[task.client].at) for task in unit.tasks))
 
         request = request | {"model": None if layout is None else layout.json()}
-        for unit, answers in self._work(request, units, prepare=with_places):
+        for unit, answers in self._run_units(request, units, prepare=with_places):
             for task, answer in zip(unit.tasks, answers, strict=True):
                 place = places.pop(task.client, None)
                 if answer.content is None:
-                    raise RunError(f"evaluation of client {self._lost(task.client)}")
+                    raise RunError(f"evaluation of client {self._why_lost(task.client)}")
                 if answer.apart is not None:
                     model = codec.decode(answer.apart, sys.maxsize)[1]
                     self._model = self._model or Layout.of(model)
@@ -362,7 +362,7 @@ class Pool:
                 }
                 yield (task.client,), metrics, tree_map(lambda v: v[None], model)
 
-    def _lost(self, client: int) -> str:
+    def _why_lost(self, client: int) -> str:
         return f"{self.experiment.data.clients[client]}: its worker process ended, {LIVES} times"
 
     @property
@@ -376,7 +376,7 @@ class Pool:
         """What the workers were forked with, in this process."""
         return self._workers.worker
 
-    def _open(self, example: Tree) -> None:
+    def _start_workers(self, example: Tree) -> None:
         """Memory for states like `example`; it must be there before the workers are."""
         self.close()
         layout = Layout.of(example)
@@ -387,13 +387,13 @@ class Pool:
         costs = (self.experiment.data.train.sizes + 1).tolist()
         self._processes = WorkerProcesses(worker, self.workers, self._device, costs, spawns=is_sent)
 
-    def _put(self, tree: Tree) -> PlacedTree:
-        self._workers.settle()
+    def _share(self, tree: Tree) -> PlacedTree:
+        self._workers.stop_unfinished()
         layout = Layout.of(tree)
         region = self._inside.regions.take(layout.size)
         return PlacedTree(layout.json() | {"at": region.at, "strides": layout.write(tree, region.bytes)}, region)
 
-    def _work(
+    def _run_units(
         self, request: dict[str, Any], units: Sequence[Sequence[ClientTask]], **options: Any
     ) -> Iterator[tuple[WorkUnit, list[Answer]]]:
         return self._workers.work(request | {"tape": self._tape}, units, **options)

@@ -221,7 +221,7 @@ class Worker:
         self, call: Call, tasks: Sequence[ClientTask], layout: Layout, places: Sequence[Tensor]
     ) -> list[Any] | None:
         """A stack for which there is no room, as two; the answers say how large the stacks were."""
-        devices.let_go(self.experiment.device)
+        devices.empty_cache(self.experiment.device)
         half = (len(tasks) + 1) // 2
         answers: list[Any] = []
         for part in (slice(half), slice(half, None)):

@@ -116,12 +116,12 @@ class WorkerProcesses:
         self.peak = 0  # bytes of a device that a worker had in use for one answer, at most
         self._count, self._costs = count, costs
         self._busy: dict[Connection, tuple[WorkerProcess, list[WorkUnit], bytes]] = {}
-        weakref.finalize(self, _end, self.processes, os.getpid())
+        weakref.finalize(self, _kill, self.processes, os.getpid())
 
     def close(self) -> None:
         """End all; they start again when they are needed."""
         self._busy = {}
-        _end(self.processes, os.getpid())
+        _kill(self.processes, os.getpid())
 
     def work(
         self,
@@ -137,7 +137,7 @@ class WorkerProcesses:
         get free, many at a time in the beginning and single ones in the end, while there is room for what they make.
         """
         head = json.dumps(dict(request)).removesuffix("}").encode()
-        self._complete()
+        self._start_missing()
         own: dict[WorkerProcess, list[WorkUnit]] = {process: [] for process in self.processes}
         queue = WorkQueue(self._costs)
         for unit in (WorkUnit(number, tuple(tasks)) for number, tasks in enumerate(units)):
@@ -189,24 +189,24 @@ class WorkerProcesses:
                         done += [(unit, [next(each) for _ in unit.tasks]) for unit in portion]
                         continue
                     self.processes.remove(process)
-                    _end([process], os.getpid())
+                    _kill([process], os.getpid())
                     ended.update(task.client for unit in portion for task in unit.tasks)
                     for unit in [*reversed(portion), *own.pop(process, ())]:
                         if max(ended[task.client] for task in unit.tasks) < LIVES:
                             queue.add(unit, first=True)
                         else:
                             done.append((unit, [Answer(None, None, None)] * len(unit.tasks)))
-                self._complete()
+                self._start_missing()
         finally:
             if busy is self._busy:
-                self.settle()
+                self.stop_unfinished()
 
-    def settle(self) -> None:
+    def stop_unfinished(self) -> None:
         """Work that was left before its end: nobody waits for it, and its memory may be given to others."""
         left = [process for process, _, _ in self._busy.values()]
         self._busy = {}
         self.processes[:] = [process for process in self.processes if process not in left]
-        _end(left, os.getpid())
+        _kill(left, os.getpid())
 
     def _answers(
         self, process: WorkerProcess, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]
@@ -220,7 +220,7 @@ class WorkerProcesses:
         solve_log.log_elsewhere(solve_log.Tally(*answer["solves"]))
         return _answers(answer["answers"], apart, process)
 
-    def _complete(self) -> None:
+    def _start_missing(self) -> None:
         """As many workers as there should be."""
         context: Any = multiprocessing.get_context("spawn" if self._spawns else "fork")
         if len(self.processes) < self._count:
@@ -261,7 +261,7 @@ def _answers(results: Sequence[Any], apart: Sequence[bytes], owner: WorkerProces
     return [Answer(one, next(each) if one and one.get("apart") else None, owner) for one in results]
 
 
-def _end(processes: list[WorkerProcess], owner: int) -> None:
+def _kill(processes: list[WorkerProcess], owner: int) -> None:
     """End workers and forget them; a forked process has no say in that."""
     if os.getpid() != owner:
         return
@@ -312,7 +312,7 @@ def serve(worker: Worker, connection: Connection, others: Sequence[Connection], 
     torch.set_num_threads(1)
     solve_log.forget_watchers()
     home = HomeCore(number)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     try:
         while True:
             home.stay()
@@ -365,7 +365,7 @@ def _answer(worker: Worker, request: bytes) -> list[bytes]:
     return [json.dumps(answer).encode(), *apart]
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     """The server may be killed while a client trains for long."""
     while os.getppid() == parent:
         time.sleep(0.5)

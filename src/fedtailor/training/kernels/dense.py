@@ -84,10 +84,10 @@ def train_stack(
         if ahead is not None:
             for done in _slices(here.start, here.stop, some):
                 ahead.finish(slice(done.start - here.start, done.stop - here.start))
-                buffers.look(trained[first], done)
+                buffers.record_norms(trained[first], done)
         for k, v in trained.items():
             if k != first or ahead is None:
-                buffers.look(v, here)
+                buffers.record_norms(v, here)
     return trained
 
 

@@ -32,7 +32,7 @@ class OutputBuffers:
                 return self._free.pop(i)
         return None
 
-    def look(self, stack: Tensor, clients: slice) -> None:
+    def record_norms(self, stack: Tensor, clients: slice) -> None:
         """Some clients are done; their numbers are still in the cache."""
         if (norms := self.norms.get(stack.data_ptr())) is not None:
             norms[clients] = torch.linalg.vector_norm(stack[clients].flatten(1), dim=1).double()

@@ -126,7 +126,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int,
 @contextmanager
 def inside(module: nn.Module) -> Iterator[None]:
     """Convolutions of the module that gain from it are computed so."""
-    layers = [m for m in module.modules() if type(m) is nn.Conv2d and _may(m)]
+    layers = [m for m in module.modules() if type(m) is nn.Conv2d and _has_right_form(m)]
     with replace_forwards({layer: partial(_forward, layer) for layer in layers}):
         yield
 
@@ -142,7 +142,7 @@ def _forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
     return convolve(x, layer.weight, layer.bias, padding)
 
 
-def _may(layer: nn.Conv2d) -> bool:
+def _has_right_form(layer: nn.Conv2d) -> bool:
     is_simple = layer.stride == layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode == "zeros"
     fits = layer.kernel_size in ((3, 3), (5, 5)) and not isinstance(layer.padding, str)
     return is_simple and fits and LEAST_WEIGHTS <= layer.weight.numel() <= MOST_WEIGHTS
