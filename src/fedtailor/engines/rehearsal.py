@@ -1,4 +1,4 @@
-"""Rounds in which nobody trains: they show which trainings there are, so that clients can keep their optimizers."""
+"""Rounds without training steps that show which local trainings an algorithm has, for `local.keep_state`."""
 
 from __future__ import annotations
 
