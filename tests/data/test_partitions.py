@@ -100,7 +100,7 @@ def test_classes_with_a_number_of_samples() -> None:
 
 
 def test_classes_with_too_few_samples_of_one() -> None:
-    with pytest.raises(DataError, match="class 1 has 2 samples for 8 clients"):
+    with pytest.raises(DataError, match=r"\b1\b.*\b2\b.*\b8\b"):
         partitions.classes(np.array([0] * 50 + [1] * 2), 8, 0, 2)
 
 
@@ -154,9 +154,9 @@ def test_impossible_numbers_are_named() -> None:
         partitions.iid(10, 11, 0)
     with pytest.raises(DataError, match=r"data.clients = 0"):
         partitions.iid(10, 0, 0)
-    with pytest.raises(DataError, match=r"10 samples cannot give each at least 4.*min_samples"):
+    with pytest.raises(DataError, match=r"\b10\b.*\b4\b.*min_samples"):
         partitions.dirichlet(np.zeros(10, dtype=np.int64), 3, 0, 1.0)
-    with pytest.raises(DataError, match=r"data.classes_per_client = 4.*between 1 and 3"):
+    with pytest.raises(DataError, match=r"data.classes_per_client.*\b4\b.*\b1\b.*\b3\b"):
         partitions.classes(np.array([0, 1, 2] * 5), 2, 0, 4)
 
 

@@ -52,7 +52,7 @@ def test_data_of_a_program_is_searched_if_it_has_validation_samples(monkeypatch:
     assert [trial["settings"]["local.lr"] for trial in tried] == [1e-6, 0.2]
     assert cell.config.local.lr == max(tried, key=lambda trial: float(trial["val"]))["settings"]["local.lr"]
     saved_data.save(digits(0.0), Path("without"))
-    with pytest.raises(ConfigError, match="a search needs validation samples, and saved has none"):
+    with pytest.raises(ConfigError, match=r"validation samples.* saved"):
         run_grid(searched("without"), Path("other"), None, lambda *step: None)
 
 
@@ -70,7 +70,7 @@ def test_what_is_shared_is_not_told_of_other_data() -> None:
     lines[1] = "9.5," + lines[1].split(",", 1)[1]  # one number; as many rows as before
     (sites / "s1.csv").write_text("\n".join(lines) + "\n")
     for use in (explain, overlap_by_classes):
-        with pytest.raises(RunError, match="run: the data is no longer what the run was started with"):
+        with pytest.raises(RunError, match=r"run: .*data .* no longer"):
             use(Path("run"))
 
 
