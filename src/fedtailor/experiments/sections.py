@@ -34,7 +34,7 @@ from fedtailor.models.adapters import AdapterConfig
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import Schedule, ScheduleName, Work
+from fedtailor.training.solver_options import Schedule, ScheduleName
 
 SAME = ("buffers", "prior", "dtype")  # of the model: the same for all clients
 VALUES, RANGE = "values", "range"  # what may be searched: a list, or all numbers between two
@@ -140,20 +140,20 @@ class LocalSection(Section):
     )
     batch_size: int = Field(default=Solver.batch_size, ge=0, description="Batch size; 0: full batch.")
     accumulate: int = Field(
-        default=Work.accumulate,
+        default=Solver.accumulate,
         ge=1,
         description="Gradient accumulation: batches per step.",
     )
     keep_state: bool = Field(
-        default=Work.keep_state,
+        default=Solver.keep_state,
         description="Keep each client's optimizer state between rounds; otherwise it is reset.",
     )
     refit: int = Field(
-        default=Work.refit,
+        default=Solver.refit,
         ge=0,
         description="Epochs to refit a private head, body or layers to the newest average before predicting.",
     )
-    steps: int = Field(default=Work.epoch, ge=0, description="Steps per epoch; 0: a pass over the client's data.")
+    steps: int = Field(default=Solver.epoch, ge=0, description="Steps per epoch; 0: a pass over the client's data.")
     schedule: ScheduleName = Field(
         default=Schedule.name, description="Learning rate: constant, cosine, linear or step."
     )
@@ -200,10 +200,10 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        names = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
-        rest, arithmetic = self.model_dump(include=names), Arithmetic(self.kernels, self.precision, self.compile)
-        work = Work(self.steps, self.accumulate, self.keep_state, self.refit)
-        return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
+        arithmetic = Arithmetic(self.kernels, self.precision, self.compile)
+        same = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        same |= {"accumulate", "keep_state", "refit"}
+        return Solver(**self.model_dump(include=same), epoch=self.steps, schedule=schedule, arithmetic=arithmetic)
 
 
 class ServerSection(Section):
