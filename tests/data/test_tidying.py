@@ -170,6 +170,12 @@ def test_all_problems_of_all_files_at_once(tmp_path: Path) -> None:
     assert find_problems(FolderConfig(path=folder_of_good(tmp_path), target="y"))[0] == []
 
 
+def test_columns_that_a_fit_takes_are_no_problem(tmp_path: Path) -> None:
+    texts = [f"text {i % 60}" for i in range(240)]
+    path = folder(tmp_path, a={"x": [*range(240)], "words": [*texts], "code": [*texts], "y": Y * 10})
+    assert find_problems(FolderConfig(path=path, target="y", categorical=("code",)))[0] == []
+
+
 def folder_of_good(tmp_path: Path) -> Path:
     (tmp_path / "good").mkdir()
     return folder(tmp_path / "good", a={"x": list(range(24)), "y": Y})
