@@ -36,9 +36,9 @@ PARTS = {  # what is timed -> where it is
     "batches: drawing": ("fedtailor.training.solver:Solver._batches",),
     "batches: indexing": ("torch:Tensor.__getitem__", "torch:Tensor.index_select"),
     "private states": tuple(f"fedtailor.engines.states:States.{k}" for k in ("read", "write", "check", "begin")),
-    "checks of replies": ("fedtailor.core.calling:checked",),
-    "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.calling:bytes_down"),
-    "aggregation": ("fedtailor.core.federation:Federation.mean", "fedtailor.core.replies:_Sums.add"),
+    "checks of replies": ("fedtailor.core.federation:validate",),
+    "messages: counting bytes": ("fedtailor.core.codec:total_size", "fedtailor.core.federation:bytes_down"),
+    "aggregation": ("fedtailor.core.federation:Federation.mean", "fedtailor.core.reduce:_RunningSums.add"),
 }
 REST = "engine, dispatch and the rest"
 

@@ -31,20 +31,37 @@ PRODUCTS = {  # by test, the name of the parameter that is the algorithm
     "tests/silent/test_engines.py::test_models_that_padding_would_disturb": "algorithm",
     "tests/silent/test_engines.py::test_threads_and_workers_do_not_change_a_bit": "algorithm",
 }
-PROGRAMS = (  # processes, sites, browsers, and pages of the docs that run for a while
+PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and pages of the docs that run for a while
     "tests/benchmarks/test_speed.py",
+    "tests/devices/test_bench.py",
+    "tests/devices/test_runs.py",
+    "tests/devices/test_two_units.py",
+    "tests/devices/test_workers.py",
     "tests/docs/test_architecture.py::test_the_path_of_a_fit",
     "tests/docs/test_architecture.py::test_the_paths_of_a_federation",
+    "tests/docs/test_examples.py::test_example",
+    "tests/docs/test_explanation.py::test_hypergradients",
     "tests/docs/test_federation.py",
     "tests/docs/test_fit.py",
     "tests/docs/test_how_to.py",
     "tests/docs/test_new_algorithm.py",
     "tests/docs/test_notebooks.py",
+    "tests/docs/test_onboard.py::test_the_page_runs",
+    "tests/docs/test_readme.py::test_readme_runs",
     "tests/docs/test_site.py",
+    "tests/docs/test_start.py::test_agents",
+    "tests/docs/test_start.py::test_flower",
+    "tests/docs/test_start.py::test_other_libraries",
     "tests/e2e/test_federation.py",
+    "tests/e2e/test_networks.py",
     "tests/e2e/test_processes.py",
+    "tests/engines/test_malloc.py",
     "tests/engines/test_torchrun.py",
+    "tests/models/test_lstm.py::test_its_graph_is_for_any_number_of_samples",
     "tests/report/test_browser.py",
+    "tests/serving/test_export.py::test_an_equilibrium_is_written_with_all_its_iterations",
+    "tests/tools/test_containers.py::test_a_participant_is_provisioned_started_healthy_and_stopped",
+    "tests/tools/test_skip_list.py::test_a_new_skip_fails_the_run",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_sum_is_robust_as_the_mean_is() -> None:
 
 
 def test_too_few_clients_are_said() -> None:
-    with pytest.raises(ConfigError, match=r'aggregation\.mean = "krum": 3 clients of which 1 may lie; at least 4'):
+    with pytest.raises(ConfigError, match=r'aggregation\.mean.*"krum".*\b3\b.*\b1\b.*\b4\b'):
         krum(torch.zeros(3, 2), 1)
 
 
@@ -167,7 +168,7 @@ def test_a_backdoor_is_in_every_second_row_of_those_who_lie() -> None:
 def test_a_robust_mean_with_little_to_keep_is_said(tmp_path: Path) -> None:
     robust = ("aggregation.mean=median", "algorithm.name=learn2pfed-net", "rounds=1")
     said = runner.start(config(*robust), tmp_path / "admm").about["notes"]
-    assert any('with algorithm.consensus = "average" a robust mean keeps more' in note for note in said)
+    assert any(re.search(r'algorithm\.consensus.*"average"', note) for note in said)
     for settings in ((*robust, "algorithm.consensus=average"), robust[1:]):
         notes = runner.start(config(*settings), tmp_path / str(len(settings))).about["notes"]
         assert not any("aggregation.mean" in note for note in notes)

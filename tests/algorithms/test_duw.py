@@ -164,7 +164,7 @@ def test_a_rule_goes_on_in_another_federation() -> None:
     torch.testing.assert_close(weights[()], n / n.sum())  # without a rule, those of FedAvg
     assert float((weights[rule] - weights[()]).abs().max()) > 0.01
     assert float(weights[rule].sum()) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"algorithm\.theta: 1 numbers; 10 of a rule"):
+    with pytest.raises(ConfigError, match=r"algorithm\.theta.*\b1\b.*\b10\b"):
         prepared(replace(learner, theta=(1.0,)))
 
 
@@ -176,7 +176,7 @@ def test_a_learned_table_drives_other_runs() -> None:
     for federation, state in ((fed, server), (other, learner.server_init(other.engine.experiment.model))):
         federation.run_round(1, range(4), state)
     assert other.record.reported["weights"] == fed.record.reported["weights"]
-    with pytest.raises(ConfigError, match=r"algorithm\.theta: 2 numbers; 3 rounds x 4 clients"):
+    with pytest.raises(ConfigError, match=r"algorithm\.theta.*\b2\b.*\b3\b.*\b4\b"):
         prepared(replace(learner, theta=(1.0, 2.0)))
 
 

@@ -68,5 +68,5 @@ def test_clients_differ_in_batch_norm_only() -> None:
 
 def test_a_model_without_batch_norm_is_refused() -> None:
     for module in (nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))):
-        with pytest.raises(ConfigError, match=r"model\.name: FedBN .* the model has none"):
+        with pytest.raises(ConfigError, match=r"model\.name.*FedBN"):
             FedBN().check(Model(module), "classification")

@@ -126,5 +126,5 @@ def test_a_newcomer_begins_with_the_common_head_and_trains_it() -> None:
 
 
 def test_what_it_does_not_serve() -> None:
-    with pytest.raises(ConfigError, match=r"model\.head: FedCP needs a head of one dense layer"):
+    with pytest.raises(ConfigError, match=r"model\.head.*FedCP"):
         FedCP().check(Model(nn.Linear(4, 3)), "classification")

@@ -124,5 +124,5 @@ def test_the_own_part_stays() -> None:
     assert not torch.equal(mine["ada"][Z_P], mine["di"][Z_P])
     assert torch.equal(mine["ada"]["out.weight"], mine["di"]["out.weight"])
     assert set(states(fed)["ada"]["state"]) == {"z_p"}
-    with pytest.raises(ConfigError, match=r"model\.head: FedDBE needs a head of one dense layer"):
+    with pytest.raises(ConfigError, match=r"model\.head.*FedDBE"):
         FedDBE().check(Model(nn.Linear(4, 3)), "classification")

@@ -188,7 +188,7 @@ def test_what_the_server_looks_at() -> None:
 
 def test_mistakes() -> None:
     data = make_data("regression")
-    with pytest.raises(ConfigError, match=r"algorithm.name: FedPAC .* not regression"):
+    with pytest.raises(ConfigError, match=r"FedPAC .*regression"):
         FedPAC().check(make_model("mlp", data), data.task)
-    with pytest.raises(ConfigError, match="FedPAC needs a head of one dense layer"):
+    with pytest.raises(ConfigError, match=r"FedPAC .*head"):
         FedPAC().check(Model(nn.Linear(4, 3)), "classification")

@@ -103,7 +103,7 @@ def test_a_newcomer_trains_its_own_head_only() -> None:
 
 def test_what_it_does_not_serve() -> None:
     data = make_data("regression")
-    with pytest.raises(ConfigError, match="FedRoD balances classes; it does not serve regression"):
+    with pytest.raises(ConfigError, match=r"FedRoD .*regression"):
         FedRoD().check(make_model("mlp", data), data.task)
-    with pytest.raises(ConfigError, match=r"model\.head: FedRoD needs a head of one dense layer"):
+    with pytest.raises(ConfigError, match=r"model\.head.*FedRoD"):
         FedRoD().check(Model(nn.Linear(4, 3)), "classification")

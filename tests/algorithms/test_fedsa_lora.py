@@ -70,5 +70,5 @@ def test_fedper_with_a_glob_for_its_head_is_the_same() -> None:
 
 
 def test_a_model_without_adapters_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.adapter: FedSA-LoRA .* has none"):
+    with pytest.raises(ConfigError, match=r"model\.adapter.*FedSA-LoRA"):
         FedSALoRA().check(make_model("mlp", make_data()), "classification")

@@ -95,7 +95,7 @@ def test_what_it_does_not_serve() -> None:
     data = make_data()
     model = make_model("mlp", data)
     KNNPer().check(model, "classification")
-    with pytest.raises(ConfigError, match="it is for classification, not regression"):
+    with pytest.raises(ConfigError, match="classification, not regression"):
         KNNPer().check(model, "regression")
     with pytest.raises(ConfigError, match=r"model\.head: .* the model has none"):
         KNNPer().check(Model(model.module), "classification")

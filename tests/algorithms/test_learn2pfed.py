@@ -271,7 +271,7 @@ def test_after_holding_out_the_served_model_is_fitted_to_all_samples() -> None:
 
 
 def test_holdout_without_validation_data_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no client has validation samples; raise data\.val"):
+    with pytest.raises(ConfigError, match=r"data\.val"):
         run(linear(Learn2pFed(outer="holdout"), names=("bo",)), cohort=[0])
 
 

@@ -67,5 +67,5 @@ def test_averaged_variances_cannot_become_negative() -> None:
     data = make_data(sizes=EVEN_SIZES)
     PFedMe(beta=2.0).check(make_model("normed", data, "private"), data.task)
     PFedMe(beta=1.0).check(make_model("normed", data, "mean"), data.task)
-    with pytest.raises(ConfigError, match=r"algorithm\.beta: above 1 averaged variances may become negative"):
+    with pytest.raises(ConfigError, match=r"algorithm\.beta.*\b1\b"):
         PFedMe(beta=2.0).check(make_model("normed", data, "mean"), data.task)

@@ -72,7 +72,7 @@ def test_a_frame_without_rows_is_refused_as_scikit_learn_does() -> None:
     frame = pl.DataFrame({"a": x[:, 0], "site": site})
     made = PersonalizedClassifier(client="site", algorithm="local", rounds=1).fit(frame, y)
     for empty in (frame.head(0), frame.clear()):
-        with pytest.raises(ValueError, match=r"Found array with 0 sample\(s\) .* required by PersonalizedClassifier"):
+        with pytest.raises(ValueError, match=r"0 sample.*PersonalizedClassifier"):
             made.predict(empty)
 
 

@@ -164,3 +164,9 @@ def test_inner_parts_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_profiled_is_there(place: str) -> None:
     owner, name = profile_rounds.find(place)
     assert callable(getattr(owner, name))
+
+
+def test_every_timed_function_is_there() -> None:
+    for places in profile_rounds.PARTS.values():
+        for owner, name in map(profile_rounds.find, places):
+            assert callable(getattr(owner, name))

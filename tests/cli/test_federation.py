@@ -62,9 +62,7 @@ def test_personal_tells_where_a_sites_models_are(call: Call, refused: Refused, t
 def test_results_of_a_site_without_a_fit(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "north").mkdir()
     (tmp_path / "north" / kits.SITE).write_text(TEMPLATE)
-    assert "north/private: no finished fit; start one with fedtailor federation fit" in refused(
-        "federation", "results", "north"
-    )
+    assert "north/private" in refused("federation", "results", "north")
 
 
 def test_the_policy_of_a_fit_is_printed(call: Call) -> None:

@@ -25,7 +25,7 @@ def test_own_algorithm_on_the_command_line(call: Call) -> None:
     Path("own_algorithm_for_a_test.py").write_text(OWN)
     code, out, err = call("run", "small.toml", "--set", "algorithm.name=own_algorithm_for_a_test:Mine", "--out", "a")
     assert (code, err) == (0, "")
-    assert "algorithm  own_algorithm_for_a_test:Mine" in out
+    assert "own_algorithm_for_a_test:Mine" in out
     for name, message in (
         ("own_algorithm_for_a_test:Nobody", 'cannot import "own_algorithm_for_a_test:Nobody"'),
         ("own_algorithm_for_a_test:not_one", '"own_algorithm_for_a_test:not_one" is not an Algorithm'),

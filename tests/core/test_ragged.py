@@ -108,7 +108,7 @@ def test_on_every_engine(engine: str) -> None:
 def test_a_tape_refuses_them(engine: str) -> None:
     data = make_data()
     fed = federate(Uneven(taped=True), data, make_model("linear", data), engine)
-    with pytest.raises(TypeError, match="some has a ragged message or reply; those cannot be taped"):
+    with pytest.raises(TypeError, match=r"some .*ragged"):
         fed.run_round(0, range(4), torch.tensor(2.0, dtype=F64))
 
 

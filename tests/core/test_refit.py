@@ -10,7 +10,6 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.experiments.config import parse
-from fedtailor.training.solver_options import Work
 from tests.helpers import ENGINES, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 EPOCHS = 2
@@ -20,7 +19,7 @@ def served(name: str, refit: int, engine: str = "loop") -> tuple[FederatedData, 
     """The data, the model, and with what each of four clients predicts after two rounds."""
     data = make_data()
     model = make_model("mlp", data)
-    solver = replace(FULL_BATCH, work=Work(refit=refit))
+    solver = replace(FULL_BATCH, refit=refit)
     fed = federate(make(name, {}), data, model, engine, solver=solver)
     server = run(fed, rounds=2)
     return data, model, models(fed, server)

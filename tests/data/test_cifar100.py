@@ -69,7 +69,7 @@ def test_mistakes(root: Path) -> None:
     file = root / "cifar-100-binary" / "test.bin"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"test\.bin: has \d+ bytes, not records of 3074"):
+    with pytest.raises(DataError, match=r"test\.bin.*\b3074\b"):
         load(Cifar100Config(), seed=0, root=root)
     file.write_bytes(bytes([20]) + whole[1:])
     with pytest.raises(DataError, match=r"labels outside 0\.\.19"):

@@ -66,7 +66,7 @@ def test_a_tokenizer_of_a_model(tmp_path: Path) -> None:
     data = load(Clinc150Config(clients=2, length=3, tokenizer=path), seed=0, root=write(tmp_path))
     assert set(data.train.x[:, 2].tolist()) == {4}
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(DataError, match=r"data\.tokenizer: .*tokenizer\.json cannot be read"):
+    with pytest.raises(DataError, match=r"data\.tokenizer.*tokenizer\.json"):
         load(Clinc150Config(clients=2, tokenizer=path), seed=0, root=tmp_path)
 
 

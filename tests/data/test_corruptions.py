@@ -206,9 +206,9 @@ def test_by_configuration() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(DataError, match=r"data\.severity requires data\.corruption"):
+    with pytest.raises(DataError, match=r"data\.severity.*data\.corruption"):
         PartitionConfig(severity=2)
-    with pytest.raises(DataError, match=r'data\.corruption = "saturate": these images have no colours'):
+    with pytest.raises(DataError, match=r'data\.corruption.*"saturate"'):
         load(DigitsConfig(corruption="saturate"), seed=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import tarfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -120,7 +121,7 @@ def test_truncated_transfer_leaves_nothing(tmp_path: Path, server: Server) -> No
 
 def test_absent_file_and_absent_server(tmp_path: Path, server: Server) -> None:
     assert "404" in failure("toy", tmp_path, server)
-    with pytest.raises(DataError, match=r"toy.bin: cannot be fetched from http://127.0.0.1:1/toy.bin"):
+    with pytest.raises(DataError, match=r"toy.bin.*http://127.0.0.1:1/toy.bin"):
         fetch("toy", tmp_path, "http://127.0.0.1:1")
     with pytest.raises(DataError, match="not an http or https address"):
         fetch("toy", tmp_path, tmp_path.as_uri())
@@ -128,7 +129,7 @@ def test_absent_file_and_absent_server(tmp_path: Path, server: Server) -> None:
 
 
 def test_unknown_names_get_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r'nothing to download for "cifar"; did you mean "cifar10"'):
+    with pytest.raises(DataError, match=r'"cifar".* "cifar10"'):
         fetch("cifar", tmp_path)
     with pytest.raises(DataError, match='nothing to download for "digits"'):
         fetch("digits", tmp_path)
@@ -164,7 +165,7 @@ def test_archive_gives_only_the_known_files(tmp_path: Path, server: Server, monk
 
 def test_archive_without_a_file(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_archive(server, monkeypatch, archive({"box/one.bin": b"1"}))
-    assert "box.tar.gz: does not contain box/two.bin" in failure("box", tmp_path, server)
+    assert re.search(r"box\.tar\.gz.*box/two\.bin", failure("box", tmp_path, server))
 
 
 def test_archive_that_is_none(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

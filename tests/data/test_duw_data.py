@@ -47,9 +47,9 @@ def test_mnist_by_the_papers_lists(tmp_path: Path) -> None:
 def test_lists_beyond_mnist_and_absent_ones_are_named(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     write_lists(tmp_path, last=60)
-    with pytest.raises(DataError, match=r"mnist_client_indices\.npz: counts more images"):
+    with pytest.raises(DataError, match=r"mnist_client_indices\.npz"):
         load(DuwMnistConfig(environment="I"), seed=0, root=tmp_path)
-    with pytest.raises(DataError, match="must have the arrays 5clients_env2__0"):
+    with pytest.raises(DataError, match="5clients_env2__0"):
         load(DuwMnistConfig(environment="II"), seed=0, root=tmp_path)
 
 

@@ -67,7 +67,7 @@ def test_damaged_files_are_named(root: Path) -> None:
     path = root / "electricity" / "ecl_203clients_1000h.csv.gz"
     text = gzip.decompress(path.read_bytes()).decode().splitlines()
     path.write_bytes(gzip.compress("\n".join([*text[:5], "hour,1,2,x,4,5,6", *text[6:]]).encode()))
-    with pytest.raises(DataError, match=r"ecl_203clients_1000h\.csv\.gz: could not convert"):
+    with pytest.raises(DataError, match=r"ecl_203clients_1000h\.csv\.gz"):
         read(root)
     path.unlink()
     with pytest.raises(DataError, match="ecl_203clients_1000h"):

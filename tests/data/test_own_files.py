@@ -89,12 +89,12 @@ def test_a_changed_image_is_noticed(tmp_path: Path) -> None:
 
 def test_images_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     root = images(tmp_path / "photos")
-    with pytest.raises(DataError, match="nowhere: no folder client/class/image"):
+    with pytest.raises(DataError, match="client/class/image"):
         load(ImageFolderConfig(path=tmp_path / "nowhere"), seed=0)
-    with pytest.raises(DataError, match="east: has no images as client/class/image"):
+    with pytest.raises(DataError, match=r"east.*client/class/image"):
         load(ImageFolderConfig(path=root / "east"), seed=0)
     (root / "east" / "dark" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n nonsense")
-    with pytest.raises(DataError, match=r"broken\.png: not an image that can be read"):
+    with pytest.raises(DataError, match=r"broken\.png"):
         load(ImageFolderConfig(path=root), seed=0)
     (tmp_path / "list.csv").write_text("client,label,path\neast,dark,gone.png\neast,light,gone.png\n")
     with pytest.raises(DataError, match=r"gone\.png: no such image"):
@@ -160,16 +160,16 @@ def test_the_tokenizer_of_a_model_reads_the_sentences(tmp_path: Path) -> None:
 
 def test_sentences_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     path = sentences(tmp_path / "shops")
-    with pytest.raises(DataError, match=r'north\.csv: no column "revew"; did you mean "review"'):
+    with pytest.raises(DataError, match=r'north\.csv.*"revew".*"review"'):
         load(TextConfig(path=path, text="revew", target="verdict"), seed=0)
-    with pytest.raises(DataError, match=r"data\.client_column: name the column"):
+    with pytest.raises(DataError, match=r"data\.client_column"):
         load(TextConfig(path=path / "north.csv", text="review", target="verdict"), seed=0)
     (path / "north.csv").write_text("review,verdict\nfine,like\n,hate\n")
-    with pytest.raises(DataError, match=r'north\.csv: row 2 has nothing in column "review"'):
+    with pytest.raises(DataError, match=r'north\.csv.*\b2\b.*"review"'):
         load(TextConfig(path=path, text="review", target="verdict"), seed=0)
     (tmp_path / "bad.json").write_text(json.dumps({"no": "tokenizer"}))
     pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match=r"data\.tokenizer: .*bad\.json cannot be read"):
+    with pytest.raises(DataError, match=r"data\.tokenizer.*bad\.json"):
         load(
             TextConfig(
                 path=sentences(tmp_path / "again"), text="review", target="verdict", tokenizer=tmp_path / "bad.json"

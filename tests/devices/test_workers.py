@@ -105,5 +105,5 @@ def test_a_full_device_halves_the_stacks_of_its_worker(monkeypatch: pytest.Monke
         assert pool.chunk in (1, 2)
         assert (pool.peak_memory or 0) > 0
         assert_equal(everything(fed, server), wanted)
-    with sim.limited(2**14, unit=1), pytest.raises(Exception, match=r"every client failed.*federation\.chunk"):
+    with sim.limited(2**14, unit=1), pytest.raises(Exception, match=r"federation\.chunk"):
         fed.run_round(1, range(8), server)

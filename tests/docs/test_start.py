@@ -34,7 +34,7 @@ def test_every_picture_is_there_and_the_run_of_the_gallery_is_that_of_the_pictur
     for image in re.findall(r"\]\((images/[^)]+)\)", page):
         assert (ROOT / "docs" / image).stat().st_size > 20_000, image
     script = (ROOT / "tools/pictures.sh").read_text(encoding="utf-8")
-    assert "--set algorithm.name=learn2pfed-net --set rounds=10" in script
+    assert re.search(r"--set.*algorithm\.name=learn2pfed-net.*--set.*rounds=10", script)
     Path("shared.toml").write_text(page.split("```toml\n# shared.toml\n")[1].split("```")[0])
     demo = {k: v for k, v in read_toml(ROOT / "configs/demo.toml").items() if k != "compare"}
     demo |= {"rounds": 10, "algorithm": {"name": "learn2pfed-net"}}

@@ -36,7 +36,7 @@ def test_names() -> None:
     assert isinstance(vmap, InProcess)
     assert vmap.chunk == 7
     assert isinstance(made["wire"], Wire)
-    with pytest.raises(ConfigError, match="run it with fedtailor federation submit"):
+    with pytest.raises(ConfigError, match="fedtailor federation submit"):
         engines.make("flare", setting())
 
 

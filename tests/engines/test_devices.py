@@ -12,22 +12,12 @@ import pytest
 from tests.devices import sim
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(f"tests/devices/{path.name}" for path in (ROOT / "tests/devices").glob("test_*.py"))
-LONG = "tests/devices/test_algorithms.py"
 
 
 @pytest.mark.skipif(sim.compiler() is None, reason="no C++ compiler: the second device cannot be made")
-@pytest.mark.parametrize(
-    ("files", "chosen"),
-    [
-        pytest.param([LONG], "not thorough", id="algorithms"),
-        pytest.param([LONG], "thorough", id="all algorithms", marks=pytest.mark.thorough),
-        pytest.param([file for file in FILES if file != LONG], "", id="others"),
-    ],
-)
-def test_on_the_second_device(files: list[str], chosen: str) -> None:
-    assert files
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files]
+@pytest.mark.parametrize("chosen", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)])
+def test_on_the_second_device(chosen: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, "tests/devices"]
     environment = os.environ | {"FEDTAILOR_SECOND_DEVICE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -41,7 +41,7 @@ def test_held_out(share: float, count: int) -> None:
 
 
 def test_somebody_must_train() -> None:
-    with pytest.raises(ConfigError, match=r"evaluation\.unseen = 0\.9: of 4 clients none would be left"):
+    with pytest.raises(ConfigError, match=r"evaluation\.unseen.*0\.9.*\b4\b"):
         hold_out(make_data(), 0.9, seed=0)
 
 
@@ -126,7 +126,7 @@ def test_what_does_not_fit_leaves_nothing(
 def test_what_is_there_stays(digits: RunFolder, tmp_path: Path) -> None:
     onboard(digits.path, tmp_path / "more.toml", "client-04")
     before = digits.newcomer("client-04")
-    with pytest.raises(RunError, match="client-04: exists already; remove it or choose another --name"):
+    with pytest.raises(RunError, match=r"client-04.*--name"):
         onboard(digits.path, tmp_path / "more.toml", "client-04", epochs=5)
     assert_equal(digits.newcomer("client-04"), before, tolerance=0)
 
@@ -144,7 +144,7 @@ def test_a_failed_write_leaves_nothing(digits: RunFolder, tmp_path: Path, monkey
 def test_the_run_must_be_finished(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         runner.start(config(*QUICK), tmp_path / "run", listener=stop_after(1))
-    with pytest.raises(RunError, match="run: not finished yet; continue it with: fedtailor resume"):
+    with pytest.raises(RunError, match=r"run: .*fedtailor resume"):
         onboard(tmp_path / "run", tmp_path / "more.toml", "client-05")
 
 
@@ -223,11 +223,11 @@ def test_text_where_a_number_belongs(sites: dict[str, Any], tmp_path: Path) -> N
     write_site(tmp_path / "west.csv", 7)
     lines = (tmp_path / "west.csv").read_text().splitlines()
     (tmp_path / "west.csv").write_text("\n".join([lines[0], "old" + lines[1][lines[1].index(",") :], *lines[2:]]))
-    with pytest.raises(DataError, match='column "age" has the text "old" in data row 1 where a number is expected'):
+    with pytest.raises(DataError, match=r'"age".*"old".*\b1\b'):
         load_newcomer(parse({"data": sites}).data, tmp_path / "west.csv", "west", seed=0)
 
 
 def test_a_name_of_the_run_is_taken(sites: dict[str, Any], tmp_path: Path) -> None:
     write_site(tmp_path / "west.csv", 7)
-    with pytest.raises(DataError, match='"north" is a client of the run already'):
+    with pytest.raises(DataError, match='"north" is a client'):
         load_newcomer(parse({"data": sites}).data, tmp_path / "west.csv", "north", seed=0)

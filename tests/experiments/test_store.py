@@ -59,7 +59,7 @@ def test_changed_or_broken_json_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     write_json(path, {"round": 3})
     path.write_text(path.read_text().replace('"round": 3', '"round": 4'))
-    with pytest.raises(RunError, match=r"x.json: changed since it was written"):
+    with pytest.raises(RunError, match=r"x.json: changed"):
         read_json(path)
     for text in ("{", "[]", "{}", "3"):
         path.write_text(text)
@@ -84,10 +84,10 @@ def test_changed_or_missing_tensors_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     entry = write_tree(path, TREE)
     flip_a_bit(path)
-    with pytest.raises(RunError, match=r"t.safetensors: changed since it was written"):
+    with pytest.raises(RunError, match=r"t.safetensors: changed"):
         read_tree(tmp_path, entry)
     path.unlink()
-    with pytest.raises(RunError, match=r"t.safetensors: cannot be read: No such file"):
+    with pytest.raises(RunError, match=r"t.safetensors: .*No such file"):
         read_tree(tmp_path, entry)
 
 
@@ -142,7 +142,7 @@ def test_checkpoint_that_was_tampered_with(tmp_path: Path) -> None:
 
 def test_lock_refuses_a_second_opening(tmp_path: Path) -> None:
     with RunFolder(tmp_path).locked():
-        with pytest.raises(RunError, match="another process is working on this run"), RunFolder(tmp_path).locked():
+        with pytest.raises(RunError, match="another process"), RunFolder(tmp_path).locked():
             pass
         code = (  # the lock holds between processes, too; torch is not needed to see that
             "import fcntl, sys\n"
@@ -160,10 +160,10 @@ def test_folder_is_created_once_and_opened_only_if_it_is_a_run(tmp_path: Path) -
     assert (folder.config, folder.about["engine"], folder.results) == (made, "loop", None)
     text = (path / "config.toml").read_text()
     (path / "config.toml").write_text(text.replace("seed = 0", "seed = 1"))
-    with pytest.raises(RunError, match=r"config\.toml: changed since the run was started"):
+    with pytest.raises(RunError, match=r"config\.toml: changed"):
         _ = folder.config
     (path / "config.toml").write_text(text)
-    with pytest.raises(RunError, match="holds a run already; continue it with: fedtailor resume"):
+    with pytest.raises(RunError, match="fedtailor resume"):
         RunFolder.create(path, made, {})
     assert RunFolder.open(path).config == made
     with pytest.raises(RunError, match="not a run folder"):
@@ -187,7 +187,7 @@ def test_metrics_are_appended_and_cut(tmp_path: Path) -> None:
     folder.cut_metrics(end)
     folder.cut_metrics(length)
     assert folder.metrics() == [{"round": 1}]
-    with pytest.raises(RunError, match=r"metrics.jsonl: shorter than at the checkpoint"):
+    with pytest.raises(RunError, match=r"metrics.jsonl: shorter"):
         folder.cut_metrics(end)
 
 
@@ -200,7 +200,7 @@ def test_personal_models_by_client(tmp_path: Path) -> None:
             keep(names[i], {"w": torch.tensor(float(i))})
     assert list(read_json(tmp_path / "personal/last/index.json")) == list(names)
     assert [folder.personal(name, "last")["w"].item() for name in names] == [0, 1, 2]
-    with pytest.raises(RunError, match='no client "northwest"; did you mean "north'):
+    with pytest.raises(RunError, match=r'"northwest".*"north'):
         folder.personal("northwest", "last")
     with pytest.raises(RunError, match=r"index.json: no such file"):
         folder.personal(names[0])

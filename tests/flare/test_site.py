@@ -227,7 +227,7 @@ def test_another_configuration_under_the_name_of_a_run(asked: Asked) -> None:
     asked.restart()
     asked.config = asked.config.model_copy(update={"seed": 7})
     asked.hello()
-    assert "a run run-1 with another configuration" in asked.start()["refused"]
+    assert "run-1" in asked.start()["refused"]
 
 
 def test_vault(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_vault(tmp_path: Path) -> None:
     assert vault.read(-3)["v"].tolist() == [-3, -3]
     vault.forget_but({0, 12})
     assert vault.rounds() == [0, 12]
-    with pytest.raises(RunError, match="no private state of round -3; stored: 0, 12"):
+    with pytest.raises(RunError, match=r"-3.*\b0\b.*\b12\b"):
         vault.read(-3)
     (tmp_path / "states" / "state+000012.safetensors").write_bytes(b"changed")
     with pytest.raises(RunError, match="changed since it was written"):

@@ -70,9 +70,9 @@ def test_globs_name_a_head() -> None:
 def test_targets_are_layers() -> None:
     first = next(k for k in made().params if "lora_A" in k).partition(".lora_A")[0]
     assert len([k for k in made(targets=(first,)).params if "lora_A" in k]) == 1
-    with pytest.raises(ConfigError, match=r'targets: the model has no layer "\*\.query"'):
+    with pytest.raises(ConfigError, match=r'targets: .*"\*\.query"'):
         made(targets=("*.query",))
-    with pytest.raises(ConfigError, match='train: the model has no part "nose"'):
+    with pytest.raises(ConfigError, match=r'train: .*"nose"'):
         made(train=("nose",))
     with pytest.raises(ConfigError, match="no dense layer before its head"):
         build("linear", (4,), 3, seed=1, adapter=ADAPTER)
@@ -87,7 +87,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         return imported(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigError, match=r"peft is missing; pip install 'fedtailor\[adapters\]'"):
+    with pytest.raises(ConfigError, match=r"peft .*fedtailor\[adapters\]"):
         made()
 
 

@@ -1,5 +1,6 @@
 """Equilibrium models: the paper's sizes, warm starts, the same result on every engine, and failures with a name."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -259,7 +260,7 @@ def test_a_client_whose_equilibrium_explodes_is_named_and_the_run_goes_on(engine
     fed = federate(algorithms.make("fedrep", {}), data, model, engine)
     server = run(fed, rounds=2)
     assert [(f.client, f.round) for f in fed.record.faults] == [("cy", 0), ("cy", 1)]
-    assert "EquilibriumError: the equilibrium of 1 of " in fed.record.faults[0].reason
+    assert re.search(r"EquilibriumError.*\b1\b", fed.record.faults[0].reason)
     assert all(bool(torch.isfinite(v).all()) for v in server.values())
     found = everything(fed, server)  # evaluation says so by its values
     assert bool(torch.isposinf(found["metrics/cy/train/loss"]))
@@ -270,7 +271,7 @@ def test_a_value_that_is_not_in_the_data_is_named() -> None:
     data = make_data()
     data.train.x[0] = torch.nan
     model = build("deq-mlp", data.shape, data.outputs, seed=0, options=MLP, dtype=F64)
-    with pytest.raises(EquilibriumError, match="look for values that are not in the data"):
+    with pytest.raises(EquilibriumError, match="not in the data"):
         make_me(data, model, 0).sgd(model.params)
 
 
@@ -296,7 +297,7 @@ def test_mistakes(name: str, options: dict[str, Any], words: str) -> None:
 
 
 def test_no_iterations_at_all() -> None:
-    with pytest.raises(EquilibriumError, match="max_iterations = 0: an equilibrium needs at least 1"):
+    with pytest.raises(EquilibriumError, match=r"max_iterations.*\b0\b.*\b1\b"):
         build("deq-mlp", (4,), 3, seed=0, options={"max_iterations": 0})
 
 

@@ -57,7 +57,7 @@ def test_a_step_may_take_in_several_times() -> None:
     features = build("lstm", (2, 3), 1, seed=0, dtype=F64)
     x = samples(5, 6)
     assert_equal(days(days.params, x), features(features.params, x.reshape(5, 2, 3)), tolerance=0)
-    with pytest.raises(ConfigError, match="a window of 7 is not a whole number of steps of 3"):
+    with pytest.raises(ConfigError, match=r"\b7\b.*\b3\b"):
         build("lstm", (7,), 1, seed=0, options={"per_step": 3})
 
 

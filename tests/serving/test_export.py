@@ -94,7 +94,7 @@ def test_one_that_differs_is_refused(runs: Path, tmp_path: Path, monkeypatch: py
         return self.network(x).softmax(1) + 1e-3
 
     monkeypatch.setattr(exporting.Served, "forward", wrong)
-    with pytest.raises(RunError, match=r"differs from the run's by 0\.001, more than 1e-05; nothing was written"):
+    with pytest.raises(RunError, match=r"0\.001.*1e-05"):
         export(runs / "fedrep", "client-01", "torch", tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
 
@@ -118,5 +118,5 @@ def test_mistakes(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match='no site "nobody"'):
         export(runs / "fedrep", "nobody", "torch")
     (tmp_path / "x.safetensors").write_bytes(b"no")
-    with pytest.raises(RunError, match="not a model that fedtailor export wrote"):
+    with pytest.raises(RunError, match="not a model"):
         read_safetensors(tmp_path / "x.safetensors")

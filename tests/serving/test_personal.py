@@ -128,7 +128,7 @@ def test_columns_that_the_model_does_not_use_do_not_matter(run: Path, tmp_path: 
     assert pl.read_parquet(tmp_path / "out.parquet").equals(frame)
     write_frame(tmp_path / "out.csv", frame)
     assert pl.read_csv(tmp_path / "out.csv")["l"].to_list() == ["[1]", None]
-    with pytest.raises(DataError, match='no column "ward", which the model needs; did you mean "wards"'):
+    with pytest.raises(DataError, match=r'"ward".*"wards"'):
         own.predict({"a": [1], "b": [1], "wards": ["north"]})
 
 
@@ -178,7 +178,7 @@ def test_other_mistakes(run: Path, tmp_path: Path) -> None:
         predict_file(personal(run, "s0"), write(tmp_path, "x", "new.xls"))
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("rounds=3"), tmp_path / "half", None, stop_after(1))
-    with pytest.raises(RunError, match="not finished yet; continue it with: fedtailor resume"):
+    with pytest.raises(RunError, match="fedtailor resume"):
         personal(tmp_path / "half", "client-00")
 
 
@@ -209,7 +209,7 @@ def test_dates_are_prepared_as_in_the_run(tmp_path: Path) -> None:
     chances = own.predict_proba({"when": ["2024-01-05", "05.01.2024"][:1]})
     assert np.array_equal(chances, own.predict_proba({"when": ["5.1.2024"]}))
     assert own.predict({"when": ["2024-01-05"]}).dtype.kind == "i"
-    with pytest.raises(DataError, match="has numbers, in the run it had dates"):
+    with pytest.raises(DataError, match=r"numbers.* dates"):
         own.predict({"when": [3]})
 
 

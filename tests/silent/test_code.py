@@ -92,15 +92,13 @@ def test_a_run_does_not_go_on_with_other_code() -> None:
         runner.start(parse(tables("own_net_a:Net")), folder, None, stop_after(1))
     was = needed.read_text()
     needed.write_text("WIDTH = 4\n")
-    with pytest.raises(
-        RunError, match=r"run: the code of model.name own_net_a:Net changed \(own_net_a_parts/sizes.py\)"
-    ):
+    with pytest.raises(RunError, match=r"model.name.*own_net_a:Net.*own_net_a_parts/sizes.py"):
         runner.resume(folder)
     assert len(RunFolder(folder).metrics()) == 1
     needed.write_text(was)
     assert runner.resume(folder).results is not None
     Path("own_net_a.py").write_text(MODEL.format(helpers="own_net_a_parts") + "\n# other\n")
-    with pytest.raises(RunError, match=r"changed \(own_net_a.py\) since the run was started; put back what it was"):
+    with pytest.raises(RunError, match=r"own_net_a.py"):
         runner.resume(folder)
 
 
@@ -120,9 +118,7 @@ def test_a_finished_run_is_not_used_with_other_code() -> None:
         lambda: export(Path("run"), "s0", "torch"),
         lambda: read_safetensors(file),
     ):
-        with pytest.raises(
-            RunError, match=r"the code of model.name own_net_b:Net changed \(own_net_b_parts/sizes.py\)"
-        ):
+        with pytest.raises(RunError, match=r"model.name.*own_net_b:Net.*own_net_b_parts/sizes.py"):
             use()
 
 
@@ -198,9 +194,7 @@ def test_a_fit_does_not_show_old_figures_of_changed_code() -> None:
     record = fit(source, Path("fit"), **given)
     assert fit(source, Path("fit"), **given) == record
     needed.write_text("WIDTH = 4\n")
-    with pytest.raises(
-        RunError, match=r"fit: the code of model.name own_net_c:Net changed .*; choose another folder with --out"
-    ):
+    with pytest.raises(RunError, match=r"model.name.*own_net_c:Net.*--out"):
         fit(source, Path("fit"), **given)
 
 
@@ -222,8 +216,9 @@ def test_a_class_of_ones_own_is_not_taken_for_one_of_the_same_name(monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("algorithm.name=fedavg"), Path("run"), None, stop_after(2))
     monkeypatch.setattr(algorithms, "_registered", {})  # as in another process
-    with pytest.raises(RunError, match=r"run: algorithm.name fedavg was one's own and is fedtailor's"):
+    with pytest.raises(RunError, match=r"^run: algorithm.name fedavg ") as refused:
         runner.resume(Path("run"))
+    assert refused.value.code == "run.changed"
 
 
 def typed(text: str, cell: str, keep: bool = True) -> type[Algorithm]:
@@ -260,7 +255,7 @@ def test_a_class_of_a_notebook_is_looked_after_too(new: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("algorithm.name=typed"), Path("run"), None, stop_after(2))
     algorithms.register(typed(new, "<cell 2>"))
-    with pytest.raises(RunError, match=r"run: the code of algorithm.name typed changed \(Typed\)"):
+    with pytest.raises(RunError, match=r"algorithm.name"):
         runner.resume(Path("run"))
     algorithms.register(typed(TYPED, "<cell 3>"))
     assert runner.resume(Path("run")).results is not None
@@ -270,7 +265,8 @@ def test_code_that_cannot_be_read_is_said() -> None:
     algorithms.register(typed(TYPED, "<console>", keep=False))
     folder = runner.start(config("algorithm.name=typed", "rounds=1"), Path("run"))
     assert folder.about["code"]["algorithm.name"]["files"] is None
-    assert "algorithm.name: the source of typed cannot be had; a change of it goes unnoticed" in folder.about["notes"]
+    (note,) = [note for note in folder.about["notes"] if note.startswith("algorithm.name: ")]
+    assert "typed" in note
 
 
 PROGRAM = """
@@ -304,9 +300,7 @@ def run_program(name: str, guard: str) -> None:
 def test_a_class_of_a_program_serves_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     run_program("here/my_program_for_a_test.py", 'if __name__ == "__main__":\n    ')
     assert RunFolder(Path("run")).config.algorithm.name == "my_program_for_a_test:Mine"
-    with pytest.raises(
-        RunError, match=r"No module named 'my_program_for_a_test'; it was in .*/here: go there, or set PYTHONPATH"
-    ):
+    with pytest.raises(RunError, match=r"'my_program_for_a_test'.*PYTHONPATH"):
         ft.load("run").personal("client-00")
     monkeypatch.syspath_prepend("here")
     assert vars(ft.load("run").personal("client-00").algorithm) == {"epochs": 2}
@@ -314,9 +308,7 @@ def test_a_class_of_a_program_serves_other_processes(monkeypatch: pytest.MonkeyP
 
 def test_a_program_that_trains_when_it_is_imported_does_not() -> None:
     run_program("my_other_program.py", "")
-    with pytest.raises(
-        RunError, match='my_other_program: starts a run when it is imported; put that below: if __name__ == "__main__":'
-    ):
+    with pytest.raises(RunError, match=r'my_other_program.*__name__.*"__main__"'):
         ft.load("run").personal("client-00")
 
 

@@ -52,7 +52,7 @@ def test_data_of_a_program_is_searched_if_it_has_validation_samples(monkeypatch:
     assert [trial["settings"]["local.lr"] for trial in tried] == [1e-6, 0.2]
     assert cell.config.local.lr == max(tried, key=lambda trial: float(trial["val"]))["settings"]["local.lr"]
     saved_data.save(digits(0.0), Path("without"))
-    with pytest.raises(ConfigError, match="a search needs validation samples, and saved has none"):
+    with pytest.raises(ConfigError, match=r"validation samples.* saved"):
         run_grid(searched("without"), Path("other"), None, lambda *step: None)
 
 
@@ -70,7 +70,7 @@ def test_what_is_shared_is_not_told_of_other_data() -> None:
     lines[1] = "9.5," + lines[1].split(",", 1)[1]  # one number; as many rows as before
     (sites / "s1.csv").write_text("\n".join(lines) + "\n")
     for use in (explain, overlap_by_classes):
-        with pytest.raises(RunError, match="run: the data is no longer what the run was started with"):
+        with pytest.raises(RunError, match=r"run: .*data .* no longer"):
             use(Path("run"))
 
 
@@ -111,8 +111,8 @@ def test_a_record_of_another_version_is_one_line(key: str, call: Call) -> None:
     del about[key]
     write_json(Path("run/run.json"), about)
     code, _, err = call("show", "run")
-    words = f'error: run/run.json: has no "{key}", so another version of fedtailor wrote it; start the run anew\n'
-    assert (code, err) == (2, words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f'error: run/run.json: has no "{key}"')
 
 
 def test_results_of_another_version_are_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,16 +125,16 @@ def test_folder_of_another_task_is_refused(tmp_path: Path) -> None:
     run(grid_config("compare.seeds=[0]"), tmp_path)
     kept = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     for setting in ("local.lr=0.2", "data.clients=3", "rounds=3"):
-        with pytest.raises(RunError, match="holds a comparison on another task; use --fresh"):
+        with pytest.raises(RunError, match=r"another task.* --fresh"):
             run(grid_config("compare.seeds=[0]", setting), tmp_path)
-    with pytest.raises(RunError, match=r"local-seed0: was run with other settings than Local has now"):
+    with pytest.raises(RunError, match="local-seed0"):
         run(grid_config("compare.seeds=[0]", "federation.clients_per_round=2"), tmp_path)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == kept
 
 
 def test_finished_cell_with_other_hyper_parameters_is_not_taken_for_this_one(tmp_path: Path) -> None:
     run(grid_config("compare.seeds=[0]", "compare.algorithms=[{name='ditto', lam=0.1}]"), tmp_path)
-    with pytest.raises(RunError, match=r"ditto-seed0: was run with other settings than Ditto has now"):
+    with pytest.raises(RunError, match="ditto-seed0"):
         run(grid_config("compare.seeds=[0]", "compare.algorithms=[{name='ditto', lam=0.5}]"), tmp_path)
 
 
@@ -147,7 +147,7 @@ def test_failing_cell_is_named_after_the_others_are_done(tmp_path: Path, monkeyp
         return original(made, path, *rest, **more)
 
     monkeypatch.setattr(runner, "start", start)
-    with pytest.raises(RunError, match="1 of 4 runs failed; the first: local-seed1: the disk is on fire"):
+    with pytest.raises(RunError, match=r"1 of 4 .*local-seed1: the disk"):
         run(grid_config(), tmp_path)
     assert sorted(p.parent.name for p in tmp_path.glob(f"*/{RESULTS}")) == [
         "fedavg-seed0",
@@ -320,7 +320,7 @@ def test_other_data_is_not_mixed_into_a_comparison(tmp_path: Path) -> None:
     run(made, tmp_path / "grid")
     run(made, tmp_path / "grid")
     (sites / "s0.csv").write_text((sites / "s1.csv").read_text())
-    with pytest.raises(RunError, match="grid: the data is no longer what it was; use --fresh"):
+    with pytest.raises(RunError, match=r"grid: .*--fresh"):
         run(made, tmp_path / "grid")
     shutil.rmtree(sites)
     run(made, tmp_path / "grid")  # finished: the table needs no data

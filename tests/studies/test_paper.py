@@ -116,14 +116,14 @@ def test_rows_are_paired_by_client(tmp_path: Path) -> None:
     again: list[str] = []
     run_grid(made, tmp_path, None, lambda cell, round, of: again.append(cell) if round == 1 else None, ["FedAvg"])
     assert again == ["fedavg-seed0", "fedavg-seed1"]
-    with pytest.raises(ConfigError, match='no row "Fedavg" here; did you mean "FedAvg"'):
+    with pytest.raises(ConfigError, match=r'"Fedavg".*"FedAvg"'):
         run_grid(made, tmp_path, None, quiet, ["Fedavg"])
 
 
 def test_what_cannot_be_written_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match='no column "wurst"'):
         Paper(columns=("wurst",)).check()
-    with pytest.raises(ConfigError, match=r"curves\.jpg: a figure is one of \.pdf, \.png, \.svg"):
+    with pytest.raises(ConfigError, match=r"curves\.jpg"):
         Paper(figure=Path("curves.jpg")).check()
     monkeypatch.setattr(paper, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"fedtailor\[figures\]"):
@@ -140,11 +140,11 @@ def test_a_row_may_set_any_key(tmp_path: Path) -> None:
         ("FedAvg, local.lr 0.2", 0.2, "none"),
     ]
     for key in ("data.alpha", "seed", "algorithm.name"):
-        with pytest.raises(ConfigError, match="rows of a comparison share data and seeds"):
+        with pytest.raises(ConfigError, match="data and seeds"):
             cells(grid_config(f'compare.algorithms=[{{name="fedavg", set={{"{key}"=1}}}}]'), tmp_path)
     run_grid(grid_config(f"compare.algorithms=[{entries}]", "compare.seeds=[0]"), tmp_path, None, quiet)
     other = entries.replace('"server.optimizer"="adam"', '"server.optimizer"="yogi"')
-    with pytest.raises(RunError, match="was run with other settings than Adam has now"):
+    with pytest.raises(RunError, match=r"other settings .*Adam"):
         run_grid(grid_config(f"compare.algorithms=[{other}]", "compare.seeds=[0]"), tmp_path, None, quiet)
 
 
@@ -184,7 +184,7 @@ def test_ranges_are_searched_by_optuna_with_several_seeds(tmp_path: Path) -> Non
         assert record[label]["settings"] == best["settings"]
         assert cell.config.local.lr == best["settings"]["local.lr"]
     assert {type(one["settings"]["algorithm.personal_epochs"]) for one in record["Ditto"]["tried"]} == {int}
-    assert "4 trials each, by Optuna (TPE), seeds 100, 101" in notes(tmp_path)[1]
+    assert re.search(r"\b4\b.*TPE.*\b100\b.*\b101\b", notes(tmp_path)[1])
     ran: list[str] = []
     run_grid(made, tmp_path, None, lambda cell, round, of: ran.append(cell) if round == 1 else None)
     assert (ran, read_json(tmp_path / FOUND)["found"]) == ([], record)  # asked again, it suggests the same

@@ -176,11 +176,11 @@ def test_settings_follow_the_data() -> None:
 
 def test_refused_before_anything_is_written(sites: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(DataError, match='no target column "outcom"; did you mean "outcome"'):
+    with pytest.raises(DataError, match=r'"outcom".*"outcome"'):
         fit(source(sites) | {"target": "outcom"}, out)
     with pytest.raises(ConfigError, match="name it with --algorithm"):
         fit(source(sites), out, values={"algorithm.lam": 1})
-    with pytest.raises(ConfigError, match='no algorithm "dito"; did you mean "ditto"'):
+    with pytest.raises(ConfigError, match=r'"dito".*"ditto"'):
         fit(source(sites), out, algorithm="dito")
     with pytest.raises(ConfigError, match=r"raise data\.val"):
         fit(source(sites), out, values=SMALL | {"data.val": 0.0})
@@ -215,9 +215,9 @@ def test_other_data_is_not_taken_for_that_of_the_fit(done: Path, sites: Path, tm
     fit(source(copied), out, rounds=1, algorithm="ditto", values=SMALL)
     table = (copied / "s0.csv").read_bytes()
     (copied / "s0.csv").write_bytes(table.replace(b"well", b"?").replace(b"ill", b"well").replace(b"?", b"ill"))
-    with pytest.raises(RunError, match="out: the data is no longer what it was fitted to; choose another folder"):
+    with pytest.raises(RunError, match=r"out: .*data .* no longer"):
         fit(source(copied), out, rounds=1, algorithm="ditto", values=SMALL)
-    with pytest.raises(RunError, match="ditto-seed0: the data is no longer what the run was started with"):
+    with pytest.raises(RunError, match=r"ditto-seed0: .*data"):
         runner.reload_experiment(RunFolder.open(out / "ditto-seed0"))
     (copied / "s0.csv").write_bytes(table)
     (copied / "read.me").write_text("not a table")

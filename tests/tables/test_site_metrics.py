@@ -79,7 +79,7 @@ def test_a_fit_shows_the_metric_that_was_asked_for(tmp_path: Path) -> None:
     assert row["personal"] == row["metrics"]["auroc"]["personal"] > 0.5
     assert {"accuracy", "brier", "log_loss", "calibration_error"} <= row["metrics"].keys()
     assert [about for about, _ in fit_sentences(record)] == ["gain", "gain", "gain", "sites", "fairness"]
-    with pytest.raises(ConfigError, match='no metric "aurocc"; did you mean "auroc"'):
+    with pytest.raises(ConfigError, match=r'"aurocc".*"auroc"'):
         ft.fit(rows, "y", client_column="site", metric="aurocc", out=tmp_path / "other", progress=False)
 
 

@@ -9,11 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_listed_tests_and_algorithms_exist() -> None:
-    for name in PRODUCTS:
+    for name in (*PRODUCTS, *PROGRAMS):
         file, _, test = name.partition("::")
-        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
-    for file in PROGRAMS:
-        assert (ROOT / file).exists(), file
+        assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8"), name
     assert set(FEW) <= set(algorithms())
 
 

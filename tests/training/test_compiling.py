@@ -104,12 +104,12 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_equilibrium_models_are_refused() -> None:
     setting = build_experiment(config("algorithm.name=fedeq", "model.name=deq-mlp", "model.hidden=4"))
-    with pytest.raises(ConfigError, match=r"local\.compile: not for equilibrium models"):
+    with pytest.raises(ConfigError, match=r"local\.compile: .*equilibrium"):
         compiling.check(setting, Arithmetic(compile=True), 4)
 
 
 def test_not_with_workers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"local\.compile: not with federation\.engine = pool"):
+    with pytest.raises(ConfigError, match=r"local\.compile.*federation\.engine"):
         runner.start(config("local.compile=true", "federation.engine=pool"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert runner._workers(config("local.compile=true", "federation.workers=2"), 0) == 1

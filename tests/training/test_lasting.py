@@ -21,7 +21,6 @@ from fedtailor.experiments.building import build_experiment
 from fedtailor.experiments.config import parse
 from fedtailor.training.kernels import selection
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import Work
 from tests.helpers import (
     F64,
     assert_equal,
@@ -36,7 +35,6 @@ from tests.helpers import (
 )
 
 WHOLE = Solver(lr=0.05, batch_size=0)
-KEPT = Work(keep_state=True)
 AGREEING = ("vmap", "vmap2", "wire", "pool")
 
 
@@ -46,7 +44,7 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(client: int, augmente
     data = make_data(shape=(1, 8, 8) if augmented else (4,))
     model = make_model("conv" if augmented else "mlp", data)
     once = Solver("adam", 0.01, batch_size=6, augment="crop-flip" if augmented else None)
-    parts = replace(once, batch_size=2, work=Work(accumulate=3))
+    parts = replace(once, batch_size=2, accumulate=3)
     wanted, found = make_me(data, model, client, once), make_me(data, model, client, parts)
     assert_equal(found.sgd(model.params, epochs=3), wanted.sgd(model.params, epochs=3))
     assert int(found.steps(3)) == int(wanted.steps(3))
@@ -55,7 +53,7 @@ def test_accumulated_gradients_are_those_of_a_larger_batch(client: int, augmente
 def test_statistics_of_a_batch_are_those_of_its_parts() -> None:
     data = make_data()
     model = make_model("normed", data)
-    me = make_me(data, model, 3, Solver(lr=0.0, batch_size=4, work=Work(accumulate=2)))
+    me = make_me(data, model, 3, Solver(lr=0.0, batch_size=4, accumulate=2))
     first, last = me.solver._batches(me, data.train, 1, 0, False)  # type: ignore[attr-defined]
     wanted = torch.zeros(5, dtype=F64)
     for rows in (
@@ -82,14 +80,14 @@ def torch_steps(kind: Any, model: Any, rows: tuple[Tensor, Tensor], steps: int) 
 
 
 OPTIMIZERS: dict[str, tuple[Solver, Any]] = {
-    "momentum": (replace(WHOLE, momentum=0.9, work=KEPT), lambda p: torch.optim.SGD(p, 0.05, 0.9)),
+    "momentum": (replace(WHOLE, momentum=0.9, keep_state=True), lambda p: torch.optim.SGD(p, 0.05, 0.9)),
     "nesterov": (
-        replace(WHOLE, optimizer="nesterov", momentum=0.9, work=KEPT),
+        replace(WHOLE, optimizer="nesterov", momentum=0.9, keep_state=True),
         lambda p: torch.optim.SGD(p, 0.05, 0.9, nesterov=True),
     ),
-    "adam": (replace(WHOLE, optimizer="adam", work=KEPT), lambda p: torch.optim.Adam(p, 0.05, eps=0)),
+    "adam": (replace(WHOLE, optimizer="adam", keep_state=True), lambda p: torch.optim.Adam(p, 0.05, eps=0)),
     "adamw": (
-        replace(WHOLE, optimizer="adamw", weight_decay=0.1, work=KEPT),
+        replace(WHOLE, optimizer="adamw", weight_decay=0.1, keep_state=True),
         lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1, eps=0),
     ),
 }
@@ -104,7 +102,7 @@ def test_a_kept_optimizer_is_one_optimizer_for_all_rounds(name: str) -> None:
     found = models(fed, run(fed, 3))
     for i, client in enumerate(data.clients):
         assert_equal(found[client], torch_steps(kind, model, data.train.of(i), 6), 1e-7)
-    reset = federate(algorithms.make("local", {"epochs": 2}), data, model, "loop", replace(solver, work=Work()))
+    reset = federate(algorithms.make("local", {"epochs": 2}), data, model, "loop", replace(solver, keep_state=False))
     assert not torch.allclose(models(reset, run(reset, 3))["ada"]["out.weight"], found["ada"]["out.weight"])
 
 
@@ -112,7 +110,7 @@ def test_a_kept_optimizer_is_one_optimizer_for_all_rounds(name: str) -> None:
 def test_kept_optimizers_agree_on_every_engine(name: str) -> None:
     data = make_data()
     model = make_model("mlp", data)
-    solver = Solver("adam", 0.01, batch_size=2, work=Work(keep_state=True, accumulate=2))
+    solver = Solver("adam", 0.01, batch_size=2, keep_state=True, accumulate=2)
 
     def outcome(engine: str) -> dict[str, Any]:
         fed = federate(algorithms.make(name, {}), data, model, engine, solver)
@@ -159,7 +157,7 @@ def test_fast_paths_are_not_taken_with_options_that_they_do_not_know() -> None:
         patch.setattr(selection, "fast_path", watched)
         make_me(data, model, 0, Solver(batch_size=2)).sgd(model.params)
         assert taken == [True]
-        make_me(data, model, 0, Solver(batch_size=2, work=Work(accumulate=2))).sgd(model.params)
+        make_me(data, model, 0, Solver(batch_size=2, accumulate=2)).sgd(model.params)
         make_me(data, model, 0, Solver(batch_size=2)).sgd(model.params, after_step=lambda p: p)
         assert taken == [True, False, False]
 
@@ -284,7 +282,7 @@ class Taped(Algorithm):
 def test_derivatives_go_through_kept_optimizers_and_server_steps(engine: str, server: Any) -> None:
     data = make_data("regression")
     model = make_model("linear", data)
-    solver = Solver("adam", 0.05, batch_size=2, work=Work(accumulate=2, keep_state=True))
+    solver = Solver("adam", 0.05, batch_size=2, accumulate=2, keep_state=True)
 
     def outcome(w: Params) -> Tree:
         fed = federate(Taped(), data, model, engine, solver, server_step=ServerOptimizer(server, 0.1))

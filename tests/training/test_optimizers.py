@@ -14,7 +14,7 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments.config import parse
 from fedtailor.testing import contract
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import Schedule, Work
+from fedtailor.training.solver_options import Schedule
 from tests.helpers import F64, assert_equal, make_data, make_me, make_model, variants
 
 WHOLE = Solver(lr=0.05, batch_size=0)
@@ -96,7 +96,7 @@ def test_an_epoch_of_so_many_steps(steps: int) -> None:
     data = make_data()  # of 9, 1, 6 and 13 samples
     model = make_model("mlp", data)
     for client in range(4):
-        me = make_me(data, model, client, Solver(batch_size=4, work=Work(epoch=steps)))
+        me = make_me(data, model, client, Solver(batch_size=4, epoch=steps))
         batches = me.solver._batches(me, data.train, 2, 0, False)  # type: ignore[attr-defined]
         assert len(batches) == 2 * steps == int(me.steps(2))
         rows = torch.cat([b.rows for b in batches])
@@ -109,7 +109,7 @@ CASES = {
         "adamw", 0.01, weight_decay=0.1, batch_size=4, schedule=Schedule("cosine", "steps", warmup=1)
     ),
     "nesterov-rounds": Solver("nesterov", 0.05, 0.9, batch_size=4, schedule=Schedule("linear", length=4, last=0.5)),
-    "steps": Solver(lr=0.1, batch_size=4, work=Work(epoch=3)),
+    "steps": Solver(lr=0.1, batch_size=4, epoch=3),
 }
 
 

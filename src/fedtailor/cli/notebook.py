@@ -24,5 +24,5 @@ def fedtailor(line: str) -> None:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Make %fedtailor known."""
+    """Register the magic %fedtailor."""
     ipython.register_magic_function(fedtailor, "line")

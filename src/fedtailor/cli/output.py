@@ -55,7 +55,7 @@ def align_tables(lines: list[str]) -> list[str]:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()) -> None:
-    """Print a table whose first column names the rows. Columns that do not fit form further tables; no figure is cut."""
+    """Print a table whose first column names the rows; columns that do not fit form further tables."""
     cells = [list(row) for row in (*rows, last) if row]
     room = console.width - 1
     widths = column_widths([list(columns), *cells])

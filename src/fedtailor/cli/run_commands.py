@@ -120,7 +120,7 @@ def print_run(path: Path, clients: bool = False) -> None:
         gap = number(results["metric"], results["unseen"]["gap"][results["metric"]])
         print(f"gap        {gap}: mean of the clients that trained minus that of the unseen ones, last round")
     if local is None and config.algorithm.name != "local":
-        print("hurt       unknown: no Local run on this task beside it")
+        print("hurt       unknown: no Local run on the same task in this folder")
     traffic = results["traffic"]
     print(f"traffic    {size(traffic['up'])} up, {size(traffic['down'])} down, {traffic['trips']} trips")
     print(f"time       {results['seconds']} s")

@@ -112,6 +112,14 @@ def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callabl
         A decorator for the method.
     """
 
+    names = [part.name for part in _parts(sends)]
+    for part in _parts(sends):
+        for weight in part.sums:
+            if weight and names.count(weight) != 1:  # two would open the sum twice, with different weights
+                raise TypeError(
+                    f'"{part.name}" is weighted by "{weight}": {names.count(weight)} parts have this name, not one'
+                )
+
     def mark(fn: F) -> F:
         fn.sends = sends  # type: ignore[attr-defined]
         return fn

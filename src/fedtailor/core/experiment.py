@@ -84,7 +84,7 @@ class Experiment:
 
     @property
     def loss(self) -> Loss:
-        """Of every sample."""
+        """The loss of each sample, [rows]."""
         return self.task.loss
 
     @cached_property

@@ -178,7 +178,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of its tensors."""
         return self.like.device
 
     def to(self, device: torch.device) -> Model:

@@ -412,7 +412,7 @@ class _RunningSums:
             self._known = dict(zip(weight.clients, weight.everywhere().tolist(), strict=True))
 
     def add(self, clients: tuple[int, ...], flat: Flat) -> None:
-        """Some more clients."""
+        """Add the replies of some clients to the sums."""
         if not self.added:
             return
         each = [v for i in self.added if (v := flat[i]) is not None]

@@ -27,7 +27,7 @@ class Task(Protocol):
 
     @property
     def kind(self) -> TargetKind:
-        """Of the targets."""
+        """The kind of targets, such as "classification"."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Task(Protocol):
 
     @property
     def loss(self) -> Loss:
-        """Of every sample."""
+        """The loss of each sample, [rows]."""
 
     @property
     def mixes(self) -> bool:

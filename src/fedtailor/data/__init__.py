@@ -45,7 +45,7 @@ __all__ = ["SOURCES", "DataConfig", "SourceInfo", "has_validation", "load"]
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """A data source: what it is, how it is configured, and the module whose `load` reads it."""
+    """A data source: its options, and the module in `sources` whose `load` reads it."""
 
     description: str
     config: type[SourceConfig]
@@ -53,11 +53,11 @@ class SourceInfo:
 
     @property
     def has_pixels(self) -> bool:
-        """Whether its floating-point numbers are made of bytes; its `load` then takes their type, `dtype`."""
+        """Whether samples are images of bytes; `load` then takes the `dtype` that pixels are scaled in."""
         return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw_data")
 
 
-# modules by name, so that listing the sources imports neither torch nor polars
+# modules are strings so that listing the sources imports neither torch nor polars
 SOURCES: dict[str, SourceInfo] = {
     "digits": SourceInfo("8x8 handwritten digits that come with scikit-learn; no files needed", DigitsConfig, "images"),
     "mnist": SourceInfo("MNIST, 28x28 handwritten digits", MnistConfig, "images"),
@@ -79,9 +79,9 @@ SOURCES: dict[str, SourceInfo] = {
     "shakespeare": SourceInfo(
         "Shakespeare's plays by role, next-character prediction: natural clients", ShakespeareConfig, "shakespeare"
     ),
-    "duw-mnist": SourceInfo("MNIST as the DUW paper's clients hold it", DuwMnistConfig, "duw_data"),
+    "duw-mnist": SourceInfo("MNIST, distributed as in the DUW paper", DuwMnistConfig, "duw_data"),
     "stanford-dogs": SourceInfo(
-        "features of 120 dog breeds in the shape of the DUW paper's five clients", StanfordDogsConfig, "duw_data"
+        "features of 120 dog breeds, distributed like the DUW paper's five clients", StanfordDogsConfig, "duw_data"
     ),
     "folder": SourceInfo(
         "your own data: a folder with one CSV or Parquet file per client", FolderConfig, "table_folder"
@@ -91,14 +91,16 @@ SOURCES: dict[str, SourceInfo] = {
     ),
     "text": SourceInfo("your own sentences and labels, in CSV or Parquet files", TextConfig, "text"),
     "pfllib": SourceInfo("a folder of PFLlib's generate scripts: train/0.npz, test/0.npz ...", PFLlibConfig, "pfllib"),
-    "saved": SourceInfo("data that a program made, as ft.run saves it", SavedConfig, "saved_data"),
-    "own": SourceInfo('what a function of yours makes: data.source = "my.module:load"', OwnConfig, "load_function"),
-    "sites": SourceInfo("held by the sites of a federation; for fedtailor federation submit", SitesConfig, "site_data"),
+    "saved": SourceInfo("data that a program created, as ft.run saves it", SavedConfig, "saved_data"),
+    "own": SourceInfo('data from a function of yours: data.source = "my.module:load"', OwnConfig, "load_function"),
+    "sites": SourceInfo(
+        "stays at the sites of a federation; for fedtailor federation submit", SitesConfig, "site_data"
+    ),
 }
 
 
 def has_validation(config: DataConfig) -> bool:
-    """Whether clients will have validation samples; of data that a program made, as it lies on disk."""
+    """Whether clients will have validation samples."""
     if isinstance(config, SavedConfig):
         from fedtailor.data.sources import saved_data
 

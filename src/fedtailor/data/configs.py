@@ -1,4 +1,4 @@
-"""What can be asked of each data source; TOML keys, command-line options and docs derive from these fields."""
+"""The options of each data source. TOML keys, command-line options and the reference pages derive from these fields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SourceConfig(BaseModel):
 
 
 class SplitConfig(SourceConfig):
-    """How each client's samples are cut into train, val and test."""
+    """How each client's samples are split into train, val and test."""
 
     test: float = Field(default=0.25, description="Fraction of each client's samples kept for the final test.")
     val: float = Field(default=0.1, description="Fraction of each client's samples used to select models.")
@@ -58,7 +58,7 @@ class SplitConfig(SourceConfig):
 
 
 class PartitionConfig(SplitConfig):
-    """How pooled samples are dealt to clients."""
+    """How pooled samples are distributed over clients."""
 
     clients: int = Field(default=10, description="Number of clients the samples are dealt to.")
     partition: Literal["iid", "dirichlet", "classes", "quantity"] = Field(
@@ -181,7 +181,7 @@ class QmnistConfig(SplitConfig):
 
 
 class HeartDiseaseConfig(SplitConfig):
-    """Heart disease at four hospitals: is it present?"""
+    """Heart disease at four hospitals: present or absent."""
 
     source: Literal["heart-disease"] = Field(default="heart-disease", description="Name of the source.")
     standardise: Literal["client", "pooled", "none"] = Field(default="pooled", description=STANDARDISE)
@@ -261,7 +261,7 @@ class ElectricityConfig(SourceConfig):
 
 
 class ShakespeareConfig(SplitConfig):
-    """Shakespeare's plays: every role is a client and foretells the next character of its lines."""
+    """Shakespeare's plays: every role is a client that predicts the next character of its lines."""
 
     source: Literal["shakespeare"] = Field(default="shakespeare", description="Name of the source.")
     clients: int = Field(default=100, ge=1, description="Number of roles, picked by the seed.")
@@ -270,7 +270,7 @@ class ShakespeareConfig(SplitConfig):
 
 
 class DuwMnistConfig(SourceConfig):
-    """MNIST as the clients of the DUW paper hold it; the test is class-balanced."""
+    """MNIST, distributed as in the DUW paper; the test set is class-balanced."""
 
     source: Literal["duw-mnist"] = Field(default="duw-mnist", description="Name of the source.")
     environment: Literal["I", "II", "III", "IV", "two"] = Field(
@@ -280,7 +280,7 @@ class DuwMnistConfig(SourceConfig):
 
 
 class StanfordDogsConfig(SourceConfig):
-    """Features of 120 dog breeds, dealt in the shape of the DUW paper's five clients; the test is class-balanced."""
+    """Features of 120 dog breeds, distributed like the DUW paper's five clients; the test set is class-balanced."""
 
     source: Literal["stanford-dogs"] = Field(default="stanford-dogs", description="Name of the source.")
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
@@ -357,14 +357,14 @@ class PFLlibConfig(SourceConfig):
 
 
 class SavedConfig(SourceConfig):
-    """A federation's data that a program made and saved, split already."""
+    """A federation's data that a program created, split and saved."""
 
     source: Literal["saved"] = Field(default="saved", description="Name of the source.")
-    path: Path = Field(description="Folder that fedtailor.data.saved.save wrote.")
+    path: Path = Field(description="Folder that ft.run wrote, such as data in a run folder.")
 
 
 class OwnConfig(SourceConfig):
-    """Data that a function of the user's makes; further keys are its options."""
+    """Data from a function of the user's; further keys are its options."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -380,7 +380,7 @@ class OwnConfig(SourceConfig):
 
 
 class SitesConfig(SourceConfig):
-    """Data that the sites of a federation hold; each describes its own in its site.toml."""
+    """Data that stays at the sites of a federation; each site describes its own in its site.toml."""
 
     source: Literal["sites"] = Field(default="sites", description="Name of the source.")
 

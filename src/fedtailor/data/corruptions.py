@@ -1,6 +1,6 @@
-"""Corruptions of images with the constants of CIFAR-10-C (Hendrycks, Dietterich, ICLR 2019): feature shift by client.
+"""Corruptions of images with the constants of CIFAR-10-C (Hendrycks, Dietterich, ICLR 2019), for feature shift.
 
-Every kind maps images [samples, channels, height, width] in [0, 1] to the same; only the noises draw random numbers.
+Each function maps images [samples, channels, height, width] in [0, 1] to images of the same kind.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MOST_SEVERE = 5
 def corrupt_clients(
     data: FederatedData, kind: str, severity: int | None, seed: int, *, mean: float, sd: float
 ) -> FederatedData:
-    """Each client's images in all splits by its own kind and severity; x is `(pixels in [0, 1] - mean) / sd`."""
+    """Corrupt each client's images with one kind and severity; x is `(pixels in [0, 1] - mean) / sd`."""
     chosen = _deal(len(data.clients), kind, severity, seed, is_colour=data.shape[0] == 3)
 
-    def corrupted(rows: Rows, split: str) -> Rows:
+    def corrupt_rows(rows: Rows, split: str) -> Rows:
         x = rows.x.clone()
         for i, (client, own) in enumerate(zip(data.clients, chosen, strict=True)):
             span = slice(int(rows.starts[i]), int(rows.starts[i + 1]))
@@ -40,23 +40,23 @@ def corrupt_clients(
     named = ", ".join(f"{c} {kind} {severity}" for c, (kind, severity) in zip(data.clients, chosen, strict=True))
     return replace(
         data,
-        train=corrupted(data.train, "train"),
-        val=corrupted(data.val, "val"),
-        test=corrupted(data.test, "test"),
+        train=corrupt_rows(data.train, "train"),
+        val=corrupt_rows(data.val, "val"),
+        test=corrupt_rows(data.test, "test"),
         notes=(*data.notes, f"images corrupted, with severity: {named}"),
     )
 
 
 def corrupt(x: Tensor, kind: str, severity: int, rng: Rng) -> Tensor:
-    """Images in [0, 1] after one corruption of severity 1 to 5."""
+    """Corrupt images in [0, 1] with severity 1 to 5."""
     apply, constants = KINDS[kind]
     return apply(x, constants[severity - 1], rng).clamp(0, 1) if len(x) else x
 
 
 def _deal(clients: int, kind: str, severity: int | None, seed: int, *, is_colour: bool) -> list[tuple[str, int]]:
-    """Kinds from shuffled decks of all of them, so that each is used about equally often."""
+    """Kind and severity of each client; every kind is used about equally often."""
     if kind == "saturate" and not is_colour:
-        raise DataError('data.corruption = "saturate": these images have no colours; choose another')
+        raise DataError('data.corruption = "saturate": these images are grey; choose another corruption')
     known = [k for k in KINDS if is_colour or k != "saturate"] if kind == "mixed" else [kind]
     rng = stream(seed, "corruption")
     deck: list[str] = []
@@ -75,7 +75,7 @@ def _shot_noise(x: Tensor, photons: float, rng: Rng) -> Tensor:
 
 
 def _impulse_noise(x: Tensor, amount: float, rng: Rng) -> Tensor:
-    """Values replaced by black or white, as often by the one as by the other."""
+    """Replaces values by black or white with equal probability."""
     u = torch.from_numpy(rng.random(x.shape))
     return torch.where(u < amount, (u < amount / 2).to(x), x)
 
@@ -89,7 +89,7 @@ def _normal(like: Tensor, rng: Rng) -> Tensor:
 
 
 def _gaussian_blur(x: Tensor, sd: float, rng: Rng) -> Tensor:
-    """Beyond the edge, the image goes on with its last pixel."""
+    """Beyond its edge, the image is continued with the last pixel."""
     radius = int(4 * sd + 0.5)
 
     def matrix_of(size: int) -> Tensor:
@@ -103,7 +103,7 @@ def _gaussian_blur(x: Tensor, sd: float, rng: Rng) -> Tensor:
 
 
 def _defocus(x: Tensor, constants: tuple[float, float], rng: Rng) -> Tensor:
-    """A disk of lattice points, itself blurred over three points; the image is mirrored at its edges."""
+    """Convolution with a disk that is itself blurred over three points; the image is mirrored at its edges."""
     radius, alias_blur = constants
     reach = floor(radius) + 1
     at = torch.arange(-reach, reach + 1)
@@ -141,7 +141,7 @@ def _saturate(x: Tensor, constants: tuple[float, float], rng: Rng) -> Tensor:
 
 
 def _pixelate(x: Tensor, factor: float, rng: Rng) -> Tensor:
-    """Fewer pixels, each the mean of those it covers, drawn as squares."""
+    """Reduces the resolution by means over areas, and enlarges the image again."""
 
     def matrix_of(size: int) -> Tensor:
         fewer = max(1, int(size * factor))
@@ -155,12 +155,12 @@ def _pixelate(x: Tensor, factor: float, rng: Rng) -> Tensor:
 
 
 def _apply_separably(x: Tensor, matrix_of: Callable[[int], Tensor]) -> Tensor:
-    """The same linear map over rows and over columns."""
+    """Apply the same linear map to rows and to columns."""
     return matrix_of(x.shape[-2]).to(x) @ x @ matrix_of(x.shape[-1]).to(x).mT
 
 
 def _jpeg(x: Tensor, quality: int, rng: Rng) -> Tensor:
-    """What is left of an image after JPEG: blocks of 8x8 cosines, rounded; colours at half the resolution."""
+    """JPEG compression: rounded cosine transforms of 8x8 blocks, chrominance at half the resolution."""
     channels, height, width = x.shape[1:]
     block = 16 if channels == 3 else 8
     whole = F.pad(_round(x.double() * 255), (0, -width % block, 0, -height % block), mode="replicate")
@@ -177,7 +177,7 @@ def _jpeg(x: Tensor, quality: int, rng: Rng) -> Tensor:
 
 
 def _code_blocks(planes: Tensor, table: Tensor, quality: int) -> Tensor:
-    """Planes of 0..255 with the cosines of each block rounded to multiples of the table's, scaled by quality."""
+    """Quantise the cosine transform of each block of planes in 0..255."""
     percent = 5000 // quality if quality < 50 else 200 - 2 * quality
     steps = ((table * percent + 50) // 100).clamp(1, 255)
     blocks = (planes - 128).unflatten(-2, (-1, 8)).unflatten(-1, (-1, 8)).transpose(-3, -2)
@@ -187,7 +187,7 @@ def _code_blocks(planes: Tensor, table: Tensor, quality: int) -> Tensor:
 
 
 def _round(values: Tensor) -> Tensor:
-    """To the nearest whole number, halves away from 0; what is a half up to the last digits is one everywhere."""
+    """To the nearest integer, halves away from 0, with a tolerance so that all machines agree on halves."""
     return (values.abs() + (0.5 + 1e-6)).floor() * values.sign()
 
 

@@ -1,4 +1,4 @@
-"""Fetch data sets from their official addresses, verified by checksum; a file appears only when it is right."""
+"""Where data sets are on disk, and how they are fetched: verified by checksum, complete or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TIMEOUT = 60  # seconds without a byte
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file: where it is, where it goes, and its checksum as `md5:...` or `sha256:...`."""
+    """A file to download into `folder`, with its checksum as `md5:...` or `sha256:...`."""
 
     url: str
     folder: str
@@ -38,7 +38,6 @@ class RemoteFile:
 
     @property
     def file(self) -> str:
-        """Name of the file."""
         return self.url.rsplit("/", 1)[1]
 
 
@@ -183,7 +182,7 @@ def _unpack(archive: Path, remote: RemoteFile) -> None:
 
 @contextmanager
 def _temporary(target: Path) -> Iterator[Path]:
-    """A path beside the target, so that renaming is atomic; gone afterwards whatever happens."""
+    """A path beside the target, so that renaming is atomic; removed in any case."""
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         yield part
@@ -207,7 +206,7 @@ def data_root(root: Path | None = None) -> Path:
 
 
 def locate(root: Path, relative: str, source: str) -> Path:
-    """Path of a file of a data set; a `.gz` may also lie there unpacked."""
+    """Path of a file of a data set; a `.gz` file may also be unpacked."""
     path = root / relative
     for candidate in (path, path.with_suffix("") if path.suffix == ".gz" else path):
         if candidate.is_file():

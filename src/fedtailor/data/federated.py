@@ -1,4 +1,4 @@
-"""A federation's data from what a program has for each client."""
+"""A federation's data from arrays, tables, sequences, Datasets or mapped files of each client."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def federated(
 
 
 def _by_split(samples: Any, where: str) -> Mapping[str, Any]:
-    """Of a client: its splits by name, or "" for samples that are not split yet."""
+    """A client's samples by split, or under "" if they are not split yet."""
     if not (isinstance(samples, Mapping) and set(samples) <= set(SPLITS)):
         return {"": samples}
     if "train" not in samples:
@@ -125,13 +125,13 @@ def _by_split(samples: Any, where: str) -> Mapping[str, Any]:
 
 
 def _feature_names(parts: list[Any], target: str) -> tuple[str, ...]:
-    """The columns of the first table, without the target."""
+    """The columns of the first table but the target."""
     table = next((v for v in parts if is_frame(v)), None)
     return () if table is None else tuple(str(k) for k in table.columns if str(k) != target)
 
 
 def _encode_targets(y: Targets, classes: Sequence[str], task: str) -> Tensor:
-    """Targets as the task wants them: names of classes as numbers, numbers to predict as columns."""
+    """Targets in the form of the task: class names as numbers, numbers to predict as columns."""
     if isinstance(y, np.ndarray):
         number = {label: i for i, label in enumerate(classes)}
         return torch.tensor([number[str(v)] for v in y], dtype=torch.int64)
@@ -151,7 +151,7 @@ def _take_samples(x: Tree, y: Tensor, at: Any) -> tuple[Tree, Tensor]:
 
 
 def _join_clients(parts: list[tuple[Tree, Tensor]], name: str) -> tuple[Tree, Tensor]:
-    """The samples of all clients one after another; sequences are padded to the longest of all."""
+    """Concatenate the samples of all clients."""
     first = parts[0][0]
     if not isinstance(first, Tensor | dict):
         return JoinedSamples([x for x, _ in parts]), torch.cat([y for _, y in parts])
@@ -172,18 +172,18 @@ def _concatenate(parts: list[Tensor], where: str) -> Tensor:
 
 
 def _pad_equally(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[tuple[Tree, Tensor]]]:
-    """Sequences that have a mask, padded to the longest of all clients and splits."""
+    """Pad sequences that have a mask to the longest of all clients and splits."""
     every = [x for each in parts.values() for x, _ in each]
     if not all(isinstance(x, dict) and MASK in x for x in every):
         return parts
     longest = max(x[MASK].shape[1] for x in every)
 
-    def padded(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    def pad(x: dict[str, Tensor]) -> dict[str, Tensor]:
         length = x[MASK].shape[1]
         ends = {k: (0, 0) * (v.dim() - 2) + (0, longest - length) for k, v in x.items() if v.shape[1:2] == (length,)}
         return {k: torch.nn.functional.pad(v, ends[k]) if k in ends else v for k, v in x.items()}
 
-    return {s: [(padded(x), y) for x, y in each] for s, each in parts.items()}
+    return {s: [(pad(x), y) for x, y in each] for s, each in parts.items()}
 
 
 def _resolve_task(task: str, y: Tensor, name: str) -> TargetKind:
@@ -197,13 +197,13 @@ def _resolve_task(task: str, y: Tensor, name: str) -> TargetKind:
     if y.is_floating_point() and y.dim() == 1:
         raise DataError(
             f"{name}: y is {y.dtype} [rows]; labels must be whole numbers (int64); "
-            'to predict numbers, say task="regression"'
+            'to predict numbers, set task="regression"'
         )
     return "regression"
 
 
 def _count_outputs(kind: str, rows: Mapping[str, Rows], classes: Sequence[str]) -> int:
-    """Classes, or columns of the target."""
+    """The number of classes, or of columns of the target."""
     if classes:
         return len(classes)
     if kind in ("classification", "tokens"):
@@ -219,7 +219,7 @@ def is_frame(value: Any) -> bool:
 def read_samples(
     samples: Any, where: str, target: str, features: Sequence[str], lazy: bool, collate: Callable[[Any], Any] | None
 ) -> tuple[Tree, Targets]:
-    """Samples and targets of a client; of a table, `features` in this order."""
+    """Samples and targets of a client; a table's columns are in the order of `features`."""
     x: Tree
     if isinstance(samples, tuple) and len(samples) == 2:
         x, y = to_inputs(samples[0], where), _to_targets(samples[1], f"{where}, y")
@@ -239,7 +239,7 @@ def read_samples(
 
 
 def to_inputs(samples: Any, where: str) -> Tree:
-    """Tensors; sequences of unequal length side by side, with a mask of what is not padding."""
+    """Inputs as tensors; sequences of unequal length are padded and get an attention mask."""
     if isinstance(samples, MappedArray | DatasetSamples | Chosen):
         return samples
     if isinstance(samples, Mapping):
@@ -259,7 +259,7 @@ def to_inputs(samples: Any, where: str) -> Tree:
 
 
 def _named_inputs(columns: Mapping[str, Any], where: str) -> Tree:
-    """Parts by name; if some are sequences of unequal length, with a mask of the first of them."""
+    """Named inputs; if some are sequences of unequal length, the attention mask is that of the first of them."""
     x = {
         k: to_inputs(v if isinstance(v, list | np.ndarray | Tensor) else list(v), f"{where}, {k}")
         for k, v in columns.items()
@@ -299,7 +299,7 @@ def _is_dataset(value: Any) -> bool:
 def _read_dataset(
     dataset: Any, where: str, target: str, lazy: bool, collate: Callable[[Any], Any] | None
 ) -> tuple[Tree, Targets]:
-    """Items are pairs, or dicts of which one entry is the target."""
+    """Read a Dataset of pairs, or of dicts with the target as one entry."""
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
         return torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64)
@@ -322,7 +322,7 @@ def _read_dataset(
 
 
 def _to_targets(values: Any, where: str) -> Targets:
-    """Numbers, whole ones as int64; or names of classes."""
+    """Targets as a tensor, integers as int64; or class names."""
     if not isinstance(values, Tensor):
         values = np.asarray(values)
         if values.dtype.kind in "OUS" and values.ndim == 1 and all(isinstance(v, str) for v in values):

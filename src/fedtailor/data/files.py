@@ -1,4 +1,4 @@
-"""Readers of the canonical file formats: where the files are, and IDX and CIFAR-10 binary records, checked."""
+"""Readers of IDX, CIFAR-10 and .npz files that check every size before they allocate memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fedtailor.errors import DataError
 CIFAR_RECORDS = 10_000  # in each of its files
 CIFAR_RECORD_BYTES = 1 + 3 * 32 * 32
 INFLATION = 1100  # deflate makes no more bytes out of one
-# what zipfile and numpy raise on bytes that nobody wrote on purpose: unknown compressions are a RuntimeError
+# what zipfile and numpy raise on damaged files; an unknown compression is a RuntimeError
 BROKEN_ARCHIVE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError)
 BROKEN_HEADER = (struct.error, tokenize.TokenError, SyntaxError)
 _IDX_TYPES = {0x08: "u1", 0x0C: ">i4"}
 
 
 def expand_home(path: Path | str) -> Path:
-    """With the home folder that "~" or "~name" stands for."""
+    """The path with `~` or `~user` replaced by the home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -70,7 +70,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[Any]:
         )
     try:
         return np.frombuffer(content, dtype, offset=header).reshape(shape)
-    except ValueError:  # nothing, of dimensions beyond any array
+    except ValueError:  # zero bytes, but dimensions beyond any array
         raise DataError(f"{path}: its header promises the shape {shape}; remove it and fetch it again") from None
 
 
@@ -87,7 +87,7 @@ def read_cifar(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def read_npz(path: Path, names: Sequence[str], *, equal: bool = True) -> dict[str, NDArray[Any]]:
-    """Arrays, of equal length if so said, of an .npz file; it is data only, nothing in it is run."""
+    """Arrays of an .npz file, of equal length if `equal`; objects are refused."""
     try:
         content = read_bytes(path)
         _check_sizes(content)
@@ -105,7 +105,7 @@ def read_npz(path: Path, names: Sequence[str], *, equal: bool = True) -> dict[st
 
 
 def _check_sizes(content: bytes) -> None:
-    """What an .npz promises must be there: numpy makes an array as large as its header says before it reads on."""
+    """Refuse headers that promise more than there is: numpy allocates what a header says before it reads on."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for entry in archive.infolist():
             if entry.file_size > INFLATION * max(entry.compress_size, 1):
@@ -119,7 +119,7 @@ def _check_sizes(content: bytes) -> None:
 
 
 def check_labels(path: Path, labels: NDArray[Any], classes: int = 10) -> NDArray[Any]:
-    """The labels, if all are known classes."""
+    """Return the labels if all are in 0..classes - 1."""
     if labels.size and (labels.min() < 0 or labels.max() >= classes):
         raise DataError(f"{path}: has labels outside 0..{classes - 1}; remove it and fetch it again")
     return labels

@@ -1,4 +1,4 @@
-"""What the user's own files hold, so that a run does not go on with others."""
+"""A hash of the user's own files, so that a run is not continued with different data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedtailor.data.tabular.read import client_name
 
 
 def digest(config: SourceConfig) -> str | None:
-    """Of the files that a source reads from a path; None for published data, which is checked when it is downloaded."""
+    """Hash of the files that a source reads; None for published data, which is verified when it is downloaded."""
     source_path: Path | str | None = getattr(config, "path", None)
     if not isinstance(source_path, Path | str) or not (path := expand_home(source_path)).exists():
         return None

@@ -1,4 +1,4 @@
-"""Samples that stay where they are: arrays in files, and map-style Datasets. They are read batch by batch."""
+"""Samples that are read batch by batch: arrays in files, and map-style Datasets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.files import expand_home
 from fedtailor.errors import DataError
 
-KEPT = 32 * 2**20  # bytes read of a file after which its pages are given back
+KEPT = 32 * 2**20  # bytes read of a file after which its pages are released
 SAFETENSORS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "U8": "|u1", "I8": "|i1"}
 LONGEST_HEADER = 2**24
 
@@ -76,12 +76,12 @@ class MappedArray:
 
 @lru_cache(maxsize=64)
 def _open_pages(path: Path, key: str, size: int, changed: int) -> _MappedPages:
-    """One mapping for all that read a file, as it is now."""
+    """One mapping per version of a file; size and time of change are part of the cache's key."""
     return _MappedPages(path, key)
 
 
 class _MappedPages:
-    """A mapping whose pages are given back after so many bytes, so that a pass over it does not fill the memory."""
+    """A memory map that releases its pages regularly, so that a pass over it does not fill the memory."""
 
     def __init__(self, path: Path, key: str) -> None:
         dtype, shape, offset = _safetensors_layout(path, key) if path.suffix == ".safetensors" else _npy_layout(path)
@@ -116,7 +116,7 @@ def _safetensors_layout(path: Path, key: str) -> tuple[np.dtype[Any], tuple[int,
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > LONGEST_HEADER:
-                raise ValueError("its head is too long")
+                raise ValueError("its header is too long")
             head = json.loads(file.read(length))
         if key not in head:
             raise DataError(f'{path}: no tensor "{key}"; it has {", ".join(sorted(set(head) - {"__metadata__"}))}')
@@ -132,7 +132,7 @@ def _safetensors_layout(path: Path, key: str) -> tuple[np.dtype[Any], tuple[int,
 
 @dataclass(frozen=True)
 class DatasetSamples:
-    """Inputs of a map-style torch Dataset, one after another; `pick` takes the input out of an item."""
+    """Inputs of a map-style torch Dataset; `pick` extracts the input from an item."""
 
     dataset: Any
     at: Sequence[int]
@@ -144,7 +144,7 @@ class DatasetSamples:
         return len(self.at)
 
     def read(self, rows: Tensor) -> Tree:
-        """Some samples, collated as a DataLoader does."""
+        """Some samples, collated as by a DataLoader."""
         numbers = [self.at[i] for i in rows.tolist()]
         many = getattr(self.dataset, "__getitems__", None)
         items = many(numbers) if many is not None else [self.dataset[i] for i in numbers]
@@ -153,19 +153,19 @@ class DatasetSamples:
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(
-                f"items of a Dataset do not make a batch; collate= pads or converts them ({reason})"
+                f"the items of a Dataset cannot be collated into a batch; pad or convert them with collate= ({reason})"
             ) from None
-        return tree_map(self._widened, batch)
+        return tree_map(self._cast, batch)
 
     def to(self, dtype: torch.dtype) -> DatasetSamples:
         return replace(self, dtype=dtype)
 
-    def _widened(self, v: Tensor) -> Tensor:
+    def _cast(self, v: Tensor) -> Tensor:
         return v.to(self.dtype) if self.dtype is not None and v.is_floating_point() else v
 
 
 class JoinedSamples:
-    """Samples that lie elsewhere, those of one client after those of another."""
+    """Stored samples of several clients, concatenated."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = list(parts)
@@ -175,7 +175,7 @@ class JoinedSamples:
         return int(self.ends[-1])
 
     def read(self, rows: Tensor) -> Tree:
-        """Of a batch, which mostly lies in one of them."""
+        """Samples of a batch, which are mostly in one part."""
         if not len(rows):
             return tree_map(lambda v: v[:0], self.read(torch.tensor([0])))
         part = torch.searchsorted(self.ends, rows, right=True)

@@ -1,4 +1,4 @@
-"""Partitions: pure functions of labels, number of clients and seed that return one index array per client."""
+"""Partitions: pure functions of labels, number of clients and seed; each returns one index array per client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Indices = NDArray[np.int64]
 
 
 def iid(samples: int, clients: int, seed: int) -> list[Indices]:
-    """Deal all samples in random order; sizes differ by at most one."""
+    """Assign all samples in random order; sizes differ by at most one."""
     _check_counts(samples, clients, 1)
     order = stream(seed, "partition", "iid").permutation(samples)
     return [np.sort(part) for part in np.array_split(order, clients)]
@@ -120,13 +120,13 @@ def partition(labels: NDArray[np.int64], config: PartitionConfig, seed: int) -> 
 
 
 def describe(parts: list[Indices], labels: NDArray[np.int64]) -> tuple[str, ...]:
-    """What a partition made, for people: sizes and classes per client."""
+    """Notes on a partition: sizes and classes per client."""
     sizes = [len(part) for part in parts]
     kinds = [len(np.unique(labels[part])) for part in parts]
     notes = [f"samples per client: {_spread(sizes)}", f"classes per client: {_spread(kinds)}"]
     unused = len(labels) - sum(sizes)
     if unused:
-        notes.append(f"{unused} of {len(labels)} samples are dealt to nobody")
+        notes.append(f"{unused} of {len(labels)} samples are not assigned to any client")
     return tuple(notes)
 
 
@@ -152,7 +152,7 @@ def _check_alpha(alpha: float) -> None:
 
 
 def _proportions(rng: np.random.Generator, alpha: float, clients: int) -> NDArray[np.float64]:
-    """A Dirichlet draw; where all its numbers underflow, the limit for small alpha: everything to one client."""
+    """A Dirichlet draw; if all its numbers underflow, the limit for small alpha: everything to one client."""
     draw = rng.dirichlet(np.full(clients, alpha))
     if not np.isfinite(draw).all() or draw.sum() < 0.5:
         draw = np.zeros(clients)
@@ -174,7 +174,7 @@ def _top_up(parts: list[Indices], min_samples: int) -> list[Indices]:
 
 
 def _deal_classes(rng: np.random.Generator, kinds: int, clients: int, each: int) -> list[list[int]]:
-    """Deal from shuffled decks of all classes, so that holders are balanced and the first deck is used up first."""
+    """Classes of each client, from shuffled decks of all classes, so that every class has about as many clients."""
     deck: list[int] = []
     hands: list[list[int]] = []
     for _ in range(clients):

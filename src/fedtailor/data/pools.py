@@ -1,4 +1,4 @@
-"""Labelled samples of a source, dealt to clients and split."""
+"""Pools of labelled samples, distributed over clients and split."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAIN_TEST = {"train": ("train",), "test": ("test",), "all": ("train", "test")}
 
 @dataclass(frozen=True)
 class ImagePool:
-    """All images of a source before they are dealt; x in float is `(images * scale - mean) / sd`."""
+    """All images of a source; a sample is `(image * scale - mean) / sd`."""
 
     images: NDArray[np.uint8]  # [samples, channels, height, width]
     labels: NDArray[np.int64]
@@ -36,20 +36,19 @@ class ImagePool:
     dtype: torch.dtype = torch.float32
 
     def convert(self, index: Indices) -> tuple[Tensor, Tensor]:
-        """Features and targets of some samples; only those become floats, the pool may be large."""
+        """Features and targets of some samples."""
         x = torch.from_numpy(self.images[index]).to(self.dtype)
         return x.mul_(self.scale).sub_(self.mean).div_(self.sd), torch.from_numpy(self.labels[index])
 
     @property
     def note(self) -> str:
-        """How pixels were scaled."""
         if (self.mean, self.sd) == (0.0, 1.0):
             return "pixels scaled to [0, 1]"
         return f"pixels scaled to [0, 1], then (x - {self.mean}) / {self.sd}"
 
 
 def deal_pool(name: str, pool: ImagePool, config: PartitionConfig, seed: int) -> FederatedData:
-    """Clients by a partition, some with other names of classes, or each with its own corruption of the images."""
+    """Distribute a pool by a partition, with permuted labels or corrupted images if configured."""
     parts = partitions.partition(pool.labels, config, seed)
     notes = (f"partition: {config.partition}", *partitions.describe(parts, pool.labels))
     data = split_pool(name, pool, parts, client_names(len(parts)), config, seed, notes)
@@ -61,7 +60,7 @@ def deal_pool(name: str, pool: ImagePool, config: PartitionConfig, seed: int) ->
 
 
 def permute_labels(data: FederatedData, fraction: float, seed: int) -> FederatedData:
-    """Concept shift: the clients drawn give the classes other names, all of them the same ones."""
+    """Concept shift: a random fraction of clients has its labels permuted, all by the same permutation."""
     rng = stream(seed, "permuted")
     chosen = np.sort(rng.permutation(len(data.clients))[: round(fraction * len(data.clients))]).tolist()
     cycle = torch.from_numpy(rng.permutation(data.outputs))  # every label moves to the next one
@@ -86,7 +85,7 @@ def permute_labels(data: FederatedData, fraction: float, seed: int) -> Federated
 
 
 class SamplePool(Protocol):
-    """Labelled samples that are dealt to clients: `convert` makes tensors of some of them."""
+    """Labelled samples; `convert` returns some of them as tensors."""
 
     @property
     def labels(self) -> NDArray[np.int64]: ...
@@ -109,7 +108,7 @@ def split_pool(
     seed: int,
     notes: tuple[str, ...],
 ) -> FederatedData:
-    """Split every client's part of the pool."""
+    """Split the part of each client."""
     cuts = [
         split(len(part), pool.labels[part], config, seed=seed, client=client)
         for client, part in zip(clients, parts, strict=True)

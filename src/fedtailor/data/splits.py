@@ -1,4 +1,4 @@
-"""Cut each client's samples into train, val and test, and lay the parts of all clients one after another."""
+"""Split each client's samples into train, val and test, and concatenate the parts of all clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Split:
 
 
 def split(samples: int, labels: NDArray[np.int64] | None, config: SplitConfig, *, seed: int, client: str) -> Split:
-    """Split one client's samples, by label where labels are given; depends on nothing but this client."""
+    """Split one client's samples, stratified by label if labels are given, independently of other clients."""
     indices = np.arange(samples)
     if config.max_samples is not None and config.max_samples < samples:
         indices = np.sort(_shuffle(indices, labels, stream(seed, client, "subsample"))[: config.max_samples])
@@ -38,14 +38,14 @@ def split(samples: int, labels: NDArray[np.int64] | None, config: SplitConfig, *
 
 
 def split_in_time(samples: int, config: SplitConfig) -> Split:
-    """Cut samples that are in the order of time: training before validation before test."""
+    """Split samples in temporal order: training before validation before test."""
     n_test, n_val = _counts(samples, config.test, config.val)
     train, val, test = np.split(np.arange(samples), [samples - n_test - n_val, samples - n_test])
     return Split(train[: config.max_train], val, test)
 
 
 def split_note(config: SplitConfig) -> str:
-    """How clients were split, for people."""
+    """A note on how clients were split."""
     most = "" if config.max_samples is None else f" of at most {config.max_samples} samples"
     train = "" if config.max_train is None else f", train on at most {config.max_train} of the rest"
     return f"split per client{most}: test {config.test:g}, val {config.val:g}{train}"
@@ -61,18 +61,18 @@ def gather(
 
 
 def starts(sizes: Sequence[int]) -> Tensor:
-    """First row of each client, and the end."""
+    """First row of each client, and the number of rows."""
     return torch.tensor([0, *np.cumsum(sizes).tolist()], dtype=torch.int64)
 
 
 def client_names(count: int) -> tuple[str, ...]:
-    """Names of clients that have none of their own."""
+    """client-00, client-01, ..."""
     width = max(2, len(str(count - 1)))
     return tuple(f"client-{i:0{width}d}" for i in range(count))
 
 
 def _shuffle(indices: Indices, labels: NDArray[np.int64] | None, rng: np.random.Generator) -> Indices:
-    """A random order in which every stretch holds the classes in about the proportions of the whole."""
+    """A random order in which every interval has about the class proportions of the whole."""
     order = rng.permutation(indices)
     if labels is None:
         return order
@@ -84,7 +84,7 @@ def _shuffle(indices: Indices, labels: NDArray[np.int64] | None, rng: np.random.
 
 
 def _counts(samples: int, test: float, val: float) -> tuple[int, int]:
-    """Sizes of test and val: each at least 1 if wanted and three samples are there; train always at least 1."""
+    """Sizes of test and val, each at least 1 if requested and there are three samples; train has at least 1."""
     if samples < 3:
         return int(samples == 2 and test > 0), 0
     n_test = max(1, int(samples * test + 0.5)) if test > 0 else 0

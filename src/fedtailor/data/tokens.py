@@ -1,4 +1,4 @@
-"""Sentences as rows of token ids: by the tokenizer of a model, or words by their hash."""
+"""Sentences as rows of token ids, from a model's tokenizer or from hashes of words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Encode = Callable[[Sequence[str]], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class SentencePool:
-    """All sentences of a source with their labels, before they are dealt."""
+    """All sentences of a source with their labels."""
 
     sentences: tuple[str, ...]
     labels: NDArray[np.int64]
@@ -32,13 +32,13 @@ class SentencePool:
     encode: Encode
 
     def convert(self, index: Indices) -> tuple[Tensor, Tensor]:
-        """Token ids and labels of some of them."""
+        """Token ids and labels of some sentences."""
         x = self.encode([self.sentences[i] for i in index])
         return torch.from_numpy(x), torch.from_numpy(self.labels[index])
 
 
 def encoder(tokenizer: Path | None, vocabulary: int, length: int) -> tuple[Encode, str]:
-    """What makes rows of `length` token ids of sentences, and what it does in words."""
+    """A function from sentences to rows of `length` token ids, and a note that describes it."""
     if tokenizer is None:
         return _by_hash(vocabulary, length), f"{vocabulary} hashes of words, {length} of each sentence"
     return _by_file(tokenizer, length), f"tokens of {tokenizer.name}, {length} of each sentence"

@@ -1,4 +1,4 @@
-"""Where the clients run. The algorithm does not know."""
+"""Engines: where clients run. Algorithms do not know which one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def make(
     disk: Disk | None = None,
     cohort: int = 0,
 ) -> Engine:
-    """An engine by name. A pool has so many workers, 0 is one per core; clients are stacked in several processes if
-    that is told, and rounds of so many clients (0 is all) are worth it.
+    """An engine by name.
+
+    `workers`: processes of a pool; 0 is one per core. `vmap` uses several processes only if `workers` asks for them and
+    rounds of `cohort` clients (0 is all) are long enough. `chunk`: clients per stack; 0 is as many as fit the cache.
 
     Private states that do not fit the budget of `disk` cannot be shared by processes: these clients run in this one.
     """
@@ -77,14 +79,14 @@ def make(
 
 
 def _stacks(much: float) -> int:
-    """Of a round of so many operations, whatever the number of cores: 2, 4, 8 ..., that many processes can share."""
+    """Stacks of a round of so many operations: a power of two that depends on the round alone, not on the cores."""
     return 2 ** max(1, math.floor(math.log2(max(much / STACK, 1))))
 
 
 def _on_device(
     name: EngineName, experiment: Experiment, chunk: int, workers: int, disk: Disk | None, cohort: int
 ) -> Engine:
-    """A pool has a worker for each device, unless told otherwise, which stacks clients where one process would."""
+    """An engine on a device other than the CPU; a pool has one worker per device by default."""
     clients = len(experiment.data.clients)
     is_stacked = name == "vmap" or choose(experiment, cohort).name == "vmap"
     stack = (chunk or stack_size(experiment)) if is_stacked else 0
@@ -96,7 +98,7 @@ def _on_device(
 
 @contextmanager
 def open_engine(name: EngineName, experiment: Experiment, *, threads: int = 1, **options: Any) -> Iterator[Engine]:
-    """An engine whose clients have their first state; afterwards the process is as it was."""
+    """An engine that has been started; thread and memory settings of the process are restored afterwards."""
     with machine.training_settings(threads):
         engine = make(name, experiment, **options)
         try:

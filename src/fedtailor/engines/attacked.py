@@ -1,4 +1,4 @@
-"""Clients that lie, for simulations: some of the replies that an engine brings are not what those clients computed."""
+"""Simulated malicious clients: an engine that changes some replies, and data with wrong labels or a backdoor."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fedtailor.errors import ConfigError
 
 AttackName = Literal["none", "sign-flip", "scaling", "noise", "label-flip", "backdoor"]
 TRIGGER = 4  # entries of a sample
-Change = Callable[[Tensor, np.random.Generator], Tensor]  # of what a client moved the message by
+Change = Callable[[Tensor, np.random.Generator], Tensor]  # of a client's update
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Who lies, how, and how much."""
+    """Which clients are malicious, and what they do."""
 
     name: AttackName
     share: float
@@ -34,13 +34,13 @@ class Attack:
     seed: int
 
     def clients(self, count: int) -> frozenset[int]:
-        """Which of so many clients lie: the share, rounded, and never all."""
+        """The malicious ones of so many clients: the share, rounded, and never all."""
         few = min(count - 1, round(self.share * count)) if self.name != "none" else 0
         return frozenset(stream(self.seed, "attack").choice(count, few, replace=False).tolist())
 
 
 def with_flipped_labels(data: FederatedData, attack: Attack) -> FederatedData:
-    """Training rows of those who lie have the class that mirrors theirs, or the target with the other sign."""
+    """Training rows of malicious clients get class K - 1 - y, or the target with the opposite sign."""
     y = data.train.y.clone()
     for client in attack.clients(len(data.clients)):
         start, end = data.train.starts[client], data.train.starts[client + 1]
@@ -49,12 +49,12 @@ def with_flipped_labels(data: FederatedData, attack: Attack) -> FederatedData:
 
 
 def with_backdoor(data: FederatedData, attack: Attack) -> FederatedData:
-    """Every second training row of those who lie carries the trigger, and class 0."""
+    """Every second training row of malicious clients gets the trigger and class 0."""
     if data.task != "classification" or not isinstance(data.train.x, Tensor):
         raise ConfigError('attack.name = "backdoor": for classification of samples that are one tensor each')
     starts = data.train.starts.tolist()
-    liars = sorted(attack.clients(len(data.clients)))
-    rows = data.train.starts.new_tensor([row for c in liars for row in range(starts[c], starts[c + 1], 2)])
+    malicious = sorted(attack.clients(len(data.clients)))
+    rows = data.train.starts.new_tensor([row for c in malicious for row in range(starts[c], starts[c + 1], 2)])
     x, y = data.train.x.clone(), data.train.y.clone()
     x[rows], y[rows] = with_trigger(x[rows], data.train.x), 0
     return replace(data, train=replace(data.train, x=x, y=y))
@@ -68,12 +68,12 @@ def with_trigger(x: Tensor, known: Tensor) -> Tensor:
 
 
 class Attacked:
-    """An engine some of whose clients lie. Everything but the replies to calls is the engine's own."""
+    """An engine with malicious clients: their replies to calls are changed, everything else is passed on."""
 
     def __init__(self, inside: Engine, attack: Attack) -> None:
         self.inside = inside
         self.attack = attack
-        self._liars = attack.clients(len(inside.experiment.data.clients))
+        self._malicious = attack.clients(len(inside.experiment.data.clients))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)
@@ -81,20 +81,20 @@ class Attacked:
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """Replies as they arrive."""
         for reply in self.inside.call(call, clients):
-            if reply.tree is None or not self._liars & set(reply.clients):
+            if reply.tree is None or not self._malicious & set(reply.clients):
                 yield reply
                 continue
             rows = {
-                i: self._lie(call, client, tree_map(lambda v, i=i: v[i], reply.tree))
+                i: self._changed_reply(call, client, tree_map(lambda v, i=i: v[i], reply.tree))
                 for i, client in enumerate(reply.clients)
-                if client in self._liars
+                if client in self._malicious
             }
             changed = [
                 _with_rows(v, {i: leaves(row)[k] for i, row in rows.items()}) for k, v in enumerate(leaves(reply.tree))
             ]
             yield replace(reply, tree=rebuild(reply.tree, iter(changed)), norms=None)
 
-    def _lie(self, call: Call, client: int, reply: Tree) -> Tree:
+    def _changed_reply(self, call: Call, client: int, reply: Tree) -> Tree:
         draw = stream(self.attack.seed, call.round, call.number, client, "attack")
         change = CHANGES[self.attack.name](self.attack.strength)
         parts = list(reply) if isinstance(reply, tuple) else [reply]
@@ -122,7 +122,7 @@ def _noise(strength: float) -> Change:
     return change
 
 
-IN_DATA = {"label-flip": with_flipped_labels, "backdoor": with_backdoor}  # those who lie send what they computed
+IN_DATA = {"label-flip": with_flipped_labels, "backdoor": with_backdoor}  # clients then send what they computed
 CHANGES: dict[str, Callable[[float], Change]] = {
     "sign-flip": lambda strength: lambda move, draw: -strength * move,
     "scaling": lambda strength: lambda move, draw: strength * move,

@@ -70,14 +70,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def with_index(device: torch.device, rank: int | None = None) -> torch.device:
-    """One with a number: that which was asked for, or that of the rank, counted round."""
+    """The device with an index: its own, or that of the rank modulo the number of devices."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, 0 if rank is None else rank % count(device))
 
 
 def count(device: torch.device) -> int:
-    """How many there are of this kind."""
+    """How many devices of this type there are."""
     return int(torch.get_device_module(device).device_count())
 
 
@@ -87,7 +87,7 @@ def local_rank() -> int | None:
 
 
 def _why_missing(device: torch.device) -> str:
-    """Why a device cannot be used; nothing if it can."""
+    """Why a device cannot be used; empty if it can."""
     try:
         module = torch.get_device_module(device)
     except RuntimeError:
@@ -122,42 +122,42 @@ def _has_gradients_when_forked() -> bool:
 
 
 def use(device: torch.device) -> None:
-    """Make it the current one of this thread: what names no number means this one."""
+    """Make it the current device of this thread, which a device without an index means."""
     if device.type != "cpu" and device.index is not None and hasattr(torch.get_device_module(device), "set_device"):
         torch.get_device_module(device).set_device(device.index)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free, where the device tells."""
+    """Free bytes; None if the device does not report them."""
     reading = _ask(device, "mem_get_info")
     return None if reading is None else int(reading[0])
 
 
 def has_room(device: torch.device, size: int) -> bool:
-    """Whether so many bytes are at most the half of what is free; the CPU's memory has a budget of its own."""
+    """Whether so many bytes are at most half of the free memory; the CPU has a budget of its own."""
     free = None if device.type == "cpu" else free_memory(device)
     return free is None or size <= free // 2
 
 
 def begin_peak(device: torch.device) -> None:
-    """Forget the largest use of memory so far."""
+    """Reset the peak of memory use."""
     _ask(device, "reset_peak_memory_stats")
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that were in use since `begin_peak`, where the device tells."""
+    """Peak of bytes in use since `begin_peak`; None if the device does not report it."""
     reading = _ask(device, "max_memory_allocated")
     return None if reading is None else int(reading)
 
 
 def empty_cache(device: torch.device) -> None:
-    """What lies free in torch's cache goes back to the device, after it was full."""
+    """Give free blocks of torch's cache back to the device."""
     if device.type != "cpu" and hasattr(module := torch.get_device_module(device), "empty_cache"):
         module.empty_cache()
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that memory is out."""
+    """Whether an error, or its cause, means out of memory."""
     while error is not None:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in str(error).lower():
             return True
@@ -169,7 +169,7 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def memory_errors_at(device: torch.device, where: str) -> Iterator[None]:
-    """Memory that is out ends the run, with the place and with advice."""
+    """An out-of-memory error inside becomes a `RunError` with the place and advice."""
     try:
         yield
     except Exception as error:

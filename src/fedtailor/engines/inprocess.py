@@ -88,7 +88,7 @@ class InProcess:
             self._start(part)
 
     def close(self) -> None:
-        """Forget tapes."""
+        """Drop all tapes and gradients."""
         self._forget()
 
     def get_states(self) -> Tree:
@@ -151,9 +151,9 @@ class InProcess:
             yield from self._call_group(own, part, list(range(len(rows))))
 
     def _split(self, group: _Group, error: Exception) -> list[_Group]:
-        """How to go on with a group: as it is without graphs, in halves, or one by one.
+        """How to retry a group: as it is without graphs, in halves, or one by one.
 
-        Where memory was out, with less of it. Else to find out whose error it is: the others must not suffer from it.
+        When memory ran out, with less of it; otherwise to find the client with the error, so that others do not suffer.
         """
         if self._has_graphs(error):
             self.recompute = True

@@ -16,7 +16,7 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 UNKNOWN = 2**33  # bytes, where a system does not tell how many it has
 # names and numbers as in malloc.h of glibc
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-KEPT = 1 << 29  # bytes that may lie free; what is beyond goes back to the system
+KEPT = 1 << 29  # bytes of free memory that are kept; more goes back to the system
 LARGE = 1 << 26  # tensors from this size on are the system's own as soon as they are free
 LARGE_MODEL = 1 << 24  # bytes from which on a client takes much longer than this
 AHEAD = 1 << 24  # asked for at a time
@@ -25,7 +25,7 @@ DEFAULT = {M_MMAP_THRESHOLD: 1 << 17, M_TRIM_THRESHOLD: 1 << 17, M_TOP_PAD: 0}  
 
 
 def cores() -> int:
-    """How many this process may use: those it may run on, or fewer if its container has a share of less."""
+    """Cores that this process may use; fewer if its container has a CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     shares = [allowed]
     for folder in _groups("cpu"):
@@ -39,7 +39,7 @@ def cores() -> int:
 
 
 def memory() -> int:
-    """Bytes of the machine, or of the container if that has less."""
+    """Bytes of memory of the machine, or of the container if it has less."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else UNKNOWN
     files = [folder / name for folder in _groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
     return min([whole, *(int(word) for file in files for word in _words(file) if word.isdigit())])
@@ -102,7 +102,7 @@ def freed_memory_kept() -> Iterator[bool]:
 
 
 def trim() -> None:
-    """What lies free goes back to the system."""
+    """Give free memory back to the system."""
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if library is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(0)

@@ -48,7 +48,7 @@ def join(timeout: float) -> ProcessGroup:
 
 
 def has_last_word() -> bool:
-    """Whether this is the first rank that wants to say why the run ends: one line is enough."""
+    """Whether this is the first rank to report why the run ends: one line is enough."""
     where, attempt = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         port, limit = int(os.environ["MASTER_PORT"]), timedelta(seconds=5)
@@ -59,7 +59,7 @@ def has_last_word() -> bool:
 
 
 def leave(ranks: ProcessGroup) -> None:
-    """Nothing more is to be sent."""
+    """Leave the process group."""
     if ranks.count > 1:
         dist.destroy_process_group()
 
@@ -307,7 +307,7 @@ class Sharded:
         return self.inside.begin_round(round)
 
     def close(self) -> None:
-        """Forget tapes."""
+        """Drop all tapes and gradients."""
         self.inside.close()
 
     def undo(self, clients: Sequence[int] | None = None) -> None:

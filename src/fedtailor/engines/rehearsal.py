@@ -1,4 +1,4 @@
-"""Rounds in which nobody trains: they show which trainings there are, so that clients can keep their optimizers."""
+"""Rounds without training steps that show which local trainings an algorithm has, for `local.keep_state`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def with_optimizer_state(experiment: Experiment) -> Experiment:
         raise ConfigError(f"local.keep_state: {name} has no local training whose optimizer could be kept")
     zero = experiment.model.like.new_zeros((), dtype=torch.int64)
     slots = {slot: {"count": zero, "memory": first_memory(solver, p)} for slot, p in recorder.trained.items()}
-    return replace(experiment, solver=replace(solver, work=replace(solver.work, optimizer_state=slots)))
+    return replace(experiment, solver=replace(solver, optimizer_state=slots))
 
 
 def _smallest(experiment: Experiment) -> list[int]:

@@ -16,8 +16,8 @@ from fedtailor.engines.disk import Disk
 class States:
     """Rows are read as copies and written in place; `undo` brings back what a client had at `begin`.
 
-    Rows that are more than the budget of `disk` lie there, and in memory only while they are used; those that are more
-    than the half of what is free on the device lie in the host's memory.
+    Rows larger than the budget of `disk` are on disk, and in memory only while they are used; rows larger than half of
+    the device's free memory are in the host's memory.
     """
 
     def __init__(self, clients: Sequence[int], disk: Disk | None = None, device: torch.device = CPU) -> None:
@@ -41,7 +41,7 @@ class States:
             self._write(self._at(clients), tree_map(torch.clone, stack))
 
     def _allocate(self, stack: Tree) -> Tree:
-        """Room for all clients, shaped as the states of some."""
+        """Rows for all clients, shaped as the states of some."""
         shapes = tree_map(lambda v: torch.empty((len(self.clients), *v.shape[1:]), dtype=v.dtype, device="meta"), stack)
         size = sum(v.nbytes for v in leaves(shapes))
         disk = self._disk if self._disk is not None and size > self._disk.budget else None

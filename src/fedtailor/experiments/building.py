@@ -150,7 +150,7 @@ def aggregation_of(config: RunConfig) -> Aggregation:
             raise ConfigError(f"aggregation.mean: looks at single replies, which {slots.hides} hides")
         slots = replace(slots, reduction=robust)
     if config.attack.name != "none" and slots.reduction.is_sealed:
-        raise ConfigError("attack: a simulation of clients that lie does not reach into secure sums")
+        raise ConfigError("attack: cannot be combined with privacy.secure_sum")
     return replace(slots, server_step=config.server.build())
 
 
@@ -162,7 +162,9 @@ def _check_aggregation(experiment: Experiment, config: RunConfig) -> None:
             f'server.optimizer = "{config.server.optimizer}": {name} takes no mean of models that it sent out'
         )
     aggregation.check(experiment)
-    if aggregation.reduction.is_sealed and config.data.source != "sites":  # over a network nobody knows who takes part
+    if (
+        aggregation.reduction.is_sealed and config.data.source != "sites"
+    ):  # in a real federation the participants are not known here
         if config.federation.engine not in ("auto", "wire"):
             raise ConfigError(
                 f'privacy.secure_sum: not with federation.engine = "{config.federation.engine}", where server and '

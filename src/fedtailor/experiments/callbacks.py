@@ -20,7 +20,7 @@ METHODS = ("round_begins", "round_ends", "run_ends")
 
 @dataclass(frozen=True)
 class Followed:
-    """The run that a callback is told about."""
+    """The run that a callback follows."""
 
     path: Path
     config: RunConfig
@@ -32,20 +32,20 @@ class Callback:
     """What a callback may do; override what you need."""
 
     def round_begins(self, run: Followed, round: int) -> None:
-        """Before a round."""
+        """Called before a round."""
 
     def round_ends(self, run: Followed, line: Mapping[str, Any], value: float) -> bool | None:
-        """After it: what is recorded of it, and the mean over clients of the metric; True: this round is the last.
+        """Called after a round with its record and the metric's mean over clients; True: this round is the last.
 
-        Not a number in rounds without evaluation.
+        `value` is NaN in rounds without evaluation.
         """
 
     def run_ends(self, run: Followed, results: Mapping[str, Any]) -> None:
-        """At the end: what results.json has."""
+        """Called at the end with the content of results.json."""
 
 
 class OptunaPruning(Callback):
-    """Report every evaluated round to a trial of Optuna, and stop where its pruner says so."""
+    """Report every evaluated round to a trial of Optuna, and stop when its pruner asks for it."""
 
     def __init__(self, trial: Any) -> None:
         self.trial = trial
@@ -61,7 +61,7 @@ class OptunaPruning(Callback):
 
 
 class Callbacks:
-    """Several of them as one."""
+    """All callbacks of a run."""
 
     def __init__(self, each: Sequence[Any], run: Followed) -> None:
         for one in each:
@@ -74,7 +74,7 @@ class Callbacks:
             method(self._run, round)
 
     def round_ends(self, line: Mapping[str, Any], value: float) -> bool:
-        """Whether one of them ends the run; all are told."""
+        """Call all of them; whether one ends the run."""
         answers = [method(self._run, line, value) for method in self._methods("round_ends")]
         return any(answer is True for answer in answers)
 

@@ -60,7 +60,7 @@ Listener = Callable[[Progress], None]
 
 
 class Options(TypedDict, total=False):
-    """What a run may be given beside its configuration and its folder."""
+    """Options of a run other than its configuration and folder."""
 
     ranks: ProcessGroup  # every one of them makes the call; the first writes the folder
     cores: int  # that it may use; 0 is all
@@ -119,7 +119,7 @@ def start(
     listener: Listener | None = None,
     **options: Unpack[Options],
 ) -> RunFolder:
-    """A new run in a new folder, to its end or as far as the options say."""
+    """Start a run in a new folder, and train to its end or to the round `until`."""
     ranks, cores = options.get("ranks", SINGLE_PROCESS), options.get("cores", 0)
 
     def prepare_run() -> tuple[RunState, dict[str, Any]]:  # what does not fit together is said before there is a folder
@@ -171,7 +171,7 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
 def resume(
     path: Path, data_root: Path | None = None, listener: Listener | None = None, **options: Unpack[Options]
 ) -> RunFolder:
-    """Go on with a run from its last checkpoint; a finished one is left as it is."""
+    """Continue a run from its last checkpoint; a finished run is left unchanged."""
     ranks, cores = options.get("ranks", SINGLE_PROCESS), options.get("cores", 0)
 
     def reopen() -> RunState | None:
@@ -195,12 +195,12 @@ def resume(
 
 
 def _refuse_other_streams(folder: RunFolder) -> None:
-    """The rounds that are left would be those of another run."""
+    """Fail if a version with other random streams started the run: its last rounds would belong to another run."""
     run_about = folder.about
     if run_about.get("streams", STREAMS if "checked_lines" in run_about else 1) != STREAMS:
         config = shlex.quote(str(folder.path / CONFIG))
         raise RunError(
-            f"{folder.path}: begun by an earlier fedtailor, which drew other random numbers; run it anew: "
+            f"{folder.path}: started by an earlier version of fedtailor with other random numbers; start a new run: "
             f"fedtailor run {config} --out NEW",
             code="run.version",
         )
@@ -240,7 +240,7 @@ def _begin_run(
 ) -> RunState:
     """The state of a new run; its clients have their first private states."""
     if config.federation.goal:
-        raise ConfigError("federation.goal: for a federation of sites; environment.deadline loses slow replies here")
+        raise ConfigError("federation.goal: only for a federation of sites; a simulation has environment.deadline")
     engine: Engine
     chunk, disk = config.federation.chunk, _disk(config, path)
     if ranks.count > 1:

@@ -34,7 +34,7 @@ from fedtailor.models.adapters import AdapterConfig
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import Schedule, ScheduleName, Work
+from fedtailor.training.solver_options import Schedule, ScheduleName
 
 SAME = ("buffers", "prior", "dtype")  # of the model: the same for all clients
 VALUES, RANGE = "values", "range"  # what may be searched: a list, or all numbers between two
@@ -47,7 +47,7 @@ class Section(BaseModel):
 
 
 class OpenSection(BaseModel):
-    """A section whose further keys are options of what it names, checked when that is built."""
+    """A section whose other keys are options of what it names; they are checked when that is built."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -107,18 +107,18 @@ class ModelSection(OpenSection):
             raise ConfigError(f'model.by_client: {key} for "{client}": {first["msg"]}', code="config.value") from None
 
     def check_clients(self, clients: Sequence[str]) -> None:
-        """Fail if an entry of `by_client` is for nobody."""
+        """Fail if an entry of `by_client` matches no client."""
         for name in self.by_client or ():
             if not any(fnmatchcase(client, name) for client in clients):
                 raise ConfigError(f'model.by_client: no client "{name}"; {nearest(name, clients)}')
 
 
 class TaskSection(OpenSection):
-    """What is learned from the targets, and its options, such as quantiles or weights."""
+    """The task: what is predicted, and its options, such as quantiles or weights."""
 
     name: str = Field(
         default="auto",
-        description="auto (what the data is for), classification, multilabel, regression, quantile, survival, tokens, "
+        description="auto (given by the data), classification, multilabel, regression, quantile, survival, tokens, "
         'or your own "package.module:Class".',
     )
 
@@ -140,20 +140,20 @@ class LocalSection(Section):
     )
     batch_size: int = Field(default=Solver.batch_size, ge=0, description="Batch size; 0: full batch.")
     accumulate: int = Field(
-        default=Work.accumulate,
+        default=Solver.accumulate,
         ge=1,
         description="Gradient accumulation: batches per step.",
     )
     keep_state: bool = Field(
-        default=Work.keep_state,
+        default=Solver.keep_state,
         description="Keep each client's optimizer state between rounds; otherwise it is reset.",
     )
     refit: int = Field(
-        default=Work.refit,
+        default=Solver.refit,
         ge=0,
         description="Epochs to refit a private head, body or layers to the newest average before predicting.",
     )
-    steps: int = Field(default=Work.epoch, ge=0, description="Steps per epoch; 0: a pass over the client's data.")
+    steps: int = Field(default=Solver.epoch, ge=0, description="Steps per epoch; 0: a pass over the client's data.")
     schedule: ScheduleName = Field(
         default=Schedule.name, description="Learning rate: constant, cosine, linear or step."
     )
@@ -177,7 +177,7 @@ class LocalSection(Section):
         description="auto: fast kernels where the model allows them; off: plain torch, equal up to rounding.",
     )
     precision: Precision = Field(
-        default=Arithmetic.precision, description="float32: as model.dtype; else of products (autocast)."
+        default=Arithmetic.precision, description="float32: that of model.dtype; otherwise mixed precision (autocast)."
     )
     compile: bool = Field(
         default=Arithmetic.compile, description="Compile steps with torch.compile, instead of the fast kernels."
@@ -191,7 +191,7 @@ class LocalSection(Section):
             raise ValueError('optimizer = "nesterov" needs momentum, such as 0.9')
         if self.accumulate > 1 and not self.batch_size:
             raise ValueError("accumulate needs batch_size: of the full batch there is only one")
-        if ":" not in self.optimizer:  # what is one's own is not imported to look at a configuration
+        if ":" not in self.optimizer:  # a custom optimizer is not imported to check a configuration
             find_optimizer(self.optimizer)
         return self
 
@@ -200,10 +200,10 @@ class LocalSection(Section):
         schedule = Schedule(
             self.schedule, self.schedule_over, rounds, self.warmup, self.lr_end, self.lr_decay, self.lr_decay_every
         )
-        names = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
-        rest, arithmetic = self.model_dump(include=names), Arithmetic(self.kernels, self.precision, self.compile)
-        work = Work(self.steps, self.accumulate, self.keep_state, self.refit)
-        return Solver(**rest, schedule=schedule, work=work, arithmetic=arithmetic)
+        arithmetic = Arithmetic(self.kernels, self.precision, self.compile)
+        same = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
+        same |= {"accumulate", "keep_state", "refit"}
+        return Solver(**self.model_dump(include=same), epoch=self.steps, schedule=schedule, arithmetic=arithmetic)
 
 
 class ServerSection(Section):
@@ -377,7 +377,7 @@ class PrivacySection(Section):
 
 
 class AggregationSection(Section):
-    """How replies are averaged if some clients may be malicious. The default trusts all of them."""
+    """How replies are averaged if some clients may be malicious. The default trusts all clients."""
 
     mean: Literal["weighted", "clients", "median", "trimmed", "geometric", "krum", "clipped"] = Field(
         default="weighted",
@@ -387,8 +387,8 @@ class AggregationSection(Section):
     liars: float = Field(default=0.2, ge=0, lt=0.5, description="Fraction of clients that may be malicious.")
     neighbours: bool = Field(
         default=True,
-        description="Before a robust mean but krum, replace each reply by the mean of those nearest to it, without as "
-        "many as may lie.",
+        description="Before a robust mean other than krum, replace each reply by the mean of its nearest replies, "
+        "leaving out as many as may be malicious.",
     )
 
     def build(self) -> Robust | None:

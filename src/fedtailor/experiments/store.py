@@ -100,7 +100,7 @@ class RecordedObject(dict[str, Any]):
         self.path = path
 
     def __missing__(self, key: str) -> Any:
-        other = f'has no "{key}", so another version of fedtailor wrote it; start the run anew'
+        other = f'has no "{key}", so another version of fedtailor wrote it; start a new run'
         raise RunError(f"{self.path}: {other}", code="run.version")
 
 
@@ -327,7 +327,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run."""
+        """The folder of an existing run; a folder without one is a `RunError`."""
         if not (path / CONFIG).is_file() or not (path / ABOUT).is_file():
             raise RunError(f"{path}: {_instead_of_a_run(path)}", code="run.none")
         return cls(path)
@@ -362,7 +362,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else may train in this folder meanwhile; the lock ends with the process."""
+        """Hold the lock on this folder, until the process ends; a `RetryableError` if another process holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             try:
@@ -396,7 +396,7 @@ class RunFolder:
         return manifest, {name: read_tree(self.path / CHECKPOINT, entry) for name, entry in manifest["trees"].items()}
 
     def drop_stale(self) -> None:
-        """Remove what a process left that was killed between manifest and clean-up; only for who holds the lock."""
+        """Remove what was left by a process killed between manifest and clean-up; needs the lock."""
         if (manifest := self._manifest()) is not None:
             self._drop_stale(manifest["trees"])
 

@@ -1,4 +1,4 @@
-"""Trackers follow a run: TensorBoard, MLflow and Weights & Biases are told of each round. They never stop a run."""
+"""Trackers: TensorBoard, MLflow and Weights & Biases get the figures of each round, and never stop a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(section: TrackingSection) -> None:
 
 @contextmanager
 def follow(folder: RunFolder, config: RunConfig) -> Iterator[RoundListener]:
-    """Tell the trackers of a configuration about rounds, and at the end about the results."""
+    """A listener that gives rounds to the trackers of a configuration; results follow at the end."""
     wanted, directions = config.tracking, recorded_metrics(folder.about)
     followers = [
         *([_Follower("tensorboard", lambda: _TensorBoard(folder))] if wanted.tensorboard else []),
@@ -65,7 +65,7 @@ def follow(folder: RunFolder, config: RunConfig) -> Iterator[RoundListener]:
 
 
 def of_round(line: Mapping[str, Any], directions: Mapping[str, bool]) -> Values:
-    """What a tracker is told of a recorded round; by metric, whether higher is better."""
+    """Figures of a recorded round; `directions`: by metric, whether higher is better."""
     values: Values = {}
     for split in ("val", "test"):
         for metric, clients in line.get(split, {}).items():
@@ -80,7 +80,7 @@ def of_round(line: Mapping[str, Any], directions: Mapping[str, bool]) -> Values:
 
 
 def of_results(results: Mapping[str, Any]) -> Iterator[tuple[int, Values]]:
-    """What a tracker is told at the end: the test figures, each with the round that it is of."""
+    """Test figures at the end, each with its round."""
     for kind in ("last", "selected"):
         if kind in results:
             result = results[kind]
@@ -90,7 +90,7 @@ def of_results(results: Mapping[str, Any]) -> Iterator[tuple[int, Values]]:
 
 
 class Tracker(Protocol):
-    """What is told of a run."""
+    """Takes the figures of a run."""
 
     last: dict[str, int]  # of each figure the last step that it knows
 
@@ -99,7 +99,7 @@ class Tracker(Protocol):
 
 
 class _Follower:
-    """A tracker that is told each figure of a round once, and is left alone after its first failure."""
+    """Gives each figure of a round once to a tracker, and none after its first failure."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name = name
@@ -108,7 +108,7 @@ class _Follower:
             self.tracker = make()
 
     def tell(self, step: int, values: Values) -> None:
-        """Rounds that are run again after a resume have been told already."""
+        """Write what the tracker does not have yet: after a resume some rounds are run again."""
         if self.tracker is not None:
             last = self.tracker.last
             new = {k: v for k, v in values.items() if math.isfinite(v) and step > last.get(k, -math.inf)}
@@ -221,7 +221,7 @@ class _Wandb:
             config=dotted(config.plain()),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self.run.define_metric("*", step_metric="round")  # results are told at the round that they are of
+        self.run.define_metric("*", step_metric="round")  # results are logged at their own round
         self._remember()
 
     def write(self, step: int, values: Values) -> None:

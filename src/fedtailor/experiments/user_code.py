@@ -6,7 +6,7 @@ names is imported only if that very code was remembered before, or is accepted b
 reason enough to run it. The user's configuration folder has one small file for each.
 
 Change. A run does not go on, and is not used, with other code than it began with. The files of an algorithm or model
-and of the modules that it imports are compared, as far as they lie in the folder from which the first was imported; of
+and of the modules that it imports are compared if they are in the folder from which the first was imported; of
 an installed package only the first file. A class of a notebook has no file: its methods and fields are compared, if
 they can be read. Other packages are not looked at, nor fedtailor itself, whose version is recorded.
 """
@@ -63,7 +63,7 @@ def names(config: RunConfig) -> dict[str, str]:
 
 
 def remember(config: RunConfig) -> None:
-    """What the user's own command names may be named by the files that it writes."""
+    """Trust what the user's own command names, so that the files it writes may name it."""
     for key, name in names(config).items():
         if (file := locate_file(key, name)) is not None:
             _remember(name, file)
@@ -84,7 +84,7 @@ def require_trusted(config: RunConfig, origin: str) -> None:
 
 
 def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
-    """The user trusts what a file names: told is which file and hash, and only classes of the right kind are taken."""
+    """Trust what a file names: report each file with its hash, and refuse classes of another kind."""
     for key, name in names(config).items():
         file = locate_file(key, name)
         if file is not None:  # else `require_trusted` says so
@@ -99,13 +99,13 @@ def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
 
 
 def accept_folder(path: Path, tell: Callable[[str], None] | None = None) -> None:
-    """The same for all that a run, or the runs of a fit, name."""
+    """`accept` for a run, or for all runs of a fit."""
     for run in [path] if (path / CONFIG).exists() else sorted(p.parent for p in path.glob(f"*/{CONFIG}")):
         accept(RunFolder.open(run).config, str(run), tell or say)
 
 
 def say(line: str) -> None:
-    """To the user, beside what a command prints."""
+    """Print on stderr."""
     print(line, file=sys.stderr)
 
 
@@ -186,7 +186,7 @@ def _is_remembered(name: str, file: Path) -> bool:
 
 
 def code_of(config: RunConfig) -> Code:
-    """What a configuration names that is not of this package."""
+    """The user code that a configuration names; it is imported."""
     named = {
         "algorithm.name": (config.algorithm.name, algorithms.find(config.algorithm.name)),
         "model.name": (config.model.name, models.find(config.model.name)),
@@ -208,25 +208,25 @@ def named_code(config: RunConfig) -> Code:
 
 
 def code_notes(code: Code) -> list[str]:
-    """What cannot be looked after."""
+    """Notes on code whose source cannot be read."""
     return [
-        f"{key}: the source of {its['name']} cannot be had; a change of it goes unnoticed"
+        f"{key}: the source of {its['name']} cannot be read; changes to it go unnoticed"
         for key, its in code.items()
         if its["files"] is None
     ]
 
 
 def refuse_other_code(folder: RunFolder) -> None:
-    """Fail if own code of a run is not what it was then, or is not trusted; nothing of it was run until here."""
+    """Fail if the user code of a run has changed or is not trusted; none of it has been run at this point."""
     if change := change_of(folder):
         why = f"{change} since the run was started; put back what it was, or start a new run"
         raise RunError(f"{folder.path}: {why}", code="run.changed")
 
 
 def change_of(folder: RunFolder) -> str:
-    """In words, what own code of a run is not what it was then; nothing of older folders, which do not tell.
+    """How user code has changed since a run, in words; empty if it has not, or if an old folder has no record of it.
 
-    Code that is not there is a `RunError`.
+    Missing code is a `RunError`.
     """
     before = folder.about.get("code")
     try:
@@ -237,7 +237,7 @@ def change_of(folder: RunFolder) -> str:
 
 
 def change_since(before: Any, config: RunConfig, origin: str) -> str:
-    """The same for what a file recorded. First by the files alone; what is not trusted is not imported to find out."""
+    """`change_of` for the code that a file recorded. Nothing is imported unless it is trusted."""
     if before is not None and not _is_code(before):
         raise RunError(f"{origin}: what it says of its code is damaged")
     if before is not None and (change := code_difference(before, before | named_code(config))):
@@ -257,11 +257,15 @@ def _is_code(value: Any) -> bool:
 
 
 def code_difference(before: Code, now: Code) -> str:
-    """What changed, in words, or nothing; where the source could not be had nothing is known."""
+    """The first difference in words, or nothing; source that could not be read is not compared."""
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if old is None or new is None:
-            words = "was fedtailor's and is one's own" if old is None else "was one's own and is fedtailor's"
+            words = (
+                "was part of fedtailor and is now your own"
+                if old is None
+                else "was your own and is now part of fedtailor"
+            )
             return f"{key} {(old or new or {})['name']} {words}"
         if None in (old["files"], new["files"]) or old["files"] == new["files"]:
             continue
@@ -272,7 +276,7 @@ def code_difference(before: Code, now: Code) -> str:
 
 
 def _where_to_find(error: str, before: Code) -> str:
-    """What to do about own code that is not found."""
+    """Where user code that is not found may be."""
     for key, its in before.items():
         if error.startswith(f"{key}:"):
             if ":" in its["name"] and its["folder"]:
@@ -286,7 +290,7 @@ def _where_to_find(error: str, before: Code) -> str:
 
 
 def _record_of(name: str, kind: Any) -> dict[str, Any] | None:
-    """What is recorded of a class or function; None if it is of this package."""
+    """The record of a class or function; None if it is part of fedtailor."""
     module = module_of(name, kind)
     if str(getattr(module, "__name__", "")).partition(".")[0] == "fedtailor":
         return None
@@ -303,7 +307,7 @@ def _files(folder: Path, first: Path) -> dict[str, str]:
 
 
 def _digest_without_file(kind: Any) -> dict[str, str] | None:
-    """Of a class without a file: what was typed for its methods, and its fields; None where that cannot be had."""
+    """Digest of the methods and fields of a class without a file; None if its source cannot be read."""
     fields = getattr(kind, "__dataclass_fields__", {})
     text = [f"{name} = {field.default}" for name, field in fields.items() if isinstance(field.default, PLAIN)]
     generated = ("<string>", dataclasses.__file__)

@@ -214,15 +214,6 @@ class SiteJob:
             raise Refused(f"round {round} was not begun; the current one is {self.round}")
 
 
-@dataclass
-class _Session:
-    """The requests of one server process."""
-
-    id: bytes = b""
-    last: int = 0  # number of the last request
-    reply: bytes = b""  # to it
-
-
 class SiteService:
     """Answers the server of one job. Requests are numbered, so that a repeated or late one changes nothing."""
 
@@ -231,7 +222,7 @@ class SiteService:
         self.site = site
         self.audit = AuditLog(site.folder / AUDIT)
         self._lock = threading.Lock()
-        self._session = _Session()
+        self._session, self._last, self._reply = b"", PING, b""  # of the server; the last request, the reply to it
         self._run = ""
         self._data: FederatedData | None = None
         self._job: SiteJob | None = None
@@ -257,17 +248,16 @@ class SiteService:
         if number == PING:
             return b""
         with self._lock:
-            mine = self._session
-            if not mine.id and number == PING + 1:  # a late request of an earlier server begins no session
-                mine.id = session
-            if session != mine.id:
+            if not self._session and number == PING + 1:  # a late request of an earlier server begins no session
+                self._session = session
+            if session != self._session:
                 return self._refuse(message, "the request is of another session", number=number)
-            if number == mine.last:
-                return mine.reply
-            if number < mine.last:
-                return self._refuse(message, f"request {number} is late, {mine.last} was answered", number=number)
-            mine.last, mine.reply = number, self._answer_new(number, message)
-            return mine.reply
+            if number == self._last:
+                return self._reply
+            if number < self._last:
+                return self._refuse(message, f"request {number} is late, {self._last} was answered", number=number)
+            self._last, self._reply = number, self._answer_new(number, message)
+            return self._reply
 
     def _answer_new(self, number: int, message: bytes) -> bytes:
         text: dict[str, str] = {}

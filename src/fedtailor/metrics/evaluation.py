@@ -29,7 +29,7 @@ def evaluate(
     is_stacked: bool,
     batch: int = 0,
 ) -> Metrics:
-    """Per split and metric the value of each member; not a number where it has no samples, or it cannot be told."""
+    """Per split and metric the value of each member; NaN where it has no samples or the metric is undefined."""
     out: Metrics = {}
     experiment = experiment.at(members[0])
     batch = batch or _at_once(experiment)

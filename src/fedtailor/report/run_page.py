@@ -194,7 +194,7 @@ def learning_curve(run: RecordedRun, metric: str) -> Chart | None:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """With linear interpolation."""
+    """The quantile of sorted numbers, linearly interpolated."""
     at = q * (len(ordered) - 1)
     low = math.floor(at)
     return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])

@@ -236,7 +236,7 @@ def pool_is_loop(algorithm: Algorithm) -> None:
 
 def reductions(algorithm: Algorithm) -> list[tuple[str, str]]:
     """The special cases of `equals`, each with how its statistics are treated on a model with BatchNorm, or without."""
-    return [(name, buffers) for name in algorithm.equals for buffers in _buffers_tried(algorithm, name)]
+    return [(name, buffers) for name in algorithm.equals for buffers in _buffer_policies(algorithm, name)]
 
 
 def is_the_other(algorithm: Algorithm, name: str, buffers: str = "") -> None:
@@ -244,11 +244,11 @@ def is_the_other(algorithm: Algorithm, name: str, buffers: str = "") -> None:
     options, other, its_options, _ = _reduction(algorithm, name)
     case = _reduction_case(algorithm, name, buffers)
     special, wanted = _with_options(algorithm, options), algorithms.make(other, its_options)
-    expected = _served(wanted, case)
-    found = {k: v for k, v in _served(special, case).items() if k in expected}
+    expected = _results_of(wanted, case)
+    found = {k: v for k, v in _results_of(special, case).items() if k in expected}
     _compare(found, expected, f"{name}: it is not {wanted.title}", LIKELY["equals"], tolerance(special))
     if options and not buffers and algorithm != special:
-        otherwise = _served(algorithm, case)
+        otherwise = _results_of(algorithm, case)
         if all(_apart(otherwise[path], v) <= TOLERANCE for path, v in expected.items() if path in otherwise):
             raise BrokenPromise(f"{name}: it is {wanted.title} without these options, too")
 
@@ -261,7 +261,7 @@ def _reduction(algorithm: Algorithm, name: str) -> tuple[Case, str, Case, list[s
     return options, other, its_options, words
 
 
-def _buffers_tried(algorithm: Algorithm, name: str) -> list[str]:
+def _buffer_policies(algorithm: Algorithm, name: str) -> list[str]:
     _, other, _, words = _reduction(algorithm, name)
     if any("model" in SETTINGS[word] for word in words) or not suits(algorithm, {"model": "normed"}):
         return [""]
@@ -282,7 +282,7 @@ def _with_options(algorithm: Algorithm, options: Case) -> Algorithm:
     return type(algorithm)(**(preset | {k: v for k, v in options.items() if k != "preset"}))
 
 
-def _served(algorithm: Algorithm, case: Case) -> dict[str, Tensor]:
+def _results_of(algorithm: Algorithm, case: Case) -> dict[str, Tensor]:
     """Personal models, statistics of inputs and metrics after three rounds, and those of a preparation."""
     fed = federation(algorithm, "loop", case)
     setting = fed.engine.experiment

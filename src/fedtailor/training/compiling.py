@@ -39,7 +39,7 @@ def batch_loss(
 
 
 def check(experiment: Experiment, how: Arithmetic, batch_size: int) -> None:
-    """Compile a first step, so that what is in the way is said before there is a run."""
+    """Compile a first step, so that errors come before there is a run."""
     model = experiment.model
     if model.warm_starts:
         raise ConfigError("local.compile: not for equilibrium models, whose solver decides in each step when to stop")

@@ -52,17 +52,6 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step and an epoch are made of, and what lasts from one round to the next."""
-
-    epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
-    accumulate: int = 1  # batches whose gradients make one step
-    keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
-    refit: int = 0  # epochs in which a private part is fitted to the newest common part before it predicts
-    optimizer_state: Tree = field(default=None, compare=False)  # what it remembers before the first
-
-
-@dataclass(frozen=True)
 class SolverOptions:
     """The fields of `Solver`, the same for every algorithm."""
 
@@ -75,32 +64,21 @@ class SolverOptions:
     augment: Literal["crop-flip"] | None = None
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     schedule: Schedule = field(default_factory=Schedule)
-    work: Work = field(default_factory=Work)
-
-    @property
-    def epoch(self) -> int:
-        """Steps that count as an epoch; 0 is a pass over the data."""
-        return self.work.epoch
-
-    @property
-    def refit(self) -> int:
-        """Epochs in which a private part is fitted to the newest common part before it predicts."""
-        return self.work.refit
-
-    @property
-    def optimizer_state(self) -> Tree:
-        """What a client's optimizers remember before the first round; None: they begin anew in every one."""
-        return self.work.optimizer_state
+    epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
+    accumulate: int = 1  # batches whose gradients make one step
+    keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
+    refit: int = 0  # epochs in which a private part is fitted to the newest common part before it predicts
+    optimizer_state: Tree = field(default=None, compare=False)  # what optimizers remember at first; None: nothing
 
     @property
     def step_size(self) -> int:
         """Samples of a step; 0 is the whole data."""
-        return self.batch_size * self.work.accumulate
+        return self.batch_size * self.accumulate
 
     @property
     def keeps_state(self) -> bool:
         """Whether clients keep what an optimizer remembers; plain descent remembers nothing."""
-        return self.work.keep_state and not (self.optimizer == "sgd" and not self.momentum)
+        return self.keep_state and not (self.optimizer == "sgd" and not self.momentum)
 
     @property
     def is_plain(self) -> bool:

@@ -148,7 +148,7 @@ def _accumulate(
 ) -> tuple[Params, Tensor | None]:
     """The gradient of a step, and whether it counts: of one batch or, weighted by samples, the mean of several."""
     solver, whole = training.solver, samples[1].shape[int(training.is_stacked)]
-    if solver.work.accumulate == 1:
+    if solver.accumulate == 1:
         return of_part(batch, samples)
     total: Params = {}
     counts: Tensor | None = None

@@ -1,1 +1,1 @@
-"""One file per data set, or per way to bring one's own; each has `load`."""
+"""Data sources, one per file; each has `load(config, *, seed, root)`, which returns a `FederatedData`."""

@@ -1,4 +1,4 @@
-"""CIFAR-100: dealt by a partition of its 100 classes; or by superclass, whose members look different at each client."""
+"""CIFAR-100: a partition of its 100 classes, or superclasses as labels with different classes at each client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUPERCLASSES, CLASSES = 20, 100
 def load(
     config: Cifar100Config, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Read, deal and split the images that a configuration asks for."""
+    """Read, distribute and split the images of a configuration."""
     folder = data_root(root)
     files = [locate(folder, f"{FOLDER}/{part}.bin", config.source) for part in TRAIN_TEST[config.use]]
     coarse, fine, images = (np.concatenate(x) for x in zip(*map(read, files), strict=True))
@@ -39,7 +39,7 @@ def load(
 
 
 def read(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]:
-    """Superclasses, classes and images [records, 3, 32, 32] of a binary file, whole or a part of it."""
+    """Superclasses, classes and images [records, 3, 32, 32] of a binary file of any number of records."""
     content = np.frombuffer(read_bytes(path), np.uint8)
     if not len(content) or len(content) % RECORD:
         raise DataError(f"{path}: has {len(content)} bytes, not records of {RECORD}; remove it and fetch it again")
@@ -51,7 +51,7 @@ def read(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.u
 def by_members(
     coarse: NDArray[np.int64], fine: NDArray[np.int64], clients: int, members: int, seed: int
 ) -> list[NDArray[np.int64]]:
-    """Of every superclass each client has `members` classes, and an equal share of each with its other holders."""
+    """Give each client `members` classes of every superclass, and an equal share of each with its other holders."""
     held: list[list[NDArray[np.int64]]] = [[] for _ in range(clients)]
     for k in np.unique(coarse).tolist():
         rows = np.flatnonzero(coarse == k)

@@ -1,4 +1,4 @@
-"""CLINC150: requests to an assistant. Larson et al., EMNLP 2019. What is outside of all intents is left out."""
+"""CLINC150: requests to an assistant (Larson et al., EMNLP 2019), without those outside of all intents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = ("train", "val", "test")  # pooled: each client's samples are split agai
 
 
 def load(config: Clinc150Config, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read, deal and split the sentences that a configuration asks for."""
+    """Read, distribute and split the sentences of a configuration."""
     folder = data_root(root)
     domains = _domains(locate(folder, DOMAINS, config.source))
     intents = tuple(sorted(intent for own in domains.values() for intent in own))

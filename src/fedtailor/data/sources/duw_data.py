@@ -1,6 +1,6 @@
-"""The data of the DUW paper: MNIST dealt by its own lists, and dog breeds in the shape of its five clients.
+"""The data of the DUW paper: MNIST by its own index lists, and dog breeds distributed like its five clients.
 
-All clients are tested on class-balanced data, of which each has a part.
+The test set is class-balanced; each client has a part of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load(
     root: Path | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> FederatedData:
-    """Read and deal the data that a configuration asks for."""
+    """Read and distribute the data of a configuration."""
     read: Callable[..., FederatedData] = _mnist if isinstance(config, DuwMnistConfig) else _dogs
     return read(config, seed, data_root(root), dtype)
 
@@ -60,7 +60,7 @@ def _mnist(config: DuwMnistConfig, seed: int, root: Path, dtype: torch.dtype) ->
     lists = read_npz(path, [f"{key}__{k}" for k in range(clients)], equal=False)
     parts = [np.sort(v.astype(np.int64)) for v in lists.values()]
     if max(part.max() for part in parts) >= len(train.labels):
-        raise DataError(f"{path}: counts more images than MNIST's training set has; put the right files there")
+        raise DataError(f"{path}: has indices beyond MNIST's training set; put the right files there")
     notes = (f"environment {config.environment} of the DUW paper", *partitions.describe(parts, train.labels))
     return _federate(config, seed, parts, train.convert, test.convert, test.labels, DIGITS, (*notes, train.note))
 
@@ -70,7 +70,7 @@ def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype)
     arrays = read_npz(path, ("feat_u8", "y", "scale", "classes"), equal=False)
     features, labels = arrays["feat_u8"], check_labels(path, arrays["y"], 120).astype(np.int64)
     rows = np.arange(len(labels))
-    known = rows < len(rows) * 4 // 5  # rows go round the classes, so that any such cut is balanced
+    known = rows < len(rows) * 4 // 5  # classes take turns, so that any such cut is balanced
     try:
         wanted = json.loads(read_bytes(table))["Size of samples for labels in clients"]
         counts = np.zeros((len(wanted), 120), dtype=np.int64)
@@ -92,7 +92,7 @@ def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype)
     def convert_test(index: Indices) -> tuple[Tensor, Tensor]:
         return convert(test[index])
 
-    notes: tuple[str, ...] = ("120 breeds in the shape of the DUW paper's five clients",)
+    notes: tuple[str, ...] = ("120 breeds distributed like the DUW paper's five clients",)
     notes += (f"features: {config.components} principal axes of the training rows",) if config.components else ()
     notes += partitions.describe(parts, labels)
     names = tuple(str(c, "utf-8") if isinstance(c, bytes) else str(c) for c in arrays["classes"].tolist())
@@ -100,17 +100,17 @@ def _dogs(config: StanfordDogsConfig, seed: int, root: Path, dtype: torch.dtype)
 
 
 def _principal_axes(features: NDArray[Any], count: int) -> Tensor:
-    """[features, count] orthonormal, of the second moments of training rows, largest first.
+    """Orthonormal axes [features, count] of the training rows' second moments, largest first.
 
-    Features are not centred: a linear layer trains on what is kept as it would on all of them.
+    Features are not centred, so that a linear layer trains on the projections as it would on the features.
     """
     x = torch.from_numpy(features).double()
     axes = torch.linalg.eigh(x.T @ x)[1].flip(1)[:, :count]
-    return axes * axes.sum(0).sign()  # an axis has no sign of its own
+    return axes * axes.sum(0).sign()  # the sign of an axis is arbitrary
 
 
 def _deal_in_shape(counts: NDArray[np.int64], labels: NDArray[np.int64], rows: Indices) -> list[Indices]:
-    """Rows of each class dealt to clients in the proportions of a table [clients, classes]."""
+    """Distribute the rows of each class in the proportions of a table [clients, classes]."""
     dealt: list[list[Indices]] = [[] for _ in counts]
     for label in range(counts.shape[1]):
         own = rows[labels[rows] == label]
@@ -130,7 +130,7 @@ def _federate(
     classes: tuple[str, ...],
     notes: tuple[str, ...],
 ) -> FederatedData:
-    """Validation data are drawn from each client's own; the common test set is dealt in equal parts."""
+    """Draw validation samples from each client's own, and give each an equal part of the common test set."""
     names = client_names(len(parts))
     orders = [stream(seed, name, "split").permutation(len(part)) for name, part in zip(names, parts, strict=True)]
     held = [int(len(part) * config.val) for part in parts]
@@ -145,5 +145,5 @@ def _federate(
         test=gather(whole, [np.arange(len(part)) for part in whole], convert_test),
         outputs=len(classes),
         classes=classes,
-        notes=(*notes, f"val {config.val:g} of each client; every client has a part of one class-balanced test set"),
+        notes=(*notes, f"val {config.val:g} of each client; each client has a part of one class-balanced test set"),
     )

@@ -21,7 +21,7 @@ DAY = 24
 
 
 def load(config: ElectricityConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Windows of each meter's own series, cut in time: training before validation before test."""
+    """Windows of each meter's series, split in time: training before validation before test."""
     path = locate(data_root(root), FILE, config.source)
     names, series = _parse(path, read_bytes(path))
     hours = len(series)
@@ -32,7 +32,7 @@ def load(config: ElectricityConfig, *, seed: int, root: Path | None = None) -> F
     chosen = _choose(series[:val_from], config.clients)
     mean, sd = series[:val_from].mean(0), series[:val_from].std(0)
     scaled = ((series - mean) / np.where(sd > 0, sd, 1.0))[:, chosen]
-    how = "all" if len(chosen) == len(names) else "the most distinct, by farthest daily profile"
+    how = "all" if len(chosen) == len(names) else "the most distinct daily profiles"
     return FederatedData(
         name="electricity",
         task="regression",
@@ -44,8 +44,8 @@ def load(config: ElectricityConfig, *, seed: int, root: Path | None = None) -> F
         features=tuple(f"lag {k}" for k in range(config.window, 0, -1)),
         notes=(
             f"{len(chosen)} of {len(names)} meters: {how}",
-            f"{hours} hours, cut in time: training to hour {val_from}, validation to {test_from}, then test",
-            "each meter's load is scaled by mean and spread of its own training hours; errors are in these units",
+            f"{hours} hours, split in time: training to hour {val_from}, validation to {test_from}, then test",
+            "loads are scaled by mean and standard deviation of each meter's training hours; errors are in these units",
         ),
     )
 
@@ -63,7 +63,7 @@ def _parse(path: Path, content: bytes) -> tuple[list[str], Floats]:
 
 
 def _choose(series: Floats, clients: int) -> list[int]:
-    """All meters, or those farthest apart: each next one is farthest from those already chosen."""
+    """All meters, or by farthest-point sampling of their daily profiles."""
     if clients == 0 or clients == series.shape[1]:
         return list(range(series.shape[1]))
     if clients > series.shape[1]:
@@ -79,7 +79,7 @@ def _choose(series: Floats, clients: int) -> list[int]:
 
 
 def _windows(scaled: Floats, window: int, first: int, last: int) -> Rows:
-    """For every meter the targets at hours first..last - 1, each with the `window` hours before it."""
+    """Each meter's targets at hours first..last - 1, with the `window` hours before each."""
     hours = np.arange(first, last)
     x = scaled[hours[:, None] + np.arange(-window, 0)]  # [hours, window, meters]
     meters = scaled.shape[1]

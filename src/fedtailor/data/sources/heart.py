@@ -1,4 +1,4 @@
-"""UCI heart disease: four hospitals, 13 columns, is heart disease present?"""
+"""UCI heart disease: 13 columns at four hospitals; the target is whether heart disease is present."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import HeartDiseaseConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import read_bytes
-from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
-from fedtailor.data.tabular.preparation import Floats
+from fedtailor.data.tabular.encode import SiteColumns, encode_sites
+from fedtailor.data.tabular.preparation import Floats, TargetColumn
 from fedtailor.errors import DataError
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -27,7 +27,7 @@ def load(config: HeartDiseaseConfig, *, seed: int, root: Path | None = None) -> 
     """Read the four hospitals' processed files."""
     folder = data_root(root)
     sites = [_read(hospital, folder) for hospital in HOSPITALS]
-    target = Target("classification", ("absent", "present"), name="num")
+    target = TargetColumn(name="num", task="classification", classes=("absent", "present"))
     notes = (
         "samples per client: " + ", ".join(f"{site.name} {len(site.y)}" for site in sites),
         f"a recorded 0 counts as missing in: {', '.join(ZERO_IS_MISSING)}",

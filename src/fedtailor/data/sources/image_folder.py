@@ -23,7 +23,7 @@ MODES = {"rgb": "RGB", "grey": "L"}
 
 
 class ImageEntry(NamedTuple):
-    """One image."""
+    """One image of a client."""
 
     client: str
     label: str
@@ -33,11 +33,11 @@ class ImageEntry(NamedTuple):
 def load(
     config: ImageFolderConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Read all images at the size asked for, and split each client's."""
+    """Read all images, scale them to one size, and split each client's."""
     images = list_images(config)
     clients, classes = sorted({e.client for e in images}), sorted({e.label for e in images})
     if len(classes) < 2:
-        raise DataError(f'{config.path}: all images are of the class "{classes[0]}"; there is nothing to tell')
+        raise DataError(f'{config.path}: all images are of the class "{classes[0]}"; at least two classes are needed')
     number, owner = ({name: i for i, name in enumerate(names)} for names in (classes, clients))
     labels = np.array([number[e.label] for e in images], np.int64)
     parts = partitions.natural(np.array([owner[e.client] for e in images], np.int64))
@@ -71,7 +71,7 @@ def _subfolders(path: Path) -> list[Path]:
 
 
 def _read_listing(path: Path) -> list[ImageEntry]:
-    """The rows of a table; relative paths begin at its folder."""
+    """Images of a table of paths, which are relative to its folder."""
     return [
         ImageEntry(c, label, path.parent / file)
         for c, label, file in read_text_columns(path, "client", "label", "path")

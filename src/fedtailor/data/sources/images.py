@@ -1,4 +1,4 @@
-"""Image sources: digits, MNIST, Fashion-MNIST and CIFAR-10, dealt by a partition; QMNIST, one client per writer."""
+"""Digits, MNIST, Fashion-MNIST and CIFAR-10, distributed by a partition; QMNIST, one client per writer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def load(
     config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Read, deal and split the images that a configuration asks for."""
+    """Read, distribute and split the images of a configuration."""
     folder = data_root(root)
     match config:
         case QmnistConfig():
@@ -108,7 +108,7 @@ def _qmnist(config: QmnistConfig, seed: int, root: Path, dtype: torch.dtype) -> 
 
 
 def _writers(root: Path, pool: ImagePool, use: str) -> NDArray[np.int64]:
-    """Writer of each pooled MNIST image; QMNIST's rows are in MNIST's order (of its test rows, the first ones)."""
+    """Writer of each pooled MNIST image. QMNIST's rows are in MNIST's order; only its first test rows are in MNIST."""
     writers: list[NDArray[np.int64]] = []
     rest = pool.labels
     for part in TRAIN_TEST[use]:

@@ -1,4 +1,4 @@
-"""A source of the user's own: `data.source = "my.module:load"`, a function of the seed and its options."""
+"""A user's function as a source: `data.source = "my.module:load"`, called with the seed and its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedtailor.plugins import import_object
 
 
 def load(config: OwnConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """What the function returns for this seed and these options."""
+    """Call the function with the seed and the configured options."""
     function, options = import_object("data.source", config.load), dict(config.model_extra or {})
     if not callable(function):
         raise DataError(f'data.source: "{config.load}" is not a function load(seed, **options)')

@@ -20,7 +20,7 @@ Samples = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 def load(config: PFLlibConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Test data is PFLlib's own; validation data is cut from its training data, which has none."""
+    """PFLlib's own test data; validation data is taken from its training data."""
     folder = expand_home(config.path)
     files = sorted((folder / "train").glob("*.npz"), key=lambda file: (len(file.stem), file.stem))
     if not files:

@@ -20,7 +20,7 @@ SHIFT = 10.0  # a client's shift is drawn from U(-10, 10)
 
 
 def load(config: PolynomialConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Draw the polynomial task; `root` is not needed."""
+    """Generate the data; `root` is not needed."""
     inputs, shifts = _draw(config, seed if config.drawn is None else config.drawn)
     names = client_names(config.clients)
     truth = coefficients(shifts, config.setting)
@@ -75,7 +75,7 @@ def _draw(config: PolynomialConfig, seed: int) -> tuple[list[Floats], Floats]:
             f"data.samples = {config.samples}: {client_names(config.clients)[int(sizes.argmin())]} gets none "
             'in layout "sorted"; raise data.samples or lower data.clients'
         )
-    return np.split(x, sizes.cumsum())[:-1], shifts  # what rounding down leaves over belongs to nobody
+    return np.split(x, sizes.cumsum())[:-1], shifts  # samples left over by rounding down are not used
 
 
 def _powers(x: Floats) -> Floats:

@@ -1,6 +1,6 @@
-"""Data of a federation that a program made: tensors in safetensors, the rest in JSON, in one folder.
+"""A federation's data in a folder: tensors in safetensors, the rest in JSON.
 
-Arrays that lie in files of their own are not copied: the folder names the file, and what it held.
+Mapped arrays are not copied: the folder has the path of their file and a hash of its ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedtailor.errors import DataError
 
 TENSORS, ABOUT = "data.safetensors", "data.json"
 WORDS = ("name", "task", "outputs", "clients", "classes", "features", "notes")
-ENDS = 2**20  # bytes at either end of a large file by which it is known again
+ENDS = 2**20  # bytes at either end of a file that are hashed
 
 
 def save(data: FederatedData, folder: Path) -> None:
@@ -44,7 +44,7 @@ def save(data: FederatedData, folder: Path) -> None:
 
 
 def _describe_inputs(x: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """What to write of inputs that are not one tensor; tensors are added to those of the file."""
+    """Describe inputs as JSON; their tensors are added to `tensors`."""
     if isinstance(x, Tensor):
         tensors[key] = x
         return {"tensor": key}
@@ -75,14 +75,14 @@ def _restore_inputs(about: Any, tensors: Mapping[str, Tensor]) -> Any:
         return Chosen(_restore_inputs(about["chosen"], tensors), tensors[about["at"]])
     path = Path(about["file"])
     if not path.is_file():
-        raise DataError(f"{path}: the samples of this run lay there, and do no longer; put the file back")
+        raise DataError(f"{path}: this file with samples of the run is no longer there; put the file back")
     if _file_mark(path) != about["holds"]:
         raise DataError(f"{path}: the file is no longer what the run was started with")
     return MappedArray(path, about["key"], about["scale"])
 
 
 def _file_mark(path: Path) -> str:
-    """Of a file that may be too large to be read whole: its length, and what its ends hold."""
+    """Size of a file and a hash of its ends, as it may be too large to be read whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = hashlib.blake2b(file.read(ENDS), digest_size=16)
@@ -92,7 +92,7 @@ def _file_mark(path: Path) -> str:
 
 
 def validation_samples(config: SavedConfig) -> int:
-    """How many there are of all clients together; only the head of the file is read."""
+    """Number of validation samples of all clients; only the file's header is read."""
     folder = expand_home(config.path)
     try:
         with safe_open(folder / TENSORS, "pt") as file:
@@ -102,7 +102,7 @@ def validation_samples(config: SavedConfig) -> int:
 
 
 def load(config: SavedConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read what `save` wrote; neither seed nor `root` is needed, the split was made before."""
+    """Read what `save` wrote. Seed and `root` are not needed, as the data is split already."""
     folder = expand_home(config.path)
     try:
         tensors: dict[str, Tensor] = load_file(folder / TENSORS)

@@ -15,19 +15,20 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SchoolConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import read_bytes
-from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
+from fedtailor.data.tabular.encode import SiteColumns, encode_sites
+from fedtailor.data.tabular.preparation import TargetColumn
 from fedtailor.errors import DataError
 
 FILE = "school/school.mat"
 SCORES = (1, 70)  # the lowest and the highest score: the target is between 0 and 1
-HEADER, VERSION = 128, b"\x00\x01IM"  # of a file with the low byte first
+HEADER, VERSION = 128, b"\x00\x01IM"  # of a little-endian file
 MATRIX, COMPRESSED = 14, 15  # types of elements
 CELLS, COMPLEX = 1, 1 << 11  # class and flag of a matrix
 NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
 
 
 def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Every school is a client."""
+    """Every school as a client."""
     tables = read_schools(locate(data_root(root), FILE, config.source))
     columns = tuple(f"x{i:02d}" for i in range(tables[0][0].shape[1] - 1))  # the last is a constant
     low, high = SCORES
@@ -43,12 +44,12 @@ def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> Federa
         for i, (x, y) in enumerate(tables)
     ]
     notes = (f"{sum(len(site.y) for site in sites)} pupils in {len(sites)} schools; scores {low} to {high} as 0 to 1",)
-    target = Target("regression", name="score")
+    target = TargetColumn(name="score", task="regression")
     return encode_sites(config.source, sites, columns, target, config, config.standardise, seed=seed, notes=notes)
 
 
 def read_schools(path: Path) -> list[tuple[Any, Any]]:
-    """Features and scores of each school."""
+    """Features and scores of each school, from a MATLAB 5 file."""
     try:
         cells = read_cells(read_bytes(path))
         tables = [
@@ -63,7 +64,12 @@ def read_schools(path: Path) -> list[tuple[Any, Any]]:
 
 
 def read_cells(content: bytes) -> dict[str, list[np.ndarray[Any, Any]]]:
-    """By name of a variable the matrices in its cells; what is no cells is left out. `ValueError` if it is damaged."""
+    """Matrices in the cell arrays of a MATLAB 5 file, by variable; other variables are skipped.
+
+    scipy reads these files too, but a damaged one ends the process there; here it is a `ValueError`. An element is a
+    tag (type, length) and its bytes, padded to eight; a matrix is an element that consists of elements. See the
+    MathWorks' "MAT-File Level 5 File Format".
+    """
     if len(content) < HEADER or content[HEADER - 4 : HEADER] != VERSION:
         raise ValueError("no MATLAB 5 file")
     out = {}
@@ -84,7 +90,7 @@ def _decompress(part: bytes) -> bytes:
 
 
 def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Type and bytes of one element after the other."""
+    """Type and bytes of each element."""
     at = 0
     while at < len(content):
         if at + 8 > len(content):
@@ -101,7 +107,7 @@ def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _matrix(content: bytes, *, may_be_cells: bool = True) -> tuple[str, Any]:
-    """Name and content: a list of cells, numbers, or None for what is neither."""
+    """Name and content: a list of cells, an array, or None for other kinds of matrices."""
     parts = list(_elements(content))
     if len(parts) < 3 or len(parts[0][1]) != 8 or len(parts[1][1]) % 4 or not parts[1][1]:
         raise ValueError("a matrix without flags, sizes or name")

@@ -1,4 +1,4 @@
-"""Shakespeare's plays by role: each role foretells the next character of its own lines."""
+"""Shakespeare's plays by role: each role predicts the next character of its own lines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WINDOW = 80
 
 
 def load(config: ShakespeareConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Windows of 80 characters of each role's speeches, and the character after each; cut in time."""
+    """Windows of 80 characters of each role's speeches, with the next character as target; split in time."""
     path = locate(data_root(root), FILE, config.source)
     texts = _parse(path)
     characters = sorted(set("".join(texts.values())))  # of all roles, so that ids do not depend on who is picked
@@ -58,7 +58,7 @@ def load(config: ShakespeareConfig, *, seed: int, root: Path | None = None) -> F
 
 
 def _parse(path: Path) -> dict[str, str]:
-    """The lines of each role, "play: role", one speech after the other."""
+    """The speeches of each role, by "play: role"."""
     try:
         plays = json.loads(read_bytes(path))
         return {
@@ -71,7 +71,7 @@ def _parse(path: Path) -> dict[str, str]:
 
 
 def _ends(characters: int, stride: int, most: int | None) -> NDArray[np.int64]:
-    """Positions to foretell, evenly spaced: every stride-th, or wider apart where there are more than `most`."""
+    """Positions to predict, evenly spaced: every stride-th, or fewer if there are more than `most`."""
     ends = np.arange(WINDOW, characters, stride)
     if most is None or len(ends) <= most:
         return ends

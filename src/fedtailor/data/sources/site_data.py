@@ -1,7 +1,7 @@
-"""The data of one site of a federation, read beside it: its own table, or rows that were prepared before.
+"""The data of one site of a federation, read at the site: its table, or prepared rows.
 
-Nothing here can be learnt from the other sites: classes and categories are agreed on beforehand and stand in each
-site's file, scales are the site's own.
+Nothing is learnt from the other sites: classes and categories are agreed on beforehand and are in each site's
+site.toml, scales are the site's own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.data.configs import SitesConfig, SplitConfig
 from fedtailor.data.splits import starts
 from fedtailor.data.tabular.columns import ClientTable
-from fedtailor.data.tabular.encode import SiteColumns, Target, encode_sites
-from fedtailor.data.tabular.preparation import Floats, Preparation
+from fedtailor.data.tabular.encode import SiteColumns, encode_sites
+from fedtailor.data.tabular.preparation import Floats, Preparation, TargetColumn
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
 from fedtailor.data.tabular.target import numeric_values, refuse_text, require_target
 from fedtailor.errors import DataError, nearest
@@ -32,7 +32,7 @@ PREPARED = ".safetensors"
 
 
 class SiteData(SplitConfig):
-    """Where a site's samples are, and how they are read."""
+    """Where a site's samples are, and how to read them."""
 
     path: Path = Field(description=f"A table ({', '.join(SUFFIXES)}), or prepared rows ({PREPARED}).")
     target: str = Field(default="", description="Column to predict.")
@@ -61,12 +61,12 @@ class SiteData(SplitConfig):
 
 
 def load(config: SitesConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """It is not here: there is nothing to load."""
+    """Always an error: the data is at the sites."""
     raise DataError('data.source = "sites": the data is at the sites; run this with fedtailor federation submit')
 
 
 def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
-    """The data of this site as that of a federation of one client."""
+    """The data of a site, as a federation of one client."""
     if config.path.suffix == PREPARED:
         return _read_prepared(config.path, name)
     if client_name(config.path) is None:
@@ -75,7 +75,7 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
     for column in (config.target, *config.numeric, *config.categories):
         if column not in table.columns:
             raise DataError(f'{table.path}: no column "{column}"; {nearest(column, table.columns)}')
-    require_target({name: table}, config.target)
+    require_target([table], config.target)
     site = SiteColumns(
         name=name,
         file=str(table.path),
@@ -83,7 +83,9 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
         categorical={c: table.columns[c].labels() for c in config.categories},
         y=_read_target(table, config),
     )
-    target = Target("classification" if config.classes else "regression", config.classes, name=config.target)
+    target = TargetColumn(
+        name=config.target, task="classification" if config.classes else "regression", classes=config.classes
+    )
     columns = (*config.numeric, *config.categories)
     data = encode_sites(
         name, [site], columns, target, config, config.standardise, seed=seed, categories=config.categories
@@ -96,14 +98,14 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
 
 
 def _fill_gaps(table: ClientTable, column: str, fill: dict[str, float]) -> Floats:
-    refuse_text({"": table}, column, "name it under [data.categories]")
+    refuse_text([table], column, "name it under [data.categories]")
     values = numeric_values(table.columns[column])
     return np.where(np.isnan(values), fill[column], values) if column in fill else values
 
 
 def _read_target(table: ClientTable, config: SiteData) -> NDArray[Any]:
     if not config.classes:
-        refuse_text({"": table}, config.target, "list data.classes")
+        refuse_text([table], config.target, "list data.classes")
         values = numeric_values(table.columns[config.target])
         mean, spread = config.target_scale or (0.0, 1.0)
         return (values - mean) / spread
@@ -118,7 +120,7 @@ def _read_target(table: ClientTable, config: SiteData) -> NDArray[Any]:
 
 
 def write_prepared(path: Path, data: FederatedData, client: int) -> None:
-    """One client's rows as a file for a site."""
+    """Write one client's rows to a file for a site."""
     tensors: dict[str, Tensor] = {}
     for split in ("train", "val", "test"):
         x, y = getattr(data, split).of(client)
@@ -137,7 +139,7 @@ def write_prepared(path: Path, data: FederatedData, client: int) -> None:
 
 
 def _read_inputs(file: Any, split: str) -> Any:
-    """One tensor, or named ones."""
+    """Inputs of a split: one tensor, or named ones."""
     prefix = f"{split}.x."
     named = {k.removeprefix(prefix): file.get_tensor(k) for k in file.keys() if k.startswith(prefix)}  # noqa: SIM118
     return named or file.get_tensor(f"{split}.x")

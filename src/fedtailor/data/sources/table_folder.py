@@ -10,9 +10,9 @@ from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.splits import split
 from fedtailor.data.tabular.columns import ClientTable
-from fedtailor.data.tabular.encode import Target, pooled_moments, stack_rows
+from fedtailor.data.tabular.encode import pooled_moments, stack_rows
 from fedtailor.data.tabular.preparation import CategoryColumn, Floats, NumberColumn, Preparation, Scale
-from fedtailor.data.tabular.prepare import check_newcomers, prepare_tables, rename_columns
+from fedtailor.data.tabular.prepare import check_newcomer, prepare_tables, rename_columns
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_client_tables, read_table
 from fedtailor.data.tabular.target import (
     newcomer_target,
@@ -22,14 +22,14 @@ from fedtailor.errors import DataError
 
 
 def load(config: FolderConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read all files of a folder, agree on columns and types, split and encode; `root` is not needed."""
+    """Read, prepare, split and encode the tables of all clients; `root` is not needed."""
     return prepare_tables(read_client_tables(config), config, seed)
 
 
 def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> FederatedData:
-    """One more client, prepared as those of the folder are; they decide on columns, types, classes and scales."""
+    """A new client, prepared like those of the folder, which determine columns, types, classes and scales."""
     if client_name(path) is None:
-        raise DataError(f"{path}: not a file of data; the run reads {', '.join(SUFFIXES)}")
+        raise DataError(f"{path}: not a data file; the run reads {', '.join(SUFFIXES)}")
     tables = read_client_tables(config)
     if name in tables:
         raise DataError(f'{tables[name].path}: "{name}" is a client of the run already; choose another name')
@@ -39,16 +39,14 @@ def load_newcomer(config: FolderConfig, path: Path, name: str, *, seed: int) -> 
 def prepare_newcomer(
     preparation: Preparation, config: FolderConfig, table: ClientTable, name: str, seed: int
 ) -> FederatedData:
-    """The newcomer as a federation of one; columns, classes and common scales are those of the run."""
-    target_column = preparation.target
-    columns = preparation.columns
-    table = rename_columns(table, (target_column.name, *(c.name for c in columns)))
+    """A newcomer as a federation of one, prepared as recorded in a run, without the other clients' files."""
+    target, columns = preparation.target, preparation.columns
+    table = rename_columns(table, (target.name, *(c.name for c in columns)))
     kinds = {c.name: isinstance(c, CategoryColumn) for c in columns}
     dates = [c.name for c in columns if isinstance(c, NumberColumn) and c.is_date]
-    check_newcomers({name: table}, target_column.name, kinds, dates)
-    target = Target(target_column.task, target_column.classes, name=target_column.name, is_log=target_column.is_log)
-    y = newcomer_target(table, target_column.name, target)
-    is_class = target_column.task == "classification"
+    check_newcomer(table, target.name, kinds, dates)
+    y = newcomer_target(table, target.name, target)
+    is_class = target.task == "classification"
     cut = split(len(y), y if is_class else None, config, seed=seed, client=name)
     numeric = {
         c: numeric_values(table.columns[c].of_kind(c in dates)) for c, is_category in kinds.items() if not is_category
@@ -65,16 +63,16 @@ def prepare_newcomer(
     notes: list[str] = []
     x = mine.encode(name, numeric, categorical, str(table.path), notes)
     if not is_class:
-        y = target_column.standardise(y)
+        y = target.standardise(y)
     return FederatedData(
         name=Path(config.path).stem or "folder",
-        task=target_column.task,
+        task=target.task,
         clients=(name,),
         train=stack_rows([x], [y], [cut.train]),
         val=stack_rows([x], [y], [cut.val]),
         test=stack_rows([x], [y], [cut.test]),
-        outputs=len(target_column.classes) if is_class else 1,
-        classes=target_column.classes,
+        outputs=len(target.classes) if is_class else 1,
+        classes=target.classes,
         features=mine.features,
         notes=tuple(notes),
         preparation=mine,
@@ -82,7 +80,7 @@ def prepare_newcomer(
 
 
 def _newcomer_scale(column: NumberColumn, train: Floats, config: FolderConfig) -> Scale:
-    """As those of the run, filled with the newcomer's own median where it has values."""
+    """A scale like those of the run, with the newcomer's median if it has values."""
     known = train[~np.isnan(train)]
     sites = list(column.sites.values())
     median = float(np.median(known)) if len(known) else float(np.median([s.median for s in sites]))

@@ -17,11 +17,13 @@ from fedtailor.errors import DataError
 
 
 def load(config: TextConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Read the files, turn sentences into token ids, and split each client's."""
+    """Read sentences, convert them to token ids, and split each client's."""
     rows = _rows(config)
     clients, classes = sorted({r[0] for r in rows}), sorted({r[2] for r in rows})
     if len(classes) < 2:
-        raise DataError(f'{config.path}: column "{config.target}" has only "{classes[0]}"; there is nothing to tell')
+        raise DataError(
+            f'{config.path}: column "{config.target}" has only the class "{classes[0]}"; at least two are needed'
+        )
     number = {label: i for i, label in enumerate(classes)}
     labels = np.array([number[label] for _, _, label in rows], np.int64)
     owner = {client: i for i, client in enumerate(clients)}

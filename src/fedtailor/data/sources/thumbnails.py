@@ -1,4 +1,4 @@
-"""Thumbnails in one .npz file: Mini-ImageNet, dealt by a partition; PACS, one client per domain."""
+"""Thumbnails in one .npz file: Mini-ImageNet, distributed by a partition; PACS, one client per domain."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THINGS = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
 def load(
     config: MiniImageNetConfig | PacsConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Read, deal and split the thumbnails that a configuration asks for."""
+    """Read, distribute and split the thumbnails of a configuration."""
     folder = data_root(root)
     if isinstance(config, MiniImageNetConfig):
         return deal_pool(config.source, replace(_mini_imagenet(folder, config.use), dtype=dtype), config, seed)
@@ -57,7 +57,7 @@ def _pacs(root: Path, config: PacsConfig, seed: int, dtype: torch.dtype) -> Fede
 
 
 def _arrays(path: Path, group: str) -> dict[str, NDArray[Any]]:
-    """Images "x", labels "y" and what else groups them, of the right types."""
+    """Images "x", labels "y" and the array `group`; wrong types are errors."""
     arrays = read_npz(path, ("x", "y", group))
     x = arrays["x"]
     if x.ndim != 4 or x.shape[-1] != 3 or x.dtype != np.uint8:

@@ -1,1 +1,1 @@
-"""Tables of several sites: read, made alike, split and encoded as features."""
+"""Tables of several clients: read, align, prepare and encode as features."""

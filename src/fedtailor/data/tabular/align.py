@@ -1,28 +1,24 @@
-"""Tables of several sites as people keep them, made alike before anything is learnt; what was done is told.
+"""Align the tables of several sites before anything is learnt, with a note on every change.
 
-One name for Age and age, one category for Well and well, numbers and texts in one column as categories, ids left out,
-columns that a site does not have filled later.
+Age and age are one column, Well and well one category; a column of few numbers and texts is categorical, identifiers
+are left out, and a column that a site lacks is added to be imputed later.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tabular.columns import ClientTable, Column, is_compact
 from fedtailor.errors import DataError
 
-if TYPE_CHECKING:
-    pass
-
 Tables = dict[str, ClientTable]
 FEW_LABELS = 12  # numbers and texts in one column are categories if there are at most so many
-MAX_CATEGORIES = 50  # of a column of texts; of more only statistics of the target are features
+MAX_CATEGORIES = 50  # of a column of texts; a column of more is encoded by the target
 UNIQUE = 0.9  # share of distinct values in a column of names or ids
 FEWEST_IDS = 20
 _ID = re.compile(
@@ -33,17 +29,17 @@ _ID = re.compile(
 
 @dataclass(frozen=True)
 class AlignedTables:
-    """Tables that are alike, the configuration with what was settled, and notes."""
+    """Aligned tables, the configuration completed by what was decided, and notes."""
 
     tables: Tables
     config: FolderConfig
     notes: tuple[str, ...]
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # column -> sites that do not have it
-    many: tuple[str, ...] = ()  # columns with so many texts that they stand for statistics of the target
+    many: tuple[str, ...] = ()  # columns with too many texts for a feature each: encoded by the target
 
 
 def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
-    """Make the tables of all sites alike as far as nobody can object; the rest is left for others to refuse."""
+    """Align tables as far as it is safe; what remains different is refused later, with an error."""
     tables, renamed = _unify_names(tables, config)
     tables = _unify_dates(tables)
     tables, absent, gaps = _add_absent_columns(tables, config)
@@ -52,25 +48,25 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
     notes = [*renamed, *gaps]
     if ids:
         notes.append(
-            f"left out as they name rows: {', '.join(ids)}; to keep one: data.categorical = {_quote_list(ids[:1])}"
+            f"left out as they identify rows: {', '.join(ids)}; to keep one: data.categorical = {_quote_list(ids[:1])}"
         )
-    mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables, c)]
-    notes += [f'column "{c}" has numbers and texts: {_join_labels(tables, c)} are categories' for c in mixed]
+    mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables.values(), c)]
+    notes += [f'column "{c}" has numbers and texts: {_join_labels(tables.values(), c)} are categories' for c in mixed]
     config = config.model_copy(update={"ignore": (*config.ignore, *ids), "categorical": (*config.categorical, *mixed)})
     for column in (config.target, *(c for c in features if c not in ids)):
         tables, rewritten = _unify_spelling(tables, column)
         notes += rewritten
-    many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables, c))
+    many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables.values(), c))
     return AlignedTables(tables, config, tuple(notes), absent, many)
 
 
 def normalise_name(name: str) -> str:
-    """What two ways to write a name have in common."""
+    """A column name without case and punctuation."""
     return re.sub(r"[\W_]+", "_", name.strip().casefold()).strip("_")
 
 
 def match_columns(names: Sequence[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Columns of a file by their name in training, where they are written in another way."""
+    """Map column names of a file to the wanted ones from which they differ in case or punctuation."""
     forms: dict[str, list[str]] = {}
     for name in names:
         forms.setdefault(normalise_name(name), []).append(name)
@@ -105,7 +101,7 @@ def _unify_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str
 
 
 def _unify_dates(tables: Tables) -> Tables:
-    """Numbers of eight digits are dates if they are at all sites, or if another site writes dates in another way."""
+    """Numbers of eight digits are dates if they could be at all sites, or if another site has dates in another form."""
     names = dict.fromkeys(name for table in tables.values() for name in table.columns)
     for name in names:
         columns = [table.columns[name] for table in tables.values() if name in table.columns]
@@ -119,7 +115,7 @@ def _unify_dates(tables: Tables) -> Tables:
 
 
 def _add_absent_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, dict[str, tuple[str, ...]], list[str]]:
-    """Columns that a site does not have, as empty ones; not those that it may have under a similar name."""
+    """Add empty columns where a site lacks one, unless it has a column of a similar name."""
     import polars as pl
 
     everywhere = Counter(name for table in tables.values() for name in table.columns if name != config.target)
@@ -137,7 +133,7 @@ def _add_absent_columns(tables: Tables, config: FolderConfig) -> tuple[Tables, d
             tables = tables | {site: _set_column(tables[site], name, gap)}
             absent.setdefault(name, []).append(site)
     notes = [
-        f'column "{name}" is missing at {_name_some(sites)}: filled there as missing values are; '
+        f'column "{name}" is missing at {_name_some(sites)}: its values are imputed there; '
         f"to leave it out everywhere: data.ignore = {_quote_list([name])}"
         for name, sites in absent.items()
     ]
@@ -156,7 +152,7 @@ def _features(tables: Tables, config: FolderConfig) -> list[str]:
 
 
 def _is_id(name: str, columns: Sequence[Column]) -> bool:
-    """Names of rows: nearly all distinct, and called so or texts too many to be categories."""
+    """Whether a column identifies rows: nearly all values are distinct, and its name or its many texts suggest it."""
     if any(c.is_date for c in columns):
         return False
     rows = sum(c.text.count() for c in columns)
@@ -170,9 +166,9 @@ def _is_id(name: str, columns: Sequence[Column]) -> bool:
     return is_text and by_site > MAX_CATEGORIES
 
 
-def is_mixed(tables: Tables, name: str) -> bool:
-    """Whether whole numbers and texts that occur more than once are few enough to be categories: 0, 1, 2, 3+."""
-    columns = [table.columns[name] for table in tables.values()]
+def is_mixed(tables: Collection[ClientTable], name: str) -> bool:
+    """Whether a column has few distinct whole numbers and repeated texts, such as 0, 1, 2, 3+: categories."""
+    columns = [table.columns[name] for table in tables]
     if any(c.is_date or c.doubtful_date for c in columns):
         return False
     texts = Counter(text for c in columns for text in c.text.filter(c.is_text).to_list())
@@ -182,23 +178,23 @@ def is_mixed(tables: Tables, name: str) -> bool:
     return is_whole and len(_count_labels(tables, name)) <= FEW_LABELS
 
 
-def _count_labels(tables: Tables, name: str) -> Counter[str]:
-    """How often each category occurs, summed over the sites."""
+def _count_labels(tables: Collection[ClientTable], name: str) -> Counter[str]:
+    """Number of rows of each category over all sites."""
     out: Counter[str] = Counter()
-    for table in tables.values():
+    for table in tables:
         out.update(table.columns[name].labels().drop_nulls().to_list())
     return out
 
 
 def _unify_spelling(tables: Tables, name: str) -> tuple[Tables, list[str]]:
-    """Texts that differ in capitals and blanks alone are one, written as most write it."""
+    """Texts that differ only in case and blanks become the most frequent of them."""
     if any(name not in t.columns for t in tables.values()) or not any(
         t.columns[name].is_text.any() for t in tables.values()
     ):
         return tables, []
     best: dict[str, str] = {}
     other: dict[str, str] = {}
-    for text, _ in _count_labels(tables, name).most_common():
+    for text, _ in _count_labels(tables.values(), name).most_common():
         form = " ".join(text.casefold().split())
         if best.setdefault(form, text) != text:
             other[text] = best[form]
@@ -206,9 +202,9 @@ def _unify_spelling(tables: Tables, name: str) -> tuple[Tables, list[str]]:
     return _replace_values(tables, name, other), notes
 
 
-def _has_many(tables: Tables, name: str) -> bool:
-    """Whether a column has more texts than can have a feature each."""
-    columns = [table.columns[name] for table in tables.values()]
+def _has_many(tables: Collection[ClientTable], name: str) -> bool:
+    """Whether a column has too many texts for a feature each."""
+    columns = [table.columns[name] for table in tables]
     rows = sum(c.text.count() for c in columns)
     if any(c.doubtful_date for c in columns) or sum(int(c.is_text.sum()) for c in columns) < rows:
         return False
@@ -225,9 +221,9 @@ def _replace_values(tables: Tables, name: str, new: Mapping[str, str]) -> Tables
     return out
 
 
-def refuse_other_units(tables: Tables, name: str) -> None:
-    """Fail if a column is written with % or a currency at one site and without at another."""
-    by_unit = {t.columns[name].unit: t.path for t in tables.values() if t.columns[name].number.count()}
+def refuse_other_units(tables: Collection[ClientTable], name: str) -> None:
+    """Refuse a column with a unit (% or a currency) at one site and another or none at another."""
+    by_unit = {t.columns[name].unit: t.path for t in tables if t.columns[name].number.count()}
     if len(by_unit) > 1:
         (one, one_path), (other, other_path) = list(by_unit.items())[:2]
         raise DataError(
@@ -236,7 +232,7 @@ def refuse_other_units(tables: Tables, name: str) -> None:
         )
 
 
-def _join_labels(tables: Tables, name: str) -> str:
+def _join_labels(tables: Collection[ClientTable], name: str) -> str:
     return ", ".join(sorted(_count_labels(tables, name)))
 
 

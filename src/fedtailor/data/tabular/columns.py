@@ -1,4 +1,4 @@
-"""Columns of a table, known as text and, where possible, as numbers: $1,200, 45 %, 1,5, 9 Mar 2024, 20240109."""
+"""Columns of a table as text and, where possible, as numbers: $1,200, 45 %, 1,5, 9 Mar 2024, 20240109."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)
 # dates whose parts cannot be mistaken, and which part is year, month and day
 _DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
 _DOUBTFUL_DATE = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}\b"  # which of them is the day?
-# digits that are a name: leading zeros, more of them than a number can hold, 12E4
+# digits that are a code: leading zeros, more digits than a float64 has, 12E4
 _CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def first_value(text: pl.Series) -> str | None:
-    """The first value. Where all must be of one form it tells most columns apart, at a thousandth of the cost."""
+    """The first value. If all must have one form, it rules out most columns at a thousandth of the cost."""
     return next((value for value in text if value is not None), None)
 
 
 def parse_amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
-    """Numbers with a currency, a percent sign or commas, and the unit; None if this column is not written so."""
+    """Numbers of a column with a currency, a percent sign or commas, and the unit; None if it has none of them."""
     import polars as pl
 
     present = text.drop_nulls()
@@ -54,7 +54,7 @@ def parse_amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
         return None
     if (known.str.contains(_THOUSANDS) | known.str.contains(_PLAIN)).all():
         if not units[0] and known.filter(has_comma).str.contains(_THREE).all() and has_comma.any():
-            return None  # in doubt: see `doubtful_number`
+            return None  # ambiguous: see `doubtful_number`
         plain = digits.str.replace_all(",", "")
     elif (known.str.contains(_DECIMALS) | known.str.contains(r"^\d+$")).all():
         plain = digits.str.replace(",", ".")
@@ -65,7 +65,7 @@ def parse_amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
 
 
 def doubtful_number(text: pl.Series) -> str | None:
-    """A value such as 1,200 if every comma may be one of thousands or of decimals."""
+    """A value such as 1,200 if every comma may separate thousands or decimals."""
     present = text.drop_nulls().str.strip_chars_start("+-")
     commas = present.filter(present.str.contains(",", literal=True))
     if not len(commas) or not commas.str.contains(_THREE).all() or not present.str.contains(r"^[\d.,]+$").all():
@@ -74,7 +74,7 @@ def doubtful_number(text: pl.Series) -> str | None:
 
 
 def parse_named_days(text: pl.Series) -> pl.Series | None:
-    """Days since 1970-01-01 of dates with the name of the month; None if some value is none."""
+    """Days since 1970-01-01 of dates with the name of the month; None if some value is not one."""
     import polars as pl
 
     first = first_value(text)
@@ -88,7 +88,7 @@ def parse_named_days(text: pl.Series) -> pl.Series | None:
 
 
 def parse_compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | None:
-    """Days since 1970-01-01 of numbers such as 20240109, if all of a few or more are days."""
+    """Days since 1970-01-01 of numbers such as 20240109, if all of at least `fewest` are dates."""
     import polars as pl
 
     first = first_value(text)
@@ -102,7 +102,7 @@ def parse_compact_days(text: pl.Series, fewest: int = FEWEST) -> pl.Series | Non
 
 
 def is_compact(text: pl.Series) -> bool:
-    """Whether all values are numbers of eight digits, which may have been taken for dates."""
+    """Whether all values have eight digits, and may have been read as dates."""
     first = first_value(text)
     return first is not None and bool(re.search(r"^\d{8}$", first) and text.drop_nulls().str.contains(r"^\d{8}$").all())
 
@@ -123,7 +123,7 @@ class Column:
 
     @property
     def doubtful_date(self) -> str | None:
-        """A value, if all look like dates that may be day/month or month/day."""
+        """A value, if all look like dates whose day and month cannot be told apart."""
         first = first_value(self.text)
         if first is None or not re.search(_DOUBTFUL_DATE, first):
             return None
@@ -131,11 +131,11 @@ class Column:
 
     @property
     def doubtful_number(self) -> str | None:
-        """A value such as 1,200, if the comma may be one of thousands or of decimals."""
+        """A value such as 1,200, if its comma may separate thousands or decimals."""
         return doubtful_number(self.text) if self.is_text.any() else None
 
     def of_kind(self, is_date: bool) -> Column:
-        """Numbers of eight digits as dates or as plain numbers, whichever is wanted; others as they are."""
+        """The column with numbers of eight digits as dates or as plain numbers; other columns are unchanged."""
         import polars as pl
 
         if self.is_date == is_date or not is_compact(self.text):
@@ -146,7 +146,7 @@ class Column:
         return self if days is None else Column(self.text, days, is_date=True)
 
     def labels(self) -> pl.Series:
-        """Values as category names; whole numbers are written alike however the file writes them (1, 1.0)."""
+        """Values as category names; 1 and 1.0 have the same name."""
         import polars as pl
 
         distinct = self.number.drop_nulls().unique().to_list()
@@ -157,21 +157,20 @@ class Column:
         return named.fill_null(self.text)
 
     def names(self) -> pl.Series:
-        """Labels of sites and classes: codes such as 007 are kept as they are written."""
+        """Values as names of sites and classes; codes such as 007 are kept as they are."""
         return self.labels().zip_with(~self.text.str.contains(_CODE).fill_null(False), self.text)
 
 
 @dataclass(frozen=True)
 class ClientTable:
-    """One file."""
+    """The rows of one client."""
 
     path: Path
-    names: tuple[str, ...]  # of all columns, also the ignored ones
+    names: tuple[str, ...]  # including ignored columns
     columns: dict[str, Column]
     rows: int
 
     def only(self, keep: pl.Series) -> ClientTable:
-        """Some of its rows."""
         columns = {
             name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
             for name, column in self.columns.items()
@@ -229,7 +228,7 @@ def _format_number(number: float) -> str:
 
 
 def escape_formula(value: str) -> str:
-    """A name as it may stand in a CSV file: one that would be a formula gets a quote before it; numbers stay."""
+    """A text for a CSV file: a quote is put before what a spreadsheet would run as a formula."""
     if not value.startswith(FORMULA):
         return value
     try:

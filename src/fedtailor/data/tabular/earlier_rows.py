@@ -1,7 +1,7 @@
-"""Rows that a fit knows already: who they are, on which side of the split they stay, and which sites changed.
+"""Rows that a fit knows already: their side of the split, and which sites changed.
 
-A row is known by a hash of its features and its target, prepared as in the earlier fit. What was a test row is one
-again; new rows are split by the same rule.
+A row is identified by a hash of its features and target, prepared as in the earlier fit. Test rows stay test rows; new
+rows are split by the same rule.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Keys = dict[str, dict[str, list[str]]]  # site -> train or test -> the hash of e
 
 
 def row_keys(data: FederatedData) -> Keys:
-    """Of all rows of a federation; validation rows count as training rows."""
+    """Hashes of all rows of a federation; validation rows count as training rows."""
     keys: Keys = {}
     for i, site in enumerate(data.clients):
         parts = {name: getattr(data, name).of(i) for name in ("train", "val", "test")}
@@ -38,7 +38,7 @@ def row_keys(data: FederatedData) -> Keys:
 
 
 def _target_bytes(y: NDArray[Any], classes: Sequence[str]) -> list[bytes]:
-    """Classes by name: their numbers may change."""
+    """Targets as bytes; classes by name, since their numbers may change."""
     return [classes[i].encode() for i in y.tolist()] if classes else [v.tobytes() for v in y.astype(np.float64)]
 
 
@@ -65,17 +65,17 @@ class SiteChange:
 
 @dataclass
 class EarlierRows:
-    """What an earlier fit says of its rows; notes each site's change as the site is split."""
+    """The rows of an earlier fit; splitting a site records its change."""
 
     preparation: Preparation
     keys: Keys
-    number: int  # of the update: new rows are split by a stream of their own
+    number: int  # of the update, part of the random stream that splits new rows
     changes: dict[str, SiteChange] = field(default_factory=dict)
     raw: dict[str, Any] = field(default_factory=dict)  # the sites as they were read
     notes: list[str] = field(default_factory=list)
 
     def check(self, sites: Sequence[Any], columns: Sequence[str], task: str) -> None:
-        """Refuse a table whose columns are others."""
+        """Refuse tables with other columns than the fit had."""
         known, file = {c.name: c for c in self.preparation.columns}, sites[0].file
         anew = "an update keeps the columns of its fit; put them back, or fit anew with fedtailor fit"
         for words, names in (("new", set(columns) - set(known)), ("gone", set(known) - set(columns))):
@@ -93,7 +93,7 @@ class EarlierRows:
             raise DataError(f"{file}: the target was one of {was}, now it is one of {task}; {anew}")
 
     def cut(self, site: Any, classes: Sequence[str], config: SplitConfig, seed: int) -> Split:
-        """Old rows stay where they were; new ones are split among themselves."""
+        """Split a site: old rows stay on their side, new ones are split among themselves."""
         labelled = self.preparation.target.task == "classification"
         client = f"{site.name}, update {self.number}"
         before = self.keys.get(site.name, {"train": [], "test": []})
@@ -119,7 +119,7 @@ class EarlierRows:
         return whole
 
     def _sides(self, site: Any, classes: Sequence[str], before: Mapping[str, list[str]]) -> list[str]:
-        """train, test, or nothing for new rows."""
+        """Side of each row, "train" or "test"; "" for new rows."""
         target = self.preparation.target
         if not before["train"] and not before["test"]:
             return [""] * len(site.y)
@@ -135,8 +135,8 @@ class EarlierRows:
             sides.append(side)
         return sides
 
-    def revised(self, fresh: Preparation) -> Preparation:
-        """The earlier scales wherever they still fit, so that a site that did not change has the same features."""
+    def revise(self, fresh: Preparation) -> Preparation:
+        """Keep the earlier scales where possible, so that an unchanged site keeps its features."""
         old = self.preparation
         for now in fresh.columns:
             was = next(c for c in old.columns if c.name == now.name)

@@ -1,7 +1,7 @@
-"""Whether the numbers in a Parquet file can be true, before polars reads it.
+"""Check the sizes in a Parquet file before polars reads it.
 
-Polars asks for as much memory as the headers of a file promise, and ends the process where there is not so much: a
-damaged byte is enough. The footer and the header of every page are structs in Thrift's compact protocol.
+Polars allocates as much memory as the headers promise, and an allocation that fails ends the process: a damaged byte
+is enough. The footer and every page header are structs in Thrift's compact protocol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNPACKED, PACKED, HEADERS = 2, 3, (5, 7, 8)  # of a page: its sizes; the header 
 
 
 def check(content: bytes) -> None:
-    """A `ValueError` if something in the file promises more than can be in it."""
+    """Raise a `ValueError` if a header promises more than can be in the file."""
     length = struct.unpack("<I", content[-8:-4])[0] if len(content) >= 12 else 0
     if content[:4] != MAGIC or content[-4:] != MAGIC or length + 12 > len(content):
         raise ValueError("no Parquet file")
@@ -37,7 +37,7 @@ def check(content: bytes) -> None:
 
 
 def _column(content: bytes, meta: dict[int, Any], most: int) -> None:
-    """The pages of a column, until all its values were promised."""
+    """Check the pages of a column until all its values are counted."""
     left = _within(meta[VALUES], most, "values")
     at = meta.get(DICTIONARY_AT) or meta[DATA_AT]
     while left > 0:
@@ -47,7 +47,7 @@ def _column(content: bytes, meta: dict[int, Any], most: int) -> None:
         _within(page[UNPACKED], max(PAGE, RATIO * packed), "bytes in a page")
         (kind,) = (field for field in HEADERS if field in page)
         values = _within(page[kind][1], most, "values in a page")
-        left -= 0 if kind == HEADERS[1] else values  # a dictionary's are not the column's
+        left -= 0 if kind == HEADERS[1] else values  # values of a dictionary are not rows
         at += packed
     if left < 0:
         raise ValueError("pages have more values than their column")

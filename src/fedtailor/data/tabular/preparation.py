@@ -1,7 +1,4 @@
-"""What was learnt about columns when a run began, so that rows that come later are prepared in the same way.
-
-Plain numbers and names: saved with a run as JSON.
-"""
+"""How the rows of a run were prepared, so that new rows are prepared in the same way. Saved with a run as JSON."""
 
 from __future__ import annotations
 
@@ -27,17 +24,16 @@ class _Plain(BaseModel):
 
 
 class Scale(_Plain):
-    """How a site's numbers of one column are filled and standardised: (x - mean) / sd."""
+    """How a site's numbers in one column are imputed, clipped and standardised: (x - mean) / sd."""
 
     median: float
     mean: float = 0.0
     sd: float = 1.0
-    low: float | None = None  # values outside low..high count as these: wild ones would outweigh all others
+    low: float | None = None  # values outside low..high are clipped: outliers would outweigh all others
     high: float | None = None
     missing: float = 0.0  # share of the site's training rows without a value
 
     def clip(self, values: Floats) -> Floats:
-        """Values within the limits, NaN as it is."""
         return values if self.low is None or self.high is None else np.clip(values, self.low, self.high)
 
 
@@ -57,13 +53,13 @@ class NumberColumn(_Plain):
 
 
 class CategoryColumn(_Plain):
-    """A column of categories, one 0/1 feature each; or, of very many, each with statistics of the target."""
+    """A column of categories with a 0/1 feature each, or of very many, encoded by statistics of the target."""
 
     kind: Literal["category"] = "category"
     name: str
     categories: tuple[str, ...]
     absent: tuple[str, ...] = ()
-    statistics: tuple[tuple[float, ...], ...] = ()  # of each category; others have 0
+    statistics: tuple[tuple[float, ...], ...] = ()  # of each category; unknown ones get 0
     statistic_names: tuple[str, ...] = ()
 
     @property
@@ -77,7 +73,7 @@ class CategoryColumn(_Plain):
 
 
 class TargetColumn(_Plain):
-    """What is predicted: a class, a count, or a number that a model knows as (y - mean) / sd, perhaps of log y."""
+    """What is predicted: a class, a count, or a number, which models see as (y - mean) / sd, perhaps of log y."""
 
     name: str
     task: Literal["classification", "regression", "count"]
@@ -87,25 +83,25 @@ class TargetColumn(_Plain):
     is_log: bool = False
 
     def standardise(self, y: Floats) -> NDArray[Any]:
-        """Numbers or counts as a model learns them [rows, 1]."""
+        """Numbers or counts as models see them [rows, 1]."""
         if self.task == "count":
             return y.astype(np.int64)[:, None]
         return (((np.log(y) if self.is_log else y) - self.mean) / self.sd)[:, None]
 
     def readable(self, outputs: Tensor) -> Tensor:
-        """Numbers in units of the target, or rates of counts; of a logarithm this is the median."""
+        """Outputs in units of the target, or rates of counts; on the log scale they are medians."""
         if self.task == "count":
             return outputs.exp()
         numbers = outputs * self.sd + self.mean
         return numbers.exp() if self.is_log else numbers
 
     def true(self, y: Tensor) -> Tensor:
-        """Targets of rows in units of the target."""
+        """Targets that models see, in their own units."""
         return y.double() if self.task == "count" else self.readable(y)
 
 
 class Preparation(_Plain):
-    """From the columns of a table to features, and from outputs to what people read."""
+    """How columns of a table become features, and how outputs become predictions."""
 
     columns: tuple[Annotated[NumberColumn | CategoryColumn, Field(discriminator="kind")], ...]
     target: TargetColumn
@@ -124,11 +120,11 @@ class Preparation(_Plain):
 
     @property
     def sites(self) -> frozenset[str]:
-        """Sites whose rows can be prepared; a table without numbers needs nothing of a site."""
+        """Sites whose rows can be prepared; empty if no column has scales."""
         return frozenset(name for c in self.columns if isinstance(c, NumberColumn) for name in c.sites)
 
     def of(self, site: str) -> Preparation:
-        """What one site needs."""
+        """The part that one site needs."""
         columns = tuple(
             c.model_copy(update={"sites": {site: c.sites[site]}}) if isinstance(c, NumberColumn) else c
             for c in self.columns
@@ -145,7 +141,7 @@ class Preparation(_Plain):
     ) -> Floats:
         """The feature matrix of a site's rows: numbers with NaN, categories with None where missing.
 
-        A category that is not known is an error or, if a list for notes is given, counts as none of them.
+        An unknown category is an error or, if a list `unknown` for notes is given, encoded as none of the known ones.
         """
         blocks = []
         for column in self.columns:

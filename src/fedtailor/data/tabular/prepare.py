@@ -1,8 +1,8 @@
-"""From the tables of all clients to features: agree on columns, types and target, then encode."""
+"""Prepare the tables of all clients: common columns, their types and the target; then split and encode."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from fedtailor.core.data import FederatedData
@@ -32,9 +32,9 @@ def prepare_tables(
     newcomers: dict[str, ClientTable] | None = None,
     earlier: EarlierRows | None = None,
 ) -> FederatedData:
-    """Agree on columns and types over the clients' tables, split and encode; newcomers have no say in that.
+    """Determine columns and types over the clients' tables but not the newcomers', then split and encode all.
 
-    `earlier` are rows that a fit knows already, and how it prepared them.
+    `earlier` are the rows that a fit knows already, and how it prepared them.
     """
     tidy = align_tables(tables, config)
     tables, config = tidy.tables, tidy.config
@@ -42,10 +42,11 @@ def prepare_tables(
     tables, left_out = drop_unlabelled(tables, config)
     target, targets, reason = read_target(tables, config)
     forced = (*config.categorical, *tidy.many)
-    kinds = {column: is_categorical(tables, column, column in forced) for column in columns}
+    kinds = {column: column in forced or is_categorical(tables.values(), column) for column in columns}
     newcomers = {name: rename_columns(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
     dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
-    check_newcomers(newcomers, config.target, kinds, dates)
+    for table in newcomers.values():
+        check_newcomer(table, config.target, kinds, dates)
     targets += [newcomer_target(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":
@@ -73,6 +74,7 @@ def prepare_tables(
     return encode_sites(
         *(name, sites, columns, target, config, config.standardise),
         seed=seed,
+        standardise_target=config.standardise_target,
         notes=notes,
         newcomers=len(newcomers),
         dates=dates,
@@ -83,14 +85,13 @@ def prepare_tables(
 
 
 def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
-    """A newcomer's table with the names of the others."""
+    """A table with the column names of the others."""
     new = match_columns(table.names, columns)
     names = tuple(new.get(name, name) for name in table.names)
     return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})
 
 
 def _note_sampling(sites: Sequence[SiteColumns], config: FolderConfig) -> list[str]:
-    """Say loudly that rows are not used."""
     most = config.max_samples
     large = [site for site in sites if most is not None and len(site.y) > most]
     if not large or most is None:
@@ -103,27 +104,24 @@ def _note_sampling(sites: Sequence[SiteColumns], config: FolderConfig) -> list[s
     ]
 
 
-def check_newcomers(
-    newcomers: dict[str, ClientTable], target: str, kinds: dict[str, bool], dates: Sequence[str]
-) -> None:
-    """Newcomers must have the columns of the others, and numbers or dates where these have them."""
-    for name, table in newcomers.items():
-        for column in (target, *kinds):
-            if column not in table.columns:
-                raise DataError(
-                    f'{table.path}: no column "{column}", which every client of the run has; '
-                    f"{nearest(column, table.columns)}"
-                )
-        for column, is_categorical in kinds.items():
-            if not is_categorical:
-                check_column(table, column, is_date=column in dates)
-        require_target({name: table}, target)
+def check_newcomer(table: ClientTable, target: str, kinds: dict[str, bool], dates: Sequence[str]) -> None:
+    """A newcomer must have the columns of the others, with numbers or dates where they have them."""
+    for column in (target, *kinds):
+        if column not in table.columns:
+            raise DataError(
+                f'{table.path}: no column "{column}", which every client of the run has; '
+                f"{nearest(column, table.columns)}"
+            )
+    for column, is_category in kinds.items():
+        if not is_category:
+            check_column(table, column, is_date=column in dates)
+    require_target([table], target)
 
 
 def check_column(table: ClientTable, column: str, is_date: bool) -> None:
-    """A column of a file that comes later must hold numbers, or dates, as it did in the run."""
+    """Check that a column of a new file has numbers or dates, as it had in the run."""
     values = table.columns[column].of_kind(is_date)
-    refuse_text({"": table}, column, "remove the row")
+    refuse_text([table], column, "remove the row")
     if values.number.count() and values.is_date != is_date:
         was, now = ("dates", "numbers") if is_date else ("numbers", "dates")
         raise DataError(f'{table.path}: column "{column}" has {now}, in the run it had {was}; correct it')
@@ -166,13 +164,11 @@ def common_columns(tables: dict[str, ClientTable], config: FolderConfig) -> list
     return columns
 
 
-def is_categorical(tables: dict[str, ClientTable], column: str, forced: bool) -> bool:
+def is_categorical(tables: Collection[ClientTable], column: str) -> bool:
     """Whether a feature column is categorical; text among numbers is an error."""
-    if forced:
-        return True
-    columns = [table.columns[column] for table in tables.values()]
+    columns = [table.columns[column] for table in tables]
     remedy = f"leave it out with data.ignore = ['{column}']"
-    for table in tables.values():
+    for table in tables:
         if (value := table.columns[column].doubtful_date) is not None:
             raise DataError(
                 f'{table.path}: column "{column}" has dates such as "{value}", where day and month can be mistaken; '
@@ -191,7 +187,7 @@ def is_categorical(tables: dict[str, ClientTable], column: str, forced: bool) ->
     distinct = distinct_labels(c.labels() for c in columns)
     if len(distinct) > MAX_CATEGORIES:
         raise DataError(
-            f'{next(iter(tables.values())).path}: column "{column}" has {len(distinct)} distinct texts over all '
+            f'{next(iter(tables)).path}: column "{column}" has {len(distinct)} distinct texts over all '
             f"files, more than {MAX_CATEGORIES}; leave it out with data.ignore = ['{column}'] or force it with "
             f"data.categorical = ['{column}']"
         )
@@ -199,16 +195,16 @@ def is_categorical(tables: dict[str, ClientTable], column: str, forced: bool) ->
 
 
 def category_remedy(column: str) -> str:
-    """What to do with a column of numbers and texts."""
+    """Advice on a column of numbers and texts, for messages."""
     return (
         f"treat the column as categories with data.categorical = ['{column}'] or leave it out with "
         f"data.ignore = ['{column}']"
     )
 
 
-def _require_dates_everywhere(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
-    """Fail if a column has dates in one file and plain numbers in another."""
-    filled = {table.path: table.columns[column] for table in tables.values() if table.columns[column].number.count()}
+def _require_dates_everywhere(tables: Collection[ClientTable], column: str, remedy: str) -> None:
+    """Refuse a column with dates in one file and numbers in another."""
+    filled = {table.path: table.columns[column] for table in tables if table.columns[column].number.count()}
     kinds = {c.is_date: path for path, c in filled.items()}
     if len(kinds) == 2:
         raise DataError(

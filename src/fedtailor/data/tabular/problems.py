@@ -1,4 +1,4 @@
-"""All that is wrong with the files of all sites, in one list."""
+"""All problems of the files of all sites, in one list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedtailor.errors import DataError
 
 
 def find_problems(config: FolderConfig) -> tuple[list[str], list[str]]:
-    """What has to be put right, and what was noticed and needs nothing; files that cannot be read are left aside."""
+    """Problems to correct, and notes that need no action; other files are checked even if one cannot be read."""
     messages: list[str] = []
 
     def attempt(work: Callable[..., Any], *args: Any) -> Any:
@@ -51,18 +51,18 @@ def find_problems(config: FolderConfig) -> tuple[list[str], list[str]]:
             attempt(
                 common_columns, tables, config.model_copy(update={"ignore": _other_columns(columns, column, config)})
             )
-        if column in config.ignore:
+        if column in (*config.ignore, *config.categorical, *tidy.many):
             continue
         before = len(messages)
-        attempt(is_categorical, with_column, column, column in config.categorical)
+        attempt(is_categorical, with_column.values(), column)
         if len(messages) == before:
             continue
-        for name, table in with_column.items():  # the same at other sites
+        for table in with_column.values():  # the same at other sites
             each = table.columns[column]
             if each.doubtful_date or each.doubtful_number:
-                attempt(is_categorical, {name: table}, column, False)
+                attempt(is_categorical, [table], column)
             elif each.number.count():
-                attempt(refuse_text, {name: table}, column, category_remedy(column))
+                attempt(refuse_text, [table], column, category_remedy(column))
     targeted = attempt(drop_unlabelled, tables, config) if tables else None
     if targeted is not None:
         attempt(read_target, targeted[0], config)

@@ -1,4 +1,4 @@
-"""Read one CSV or Parquet file into columns that are known both as text and, where possible, as numbers."""
+"""Read tables of clients from CSV and Parquet files, and frames of polars or pandas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEPARATORS = ",;\t|"
 
 
 def client_name(path: Path) -> str | None:
-    """File name without its ending, or None if it is not a file of data."""
+    """File name without its ending, or None if it is not a data file."""
     suffix = next((s for s in SUFFIXES if path.name.lower().endswith(s)), None)
     if suffix is None or path.name.startswith("."):
         return None
@@ -34,12 +34,12 @@ def client_name(path: Path) -> str | None:
 
 
 def read_table(path: Path, ignore: Sequence[str] = ()) -> ClientTable:
-    """Read a file but for the columns to ignore; at least one row, unique column names."""
+    """Read a file without the columns to ignore; it must have a row and unique column names."""
     return table_from_frame(path, _read_filled(path), ignore)
 
 
 def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """All rows of a file as they are written, text wherever it is CSV, and the same with decimal points for commas."""
+    """All rows of a file as they are written (as text if it is CSV), and with decimal points in place of commas."""
     import polars as pl
 
     content = read_bytes(path)
@@ -56,7 +56,7 @@ def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _read_filled(path: Path) -> pl.DataFrame:
-    """The rows of a file that have a value: spreadsheets leave empty ones at the end."""
+    """Rows of a file that have a value; spreadsheets leave empty ones at the end."""
     import polars as pl
 
     _, frame = read_rows(path)
@@ -75,13 +75,13 @@ def _require_rows(path: Path, frame: pl.DataFrame) -> None:
 
 
 def table_from_frame(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()) -> ClientTable:
-    """The columns of a frame; `path` is its name in messages."""
+    """A frame as a table; `path` is its name in messages."""
     columns = {series.name: column_from_series(path, series) for series in frame if series.name not in ignore}
     return ClientTable(path, tuple(frame.columns), columns, frame.height)
 
 
 def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, ClientTable]:
-    """One file that holds several clients: the rows of each, by its name in a column."""
+    """Tables of clients from one file, by the name in a column."""
     import polars as pl
 
     frame = _read_filled(path)
@@ -110,7 +110,7 @@ def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
 
 
 def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
-    """The rows as text, null where nothing is written, and what separates the columns."""
+    """Rows as text, with null for empty fields, and the separator."""
     import polars as pl
 
     text = _decode(path, content)
@@ -124,14 +124,14 @@ def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
         frame = pl.read_csv(marked, separator=separator, infer_schema=False, new_columns=header)
     except pl.exceptions.PolarsError as e:
         raise DataError(f"{path}: {_find_bad_line(text, separator, len(header)) or _first_line(e)}") from e
-    # polars fills up short lines in silence; they show as gaps in the last column
+    # polars silently fills short lines; they show as gaps in the last column
     if frame[header[-1]].null_count() and (bad := _find_bad_line(text, separator, len(header))):
         raise DataError(f"{path}: {bad}")
     return frame, separator
 
 
 def _normalise_lines(text: str) -> str:
-    """Text with line ends that any reader knows, without blank lines; what stands in quotes is left as it is."""
+    """Text with \\n as line ends and without blank lines; quoted fields are left as they are."""
     text = text.strip("\r\n") + "\n"
     has_old_ends = text.count("\r") > text.count("\r\n")
     if not has_old_ends and "\n\n" not in text and "\n\r\n" not in text:
@@ -158,7 +158,7 @@ def _decode(path: Path, content: bytes) -> str:
 
 
 def _find_separator(header: str) -> str:
-    """The most frequent of comma, semicolon, tab and bar in the header line, outside quotes."""
+    """The most frequent separator in the header line, outside quotes."""
     bare = "".join(header.split('"')[::2])
     return max(SEPARATORS, key=bare.count)
 
@@ -181,7 +181,7 @@ def _csv_reader(text: str, separator: str) -> Any:
 
 
 def _find_bad_line(text: str, separator: str, width: int) -> str | None:
-    """The first line with more or fewer fields than the header, told for people."""
+    """Describe the first line with more or fewer fields than the header."""
     reader = _csv_reader(text, separator)
     for row in reader:
         if row and len(row) != width:
@@ -194,7 +194,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def as_frame(rows: Any, origin: str = "rows") -> pl.DataFrame:
-    """A polars frame of whatever holds columns by name; `origin` names it in messages."""
+    """A polars frame from columns by name or a frame of pandas, which is not imported; `origin` is for messages."""
     import polars as pl
 
     if isinstance(rows, pl.DataFrame):
@@ -222,7 +222,7 @@ def _series_from_pandas(name: str, series: Any) -> pl.Series:
 
 
 def _series_from_values(name: str, values: list[Any]) -> pl.Series:
-    """Values of several kinds are read as text, as in a CSV file."""
+    """A series; values of several types become text, as in a CSV file."""
     import polars as pl
 
     kinds = {type(value) for value in values if value is not None}
@@ -239,7 +239,7 @@ def read_client_tables(config: FolderConfig) -> dict[str, ClientTable]:
         problem = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
         raise DataError(f"{path}: {problem} that holds all clients")
     if client_name(path) is None:
-        raise DataError(f"{path}: not a file of data; known endings: {', '.join(SUFFIXES)}")
+        raise DataError(f"{path}: not a data file; known endings: {', '.join(SUFFIXES)}")
     if config.client_column == config.target:
         raise DataError(f'{path}: "{config.target}" is both target and client column; choose another of them')
     return split_by_client(path, config.client_column, config.ignore)
@@ -270,7 +270,7 @@ def client_files(folder: Path) -> dict[str, Path]:
 
 
 def read_text_columns(file: Path, *names: str) -> list[tuple[str, ...]]:
-    """Some columns of a file as text; an empty cell is an error that names its row."""
+    """Columns of a file as text; an empty cell is an error."""
     frame, _ = read_rows(file)
     for name in names:
         if name not in frame.columns:

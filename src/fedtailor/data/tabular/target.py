@@ -1,8 +1,8 @@
-"""What is predicted, read from the tables of all clients: classes or numbers, and which rows have none."""
+"""Read the target from the tables of all clients: classes, counts or numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.tabular.align import is_mixed
 from fedtailor.data.tabular.columns import ClientTable, Column
-from fedtailor.data.tabular.encode import Target, sort_values
-from fedtailor.data.tabular.preparation import Floats
+from fedtailor.data.tabular.encode import sort_values
+from fedtailor.data.tabular.preparation import Floats, TargetColumn
 from fedtailor.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FEW = 20  # a target of text or whole numbers with at most so many distinct values is a class
 LARGEST = 1e100  # of a number to predict
 MOST_COUNTED = 2**53  # above it whole numbers are not exact
-COUNTED = 100.0  # mean of counts, above which they are as good as numbers
+COUNTED = 100.0  # mean of counts, above which they are treated as numbers
 FEWEST_COUNTS = 5  # distinct whole numbers from 0 on that may be counts rather than classes
 SKEWED = 2.0  # skewness of a long tail
 
@@ -29,7 +29,7 @@ SKEWED = 2.0  # skewness of a long tail
 def drop_unlabelled(
     tables: dict[str, ClientTable], config: FolderConfig
 ) -> tuple[dict[str, ClientTable], tuple[str, ...]]:
-    """Rows and sites without a target are left out, and named."""
+    """Leave out rows and sites without a target, with notes."""
     if config.target not in next(iter(tables.values())).columns:
         return tables, ()
     complete, left_out, rows = {}, [], 0
@@ -47,9 +47,9 @@ def drop_unlabelled(
     return complete, tuple(notes)
 
 
-def require_target(tables: dict[str, ClientTable], target: str) -> None:
-    """Fail if the target is missing in some row."""
-    for table in tables.values():
+def require_target(tables: Collection[ClientTable], target: str) -> None:
+    """Refuse tables whose target is missing in some row."""
+    for table in tables:
         gaps = table.columns[target].text.null_count()
         if gaps:
             raise DataError(
@@ -58,9 +58,9 @@ def require_target(tables: dict[str, ClientTable], target: str) -> None:
             )
 
 
-def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[Target, list[NDArray[Any]], str]:
-    """Task, targets of each client, and why the task was chosen."""
-    require_target(tables, config.target)
+def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[TargetColumn, list[NDArray[Any]], str]:
+    """The target, its values for each client, and a note on why the task was chosen."""
+    require_target(tables.values(), config.target)
     columns = [table.columns[config.target] for table in tables.values()]
     for table in tables.values():
         if table.columns[config.target].is_date:
@@ -68,32 +68,35 @@ def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[T
                 f'{table.path}: target column "{config.target}" has dates; make a number of them, such as the days '
                 "until then, or choose another with data.target"
             )
-    task, reason = (config.task, "as configured") if config.task != "auto" else _infer_task(tables, config.target)
+    task: str = config.task
+    reason = "as configured"
+    if config.task == "auto":
+        task, reason = _infer_task(tables.values(), config.target)
     note = f'target "{config.target}": {task} ({reason})'
     if config.target_scale == "log" and task != "regression":
         raise DataError(f"{config.path}: data.target_scale = 'log' is for numbers, and the target is read as {task}")
     if task in ("regression", "count"):
         if any(c.is_text.any() for c in columns):
-            refuse_text(tables, config.target, "set data.task = 'classification'")
+            refuse_text(tables.values(), config.target, "set data.task = 'classification'")
         targets = [numeric_values(c) for c in columns]
         for table, y in zip(tables.values(), targets, strict=True):
             _check_numbers(table, config.target, y, task, config.target_scale == "log")
         if all((y == targets[0][0]).all() for y in targets):
             _refuse_constant(columns[0].text[0], config)
         hint = suggest_task(np.concatenate(targets)) if (config.task, config.target_scale) == ("auto", "plain") else ""
-        is_log, standardise = config.target_scale == "log", config.standardise_target and task == "regression"
-        target = Target("count" if task == "count" else "regression", (), standardise, config.target, is_log)
+        is_log = config.target_scale == "log"
+        target = TargetColumn(name=config.target, task="count" if task == "count" else "regression", is_log=is_log)
         return target, targets, note + hint + ("; log scale, predictions are medians" if is_log else "")
     classes = sort_values(distinct_labels(c.names() for c in columns))
     if len(classes) == 1:
         _refuse_constant(classes[0], config)
-    target = Target("classification", tuple(classes), name=config.target)
+    target = TargetColumn(name=config.target, task="classification", classes=tuple(classes))
     hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
     return target, [class_codes(c.names(), classes) for c in columns], note + hint
 
 
 def _check_numbers(table: ClientTable, target: str, y: Floats, task: str, is_log: bool) -> None:
-    """Fail at the first row whose number cannot be what it is to be."""
+    """Refuse the first row whose number does not fit the task."""
     checks = [(np.abs(y) > LARGEST, "whose square is too large for a number", "give the target in other units")]
     if task == "count":
         no_count = (y < 0) | (y % 1 != 0) | (y > MOST_COUNTED)
@@ -110,7 +113,7 @@ def _check_numbers(table: ClientTable, target: str, y: Floats, task: str, is_log
 
 
 def suggest_task(y: Floats) -> str:
-    """What numbers to predict look like, and what then fits them better; nothing for ordinary ones."""
+    """Suggest a task or scale that may suit the numbers better, or nothing."""
     if (y >= 0).all() and (y % 1 == 0).all() and y.min() < FEWEST_COUNTS and y.mean() < COUNTED and skewness(y) > 0.5:
         return "; if these are counts, --task count fits rates (Poisson)"
     if (y > 0).all() and skewness(y) > SKEWED > abs(skewness(np.log(y))):
@@ -119,7 +122,7 @@ def suggest_task(y: Floats) -> str:
 
 
 def skewness(y: Floats) -> float:
-    """The third standardised moment; 0 of what does not vary."""
+    """The third standardised moment; 0 for a constant."""
     sd = y.std()
     return float((((y - y.mean()) / sd) ** 3).mean()) if sd > 0 else 0.0
 
@@ -147,8 +150,8 @@ def class_codes(labels: pl.Series, classes: Sequence[str]) -> NDArray[np.int64]:
     return labels.replace_strict(list(classes), list(range(len(classes)))).to_numpy().astype(np.int64)
 
 
-def _infer_task(tables: dict[str, ClientTable], target: str) -> tuple[str, str]:
-    columns = [table.columns[target] for table in tables.values()]
+def _infer_task(tables: Collection[ClientTable], target: str) -> tuple[str, str]:
+    columns = [table.columns[target] for table in tables]
     has_text = any(c.is_text.any() for c in columns)
     if has_text:
         if not is_mixed(tables, target):
@@ -161,28 +164,27 @@ def _infer_task(tables: dict[str, ClientTable], target: str) -> tuple[str, str]:
         return "classification", f"inferred: {distinct} distinct {kind}, at most {FEW}"
     if has_text:
         raise DataError(
-            f'{next(iter(tables.values())).path}: target column "{target}" has {distinct} distinct texts over all '
+            f'{next(iter(tables)).path}: target column "{target}" has {distinct} distinct texts over all '
             f"files, more than {FEW}; if they are classes set data.task = 'classification', else choose another "
             "data.target"
         )
     return "regression", f"inferred: {distinct} distinct {kind}, more than {FEW}"
 
 
-def refuse_mixed_text(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
-    """Fail if a column that has text is otherwise numeric: at some file entirely, or mostly over all files."""
-    text = sum(int(table.columns[column].is_text.sum()) for table in tables.values())
-    values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables.values())
+def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
+    """Refuse text in a column that is numeric otherwise: entirely in some file, or mostly over all files."""
+    text = sum(int(table.columns[column].is_text.sum()) for table in tables)
+    values = sum(int(table.columns[column].text.is_not_null().sum()) for table in tables)
     numeric_file = any(
-        table.columns[column].number.is_not_null().any() and not table.columns[column].is_text.any()
-        for table in tables.values()
+        table.columns[column].number.is_not_null().any() and not table.columns[column].is_text.any() for table in tables
     )
     if numeric_file or 2 * text < values:
         refuse_text(tables, column, remedy)
 
 
-def refuse_text(tables: dict[str, ClientTable], column: str, remedy: str) -> None:
-    """Fail if a column of numbers has text somewhere."""
-    for table in tables.values():
+def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
+    """Refuse text in a column of numbers."""
+    for table in tables:
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
             row = int(rows[0])
@@ -194,14 +196,14 @@ def refuse_text(tables: dict[str, ClientTable], column: str, remedy: str) -> Non
 
 
 def numeric_values(column: Column) -> Floats:
-    """Values with NaN where there is none."""
+    """Values of a column, NaN where missing."""
     return column.number.to_numpy().astype(np.float64)
 
 
-def newcomer_target(table: ClientTable, column: str, target: Target) -> NDArray[Any]:
-    """A newcomer's target, as the others have it."""
+def newcomer_target(table: ClientTable, column: str, target: TargetColumn) -> NDArray[Any]:
+    """A newcomer's target, encoded as in the run."""
     if target.task != "classification":
-        refuse_text({"": table}, column, "remove the row")
+        refuse_text([table], column, "remove the row")
         y = numeric_values(table.columns[column])
         _check_numbers(table, column, y, target.task, target.is_log)
         return y

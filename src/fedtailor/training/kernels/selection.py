@@ -19,7 +19,7 @@ FastPath = Callable[[Training, Tree], tuple[Params, Params]]  # (training, tenso
 
 def fast_path(training: Training, t: Tree) -> FastPath | None:
     """For steps that nobody differentiates; None: take them one by one."""
-    is_known = not (training.solver.work.accumulate > 1 or training.is_own or t["memory"] is not None)
+    is_known = not (training.solver.accumulate > 1 or training.is_own or t["memory"] is not None)
     if not (is_known and _are_on(training) and t["params"]):
         return None
     if not training.solver.is_plain:
