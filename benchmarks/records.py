@@ -37,12 +37,15 @@ class Provenance:
     commit: str  # "" if nobody noted it
     seeds: tuple[int, ...] = ()
     command: str = ""
+    is_kept: bool = True  # False: the runs are lost, and the commit is that since which the page has the figures
 
     @property
     def text(self) -> str:
-        at = f"commit {self.commit}" if self.commit else "a commit that was not noted"
+        at = f"at commit {self.commit}" if self.commit else "at a commit that was not noted"
+        if not self.is_kept:
+            at = f"on this page since commit {self.commit}, run folders lost"
         seeds = f", {seeds_text(self.seeds)}" if self.seeds else ""
-        return f"fedtailor {self.version} at {at}{seeds}"
+        return f"fedtailor {self.version} {at}{seeds}"
 
 
 @dataclass
@@ -180,12 +183,8 @@ def markdown(part: RecordedPart) -> str:
 
 def _runs_text(row: RecordedRow, command: str) -> str:
     other = f", `{row.made.command}`" if row.made.command not in ("", command) else ""
-    text = row.made.text + other
-    if not row.digests:
-        return f"{text}; no miniature"
-    if row.digest_commit == row.made.commit:
-        return text
-    return f"{text}; run folders lost, miniature recorded at {row.digest_commit}"
+    since = f", miniature since {row.digest_commit}" if row.digest_commit != row.made.commit else ""
+    return f"{row.made.text}{other}" + (since if row.digests else ", no miniature")
 
 
 def _changed_text() -> str:
