@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="PAGE")
     parser.add_argument("--pages", action="store_true", help="only write the pages")
     parser.add_argument("--check", action="store_true", help="rerun the miniatures and mark the rows that changed")
+    parser.add_argument("--digest", action="store_true", help="take the miniatures of rows that have none")
     parser.add_argument("--part", help='one table, such as "duw/figure3 --scale paper"')
     parser.add_argument("--rows", default="", help="only these rows of it")
     parser.add_argument("--seeds", type=int, default=0, help="runs per cell; 0: as in the table")
@@ -92,7 +93,9 @@ def main() -> int:
         return check(asked.names or records.pages(), data_root())
     for name in asked.names or PAGES:
         parts = records.read(name)
-        if asked.part:
+        if asked.digest:
+            take_digests(parts)
+        elif asked.part:
             merge(parts, table(asked.part, asked.rows, asked.seeds, asked.out, asked.commit))
         elif not asked.pages:
             for part in PAGES[name]:
@@ -100,7 +103,7 @@ def main() -> int:
         if not asked.pages:
             records.write(name, parts)
         write_page(name, parts)
-    if not (asked.pages or asked.part):
+    if not (asked.pages or asked.part or asked.digest):
         if "baselines" in (asked.names or PAGES):
             write_figures()
         if "leaderboard" in (asked.names or PAGES):
@@ -284,6 +287,21 @@ def check(names: Sequence[str], root: Path | None) -> int:
     took = f"{len(wanted)} miniatures, {time.perf_counter() - begun:.0f} s"
     print(f"{marked} of {len(rows)} rows changed, {news} not marked as before{rest}; {took}")
     return news
+
+
+def take_digests(parts: Sequence[RecordedPart]) -> None:
+    """The miniatures of rows whose runs had none, at the commit of today."""
+    wanted: dict[tuple[int, str, str], RunConfig] = {}
+    for i, part in enumerate(parts):
+        rows = {row.name for row in part.rows if not row.digests}
+        new = {key: config for key, config in configurations(part).items() if key[0] in rows} if rows else {}
+        first = {(row, config.model_dump_json()): column for (row, column), config in reversed(new.items())}
+        wanted |= {(i, row, column): new[row, column] for (row, _), column in first.items()}
+    found, now = miniature.digests(wanted, data_root()), records.commit()
+    for (i, name, column), digest in found.items():
+        if digest is not None:
+            row = parts[i].row(name)
+            row.digests[column], row.digest_commit = digest, now
 
 
 def attempted(part: RecordedPart) -> dict[Key, RunConfig]:

@@ -70,11 +70,11 @@ class Renamed(Algorithm):
 
 @dataclass(frozen=True)
 class LongerStep(AsIs):
-    """Another update: two hundredths more."""
+    """Another update: a hundredth more."""
 
     def round(self, fed: Federation, w: Params) -> Params:
         mean = super().round(fed, w)
-        return {k: w[k] + 1.02 * (mean[k] - w[k]) for k in w}
+        return {k: w[k] + 1.01 * (mean[k] - w[k]) for k in w}
 
 
 def configured(algorithm: str, **further: Any) -> RunConfig:
@@ -93,6 +93,11 @@ def test_other_names_change_nothing_and_another_update_does() -> None:
     assert miniature.agree(as_is, tuple(v * (1 + 1e-5) for v in as_is))  # another machine
 
 
+def test_a_term_that_acts_from_the_second_step_on_is_noticed() -> None:
+    near, nearer = (parse(TASK | {"algorithm": {"name": "fedprox", "mu": mu}}) for mu in (0.01, 0.1))
+    assert not miniature.agree(digest_of(near), digest_of(nearer))
+
+
 @pytest.mark.parametrize("change", [{"local": {"lr": 0.11, "batch_size": 8}}, {"seed": 1}, {"model": {"hidden": [9]}}])
 def test_another_configuration_is_another_miniature(change: dict[str, Any]) -> None:
     assert not miniature.agree(digest_of(configured("fedavg")), digest_of(configured("fedavg", **change)))
@@ -106,20 +111,20 @@ def test_only_size_is_less() -> None:
     small = miniature.shrunk(config, 3)
     assert (small.rounds, small.federation.clients_per_round) == (2, 2)
     assert (small.environment.epochs, small.environment.answer) == ((2, 1, 1), (0.5, 0.5, 0.5))
-    assert (small.algorithm, small.local, small.model, small.data) == (
-        config.algorithm,
-        config.local,
-        config.model,
-        config.data,
-    )
+    assert small.local == config.local.model_copy(update={"batch_size": 4})
+    assert (small.algorithm, small.model, small.data) == (config.algorithm, config.model, config.data)
     weighted = parse(TASK | {"algorithm": {"name": "duw-fedavg", "outer_iterations": 400, "outer_lr": 0.5}})
     options = miniature.shrunk(weighted, 3).algorithm.options
     assert options == {"outer_iterations": 2, "horizon": 2, "outer_lr": 0.5}
 
 
-def test_digests_run_once_for_equal_ones_and_miss_data_that_is_not_here(tmp_path: Path) -> None:
+def test_equal_miniatures_run_once_and_what_has_no_data_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(miniature, "PROCESSES", 1)
+    monkeypatch.delenv("FEDTAILOR_DATA", raising=False)
     absent = configured("fedavg", data={"source": "mnist", "clients": 3})
-    found = miniature.digests({"a": configured("fedavg"), "b": configured("fedavg"), "c": absent}, tmp_path, 1)
+    found = miniature.digests({"a": configured("fedavg"), "b": configured("fedavg"), "c": absent}, tmp_path)
     assert found["a"] == found["b"]
     assert found["c"] is None
 
@@ -134,6 +139,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(records, "RECORDS", tmp_path / "docs" / "records")
     monkeypatch.setattr(evidence, "CONFIGS", tmp_path / "configs")
     monkeypatch.setattr(records, "commit", lambda: "abc1234")
+    monkeypatch.setattr(miniature, "PROCESSES", 1)
     one_after_the_other(monkeypatch)
     (tmp_path / "configs" / "own").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
