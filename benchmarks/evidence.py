@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="of runs that were begun without this script")
     asked = parser.parse_args()
     if asked.check:
-        return check(asked.names or records.pages(), data_root())
+        return min(check(asked.names or records.pages(), data_root()), 1)
     for name in asked.names or PAGES:
         parts = records.read(name)
         if asked.digest:
@@ -181,7 +181,8 @@ def table(name: str, rows: str = "", seeds: int = 0, out: Path | None = None, co
     command = f"fedtailor reproduce {name}" + (" --scale paper" if of == "paper" else "")
     columns = ("", *(column.name for column in published.columns))
     notes = tuple(search.notes(folder)) if published.search is not None else ()
-    part = RecordedPart(name, published.title, command, of, columns, notes=notes)
+    title = published.title + (", at the paper's size" if of == "paper" else "")
+    part = RecordedPart(name, title, command, of, columns, notes=notes)
     for row in dict.fromkeys(row for row, _ in cells):
         shown = {f.column: reproduce.text(f) for f in figures if f.row == row}
         groups = {column: group for (title, column), group in cells.items() if title == row}

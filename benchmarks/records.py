@@ -41,11 +41,11 @@ class Provenance:
 
     @property
     def text(self) -> str:
-        at = f"at commit {self.commit}" if self.commit else "at a commit that was not noted"
+        at = f" at commit {self.commit}" if self.commit else " at a commit that was not noted"
         if not self.is_kept:
-            at = f"on this page since commit {self.commit}, run folders lost"
+            at = f", on this page since commit {self.commit}, run folders lost"
         seeds = f", {seeds_text(self.seeds)}" if self.seeds else ""
-        return f"fedtailor {self.version} {at}{seeds}"
+        return f"fedtailor {self.version}{at}{seeds}"
 
 
 @dataclass
@@ -86,9 +86,13 @@ class RecordedPart:
 
 
 def commit() -> str:
-    """The commit of the work tree, and whether it has changes."""
-    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    return subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    """The commit of the work tree, and whether its code or configurations are others."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+    is_dirty = git("status", "--porcelain", "--", "src", "configs")
+    return git("rev-parse", "--short=7", "HEAD") + ("-dirty" if is_dirty else "")
 
 
 def here(command: str, seeds: Iterable[int] = ()) -> Provenance:
