@@ -206,7 +206,7 @@ def test_a_newcomer_fits_a_head_to_the_common_representation(preset: str | None)
 
 @pytest.mark.parametrize("average", ["exact", "plain"])
 def test_lemmas_4_2_and_4_4_where_clients_take_turns(average: Any) -> None:
-    """With rho > 6 L the Lagrangian (6) is lower whenever all have taken part again, and never below 0, the least loss."""
+    """With rho > 6 L the Lagrangian (6) is lower whenever all have taken part again, and never below the least loss."""
     data, model = make_data("regression", outputs=2), smooth()
     curvature = max(bound(data, model, i, model.params) for i in range(4))
     rho = 13 * curvature
@@ -230,7 +230,7 @@ def test_lemmas_4_2_and_4_4_where_clients_take_turns(average: Any) -> None:
 
 @pytest.mark.parametrize("average", ["exact", "plain"])
 def test_theorem_4_6(average: Any) -> None:
-    """In the limit each slope is minus the dual and all copies agree; only with the exact mean do the duals sum to 0."""
+    """In the limit each slope is minus the dual and copies agree; only with the exact mean do the duals sum to 0."""
     names, rho = ("ada", "cy", "di"), 1.0
     data = make_data(
         "regression", names=names, sizes={"ada": (20, 0, 0), "cy": (12, 0, 0), "di": (13, 0, 0)}, outputs=2
