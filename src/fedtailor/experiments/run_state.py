@@ -69,7 +69,6 @@ class RunState:
 
     @property
     def metric(self) -> str:
-        """The metric that compares rounds."""
         return self.engine.experiment.metrics[0].name
 
     @property

@@ -200,7 +200,6 @@ class _Block:
         return self.direct + learnables.by_raw(self.raw, slopes, self.algorithm.positive)
 
     def largest(self) -> Tensor:
-        """The largest number of all replies."""
         sent = self.cells[0].sent.abs()
         for cell in self.cells[1:]:
             torch.maximum(sent, cell.sent.abs(), out=sent)
