@@ -213,8 +213,9 @@ def test_traffic_falls_as_masks_grow(engine: str) -> None:
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.6, 0.8])
 def test_above_half_most_entries_stay_at_home(alpha: float) -> None:
     """Section 4.4: with alpha > .5, after enough rounds, less than half of the model travels."""
-    data = make_data(shape=(30,))  # 273 entries
+    data = make_data(shape=(60,))
     model = make_model("mlp", data)
+    whole = 4 * 8 * sum(v.numel() for v in model.params.values())  # bytes of four clients
     fed = federate(make("fedselect", {"preset": "paper", "epochs": 1, "alpha": alpha}), data, model)
     server, sent = fed.engine.experiment.algorithm.server_init(model), []
     for number in range(10):
@@ -222,10 +223,10 @@ def test_above_half_most_entries_stay_at_home(alpha: float) -> None:
         server = fed.run_round(number, range(4), server)
         sent.append((fed.traffic.up - before.up, fed.traffic.down - before.down))
     for of_round in zip(*sent, strict=True):
-        assert all(later <= earlier for earlier, later in itertools.pairwise(of_round[1:]))
-        headers = of_round[0] - 4 * 8 * 273
-        assert 0 < headers < 4 * 800
-        assert (of_round[-1] - headers < (of_round[0] - headers) / 2 - 4 * 24) == (alpha > 0.5)
+        assert all(later <= earlier for earlier, later in itertools.pairwise(of_round[2:]))
+        fallen = (of_round[0] - of_round[-1]) / whole
+        assert fallen == pytest.approx(alpha, abs=4 * 24 / whole)
+        assert (fallen > 0.51) == (alpha > 0.5)
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
@@ -235,13 +236,12 @@ def test_served_as_before_the_last_average(preset: str, engine: str) -> None:
     data = make_data()
     model = make_model("mlp", data)
     options = {"preset": preset, "epochs": 2, "rate": 0.5, "interval": 1}
-    fed, other = (
+    begun, fed, other = (
         federate(make("fedselect", options | {"serve": serve}), data, model, engine, solver=FULL_BATCH)
-        for serve in ("own", "common")
+        for serve in ("own", "own", "common")
     )
-    first = fed.run_round(1, range(4), fed.engine.experiment.algorithm.server_init(model))
     trained = {c: descend(model, model.params, *data.train.of(i), steps=2) for i, c in enumerate(data.clients)}
-    assert_equal(models(fed, first), trained)
+    assert_equal(models(begun, run(begun, rounds=1)), trained)
     server, common = run(fed, rounds=3), run(other, rounds=3)
     assert_equal(server, common, 0)
     before, after = models(fed, server), models(other, common)
@@ -250,7 +250,7 @@ def test_served_as_before_the_last_average(preset: str, engine: str) -> None:
             assert torch.equal(before[name][k][m], after[name][k][m])  # what is its own is no average
     w = server["w"]
     assert max(float((before[name][k] - w[k]).abs().max()) for name in before for k in w) > 1e-3
-    newcomer = onboard(dataclasses.replace(fed.engine.experiment), 3, server, 0)
+    newcomer = onboard(fed.engine.experiment, 3, server, 0)
     assert_equal(newcomer, w, 0)
 
 
