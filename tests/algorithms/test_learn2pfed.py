@@ -170,7 +170,9 @@ def test_two_cells_from_a_fixed_start_by_hand(engine: str) -> None:
             x, y = data.train.of(i)
             x, y = torch.cat([x, torch.ones(len(x), 1, dtype=F64)], dim=1), y[:, 0]
             a[i] = a[i] + 0.4 * (z[i] - v[i] + w)  # (9)
-            v[i] = torch.linalg.inv(x.T @ x + 0.7 * torch.eye(5, dtype=F64)) @ (0.7 * (w + z[i] + a[i]) + x.T @ y)  # (10)
+            v[i] = torch.linalg.inv(x.T @ x + 0.7 * torch.eye(5, dtype=F64)) @ (
+                0.7 * (w + z[i] + a[i]) + x.T @ y
+            )  # (10)
             z[i] = 0.7 / (lam[i, cell] + 0.7) * (v[i] - w - a[i])  # (11)
             sent.append(p[i] * 0.7 * (v[i] - z[i] - a[i]))
         w = (sent[0] + sent[1]) / (0.7 * (p[0] + p[1]))  # (12)

@@ -45,7 +45,7 @@ class Learn2pFed(UnrolledCells, Algorithm):
     onboards_fitted: ClassVar[bool] = True
     at_once: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": UNROLLED | {"start": "fixed", "per_cell": True, "lam": 0.001, "rho": 0.1, "theta": 0.1},
+        "paper": UNROLLED | {"start": "fixed", "per_cell": True, "lam": 0.2, "rho": 0.15, "theta": 0.15},
         "released": UNROLLED | {"start": "drawn", "lam": 0.001, "rho": 0.01, "theta": 0.01},
         "warm": UNROLLED
         | {"lam": 5e-4, "rho": 0.01, "theta": 0.01, "random_lam": False, "weights": "equal", "lower_after": 0},

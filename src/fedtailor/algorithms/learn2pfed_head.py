@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
 from fedtailor.algorithms._shared.unrolled_cells import UnrolledCells
-from fedtailor.algorithms.learn2pfed import TRAINING_LOSS, Learn2pFed
+from fedtailor.algorithms.learn2pfed import DESCENT, TRAINING_LOSS, Learn2pFed
 from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -33,7 +33,8 @@ class Learn2pFedHead(UnrolledCells, Algorithm):
     """Unrolled ADMM with gradient steps on the head; the degrees, weights and steps of its cells are learned."""
 
     outer: Literal["holdout", "train"] = "holdout"
-    """Loss that the numbers of the cells are learned from: validation or training loss (paper)."""
+    """Loss that the numbers of the cells are learned from: validation or training loss (paper). Where no client has
+    validation samples, nothing is learned from them."""
     serve: Literal["shrunk", "own"] = "shrunk"
     """Predict with the shrunk head w + z, or with v (paper). The outer loss is that of what is served."""
     v_lr: float = 0.5
@@ -52,7 +53,8 @@ class Learn2pFedHead(UnrolledCells, Algorithm):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": TRAINING_LOSS
         | {"serve": "own", "body": "joint", "positive": "relu", "weights": "samples", "per_cell": True}
-        | {"start": "fixed", "spread": 0.1, "lam": 0.1, "rho": 0.1, "theta": 0.1, "outer_lr": 0.01}
+        | {"start": "fixed", "spread": 0.1, "lam": 0.1, "rho": 0.1, "theta": 0.1}
+        | DESCENT
     }
     citation: ClassVar[str] = Learn2pFed.citation
 
@@ -90,7 +92,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):
         server = self.begin_epoch(fed, server)
         fed.tape()
         *_, w = self.run_cells(fed, server["w"])
-        common = self.learn_from(fed, server, self.mean_outer_loss(fed, w))
+        common = self.learn_from(fed, server, self.mean_outer_loss(fed, w, may_be_empty=True))
         return server | {"w": w, "common": common}
 
     @on_client()

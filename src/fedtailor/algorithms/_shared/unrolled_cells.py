@@ -104,12 +104,13 @@ class UnrolledCells(learnables.Learnables):
             w = w if self.gradient == "exact" else w.detach()
             yield w
 
-    def mean_outer_loss(self, fed: Federation, w: Tensor) -> Tensor:
+    def mean_outer_loss(self, fed: Federation, w: Tensor, *, may_be_empty: bool = False) -> Tensor:
         """(13), divided by the number of samples."""
         wrong, count = fed.map(self.outer_loss, w)
-        if fed.sum(count) == 0:
+        samples = fed.sum(count)
+        if samples == 0 and not may_be_empty:
             raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')
-        loss: Tensor = fed.sum(wrong) / fed.sum(count)
+        loss: Tensor = fed.sum(wrong) / samples.clamp(min=1)
         return loss
 
     def learn_from(self, fed: Federation, server: Tree, loss: Tensor) -> Tree:
