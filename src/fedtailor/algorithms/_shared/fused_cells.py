@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
 from fedtailor.core.context import View
-from fedtailor.core.traffic import Exchange, FusedRound
+from fedtailor.core.federation import Exchange, FusedRound
 from fedtailor.core.trees import Params, Tree, tree_map
 
 SMALL = 1_000_000  # numbers
