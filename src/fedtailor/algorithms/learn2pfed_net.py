@@ -1,9 +1,9 @@
 """Learn2pFed-Net: degrees for all parameters of a network, one ADMM step per round. After Lv et al., 2024.
 
 A variant of ours; the paper's cells for networks are in learn2pfed_head.py. The v-step is local epochs, the dual step
-is 1, clients are weighted by n_i, and w is a constant in the gradient of log lam, by the loss of w + z. Symbols: w common
-model; v own model; z = v - w; a scaled dual; lam degree of collaboration; s = lam / (lam + eta) the share of the common
-model. Served is the shrunk model w + z.
+is 1, clients are weighted by n_i, and w is a constant in the gradient of log lam, by the loss of w + z. Symbols: w
+common model; v own model; z = v - w; a scaled dual; lam degree of collaboration; s = lam / (lam + eta) the share of
+the common model. Served is the shrunk model w + z.
 """
 
 from __future__ import annotations
