@@ -180,14 +180,15 @@ def table(name: str, rows: str = "", seeds: int = 0, out: Path | None = None, co
     figures = reproduce.run(published, cells, data_root(), _quiet)
     command = f"fedtailor reproduce {name}" + (" --scale paper" if of == "paper" else "")
     columns = ("", *(column.name for column in published.columns))
-    notes = tuple(search.notes(folder)) if published.search is not None else ()
+    is_searched = reproduce.search_section(published, of) is not None
+    notes = tuple(search.notes(folder)) if is_searched else ()
     title = published.title + (", at the paper's size" if of == "paper" else "")
     part = RecordedPart(name, title, command, of, columns, notes=notes)
     for row in dict.fromkeys(row for row, _ in cells):
         shown = {f.column: reproduce.text(f) for f in figures if f.row == row}
         groups = {column: group for (title, column), group in cells.items() if title == row}
         made = recorded(row, shown, folder, groups, command)
-        if published.search is not None:
+        if is_searched:
             made.settings = {c: settings[f"{row} {c}"] for c in groups if settings.get(f"{row} {c}")}
         part.rows.append(made)
     return part

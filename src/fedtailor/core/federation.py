@@ -6,10 +6,11 @@ again without clients that were lost. `map` sends a call; `sum` and `mean` add u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from fedtailor.core.reduce import (
     at_path,
     in_order,
     outline,
+    row,
     validate,
 )
 from fedtailor.core.tape import Tape
-from fedtailor.core.traffic import FusedRound, Traffic, bytes_down, count_fused
 from fedtailor.core.trees import (
     Tree,
     changed_leaves,
@@ -78,6 +79,7 @@ class Attendance:
     asked: tuple[int, ...] = ()
     present: tuple[int, ...] = ()  # those asked whose replies were all accepted so far
     missed: list[tuple[int, ...]] = field(default_factory=list)  # of each exchange of the round
+    is_part: bool = False  # calls go to a part of the cohort, which may be fewer than the least number of replies
 
 
 @dataclass
@@ -88,6 +90,39 @@ class SumLog:
     secure: int = 0  # in this round
     moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
     new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
+
+
+@dataclass
+class Traffic:
+    """Bytes and trips of training, as messages would be serialised: bytes summed over clients, trips once per call."""
+
+    up: int = 0
+    down: int = 0
+    trips: int = 0
+
+    def count(self, clients: int, down: int, up: int, trips: int = 1) -> None:
+        """So many trips of so many clients, each with this many bytes down and up."""
+        self.trips += trips
+        self.down += trips * clients * down
+        self.up += trips * clients * up
+
+
+class Exchange(NamedTuple):
+    """Calls that a fused round stands for."""
+
+    function: str
+    message: tuple[Tree, ...]
+    times: int
+    taped: bool
+
+
+class FusedRound(NamedTuple):
+    """What a round computed on all clients' states at once came to."""
+
+    state: Tree  # private states, stacked
+    server: Tree
+    largest: Tensor  # norm of the largest reply that a client would have sent
+    exchanges: Sequence[Exchange]
 
 
 @dataclass
@@ -279,7 +314,8 @@ class Federation:
         self.traffic.up += sum(up for _, up, _ in each_rank)
         everywhere = [Rejected(*one) for _, _, some in each_rank for one in some]
         self.leave_out(call, everywhere)
-        if len(self.present) < self.limits.least or (call.taped and self.present != asked):
+        least = min(self.limits.least, len(asked)) if self.attendance.is_part else self.limits.least
+        if len(self.present) < least or (call.taped and self.present != asked):
             self._abandon(call, asked, everywhere, errors)
 
     def leave_out(self, call: Call, rejected: Sequence[Rejected]) -> None:
@@ -538,16 +574,38 @@ class Federation:
         Returns:
             A context manager that gives the clients whose replies arrive.
         """
-        everybody = self.cohort
-        here = self._arriving(number, everybody)
+        here = self._arriving(number, self.cohort)
         if ask_all:
             yield here
             return
-        self.attendance.present = here
-        try:
+        with self._only(here):
             yield here
+
+    @contextmanager
+    def among(self, clients: Sequence[int]) -> Iterator[None]:
+        """Make the following calls to a part of the cohort.
+
+        Args:
+            clients: Who, of the cohort.
+
+        Returns:
+            A context manager, after which the cohort is as before, without clients that were lost meanwhile.
+        """
+        before, self.attendance.is_part = self.attendance.is_part, True
+        try:
+            with self._only(tuple(clients)):
+                yield
         finally:
-            lost = set(here) - set(self.cohort)
+            self.attendance.is_part = before
+
+    @contextmanager
+    def _only(self, some: tuple[int, ...]) -> Iterator[None]:
+        everybody = self.cohort
+        self.attendance.present = some
+        try:
+            yield
+        finally:
+            lost = set(some) - set(self.cohort)
             self.attendance.present = tuple(c for c in everybody if c not in lost)
 
     def fused_round(
@@ -673,6 +731,19 @@ class Federation:
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
         return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
 
+    def steps(self, clients: Sequence[int], epochs: int) -> Tensor:
+        """Numbers of local steps that clients take, from what they reported when they joined.
+
+        Args:
+            clients: Their positions.
+            epochs: Passes over the training samples.
+
+        Returns:
+            One number per client, as `me.steps(epochs)` there.
+        """
+        counts = self.solver.count_steps(self.engine.experiment, clients, epochs)
+        return self.model.like.new_tensor(counts, dtype=widest(self.model.device))
+
     def places(self, clients: Sequence[int]) -> Tensor:
         """Positions of clients, for tables of the server that have an entry for each client.
 
@@ -689,3 +760,23 @@ class Federation:
         """The name of the algorithm in tables."""
         algorithm = self.engine.experiment.algorithm
         return algorithm.title or type(algorithm).__name__
+
+
+def bytes_down(call: Call, clients: int) -> int:
+    """Of a call to so many clients; only ragged messages differ in length."""
+    if is_ragged(call.args):
+        return sum(codec.size(call.header, row(call.args, call.placed, i)) for i in range(clients))
+    return clients * codec.size(call.header, outline(call.args, call.placed))
+
+
+def count_fused(traffic: Traffic, exchange: Exchange, reply: int, *, round: int, first_call: int, clients: int) -> None:
+    """What the calls of a fused round would have sent; `reply` is the length of a reply without its header."""
+    function, message, times, taped = exchange
+    request = codec.tree_size(message)
+    for digits, calls in Counter(len(str(first_call + i)) for i in range(times)).items():
+        # the length of a header depends on its numbers by their digits only
+        call = Call(function, round, 10 ** (digits - 1), message, (False,) * len(message), taped)
+        request_header, reply_header = codec.header_size(call.header), codec.header_size(call.reply_header)
+        traffic.count(clients, down=request_header + request, up=reply_header + reply, trips=calls)
+        if taped:  # the way back: cotangents of the reply down, of the message up
+            traffic.count(clients, down=reply_header + reply, up=reply_header + request, trips=calls)

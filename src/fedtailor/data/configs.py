@@ -258,6 +258,14 @@ class ElectricityConfig(SourceConfig):
         default=0.1, gt=0, lt=0.5, description="Fraction of the hours, the last ones, held out for the test."
     )
     val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
+    scale: Literal["standard", "unit"] = Field(
+        default="standard",
+        description='Scaling by each meter\'s training hours: to mean 0 and deviation 1; or "unit", to 0..1.',
+    )
+    distinct: Literal["profile", "tsne"] = Field(
+        default="profile",
+        description='How to find the most distinct: by daily profiles; or "tsne", by places in a plane (paper).',
+    )
 
 
 class ShakespeareConfig(SplitConfig):
@@ -277,6 +285,7 @@ class DuwMnistConfig(SourceConfig):
         default="II", description="Image lists: an environment of five clients, or the two clients of Figure 2."
     )
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
 
 
 class StanfordDogsConfig(SourceConfig):
@@ -284,6 +293,7 @@ class StanfordDogsConfig(SourceConfig):
 
     source: Literal["stanford-dogs"] = Field(default="stanford-dogs", description="Name of the source.")
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
     components: int = Field(
         default=0, ge=0, le=1280, description="Features projected onto so many principal axes; 0: all 1280 as they are."
     )
