@@ -202,3 +202,51 @@ def test_a_newcomer_fits_a_head_to_the_common_representation(preset: str | None)
     theta = run(fed, cohort=[0, 1])
     head = descend(model, model.head, *data.train.of(3), steps=4, frozen=theta)
     assert_equal(onboard(fed.engine.experiment, 3, theta, 4), theta | head)
+
+
+@pytest.mark.parametrize("average", ["exact", "plain"])
+def test_lemmas_4_2_and_4_4_where_clients_take_turns(average: Any) -> None:
+    """With rho > 6 L the Lagrangian (6) is lower whenever all have taken part again, and never below the least loss."""
+    data, model = make_data("regression", outputs=2), smooth()
+    curvature = max(bound(data, model, i, model.params) for i in range(4))
+    rho = 13 * curvature
+    where = {"start": "own", "head_on": "start", "mean": "clients", "serve": "own", "head_epochs": 1, "epochs": 1}
+    algorithm = make("fedeq", where | {"rho": rho, "average": average})
+    fed = federate(algorithm, data, model, solver=Solver(lr=1 / (curvature + rho), batch_size=0))
+    server, values = algorithm.server_init(model), []
+    for number in range(24):
+        server = fed.run_round(number, [[0, 2], [1, 3]][number % 2], server)
+        if number % 2:
+            parts = [(data.train.of(i), held["state"]) for i, held in enumerate(states(fed).values())]
+            duals = [{k: rho * u for k, u in own["u"].items()} for _, own in parts]
+            each = [
+                lagrangian(model, x, y, own["theta"], own["w"], dual, server, rho)
+                for ((x, y), own), dual in zip(parts, duals, strict=True)
+            ]
+            values.append(float(sum(each)))
+    assert all(later < earlier for earlier, later in pairwise(values))
+    assert min(values) > 0
+
+
+@pytest.mark.parametrize("average", ["exact", "plain"])
+def test_theorem_4_6(average: Any) -> None:
+    """In the limit each slope is minus the dual and copies agree; only with the exact mean do the duals sum to 0."""
+    names, rho = ("ada", "cy", "di"), 1.0
+    data = make_data(
+        "regression", names=names, sizes={"ada": (20, 0, 0), "cy": (12, 0, 0), "di": (13, 0, 0)}, outputs=2
+    )
+    model = Model(make_model("linear", data).module)
+    algorithm = FeDEQ(epochs=15, rho=rho, average=average, start="own", mean="clients")
+    fed = federate(algorithm, data, model, "vmap", solver=Solver(lr=0.25, batch_size=0))
+    theta = run(fed, rounds=60)
+    duals = []
+    for i, held in enumerate(states(fed).values()):
+        x, y = data.train.of(i)
+        slope = torch.func.grad(lambda p, x=x, y=y: nn.functional.mse_loss(model(p, x), y))(theta)
+        duals.append({k: rho * u for k, u in held["state"]["u"].items()})
+        assert_equal(
+            {k: v + duals[i][k] for k, v in slope.items()}, {k: torch.zeros_like(v) for k, v in slope.items()}, 1e-5
+        )
+        assert_equal(held["state"]["theta"], theta, 1e-5)
+    left_over = max(float(sum(dual[k] for dual in duals).abs().max()) for k in theta)
+    assert (left_over < 1e-4) == (average == "exact")

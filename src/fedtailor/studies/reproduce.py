@@ -116,7 +116,7 @@ def grid(
     """The runs of every cell of the table, with what a search found; only of some rows if these are named."""
     out: Cells = {}
     paths: dict[str, Path] = {}  # columns may read different figures off the same run
-    for (row, column), subject in _subjects(table, scale, rows).items():
+    for (row, column), subject in subjects(table, scale, rows).items():
         tables = with_values(subject.tables, (best_settings or {}).get(subject.label, {}))
         for seed in _seeds(table, seeds):
             config: RunConfig = parse(tables | {"seed": seed}, origin=row)
@@ -130,7 +130,7 @@ def _seeds(table: Published, seeds: int) -> range:
     return range(table.first_seed, table.first_seed + seeds)
 
 
-def _subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
+def subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
     """What is run, and searched, for every cell of the table; the same for cells that differ in name only."""
     unknown = [r for r in rows if r not in {part.name for part in table.rows}]
     if unknown:
@@ -163,8 +163,8 @@ def searched(
     if table.search is None:
         return _learned(table, folder, scale, rows, data_root, listener)
     search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
-    subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
-    plan = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
+    by_label = {s.label: s for s in subjects(table, scale, rows).values()}
+    plan = search.plan(table.search, list(by_label.values()), _seeds(table, seeds), folder)
     return search.run(plan, 0, data_root, listener)
 
 
@@ -174,7 +174,7 @@ def _learned(
     """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
     learned_rows = {part.name for part in table.rows if part.learned_once}
     grid = {}
-    for (row, _), subject in _subjects(table, scale, rows).items():
+    for (row, _), subject in subjects(table, scale, rows).items():
         if row in learned_rows:
             config: RunConfig = parse(with_values(subject.tables, {"seed": LEARNING_SEED, "rounds": 1}), origin=row)
             path = folder / "learned" / folder_name(subject.label, LEARNING_SEED)
