@@ -275,6 +275,14 @@ class ElectricityConfig(SourceConfig):
         default=0.1, gt=0, lt=0.5, description="Fraction of the hours, the last ones, held out for the test."
     )
     val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
+    scale: Literal["standard", "unit"] = Field(
+        default="standard",
+        description='Scaling by each meter\'s training hours: to mean 0 and deviation 1; or "unit", to 0..1.',
+    )
+    distinct: Literal["profile", "tsne"] = Field(
+        default="profile",
+        description='How to find the most distinct: by daily profiles; or "tsne", by places in a plane (paper).',
+    )
 
 
 class ShakespeareConfig(SplitConfig):
