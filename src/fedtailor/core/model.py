@@ -73,9 +73,16 @@ class Model:
         head: The modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
             most often its end; the rest is the body.
         buffers: "private" or "mean".
+        make: Makes the module again, with initial values that depend on a key of random numbers, for `redraw`.
     """
 
-    def __init__(self, module: nn.Module, head: Sequence[str] = (), buffers: BufferPolicy = "private") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        head: Sequence[str] = (),
+        buffers: BufferPolicy = "private",
+        make: Callable[..., nn.Module] | None = None,
+    ) -> None:
         for name, part in module.named_modules():
             if getattr(part, "num_batches_tracked", None) is not None:
                 if getattr(part, "momentum", None) is None:
@@ -100,6 +107,7 @@ class Model:
         self._always_evaluating = [m for m in module.modules() if not m.training] if module.training else []
         self.differing = frozenset[str]()  # parameters that not all clients have, by name and shape
         self.architectures: Architectures | None = None  # of clients that differ; this one is the server's
+        self._make = make
 
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
@@ -114,6 +122,24 @@ class Model:
     @cached_property
     def _needed(self) -> set[str]:
         return self.params.keys() | self.private_buffers.keys()
+
+    def redraw(self, *key: str | int) -> Params:
+        """Initial values drawn anew.
+
+        Args:
+            key: Equal keys give equal values.
+
+        Returns:
+            As `params`.
+
+        Raises:
+            ConfigError: It is not known how the module is made.
+        """
+        if self._make is None:
+            raise ConfigError("initial values cannot be drawn anew for a module that is given; name a model in [model]")
+        fresh = self._make(*key)
+        values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        return {k: values[k].detach().to(v) for k, v in self.params.items()}
 
     def common(self, part: Params) -> Params:
         """The entries of a part that all clients have; all of them, unless architectures differ.

@@ -302,6 +302,7 @@ class DuwMnistConfig(SourceConfig):
         default="II", description="Image lists: an environment of five clients, or the two clients of Figure 2."
     )
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
 
 
 class StanfordDogsConfig(SourceConfig):
@@ -309,6 +310,7 @@ class StanfordDogsConfig(SourceConfig):
 
     source: Literal["stanford-dogs"] = Field(default="stanford-dogs", description="Name of the source.")
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
     components: int = Field(
         default=0, ge=0, le=1280, description="Features projected onto so many principal axes; 0: all 1280 as they are."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,25 @@ def build(
     recompute(module, checkpoint)
     if prior:
         add_label_prior(module, outputs)
-    return Model(module.to(dtype), head=head or own_head, buffers=buffers)
+    make = partial(_initialise, kind, shape, outputs, options, adapter)
+    return Model(module.to(dtype), head=head or own_head, buffers=buffers, make=make)
+
+
+def _initialise(
+    kind: Callable[..., nn.Module],
+    shape: Shape,
+    outputs: int,
+    options: dict[str, Any],
+    adapter: adapters.AdapterConfig | None,
+    *key: str | int,
+) -> nn.Module:
+    """The module once more, with initial values from the streams of a key."""
+    with torch_stream(*key, "model"):
+        module = kind(shape, outputs, **options)
+    if adapter is not None:
+        with torch_stream(*key, "adapter"):
+            adapters.add_lora(module, adapter, getattr(type(module), "head", ()))
+    return module
 
 
 def find(name: str) -> Callable[..., nn.Module]:
