@@ -42,6 +42,7 @@ class MixedModel(Algorithm):
     private: ClassVar[str] = "model"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+    most_calls: ClassVar[int] = 5000
     citation: ClassVar[str] = """@article{bates2015lme4,
   title={Fitting Linear Mixed-Effects Models Using lme4},
   author={Bates, Douglas and M{\\"a}chler, Martin and Bolker, Ben and Walker, Steve},

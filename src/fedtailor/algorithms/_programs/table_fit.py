@@ -119,6 +119,7 @@ class TableFit(Algorithm):
     private: ClassVar[str] = "models, their outputs, weights"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+    most_calls: ClassVar[int] = 5000
 
     logit_variation = delegate(MixedLogit, "logit", "variation")
     logit_begin = delegate(MixedLogit, "logit", "begin")

@@ -66,6 +66,7 @@ class GeneralisedMixed(Algorithm, ABC):
     private: ClassVar[str] = "model"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+    most_calls: ClassVar[int] = 5000
     task: ClassVar[str]
     fixed: ClassVar[int] = 0  # outputs whose coefficients are 0
 
