@@ -75,7 +75,10 @@ def federation(algorithm: str | Algorithm, *, is_secure: bool = True, fraction_b
     data = make_data(**case)
     fed = federate(made, data, make_model(model, data), "wire")
     if is_secure:
-        fed.engine.experiment = replace(fed.engine.experiment, aggregation=privacy(fraction_bits))
+        assert isinstance(fed.engine, Wire)
+        setting = fed.engine.experiment = replace(fed.engine.experiment, aggregation=privacy(fraction_bits))
+        for site in fed.engine.sites:
+            site.inside.experiment = setting
     return fed
 
 
@@ -282,7 +285,7 @@ def test_a_client_that_seals_its_replies_answers_nothing_else() -> None:
     inside.experiment = replace(inside.experiment, aggregation=privacy())
     run(fed, 1)
     assert [(f.client, f.reason) for f in fed.record.faults] == [
-        ("ada", "replies leave this client in secure sums only")
+        ("ada", 'reply lacks "0/hidden.0.bias"')  # it has left nothing of it
     ]
 
 

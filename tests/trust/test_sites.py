@@ -52,8 +52,8 @@ def evaluated(made: Asked, **changes: Any) -> tuple[dict[str, Any], Any]:
         ({"function": "local", "round": 1, "call": 0, "placed": [3], "taped": False}, "call: placed.0: "),
         ({"function": ["local"], "round": 1, "call": 0, "placed": [False], "taped": False}, "call: function: "),
         (
-            {"round": 1, "sum": 1, "step": "deal", "clients": [0], "threshold": 1, "fraction_bits": -1000000},
-            "sumstep: ",
+            {"round": 1, "sum": 1, "step": "deal", "clients": [0], "fraction_bits": -1000000},
+            'sumstep with "fraction_bits"',
         ),
         ({"round": 1, "sum": 1, "step": "open"}, "sumstep: step: "),
         ({"round": 1, "sum": 1, "step": "keys"}, 'a secure sum: step "keys" with or without "term"'),
