@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 
 from fedtailor.core import codec
 from fedtailor.core.trees import Tree, tree_map
+from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
+from fedtailor.experiments.store import RunFolder, round_line, write_json
 from fedtailor.flare.policy import Budget
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, promise
+from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import write_sites
@@ -257,3 +260,65 @@ def test_b7_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path) ->
     assert "5000" in why
     assert "400" in why
     assert Budget().calls_per_round == 0
+
+
+# limits come first
+
+
+@pytest.mark.parametrize("hidden", [[65_536, 65_536], [65_536] * 999, [8] * 20_000])
+def test_b8_a_model_is_refused_before_it_is_built(hidden: list[int], tmp_path: Path) -> None:
+    """Two layers of 65536 are 17 GB."""
+    made = Asked(tmp_path)
+    made.hello()
+    assert made.site._data is not None
+    tables = config_for(made.config, 0) | {"model": {"name": "mlp", "hidden": hidden}}
+    about = {"client": 0, "schema": data_schema(made.site._data), "promise": {}, "first": 0}
+    tracemalloc.start()
+    why = made.ask({"op": "start", "config": tables} | about)[0]["refused"]
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+    assert "the model has" in why
+
+
+def test_b8_a_long_request_is_not_read(tmp_path: Path) -> None:
+    made = begun(tmp_path, budget={"min_rows": 1, "message_mb": 1})
+    answer, _ = made.ask({"op": "keep", "round": 1}, {"w": torch.zeros(10**6)})
+    assert "bytes" in answer["refused"]
+    assert "error" not in made.call()[0]
+
+
+def test_b8_a_long_header_is_not_parsed() -> None:
+    message = codec._LENGTH.pack(2**25) + b"{" * 2**20
+    with pytest.raises(codec.BrokenMessage, match=str(2**25)):
+        codec.decode_header(message)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"x": {f"part {i}": [[2**24], "float32"] for i in range(90)}},
+        {"x": {f"part {i}": [[1], "float32"] for i in range(200)}},
+        {"x": {"\x1b[2J": [[1], "float32"]}},
+        {"classes": ["\x1b]0;title\x07"]},
+        {"features": ["x" * 10**6]},
+        {"task": "y" * 10**6},
+    ],
+)
+def test_b8_what_a_site_says_of_its_data_is_small_and_plain(form: dict[str, Any]) -> None:
+    good = {"task": "classification", "x": {"": [[4], "float32"]}, "y": [[], "int64"], "outputs": 3}
+    schema = good | {"classes": ["a", "b", "c"], "features": []}
+    assert hello_fault({"samples": 10, "schema": schema}) == ""
+    assert hello_fault({"samples": 10, "schema": schema | form})
+
+
+def test_b8_control_characters_of_a_folder_are_not_shown(tmp_path: Path) -> None:
+    """A stranger's folder has good checksums, and names that clear the screen."""
+    folder = runner.start(config("rounds=1"), tmp_path / "run")
+    about = json.loads((folder.path / "run.json").read_text())["content"]
+    about["clients"][0] = "\x1b[2Jada\x9b\x07"
+    write_json(folder.path / "run.json", about)
+    line = {"round": 1, "faults": [{"client": "\x1b[31mbo", "round": 1, "function": "f", "reason": "\x00"}]}
+    (folder.path / "metrics.jsonl").write_bytes(round_line(line))
+    assert RunFolder(folder.path).about["clients"][0].isprintable()
+    fault = RunFolder(folder.path).metrics()[0]["faults"][0]
+    assert all(text.isprintable() for text in (fault["client"], fault["reason"]))

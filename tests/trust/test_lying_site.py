@@ -185,9 +185,11 @@ def test_l6_a_lie_in_a_step_of_a_secure_sum_is_no_exception(step: str, what: str
             return answer | {"transcript": "no hash"}, tree
         return answer, torch.zeros_like(tree) if what == "bytes" else tree.to(torch.float64)
 
-    _, folder = run_with(
-        tmp_path, said(step, change), "fedavg", "privacy.secure_sum=true", "rounds=3", "evaluation.every=3"
-    )
+    settings = ("privacy.secure_sum=true", "rounds=3", "evaluation.every=3")
+    federated = Federated(tmp_path, configured("fedavg", *settings))
+    link = LyingSites(federated.files)
+    link.lie, link.liar, federated.link = said(step, change), "client-00", link
+    folder = federated.run()
     assert folder.results is not None  # the first round was as it should be
     assert "abandoned" not in folder.metrics()[0]
 

@@ -238,7 +238,8 @@ def hello_fault(about: dict[str, Any]) -> str:
         return "schema"
     if not isinstance(schema["x"], dict) or not all(map(_is_sample_form, [*schema["x"].values(), schema["y"]])):
         return "form of its samples"
-    if len(schema["x"]) > MOST_PARTS or not all(map(is_name, schema["x"])):
+    forms = [*schema["x"].values(), schema["y"]]
+    if len(forms) > MOST_PARTS or not all(map(is_name, schema["x"])) or sum(math.prod(f[0]) for f in forms) > LARGEST:
         return "form of its samples"
     if type(schema["outputs"]) is not int or not 0 < schema["outputs"] <= LARGEST:
         return "number of outputs"

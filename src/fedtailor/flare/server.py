@@ -36,6 +36,7 @@ from fedtailor.errors import ConfigError, RetryableError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.model_description import refuse_large
 from fedtailor.experiments.sections import CheckpointSection
 from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
 from fedtailor.flare.kits import KIT, REVOKED
@@ -46,6 +47,7 @@ ROSTER, SITES = "federation.json", "sites.json"  # in the folder of a run
 TRIES = 3  # of a request whose connection broke; its number makes repeating it harmless
 CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
 LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
+MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
 WRITE_EVERY = 5.0  # seconds between two writes of SITES
 
 
@@ -470,7 +472,9 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
         if client not in link.sites:
             rpc.leave_out(client, "is not connected")
     write_json(path / ROSTER, roster)
-    experiment = assemble(config, data_without_rows(roster))
+    data = data_without_rows(roster)
+    refuse_large(config, data.shape, data.outputs, MOST_NUMBERS, "the form of the sites' data")
+    experiment = assemble(config, data)
     if config.federation.late == "buffer":
         check_late_replies(experiment)
     torch.set_num_threads(config.federation.threads or 1)
