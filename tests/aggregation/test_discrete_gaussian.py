@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
+from scipy.stats import chisquare  # type: ignore[import-untyped]
 
 from fedtailor.aggregation import discrete_gaussian as sampler
 from fedtailor.aggregation.discrete_gaussian import STEPS, discrete_gaussian

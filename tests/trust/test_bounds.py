@@ -173,7 +173,7 @@ def test_b2_a_partner_that_was_not_in_the_run_is_refused(tmp_path: Path) -> None
         site._job.client._cohort = frozenset({"ada", "bo"})
     for i in made.sites:
         made.ask(i, CALL, (made.experiment.model.params,))
-    server = LyingServer({i: Line(i) for i in made.sites})  # type: ignore[arg-type,misc]
+    server = LyingServer({i: Line(i) for i in made.sites})  # type: ignore[misc]
     term = {"call": 0, "paths": ["1"], "weight": None}
     with pytest.raises(Refusal, match='"cy"'):
         server.total(range(3), term=term)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +72,8 @@ def limit_reply(
         reply = tuple(parts) if isinstance(example, tuple) else parts[0]
     paths = items(reply)
     free = [v for path, v in paths if path not in positive and v.is_floating_point()]
-    norm = torch.stack([wide(v).square().sum() for v in free]).sum().sqrt() if free else torch.zeros(())
-    scale = float((largest / norm).clamp(max=1.0)) if norm.isfinite() else 0.0
+    norm = math.hypot(*(float(wide(v).norm()) for v in free))
+    scale = min(1.0, largest / norm) if norm else 1.0
 
     def within(path: str, v: Tensor) -> Tensor:
         if path in positive:

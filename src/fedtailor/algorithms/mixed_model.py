@@ -41,9 +41,9 @@ class MixedModel(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
+    most_calls: ClassVar[int] = 5000
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
-    most_calls: ClassVar[int] = 5000
     citation: ClassVar[str] = """@article{bates2015lme4,
   title={Fitting Linear Mixed-Effects Models Using lme4},
   author={Bates, Douglas and M{\\"a}chler, Martin and Bolker, Ben and Walker, Steve},

@@ -306,7 +306,7 @@ class TableFit(Algorithm):
         noise = ((total + HELP * usual) / (rows.counts.sum() + HELP)).sqrt().clamp(min=1e-150)
         return me.state | {"noise": noise}, losses_by_fold(rows, losses / noise.square(), self.folds)
 
-    @on_client(sends=(GRADIENTS, CURVATURES), doubt=lambda *said: doubts.of_squares(*said[:3], said[3][1]))
+    @on_client(sends=(GRADIENTS, CURVATURES), doubt=doubts.of_squares_in(1))
     def curvature(self, me: ClientContext, weights: Tensor) -> tuple[Tree, Tree]:
         """At the common weights of each part."""
         rows = self.scaled_rows(me)

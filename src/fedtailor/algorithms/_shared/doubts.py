@@ -6,12 +6,12 @@ doubted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedtailor.core.algorithm import Doubt
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Tree
 from fedtailor.numerics import ridge
@@ -72,6 +72,11 @@ def of_squares(algorithm: Any, model: Model, samples: int, reply: Tree) -> str:
     return "" if all(map(_is_square_sum, parts)) else "reply has squares that no samples give"
 
 
+def of_squares_in(part: int) -> Doubt:
+    """The same of one part of a reply."""
+    return lambda algorithm, model, samples, reply: of_squares(algorithm, model, samples, reply[part])
+
+
 def of_variation(algorithm: Any, model: Model, samples: int, reply: Tree) -> str:
     """Doubts about the squares of columns around their means, and around 0."""
     within, total = reply
@@ -83,7 +88,7 @@ def of_variation(algorithm: Any, model: Model, samples: int, reply: Tree) -> str
     return ""
 
 
-def in_counts(first: int) -> Callable[[Any, Model, int, Tree], str]:
+def in_counts(first: int) -> Doubt:
     """Doubts about counts in a part of a reply, and about anything negative in the others."""
 
     def doubt(algorithm: Any, model: Model, samples: int, reply: Tree) -> str:
