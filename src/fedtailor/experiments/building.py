@@ -19,6 +19,7 @@ from torch import Tensor
 from fedtailor import algorithms, data, models
 from fedtailor.aggregation.dry_run import means_taken, rehearse
 from fedtailor.aggregation.robust import Robust
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core import task as tasks
 from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
 from fedtailor.core.data import FederatedData, Shape, count
@@ -151,6 +152,8 @@ def aggregation_of(config: RunConfig) -> Aggregation:
         slots = replace(slots, reduction=robust)
     if config.attack.name != "none" and slots.reduction.is_sealed:
         raise ConfigError("attack: cannot be combined with privacy.secure_sum")
+    if isinstance(slots.reduction, Secure):
+        slots = replace(slots, reduction=replace(slots.reduction, max_norm=config.federation.max_norm))
     return replace(slots, server_step=config.server.build())
 
 

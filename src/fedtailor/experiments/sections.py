@@ -362,9 +362,9 @@ class PrivacySection(Section):
         description="Noise multiplier: noise std / clip. Clients then weigh equally.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
-    secret_noise: bool = Field(
+    repeatable_noise: bool = Field(
         default=False,
-        description="Draw noise from the system, not the seed; runs are then not repeatable.",
+        description="Draw noise from the seed, so that a run can be repeated; whoever has the seed can take it away.",
     )
 
     def build(self) -> Aggregation:
@@ -372,7 +372,7 @@ class PrivacySection(Section):
         return Aggregation(
             at_client=(Clip(self.clip),) if self.clip else (),
             reduction=Secure(self.fraction_bits) if self.secure_sum else Open(),
-            noise=GaussianNoise(self.noise, self.clip, self.secret_noise) if self.noise else None,
+            noise=GaussianNoise(self.noise, self.clip, self.repeatable_noise) if self.noise else None,
         )
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import time
@@ -37,6 +38,8 @@ CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "r
 CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
 CURRENT, UPDATE = "current.json", "update-"  # which folder of an updated fit serves now
 CHECK = "check"  # the last key of a line of metrics.jsonl
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and ends of lines
+ESCAPES = re.compile(rb"\\u00[0189][0-9a-fA-F]|\\u007|\x7f|\xc2[\x80-\x9f]")  # as JSON has them
 CHANGED = "changed since it was written (checksum differs)"
 DTYPES = {  # as safetensors names them
     torch.float32: "F32",
@@ -106,8 +109,13 @@ class RecordedObject(dict[str, Any]):
 
 def _as_recorded(content: Any, path: Path) -> Any:
     if isinstance(content, dict):
-        return RecordedObject({key: _as_recorded(value, path) for key, value in content.items()}, path)
-    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else content
+        return RecordedObject({printable(key): _as_recorded(value, path) for key, value in content.items()}, path)
+    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else printable(content)
+
+
+def printable(value: Any) -> Any:
+    """Text without control characters, with which a file from somebody else could change what a terminal shows."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value
 
 
 def json_text(value: Any, level: int = 0) -> str:
@@ -296,7 +304,13 @@ def parse_round(line: bytes, *, are_checked: bool, where: str) -> dict[str, Any]
         raise RunError(f"{where}: damaged; it is not the JSON that was written") from None
     if (are_checked or check is not None) and check != _line_digest(json.dumps(record)):
         raise RunError(f"{where}: changed since it was written (checksum differs)")
-    return dict(record)
+    return dict(_printable_tree(record)) if ESCAPES.search(line) else dict(record)
+
+
+def _printable_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _printable_tree(held) for key, held in value.items()}
+    return [_printable_tree(held) for held in value] if isinstance(value, list) else printable(value)
 
 
 def _line_digest(text: str) -> str:
