@@ -105,4 +105,4 @@ def _in_units(outputs: Tensor, state: Tree, data: FederatedData) -> Tensor:
 
 def is_fit(config: RunConfig) -> bool:
     """Whether a run is a fit of tables."""
-    return config.algorithm.name.lower() in algorithms.PROGRAMS
+    return config.algorithm.name.lower() == "tablefit"
