@@ -31,7 +31,7 @@ def solve(terms: Tensor, fixed: int, kept: Tensor, rows: float, reml: bool) -> S
     half = torch.linalg.solve_triangular(root, square[at][:, fixed:], upper=False)
     place = torch.zeros((fixed, len(at)), dtype=terms.dtype, device=terms.device)
     place[at, torch.arange(len(at), device=at.device)] = 1
-    inverse = torch.cholesky_inverse(root) if not terms.requires_grad else torch.linalg.inv(square[at][:, at])
+    inverse = torch.linalg.inv(square[at][:, at])
     beta = torch.linalg.solve_triangular(root.mT, half, upper=True)[:, 0]
     residual = square[fixed, fixed] - half.square().sum()
     freedom = rows - len(at) if reml else rows

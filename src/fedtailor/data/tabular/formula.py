@@ -7,6 +7,7 @@ same order whatever rows it has; functions that learn from rows, such as scale()
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,12 +160,9 @@ QUOTED = re.compile(r"q_((?:[0-9a-f]{2})+)_q")
 def quoted(text: str) -> str:
     """A formula in which names that Python could not read, as `a b` and a.b, are spelled in letters."""
 
-    def spell(name: str) -> str:
-        return f"q_{name.encode().hex()}_q"
-
     parts = re.split(r"`([^`]+)`", text)
-    plain = [re.sub(WORD + r"(?!\s*\()", lambda m: spell(m[0]) if "." in m[0] else m[0], part) for part in parts[::2]]
-    return "".join(part for pair in zip(plain, [*map(spell, parts[1::2]), ""], strict=True) for part in pair)
+    plain = [re.sub(WORD + r"(?!\s*\()", lambda m: as_name(m[0]) if "." in m[0] else m[0], part) for part in parts[::2]]
+    return "".join(part for pair in zip(plain, [*map(as_name, parts[1::2]), ""], strict=True) for part in pair)
 
 
 def unquoted(text: str) -> str:
@@ -173,7 +171,7 @@ def unquoted(text: str) -> str:
 
 def as_name(column: str) -> str:
     """The name of a column as formulas have it."""
-    return column if column.isidentifier() else f"q_{column.encode().hex()}_q"
+    return column if column.isidentifier() and not keyword.iskeyword(column) else f"q_{column.encode().hex()}_q"
 
 
 def kinds_of(formula: Formula, tables: Mapping[str, ClientTable], family: str) -> ColumnKinds:
@@ -314,8 +312,7 @@ def _spec(terms: str, skeleton: Any, formula: Formula) -> Any:
     try:
         spec = model_matrix(terms, skeleton, context=CONTEXT).model_spec
     except (FormulaicError, NameError, TypeError, ValueError, SyntaxError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f'formula "{formula.text}": "{terms}": {why}') from None
+        raise ConfigError(f"formula: {_reason(error)}") from None
     for name in spec.transform_state:
         if not re.match(r"(C|factor)\(", str(name)):
             raise ConfigError(
@@ -323,6 +320,10 @@ def _spec(terms: str, skeleton: Any, formula: Formula) -> Any:
                 "compute the column beforehand, with the same numbers at every site"
             )
     return spec
+
+
+def _reason(error: Exception) -> str:
+    return unquoted(str(error).splitlines()[0]) if str(error) else type(error).__name__
 
 
 CONTEXT = {
@@ -425,7 +426,7 @@ def _evaluated(text: str, frame: Any, site: str) -> Floats:
     try:
         matrix = model_matrix(f"0 + I({text})", frame, context=CONTEXT)
     except (FormulaicError, NameError, TypeError, ValueError, SyntaxError) as error:
-        raise ConfigError(f'formula: "{text}": {str(error).splitlines()[0]}') from None
+        raise ConfigError(f'formula: "{unquoted(text)}": {_reason(error)}') from None
     values = np.asarray(matrix, dtype=np.float64)
     if values.shape[1] != 1:
         raise DataError(f'{site}: "{text}" is no number')
