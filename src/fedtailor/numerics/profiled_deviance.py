@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,8 @@ def expand(
     terms: Tensor, first: Tensor, second: Tensor, fixed: int, kept: Tensor, rows: float, reml: bool
 ) -> Point:
     """The deviance with its derivatives by the relative factor."""
+    if not bool(torch.isfinite(terms).all()):
+        return nowhere(first.shape[1])
 
     def value(step: Tensor) -> Tensor:
         return deviance(near(terms, first, second, step), fixed, kept, rows, reml)
@@ -67,6 +70,8 @@ def expand_with_sigma(
     terms: Tensor, first: Tensor, second: Tensor, fixed: int, kept: Tensor, rows: float, reml: bool, sigma: Tensor
 ) -> Point:
     """The deviance with its derivatives by the relative factor and the residual standard deviation."""
+    if not bool(torch.isfinite(terms).all()):
+        return nowhere(first.shape[1] + 1)
 
     def value(step: Tensor) -> Tensor:
         return deviance(near(terms, first, second, step[:-1]), fixed, kept, rows, reml, sigma + step[-1])
@@ -74,8 +79,13 @@ def expand_with_sigma(
     return point_of(value, first.new_zeros(first.shape[1] + 1))
 
 
+def nowhere(size: int) -> Point:
+    """Where a step has gone astray."""
+    return Point(math.inf, np.zeros(size), np.zeros((size, size)))
+
+
 def point_of(value: object, at: Tensor) -> Point:
-    """A function's value, gradient and Hessian."""
+    """A function's value, gradient and Hessian; infinite where it is not known."""
     if not len(at):
         return Point(float(value(at)), at.numpy(), at.numpy().reshape(0, 0))  # type: ignore[operator]
     gradient = torch.func.grad(value)(at)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.errors import ConfigError, DataError
+from fedtailor.errors import ConfigError, DataError, RunError
 from fedtailor.numerics import ridge
 from fedtailor.numerics.cross_products import group_sums, lower_entries
 
@@ -55,6 +55,26 @@ class Columns(NamedTuple):
     weight: Tensor
     group: Tensor
     mask: Tensor
+
+
+LARGEST = 1e7  # of a reply: where it is larger, a step has gone astray
+
+
+def total(fed: Federation, replies: Any) -> Any:
+    """The sum over all sites; without one of them it would be that of another model."""
+    summed = fed.sum(replies)
+    if len(fed.cohort) < len(fed.asked):
+        lost = fed.record.faults[-1] if fed.record.faults else None
+        why = "a site did not answer" if lost is None else f"{lost.client}: {lost.reason}"
+        raise RunError(f"formula: a model needs the sums of all sites; {why}")
+    return summed
+
+
+def bounded(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The parts of a reply, and 0; if they are not finite or too large, zeros and 1."""
+    largest = torch.stack([part.abs().amax() if part.numel() else part.sum() for part in parts]).amax()
+    is_usable = largest <= LARGEST  # nor is what is not a number
+    return *(torch.where(is_usable, part, 0.0) for part in parts), (~is_usable).to(parts[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -143,7 +163,7 @@ class FormulaModel(Algorithm, ABC):
         spread = torch.where(is_scaled, torch.where(is_fixed, spread, square), 1)
         spread = torch.where(spread > 0, spread, 1)
         fed.map(self.scale, center, spread)
-        products, within, counts = fed.sum(fed.map(self.products))
+        products, within, counts = total(fed, fed.map(self.products))
         kept = self.independent(within if self.only_within else products[: self.fixed, : self.fixed])
         spread = torch.cat([torch.where(kept, spread[: self.fixed], torch.inf), spread[self.fixed :]])
         fed.map(self.scale, center, torch.nan_to_num(spread, posinf=0.0))

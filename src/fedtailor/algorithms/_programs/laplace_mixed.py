@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._programs.formula_model import FormulaModel, like
+from fedtailor.algorithms._programs.formula_model import FormulaModel, bounded, like, total
 from fedtailor.algorithms._programs.profile_intervals import intervals
 from fedtailor.core.algorithm import NUMBER, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
@@ -29,7 +29,9 @@ from fedtailor.numerics.newton import mode, newton_step
 
 GRADIENT = ReplySpec("gradient of the likelihood", like("free")).summed()
 HESSIAN = ReplySpec("curvature of the likelihood", like("free", "free")).summed()
-NEWTON = 12  # steps of a site to its modes
+NEWTON = 25  # steps of a site to its modes
+PARTS = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 0.0)  # of a step: rates grow exponentially, and a whole one may go far astray
+AT_MODE = 1e-5  # a step that is shorter ends at the mode
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class FormulaCounts(FormulaModel):
         """Minus twice the approximation, with its derivatives; with the random effects in some order."""
         order = list(range(self.random)) if order is None else order
         places = torch.eye(self.random, dtype=free.dtype, device=free.device)[:, order]
-        value, gradient, hessian = fed.sum(fed.map(self.approximation, free, places))
+        value, gradient, hessian, astray = total(fed, fed.map(self.approximation, free, places))
+        if astray > 0.5:  # away from its modes the approximation means nothing
+            value = torch.full_like(value, -torch.inf)
         hessian = -(hessian + hessian.mT)
         return bounded_newton.Point(-2 * float(value), -2 * gradient.double().numpy(), hessian.double().numpy())
 
@@ -111,14 +115,15 @@ class FormulaCounts(FormulaModel):
         above = torch.zeros((self.fixed, self.random), dtype=free.dtype, device=free.device)
         return torch.cat([beta, factor.new_zeros(self.random)])[:, None], torch.cat([above, factor])
 
-    @on_client(sends=(NUMBER.summed(), GRADIENT, HESSIAN))
+    @on_client(sends=(NUMBER.summed(), GRADIENT, HESSIAN, NUMBER.summed()))
     def approximation(self, me: ClientContext, free: Tensor, places: Tensor) -> tuple[Tree, Tree]:
         x, y, mask = self.parts(me)
         family = FAMILIES[self.family]
         common, factor = self.spread_out(free, places)
-        settled = me.state["z"]
+        settled, astray = me.state["z"], me.n.to(free.dtype) * 0
         if self.random:
-            settled = mode(family, x, y, mask, common, factor, settled, NEWTON)
+            settled = mode(family, x, y, mask, common, factor, settled, NEWTON, PARTS)
+            astray = (newton_step(family, x, y, mask, common, factor, settled).abs().amax() > AT_MODE).to(free.dtype)
 
         def value(free: Tensor) -> Tensor:
             common, factor = self.spread_out(free, places)
@@ -136,7 +141,8 @@ class FormulaCounts(FormulaModel):
 
         gradient = torch.func.grad(value)(free)
         hessian = torch.func.hessian(value)(free)
-        return me.state | {"z": settled}, (value(free), gradient, hessian)
+        *parts, is_large = bounded((value(free), gradient, hessian))
+        return me.state | {"z": settled}, (*parts, astray + is_large)
 
     @on_client()
     def settle(self, me: ClientContext, free: Tensor) -> tuple[Tree, Tree]:
@@ -146,7 +152,7 @@ class FormulaCounts(FormulaModel):
         state = me.state | {"beta": free[: self.fixed] + me.state["beta"] * 0}
         if not self.random:
             return state, None
-        z = mode(FAMILIES[self.family], x, y, mask, common, factor, me.state["z"], NEWTON)
+        z = mode(FAMILIES[self.family], x, y, mask, common, factor, me.state["z"], NEWTON, PARTS)
         _, curvature = FAMILIES[self.family].derivatives(x, y, mask, common + (factor @ z)[:, None])
         spread, _ = reml.posterior(curvature, factor)
         own = factor[self.fixed :]

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._programs.formula_model import Columns, FormulaModel, like
+from fedtailor.algorithms._programs.formula_model import Columns, FormulaModel, bounded, like, total
 from fedtailor.algorithms._programs.profile_intervals import intervals
-from fedtailor.core.algorithm import ReplySpec, on_client
+from fedtailor.core.algorithm import NUMBER, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree
@@ -91,7 +91,8 @@ class FormulaLinear(FormulaModel):
         size = self.random + self.nested
         order = list(range(size)) if order is None else order
         rows = torch.eye(size, dtype=theta.dtype, device=theta.device)[:, order]
-        return fed.sum(fed.map(self.whitened, theta, rows))
+        terms, first, second, astray = total(fed, fed.map(self.whitened, theta, rows))
+        return torch.where(astray > 0.5, torch.nan, terms), first, second
 
     def minimise(self, fed: Federation, server: Tree, reml: bool, start: Tensor | None = None) -> Found:
         """The least deviance over the relative factor."""
@@ -131,7 +132,7 @@ class FormulaLinear(FormulaModel):
         half, logdet = whiten(squares, rows, nested)
         return cross - (half.mT @ half).sum(0), logdet.sum()
 
-    @on_client(sends=(TERMS, FIRST, SECOND))
+    @on_client(sends=(TERMS, FIRST, SECOND, NUMBER.summed()))
     def whitened(self, me: ClientContext, theta: Tensor, places: Tensor) -> tuple[Tree, Tree]:
         """`places` @ factor: the factor with its effects in their own order."""
         d, q = self.rows(me), self.random
@@ -143,7 +144,7 @@ class FormulaLinear(FormulaModel):
             rest, outer = integrate_out(cross, self.fixed, own)
             return torch.cat([rest.flatten(), (inner + outer)[None]])
 
-        return me.state, derivatives(terms, theta)
+        return me.state, bounded(derivatives(terms, theta))
 
     @on_client()
     def settle(self, me: ClientContext, beta: Tensor, theta: Tensor, variance: Tensor) -> tuple[Tree, Tree]:

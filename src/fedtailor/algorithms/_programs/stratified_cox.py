@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._programs.formula_model import FormulaModel, like
+from fedtailor.algorithms._programs.formula_model import FormulaModel, bounded, like, total
 from fedtailor.core.algorithm import NUMBER, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -45,7 +45,9 @@ class FormulaCox(FormulaModel):
             raise DataError("formula: no event at any site")
 
         def evaluate(beta: bounded_newton.Floats) -> bounded_newton.Point:
-            value, gradient, hessian = fed.sum(fed.map(self.likelihood, server["center"].new_tensor(beta)))
+            replies = fed.map(self.likelihood, server["center"].new_tensor(beta))
+            value, gradient, hessian, astray = total(fed, replies)
+            value = torch.where(astray > 0.5, -torch.inf, value)
             hessian = -(hessian + hessian.mT)
             return bounded_newton.Point(-2 * float(value), -2 * gradient.double().numpy(), hessian.double().numpy())
 
@@ -77,7 +79,7 @@ class FormulaCox(FormulaModel):
 
         return me.constants(make)
 
-    @on_client(sends=(NUMBER.summed(), GRADIENT, HESSIAN))
+    @on_client(sends=(NUMBER.summed(), GRADIENT, HESSIAN, NUMBER.summed()))
     def likelihood(self, me: ClientContext, beta: Tensor) -> tuple[Tree, Tree]:
         d = self.rows(me)
         order, *ties = self.in_order(me)
@@ -87,7 +89,7 @@ class FormulaCox(FormulaModel):
         def value(beta: Tensor) -> Tensor:
             return partial_likelihood(torch.cat([x, offset[:, None]], 1), event, mask, tuple(ties), with_offset(beta))
 
-        return me.state, (value(beta), torch.func.grad(value)(beta), torch.func.hessian(value)(beta))
+        return me.state, bounded((value(beta), torch.func.grad(value)(beta), torch.func.hessian(value)(beta)))
 
     @on_client()
     def settle(self, me: ClientContext, beta: Tensor) -> tuple[Tree, Tree]:
