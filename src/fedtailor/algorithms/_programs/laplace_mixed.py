@@ -120,17 +120,22 @@ class FormulaCounts(FormulaModel):
         x, y, mask = self.parts(me)
         family = FAMILIES[self.family]
         common, factor = self.spread_out(free, places)
-        settled, astray = me.state["z"], me.n.to(free.dtype) * 0
+        settled, astray, inverse = me.state["z"], me.n.to(free.dtype) * 0, None
         if self.random:
             settled = mode(family, x, y, mask, common, factor, settled, NEWTON, PARTS)
+            settled = settled + newton_step(family, x, y, mask, common, factor, settled)
             astray = (newton_step(family, x, y, mask, common, factor, settled).abs().amax() > AT_MODE).to(free.dtype)
+            _, curvature = family.derivatives(x, y, mask, common + (factor @ settled)[:, None])
+            eye = torch.eye(self.random, dtype=free.dtype, device=free.device)
+            inverse = torch.linalg.inv(factor.mT @ curvature @ factor + eye)
 
         def value(free: Tensor) -> Tensor:
             common, factor = self.spread_out(free, places)
             z = settled
-            if self.random:  # at the mode a Newton step is 0: two of them have its first three derivatives
-                z = z + newton_step(family, x, y, mask, common, factor, z)
-                z = z + newton_step(family, x, y, mask, common, factor, z)
+            for _ in range(2 if self.random else 0):
+                # at the mode such a step is 0; the first one moves with it to first order, the second one to second
+                gradient, _ = family.derivatives(x, y, mask, common + (factor @ z)[:, None])
+                z = z + inverse @ (factor.mT @ gradient - z)
             own = common + (factor @ z)[:, None]
             likelihood = family.log_likelihood(x, y, mask, own)
             if not self.random:
