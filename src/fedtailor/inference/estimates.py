@@ -287,6 +287,7 @@ def counts_estimates(design: Design, server: Tree, sites: int, level: float) -> 
     free, hessian = server["free"].double().numpy(), server["hessian"].double().numpy()
     beta, theta = free[:p], free[p:]
     covariance, at = _covariance(hessian, kept, np.concatenate([kept, np.ones(len(theta), bool)]), free, p)
+    diverging = _diverging(design, covariance, at, float(server["counts"][0]))
     covariance = scaled.turn @ covariance @ scaled.turn.T
     estimate = scaled.turn @ beta + scaled.shift
     relative = relative_factor(design, server["free"][p:])
@@ -310,7 +311,7 @@ def counts_estimates(design: Design, server: Tree, sites: int, level: float) -> 
         r2_marginal=marginal,
         r2_conditional=conditional,
         is_singular=is_on_boundary(design, theta),
-        diverging=_diverging(design, hessian, kept, rows),
+        diverging=diverging,
         is_settled=bool(server["settled"] > 0),
         level=level,
         covariance=covariance[np.ix_(at, at)],
@@ -327,13 +328,9 @@ def _covariance(
     return inverse[:p, :p], np.flatnonzero(kept)
 
 
-def _diverging(design: Design, hessian: Floats, kept: NDArray[np.bool_], rows: float) -> tuple[str, ...]:
+def _diverging(design: Design, covariance: Floats, at: NDArray[np.intp], rows: float) -> tuple[str, ...]:
     """Coefficients about which the rows know nothing where they have ended: they grow for ever (separation)."""
-    at = np.flatnonzero(kept)
-    values, vectors = np.linalg.eigh(hessian[np.ix_(at, at)] / 2)
-    lost = values < INFORMATION * rows
-    weight = (vectors[:, lost] ** 2).sum(1)
-    return tuple(design.fixed[j] for j, w in zip(at, weight, strict=True) if w > 0.1)
+    return tuple(design.fixed[j] for j in at if covariance[j, j] * rows * INFORMATION > 1)
 
 
 def cox_estimates(design: Design, server: Tree, sites: int, level: float) -> Estimates:
@@ -341,6 +338,7 @@ def cox_estimates(design: Design, server: Tree, sites: int, level: float) -> Est
     scaled, kept, p = scales_of(design, server), server["kept"].numpy() > 0, len(design.fixed)
     free, hessian = server["free"].double().numpy(), server["hessian"].double().numpy()
     covariance, at = _covariance(hessian, kept, kept, free, p)
+    diverging = _diverging(design, covariance, at, float(server["counts"][2]))
     covariance, estimate = scaled.turn @ covariance @ scaled.turn.T, scaled.turn @ free
     rows, events = float(server["counts"][0]), float(server["counts"][2])
     return Estimates(
@@ -358,7 +356,7 @@ def cox_estimates(design: Design, server: Tree, sites: int, level: float) -> Est
         rows=int(rows),
         groups={"strata": sites},
         events=int(events),
-        diverging=_diverging(design, hessian, kept, events),
+        diverging=diverging,
         is_settled=bool(server["settled"] > 0),
         level=level,
         covariance=covariance[np.ix_(at, at)],

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from fedtailor.core.data import FederatedData, Rows
+from fedtailor.core.data import FederatedData
 from fedtailor.data.files import expand_home
-from fedtailor.data.splits import starts
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.formula import (
+    ColumnKinds,
     Design,
     Formula,
+    data_of,
     design_of,
     kinds_of,
     parse_formula,
@@ -64,22 +62,23 @@ def load_formula(data: Any, text: str, family: str, site: str = "") -> tuple[Des
     return design, data_of(design, {name: (rows.x, rows.y) for name, rows in each.items()}, tuple(notes))
 
 
-def data_of(
-    design: Design, rows: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]], notes: tuple[str, ...] = ()
-) -> FederatedData:
-    """Designs of sites as a federation's data; all rows are training rows."""
-    sizes = [len(y) for _, y in rows.values()]
-    x = torch.from_numpy(np.concatenate([x for x, _ in rows.values()]))
-    y = torch.from_numpy(np.concatenate([y for _, y in rows.values()]))[:, None]
-    none = Rows(x[:0], y[:0], starts([0] * len(sizes)))
-    return FederatedData(
-        name="formula",
-        task="regression",
-        clients=tuple(rows),
-        train=Rows(x, y, starts(sizes)),
-        val=none,
-        test=none,
-        outputs=1,
-        features=design.features,
-        notes=notes,
-    )
+def agreement(data: Any, text: str, family: str, site: str = "") -> str:
+    """The table [data] that sites of a federation need in their site.toml: the formula, and all levels of columns."""
+    import tomli_w
+
+    formula = parse_formula(text, site)
+    kinds = kinds_of(formula, read_sites(data, formula), family)
+    design_of(formula, family, kinds)  # refused before sites are told
+    levels = {name: list(known) for name, known in kinds.levels.items()}
+    about = {"path": "rows.csv", "formula": text, "family": family, "grouping": formula.site}
+    return tomli_w.dumps({"data": about | {"numeric": list(kinds.numbers), "categories": levels}})
+
+
+def read_agreement(file: Path) -> Design:
+    """The design that a file of `agreement` describes."""
+    try:
+        about = tomllib.loads(file.read_text(encoding="utf-8"))["data"]
+        kinds = ColumnKinds(tuple(about["numeric"]), {k: tuple(v) for k, v in about.get("categories", {}).items()})
+        return design_of(parse_formula(about["formula"], about.get("grouping", "")), about["family"], kinds)
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: not what fedtailor model --agree prints ({error})") from None

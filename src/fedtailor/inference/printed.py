@@ -118,6 +118,16 @@ def modes_frame_of(e: Estimates) -> pl.DataFrame:
     return pl.DataFrame([asdict(mode) for mode in e.modes], schema={"site": pl.String, "term": pl.String} | floats)
 
 
+def modes_text(e: Estimates) -> str:
+    """Conditional modes of every site: how far it is from the common coefficient."""
+    header = ["site", "effect", "mode", "sd", f"{100 * e.level:g} %", "coefficient"]
+    rows = [
+        [m.site, m.term, number(m.estimate), number(m.error), f"[{number(m.low)}, {number(m.high)}]", number(m.coefficient)]
+        for m in e.modes
+    ]
+    return "\n".join(aligned([header, *rows]))
+
+
 def json_of(e: Estimates) -> dict[str, Any]:
     """Plain values; what is not finite is None."""
     plain = asdict(e)

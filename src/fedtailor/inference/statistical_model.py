@@ -14,7 +14,7 @@ from fedtailor import engines
 from fedtailor.core.data import FederatedData
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree
-from fedtailor.data.tabular.formula import Design
+from fedtailor.data.tabular.formula import Design, FormulaRows
 from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
@@ -44,7 +44,7 @@ class StatisticalModel:
 
     request: Request
     estimates: Estimates
-    data: FederatedData
+    data: FederatedData | FormulaRows
     design: Design
     server: Tree
 
@@ -96,7 +96,13 @@ class StatisticalModel:
         Returns:
             A new model.
         """
-        return fit_design(self.request, self.design, only_sites(self.data, sites))
+        return fit_design(self.request, self.design, only_sites(rows_here(self.data), sites))
+
+    def modes_text(self) -> str:
+        """Conditional modes of all sites, as a table."""
+        from fedtailor.inference.printed import modes_text
+
+        return modes_text(self.estimates)
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,9 @@ def fit_design(request: Request, design: Design, data: FederatedData) -> Statist
     return as_model(request, design, data, server, states)
 
 
-def as_model(request: Request, design: Design, data: FederatedData, server: Tree, states: Tree) -> StatisticalModel:
+def as_model(
+    request: Request, design: Design, data: FederatedData | FormulaRows, server: Tree, states: Tree
+) -> StatisticalModel:
     """What a finished program has found, in the units of the data."""
     estimates = estimates_of(design, server, request.reml, len(data.clients), request.level)
     estimates = replace(estimates, notes=data.notes)
@@ -242,7 +250,13 @@ def as_ml(fitted: StatisticalModel) -> StatisticalModel:
     """The model by plain maximum likelihood."""
     if fitted.estimates.method != "REML":
         return fitted
-    return fit_design(replace(fitted.request, reml=False, profile=False), fitted.design, fitted.data)
+    return fit_design(replace(fitted.request, reml=False, profile=False), fitted.design, rows_here(fitted.data))
+
+
+def rows_here(data: FederatedData | FormulaRows) -> FederatedData:
+    if isinstance(data, FormulaRows):
+        raise RunError("formula: the rows of this model are at the sites; fit another model there")
+    return data
 
 
 def write_model(fitted: StatisticalModel, folder: Path) -> None:

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 LONGEST = 4.0  # of a step in any direction
 SMALL, ESCAPES = 0.1, 4  # a bound where the gradient is 0 by symmetry is left by so much, at most so often
 FLOOR = 1e-10  # of the curvature of a direction, in parts of the largest
-SETTLED, NOISE = 1e-13, 1e-7  # by how much a step promises to lower the value: no more steps; less than what sums round
+SETTLED, NOISE = 1e-9, 1e-7  # by how much a step promises to lower the value: the last one; less than what sums round
 
 
 class Point(NamedTuple):
@@ -45,8 +45,9 @@ def minimise(
             continue
         step = newton_step(point, ~held, longest)
         promised = -float(point.gradient @ step)
-        if promised <= SETTLED:
-            return Minimum(x, point, True, count)
+        if promised <= SETTLED:  # what it lowers is less than rounding shows, but steps converge quadratically
+            last = np.maximum(x + step, lower) if promised > 0 else x
+            return Minimum(last, evaluate(last) if promised > 0 else point, True, count + 1)
         part, moved = 1.0, False
         while part > 1e-9:
             trial = np.maximum(x + part * step, lower)

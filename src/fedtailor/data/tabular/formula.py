@@ -11,11 +11,14 @@ import keyword
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from fedtailor.core.data import FederatedData, Rows
+from fedtailor.data.splits import starts
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.target import numeric_values
 from fedtailor.errors import ConfigError, DataError, nearest
@@ -492,3 +495,31 @@ def sites_of_groups(tables: Sequence[ClientTable], group: str) -> set[str]:
         twice |= seen & names
         seen |= names
     return twice
+
+
+class FormulaRows(NamedTuple):
+    """What is known of rows that are elsewhere."""
+
+    clients: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def data_of(
+    design: Design, rows: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]], notes: tuple[str, ...] = ()
+) -> FederatedData:
+    """Designs of sites as a federation's data; all rows are training rows."""
+    sizes = [len(y) for _, y in rows.values()]
+    x = torch.from_numpy(np.concatenate([x for x, _ in rows.values()]))
+    y = torch.from_numpy(np.concatenate([y for _, y in rows.values()]))[:, None]
+    none = Rows(x[:0], y[:0], starts([0] * len(sizes)))
+    return FederatedData(
+        name="formula",
+        task="regression",
+        clients=tuple(rows),
+        train=Rows(x, y, starts(sizes)),
+        val=none,
+        test=none,
+        outputs=1,
+        features=design.features,
+        notes=notes,
+    )
