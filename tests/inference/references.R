@@ -25,7 +25,9 @@ of_mixed <- function(model, formula, family, file, site = NULL, profile = FALSE)
   modes <- as.data.frame(ranef(model, condVar = TRUE))
   first <- head(modes, 3)
   out$modes <- list(site = as.character(first$grp), term = as.character(first$term), value = first$condval, error = first$condsd)
-  if (profile) out$profile <- unname(as.matrix(confint(model, parm = "theta_", quiet = TRUE)))
+  # where lme4 itself finds no profile (a better fit, or a spline that is not monotone) there is no reference for it
+  ends <- if (profile) tryCatch(suppressWarnings(confint(model, parm = "theta_", quiet = TRUE)), error = function(e) NULL)
+  if (!is.null(ends) && !anyNA(ends)) out$profile <- unname(as.matrix(ends))
   out
 }
 linear <- function(file, text, r = text, reml = TRUE, profile = FALSE) {
@@ -75,5 +77,67 @@ out$tcga_few <- list(
   file = "inference/tcga_brca.csv", formula = paste("Surv(T, E) ~", right), family = "cox", site = "region",
   terms = few, estimate = unname(coef(cox)), error = unname(sqrt(diag(vcov(cox)))), loglik = cox$loglik[2],
   null = cox$loglik[1], rows = cox$n, events = cox$nevent
+)
+# a small table that is in the JSON itself, for tests that need no files: 6 sites, 4 wards each, numbers without a generator
+n <- 120
+i <- seq_len(n)
+small <- data.frame(
+  site = paste0("s", (i - 1) %% 6 + 1), ward = paste0("w", ((i - 1) %/% 6) %% 4 + 1),
+  x = round(sin(i * 1.7) * 2 + i / 60, 3), age = 40 + (i * 37) %% 41, arm = c("a", "b", "c")[(i * 7) %% 3 + 1],
+  exposure = 1 + (i * 13) %% 5
+)
+level <- c(1.2, -0.7, 0.3, 2.1, -1.5, 0.1)[(i - 1) %% 6 + 1]
+slope <- c(0.5, -0.2, 0.1, 0.3, -0.4, 0)[(i - 1) %% 6 + 1]
+noise <- cos(i * 2.3) + sin(i * i)
+small$y <- round(10 + level + (1.5 + slope) * small$x + (small$arm == "b") + 0.6 * sin(5 * (i %/% 6)) + noise, 3)
+small$twice <- 2 * small$x
+small$sick <- as.integer(level / 2 + 0.4 * small$x + noise > 0.5)
+small$trials <- 5 + (i * 3) %% 4
+small$cured <- pmin(small$trials, pmax(0, round(small$trials * plogis(level / 2 + 0.3 * small$x + noise / 2))))
+small$count <- round(small$exposure * exp(0.3 + level / 3 + 0.2 * small$x + noise / 3))
+small$time <- pmax(1, round(20 * exp(-0.3 * small$x + noise / 2)))
+small$event <- as.integer((i * 11) %% 7 > 1)
+small$x[c(17, 62)] <- NA
+out$table <- lapply(small, I)
+formulas <- list(
+  small = list("y ~ x * arm + age + (1 + x | site)"),
+  small_ml = list("y ~ x + (1 + x || site)", reml = FALSE),
+  small_nested = list("y ~ x + arm + (1 + x | site) + (1 | ward)", r = "y ~ x + arm + (1 + x | site) + (1 | site:ward)"),
+  small_nested_only = list("y ~ x + (1 | ward)", r = "y ~ x + (1 | site:ward)"),
+  small_aliased = list("y ~ x + twice + age + (1 | site)")
+)
+for (name in names(formulas)) {
+  f <- formulas[[name]]
+  reml <- !identical(f$reml, FALSE)
+  r <- if (is.null(f[["r"]])) f[[1]] else f[["r"]]
+  model <- suppressMessages(lmerTest::lmer(as.formula(r), small, REML = reml, control = tight))
+  out[[name]] <- c(of_mixed(model, f[[1]], "gaussian", "table", profile = name != "small_aliased"), list(reml = reml))
+}
+larger <- lmer(y ~ x + arm + (1 + x | site), small, REML = FALSE, control = tight)
+smaller <- lmer(y ~ x + (1 | site), small, REML = FALSE, control = tight)
+test <- anova(smaller, larger)
+out$small_anova <- list(chisq = test$Chisq[2], df = test$Df[2], p = test[["Pr(>Chisq)"]][2])
+small_counts <- list(
+  small_binary = list("sick ~ x + arm + (1 | site)", "binomial"),
+  small_slopes = list("cbind(cured, trials - cured) ~ x + (1 + x | site)", "binomial"),
+  small_poisson = list("count ~ x + age + offset(log(exposure)) + (1 | site)", "poisson")
+)
+for (name in names(small_counts)) {
+  f <- small_counts[[name]]
+  first <- suppressWarnings(glmer(as.formula(f[[1]]), small, f[[2]]))
+  start <- list(theta = getME(first, "theta"), fixef = fixef(first))
+  model <- suppressWarnings(update(first, start = start, control = control))
+  out[[name]] <- of_mixed(model, f[[1]], f[[2]], "table", profile = name != "small_slopes")
+}
+cox <- coxph(Surv(time, event) ~ x + arm + age + strata(site), small, ties = "efron", control = coxph.control(eps = 1e-12, iter.max = 60))
+out$small_cox <- list(
+  file = "table", formula = "Surv(time, event) ~ x + arm + age", family = "cox", site = "site", terms = names(coef(cox)),
+  estimate = unname(coef(cox)), error = unname(sqrt(diag(vcov(cox)))), loglik = cox$loglik[2], null = cox$loglik[1],
+  rows = cox$n, events = cox$nevent
+)
+flat <- glm(sick ~ x + arm, binomial, small, control = glm.control(epsilon = 1e-14))
+out$small_glm <- list(
+  file = "table", formula = "sick ~ x + arm", family = "binomial", site = "site", terms = names(coef(flat)),
+  estimate = unname(coef(flat)), error = unname(sqrt(diag(vcov(flat)))), loglik = as.numeric(logLik(flat)), rows = nobs(flat)
 )
 write_json(out, arguments[2], digits = NA, auto_unbox = TRUE, pretty = TRUE, na = "null")

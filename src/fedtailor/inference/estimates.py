@@ -19,7 +19,7 @@ from torch import Tensor
 from fedtailor.algorithms._programs.profile_intervals import targets
 from fedtailor.core.trees import Tree
 from fedtailor.data.tabular.formula import Design
-from fedtailor.numerics import profiled_deviance
+from fedtailor.numerics import forward_mode, profiled_deviance
 from fedtailor.numerics.cross_products import factor_of, lower_entries
 
 Floats = NDArray[np.float64]
@@ -176,7 +176,7 @@ def random_parts(design: Design, relative: Floats, sigma: float | None, scaled: 
 
 
 def _scaled(low: float | None, high: float | None, unit: float) -> tuple[float | None, float | None]:
-    return None if low is None else low * unit, None if high is None else high * unit
+    return None if low is None else float(low * unit), None if high is None else float(high * unit)
 
 
 def relative_factor(design: Design, theta: Tensor) -> Floats:
@@ -276,7 +276,7 @@ def satterthwaite(
         return (sigma + step[-1]).square() * ((contrasts @ inverse) * contrasts).sum(1)
 
     zero = sums[1].new_zeros(sums[1].shape[1] + 1)
-    value, slopes = variances(zero).numpy(), torch.func.jacfwd(variances)(zero).numpy()
+    value, slopes = variances(zero).numpy(), forward_mode.jacobian(variances)(zero).numpy()
     noise = np.einsum("ij,jk,ik->i", slopes, spread, slopes)
     return [float(2 * v**2 / s) if s > 0 else math.inf for v, s in zip(value, noise, strict=True)]
 

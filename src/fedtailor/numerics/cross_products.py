@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fedtailor.numerics import forward_mode
+
 
 def lower_entries(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
     """Rows and columns of the free entries of a factor with independent blocks."""
@@ -63,5 +65,5 @@ def derivatives(terms: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tenso
     if not len(theta):
         value = terms(theta)
         return value, value.new_zeros((len(value), 0)), value.new_zeros((len(value), 0, 0))
-    first = torch.func.jacfwd(terms)
-    return terms(theta), first(theta), torch.func.jacfwd(first)(theta)
+    first = forward_mode.jacobian(terms)
+    return terms(theta), first(theta), forward_mode.jacobian(first)(theta)

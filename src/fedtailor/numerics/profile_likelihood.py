@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.numerics import forward_mode
 from fedtailor.numerics.bounded_newton import Floats, Minimum, Point, minimise
 
 CLOSE, TRIES = 1e-7, 40
@@ -19,8 +20,8 @@ def transformed(evaluate: Callable[[Floats], Point], change: Callable[[Tensor], 
     def of_coordinates(psi: Floats) -> Point:
         at = torch.from_numpy(psi)
         point = evaluate(change(at).numpy())
-        jacobian = torch.func.jacfwd(change)(at).numpy()
-        bends = torch.func.jacfwd(torch.func.jacfwd(change))(at).numpy()
+        jacobian = forward_mode.jacobian(change)(at).numpy()
+        bends = forward_mode.jacobian(forward_mode.jacobian(change))(at).numpy()
         hessian = jacobian.T @ point.hessian @ jacobian + np.einsum("k,kij->ij", point.gradient, bends)
         return Point(point.value, jacobian.T @ point.gradient, hessian)
 

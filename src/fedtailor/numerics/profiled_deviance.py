@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtailor.numerics import forward_mode
 from fedtailor.numerics.bounded_newton import Point
 
 
@@ -89,6 +90,6 @@ def point_of(value: object, at: Tensor) -> Point:
     if not len(at):
         return Point(float(value(at)), at.numpy(), at.numpy().reshape(0, 0))  # type: ignore[operator]
     gradient = torch.func.grad(value)(at)  # type: ignore[arg-type]
-    hessian = torch.func.hessian(value)(at)  # type: ignore[arg-type]
+    hessian = forward_mode.hessian(value)(at)  # type: ignore[arg-type]
     hessian = (hessian + hessian.mT) / 2
     return Point(float(value(at)), gradient.double().numpy(), hessian.double().numpy())  # type: ignore[operator]

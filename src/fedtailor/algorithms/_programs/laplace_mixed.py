@@ -22,7 +22,7 @@ from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError
-from fedtailor.numerics import bounded_newton, reml
+from fedtailor.numerics import bounded_newton, forward_mode, reml
 from fedtailor.numerics.cross_products import factor_of, lower_entries
 from fedtailor.numerics.exponential_families import FAMILIES
 from fedtailor.numerics.newton import mode, newton_step
@@ -145,7 +145,7 @@ class FormulaCounts(FormulaModel):
             return likelihood - z.square().sum() / 2 - logdet / 2
 
         gradient = torch.func.grad(value)(free)
-        hessian = torch.func.hessian(value)(free)
+        hessian = forward_mode.hessian(value)(free)
         *parts, is_large = bounded((value(free), gradient, hessian))
         return me.state | {"z": settled}, (*parts, astray + is_large)
 

@@ -21,7 +21,7 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Tree
 from fedtailor.errors import ConfigError, DataError
-from fedtailor.numerics import bounded_newton
+from fedtailor.numerics import bounded_newton, forward_mode
 from fedtailor.numerics.partial_likelihood import partial_likelihood, tie_order
 
 GRADIENT = ReplySpec("gradient of the likelihood", like("fixed")).summed()
@@ -89,7 +89,7 @@ class FormulaCox(FormulaModel):
         def value(beta: Tensor) -> Tensor:
             return partial_likelihood(torch.cat([x, offset[:, None]], 1), event, mask, tuple(ties), with_offset(beta))
 
-        return me.state, bounded((value(beta), torch.func.grad(value)(beta), torch.func.hessian(value)(beta)))
+        return me.state, bounded((value(beta), torch.func.grad(value)(beta), forward_mode.hessian(value)(beta)))
 
     @on_client()
     def settle(self, me: ClientContext, beta: Tensor) -> tuple[Tree, Tree]:
