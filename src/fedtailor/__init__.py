@@ -62,7 +62,10 @@ __all__ = sorted(name for names in _PUBLIC.values() for name in names)
 def __getattr__(name: str) -> Any:
     for module, names in _PUBLIC.items():
         if name in names:
-            if module in ("fedtailor.api", "fedtailor.inference.statistical_model"):  # threads that spin while they wait are slow on busy cores
+            if module in (
+                "fedtailor.api",
+                "fedtailor.inference.statistical_model",
+            ):  # threads that spin while they wait are slow on busy cores
                 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
             return getattr(import_module(module), name)
     if name[:1].isupper():

@@ -1,1 +1,1 @@
-"""Statistical models of a formula over sites: estimates, tests and intervals, as of the pooled rows; only sums leave."""
+"""Statistical models of a formula over sites: estimates and tests as of the pooled rows, from sums."""

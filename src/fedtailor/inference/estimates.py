@@ -1,7 +1,7 @@
 """Estimates, tests and intervals of a model, in the units of the data, from what its program has left at the server.
 
-Degrees of freedom by Satterthwaite as lmerTest has them: Kuznetsova, Brockhoff, Christensen, J. Stat. Softw. 82, 2017. R2
-by Nakagawa, Schielzeth, Methods Ecol. Evol. 4, 2013, with random slopes by Johnson, Methods Ecol. Evol. 5, 2014.
+Degrees of freedom by Satterthwaite as lmerTest has them: Kuznetsova, Brockhoff, Christensen, J. Stat. Softw. 82, 2017.
+R2 by Nakagawa, Schielzeth, Methods Ecol. Evol. 4, 2013, with random slopes by Johnson, Methods Ecol. Evol. 5, 2014.
 """
 
 from __future__ import annotations
@@ -111,6 +111,27 @@ class Estimates:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A likelihood ratio test of two nested models."""
+
+    smaller: Estimates
+    larger: Estimates
+
+    @property
+    def statistic(self) -> float:
+        return max(self.smaller.deviance - self.larger.deviance, 0.0)
+
+    @property
+    def df(self) -> int:
+        return self.larger.parameters - self.smaller.parameters
+
+    @property
+    def p(self) -> float:
+        """By chi squared; cautious where a variance is tested, which cannot be below 0."""
+        return float(stats.chi2.sf(self.statistic, self.df))
+
+
+@dataclass(frozen=True)
 class Scaled:
     """From the units that sites agreed on to those of the data."""
 
@@ -137,9 +158,7 @@ def scales_of(design: Design, server: Tree) -> Scaled:
     return Scaled(turn, shift, response / spread[p:size], response, logs)
 
 
-def coefficient(
-    name: str, estimate: float, variance: float, level: float, df: float | None = None
-) -> Coefficient:
+def coefficient(name: str, estimate: float, variance: float, level: float, df: float | None = None) -> Coefficient:
     """A fixed effect with its test against 0."""
     error = math.sqrt(max(variance, 0.0))
     statistic = estimate / error if error > 0 else math.nan
@@ -149,7 +168,9 @@ def coefficient(
     return Coefficient(name, estimate, error, df, statistic, p, estimate - reach, estimate + reach)
 
 
-def random_parts(design: Design, relative: Floats, sigma: float | None, scaled: Scaled, ends: Floats | None) -> list[Any]:
+def random_parts(
+    design: Design, relative: Floats, sigma: float | None, scaled: Scaled, ends: Floats | None
+) -> list[Any]:
     """Standard deviations and correlations in the units of the data."""
     names = [(design.formula.site, n) for block in design.random for n in block]
     names += [(design.group, n) for block in design.nested for n in block]

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedtailor import algorithms
+from fedtailor.core.algorithm import reply_names
 from fedtailor.core.data import FederatedData
 from fedtailor.data.files import expand_home
 from fedtailor.data.tabular.columns import ClientTable
@@ -21,12 +23,19 @@ from fedtailor.data.tabular.formula import (
     rows_of,
     sites_of_groups,
 )
-from fedtailor.data.tabular.read import as_frame, client_files, client_name, read_table, split_by_client, table_from_frame
+from fedtailor.data.tabular.read import (
+    as_frame,
+    client_files,
+    client_name,
+    read_table,
+    split_by_client,
+    table_from_frame,
+)
 from fedtailor.errors import DataError
 
 
 def read_sites(data: Any, formula: Formula) -> dict[str, ClientTable]:
-    """Tables of sites by name: from a folder with a file for each, or one file or frame with a column that names them."""
+    """Tables of sites by name: of a folder with a file for each, or of one table with a column that names them."""
     if isinstance(data, Mapping) and all(hasattr(frame, "columns") for frame in data.values()):
         return {str(name): table_from_frame(Path(str(name)), as_frame(frame, name)) for name, frame in data.items()}
     if not isinstance(data, str | Path):
@@ -63,15 +72,17 @@ def load_formula(data: Any, text: str, family: str, site: str = "") -> tuple[Des
 
 
 def agreement(data: Any, text: str, family: str, site: str = "") -> str:
-    """The table [data] that sites of a federation need in their site.toml: the formula, and all levels of columns."""
+    """What sites of a federation need in their site.toml: formula and levels of columns, and what must be allowed."""
     import tomli_w
 
     formula = parse_formula(text, site)
     kinds = kinds_of(formula, read_sites(data, formula), family)
-    design_of(formula, family, kinds)  # refused before sites are told
+    program = design_of(formula, family, kinds).program  # refused before sites are told
     levels = {name: list(known) for name, known in kinds.levels.items()}
     about = {"path": "rows.csv", "formula": text, "family": family, "grouping": formula.site}
-    return tomli_w.dumps({"data": about | {"numeric": list(kinds.numbers), "categories": levels}})
+    allowed = {"algorithms": [program], "models": ["linear"], "sends": reply_names(algorithms.find(program))}
+    described = about | {"numeric": list(kinds.numbers), "categories": levels}
+    return tomli_w.dumps({"data": described, "policy": allowed})
 
 
 def read_agreement(file: Path) -> Design:

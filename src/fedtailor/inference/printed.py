@@ -6,12 +6,10 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fedtailor.inference.estimates import Coefficient, Estimates, RandomPart
+from fedtailor.inference.estimates import Coefficient, Comparison, Estimates, RandomPart
 
 if TYPE_CHECKING:
     import polars as pl
-
-    from fedtailor.inference.statistical_model import Comparison
 
 FAMILY = {"gaussian": "linear", "binomial": "binomial, logit", "poisson": "Poisson, log", "cox": "Cox, strata: sites"}
 RATIOS = {"binomial": "odds_ratio", "poisson": "rate_ratio", "cox": "hazard_ratio"}
@@ -67,9 +65,13 @@ def remarks(e: Estimates) -> list[str]:
     if e.dropped:
         out.append(f"dropped, as they repeat other columns: {', '.join(e.dropped)}")
     if e.is_singular:
-        out.append("boundary fit: a variance is 0, or effects are perfectly correlated; a simpler model has the same fit")
+        out.append(
+            "boundary fit: a variance is 0, or effects are perfectly correlated; a simpler model has the same fit"
+        )
     if e.diverging:
-        out.append(f"no finite estimate (separation): {', '.join(e.diverging)}; the likelihood still rises as they grow")
+        out.append(
+            f"no finite estimate (separation): {', '.join(e.diverging)}; the likelihood still rises as they grow"
+        )
     if not e.is_settled and not e.diverging:
         out.append("the optimum was not reached: scale the columns, or simplify the model")
     return out
@@ -106,15 +108,15 @@ def frame_of(e: Estimates) -> pl.DataFrame:
 def random_frame_of(e: Estimates) -> pl.DataFrame:
     import polars as pl
 
-    floats = {name: pl.Float64 for name in ("estimate", "low", "high")}
-    texts = {name: pl.String for name in ("group", "term", "kind")}
+    floats = dict.fromkeys(("estimate", "low", "high"), pl.Float64)
+    texts = dict.fromkeys(("group", "term", "kind"), pl.String)
     return pl.DataFrame([asdict(part) for part in e.random], schema=texts | floats)
 
 
 def modes_frame_of(e: Estimates) -> pl.DataFrame:
     import polars as pl
 
-    floats = {name: pl.Float64 for name in ("estimate", "error", "low", "high", "coefficient")}
+    floats = dict.fromkeys(("estimate", "error", "low", "high", "coefficient"), pl.Float64)
     return pl.DataFrame([asdict(mode) for mode in e.modes], schema={"site": pl.String, "term": pl.String} | floats)
 
 
@@ -122,7 +124,14 @@ def modes_text(e: Estimates) -> str:
     """Conditional modes of every site: how far it is from the common coefficient."""
     header = ["site", "effect", "mode", "sd", f"{100 * e.level:g} %", "coefficient"]
     rows = [
-        [m.site, m.term, number(m.estimate), number(m.error), f"[{number(m.low)}, {number(m.high)}]", number(m.coefficient)]
+        [
+            m.site,
+            m.term,
+            number(m.estimate),
+            number(m.error),
+            f"[{number(m.low)}, {number(m.high)}]",
+            number(m.coefficient),
+        ]
         for m in e.modes
     ]
     return "\n".join(aligned([header, *rows]))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from scipy import stats  # type: ignore[import-untyped]
 
 from fedtailor import engines
 from fedtailor.core.data import FederatedData
@@ -18,7 +17,7 @@ from fedtailor.data.tabular.formula import Design, FormulaRows
 from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.inference.estimates import Estimates, estimates_of, modes_of
+from fedtailor.inference.estimates import Comparison, Estimates, estimates_of, modes_of
 from fedtailor.inference.formula_data import load_formula
 
 FamilyName = Literal["gaussian", "binomial", "poisson", "cox"]
@@ -105,35 +104,6 @@ class StatisticalModel:
         return modes_text(self.estimates)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A likelihood ratio test of two nested models."""
-
-    smaller: Estimates
-    larger: Estimates
-
-    @property
-    def statistic(self) -> float:
-        return max(self.smaller.deviance - self.larger.deviance, 0.0)
-
-    @property
-    def df(self) -> int:
-        return self.larger.parameters - self.smaller.parameters
-
-    @property
-    def p(self) -> float:
-        """By chi squared; cautious where a variance is tested, which cannot be below 0."""
-        return float(stats.chi2.sf(self.statistic, self.df))
-
-    def text(self) -> str:
-        from fedtailor.inference.printed import comparison_text
-
-        return comparison_text(self)
-
-    def __str__(self) -> str:
-        return self.text()
-
-
 def model(
     data: Any,
     formula: str,
@@ -149,7 +119,7 @@ def model(
     """Fit a model of a formula to tables of several sites, of which only sums are used.
 
     Args:
-        data: A folder with a table per site, a dict of frames by site, or a file or frame with a column that names them.
+        data: A folder with a table per site, a dict of frames by site, or a file or frame with a column for sites.
         formula: As in lme4: `score ~ age + dose * arm + (1 + dose | site)`. Of a Cox model `Surv(time, event) ~ age`.
         family: "gaussian", "binomial", "poisson" or "cox".
         site: The grouping factor that sites are; default: the first one of the formula.

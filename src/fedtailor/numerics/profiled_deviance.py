@@ -54,9 +54,7 @@ def near(terms: Tensor, first: Tensor, second: Tensor, step: Tensor) -> Tensor:
     return terms + first @ step + ((second @ step) @ step) / 2
 
 
-def expand(
-    terms: Tensor, first: Tensor, second: Tensor, fixed: int, kept: Tensor, rows: float, reml: bool
-) -> Point:
+def expand(terms: Tensor, first: Tensor, second: Tensor, fixed: int, kept: Tensor, rows: float, reml: bool) -> Point:
     """The deviance with its derivatives by the relative factor."""
     if not bool(torch.isfinite(terms).all()):
         return nowhere(first.shape[1])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtailor import algorithms
 from fedtailor.algorithms._programs.parts import folds_of_rows
 from fedtailor.algorithms._programs.scaling_rounds import unscale
 from fedtailor.algorithms._programs.table_fit import TableFit, held_out

@@ -1,7 +1,7 @@
 """FormulaCounts: binomial and Poisson mixed models of a formula by Laplace's approximation, without pooling the data.
 
-Bates, Maechler, Bolker, Walker, "lme4: Mixed-effects modeling with R"; Pinheiro, Chao, J. Comput. Graph. Stat. 15, 2006,
-section 2. As glmer has it, fixed effects and variances maximise the approximation together. Each site sends its value
+Pinheiro, Chao, J. Comput. Graph. Stat. 15, 2006, section 2; Bates, Maechler, Bolker, Walker, J. Stat. Softw. 67, 2015.
+As glmer has it, fixed effects and variances maximise the approximation together. Each site sends its value
 with gradient and Hessian: the server takes Newton steps, and standard errors are those of the whole Hessian.
 """
 

@@ -78,7 +78,9 @@ class FormulaLinear(FormulaModel):
         def by_order(order: list[int]) -> Callable[[bounded_newton.Floats], bounded_newton.Point]:
             def evaluate(free: bounded_newton.Floats) -> bounded_newton.Point:
                 sums = self.at(fed, like.new_tensor(free[:-1]), order)
-                return profiled_deviance.expand_with_sigma(*sums, self.fixed, kept, rows, False, like.new_tensor(free[-1]))
+                return profiled_deviance.expand_with_sigma(
+                    *sums, self.fixed, kept, rows, False, like.new_tensor(free[-1])
+                )
 
             return evaluate
 

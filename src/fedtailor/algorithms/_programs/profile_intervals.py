@@ -1,7 +1,7 @@
 """Profile intervals of standard deviations and correlations of random effects, from the sums that a fit asks for.
 
-As lme4's confint: the profile of the deviance of maximum likelihood over all other parameters. An effect is put first in
-its block, so that its standard deviation is one entry of the relative factor; two effects, and their correlation is one.
+As lme4's confint: the profile of the deviance of maximum likelihood over all other parameters. An effect is put first
+in its block, so that its standard deviation is one entry of the relative factor; of two effects, so is the correlation.
 """
 
 from __future__ import annotations

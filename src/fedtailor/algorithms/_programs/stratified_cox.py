@@ -1,8 +1,8 @@
 """FormulaCox: Cox's proportional hazards with a baseline of each site's own, without pooling the data.
 
-Cox, J. R. Stat. Soc. B 34, 1972; ties by Efron, J. Am. Stat. Assoc. 72, 1977. With sites as strata the partial likelihood
-is a sum over sites, so Newton steps on summed derivatives are exact. (One-shot and approximate: ODAC, Duan et al., J. Am.
-Med. Inform. Assoc. 27, 2020.)
+Cox, J. R. Stat. Soc. B 34, 1972; ties by Efron, J. Am. Stat. Assoc. 72, 1977. With sites as strata the partial
+likelihood is a sum over sites, so Newton steps on summed derivatives are exact. (One-shot and approximate: ODAC, Duan
+et al., J. Am. Med. Inform. Assoc. 27, 2020.)
 """
 
 from __future__ import annotations

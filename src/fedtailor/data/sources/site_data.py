@@ -54,7 +54,8 @@ class SiteData(SplitConfig):
         default=None, description="Mean and spread by which a number to predict is scaled, the same at every site."
     )
     formula: str = Field(
-        default="", description="For fedtailor federation model: the formula, in place of a target; the same everywhere."
+        default="",
+        description="For fedtailor federation model: the formula, in place of a target; the same everywhere.",
     )
     family: Literal["gaussian", "binomial", "poisson", "cox"] = Field(
         default="gaussian", description="With a formula: what the response is drawn from."
@@ -63,7 +64,11 @@ class SiteData(SplitConfig):
 
     @model_validator(mode="after")
     def _check(self) -> SiteData:
-        if self.path.suffix != PREPARED and not self.formula and not (self.target and (self.numeric or self.categories)):
+        if (
+            self.path.suffix != PREPARED
+            and not self.formula
+            and not (self.target and (self.numeric or self.categories))
+        ):
             raise DataError(f"{self.path}: a table needs data.target, and data.numeric or [data.categories]")
         return self
 

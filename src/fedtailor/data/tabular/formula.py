@@ -1,7 +1,7 @@
 """A formula as in lme4, and the design of a site's rows by it: formulaic, with the levels that all sites agreed on.
 
-`y ~ x * arm + (1 + x | site) + (1 | ward)`: terms in brackets are read here, as formulaic does not know them; all others
-are formulaic's. A design is fixed by kinds and levels of columns alone, so that every site has the same columns in the
+`y ~ x * arm + (1 + x | site) + (1 | ward)`: terms in brackets are read here, as formulaic does not know them; all
+others are formulaic's. A design is fixed by kinds and levels of columns alone, so that every site has the same columns in the
 same order whatever rows it has; functions that learn from rows, such as scale(), are refused.
 """
 
@@ -77,8 +77,7 @@ def parse_formula(text: str, site: str = "") -> Formula:
         effects, group = bars[1].strip(), bars[3].strip()
         if not effects or not group:
             raise ConfigError(f'formula "{text}": "{term}" needs terms before the bar and a grouping factor after it')
-        for each in expand_nested(group, text):
-            random.append(RandomTerm(effects, each, bars[2] == "|"))
+        random += [RandomTerm(effects, each, bars[2] == "|") for each in expand_nested(group, text)]
     offsets = [term for _, term in plain if re.fullmatch(r"offset\(.*\)", term, re.DOTALL)]
     if len(offsets) > 1:
         raise ConfigError(f'formula "{text}": more than one offset; add them up')
