@@ -29,8 +29,8 @@ from fedtailor.numerics.newton import mode, newton_step
 
 GRADIENT = ReplySpec("gradient of the likelihood", like("free")).summed()
 HESSIAN = ReplySpec("curvature of the likelihood", like("free", "free")).summed()
-NEWTON = 15  # steps of a site to its modes
-PARTS = (1.0, 0.5, 0.25, 0.1, 0.03, 0.01, 0.0)  # of a step: rates grow exponentially, and a whole one may go far astray
+NEWTON = 10  # steps of a site to its modes
+PARTS = (1.0, 0.4, 0.1, 0.02, 0.0)  # of a step: rates grow exponentially, and a whole one may go far astray
 AT_MODE = 1e-5  # a step that is shorter ends at the mode
 
 

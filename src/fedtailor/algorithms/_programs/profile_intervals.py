@@ -116,11 +116,11 @@ def _coordinates(
     start[1], lower[0], lower[1] = length, -ONE, 0.0
     back = _permute(first)
 
-    def to_free(psi: Tensor) -> Tensor:
+    def of_correlation(psi: Tensor) -> Tensor:
         pair = torch.stack([psi[1] * psi[0], psi[1] * (1 - psi[0].square()).clamp(min=1e-30).sqrt()])
         return back(torch.cat([pair, psi[2:]]))
 
-    return to_free, start, lower, -ONE, ONE
+    return of_correlation, start, lower, -ONE, ONE
 
 
 def _permute(first: np.ndarray) -> Callable[[Tensor], Tensor]:

@@ -1,8 +1,8 @@
 """A formula as in lme4, and the design of a site's rows by it: formulaic, with the levels that all sites agreed on.
 
 `y ~ x * arm + (1 + x | site) + (1 | ward)`: terms in brackets are read here, as formulaic does not know them; all
-others are formulaic's. A design is fixed by kinds and levels of columns alone, so that every site has the same columns in the
-same order whatever rows it has; functions that learn from rows, such as scale(), are refused.
+others are formulaic's. A design is fixed by kinds and levels of columns alone, so that every site has the same columns
+in the same order whatever rows it has; functions that learn from rows, such as scale(), are refused.
 """
 
 from __future__ import annotations
