@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fedtailor import FederatedData
 from fedtailor.api import Run
 from fedtailor.core.module_state import plain_outputs
 from fedtailor.core.random import seeded, stream
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, UserError
 from fedtailor.experiments import runner
 from fedtailor.serving.export import export, read_safetensors
 from fedtailor.tables.serve import Personal
@@ -30,7 +31,14 @@ ROUNDS, EPOCHS, LR = 3, 2, 0.1
 ENGINES = ("loop", "vmap", "pool")
 FEW = ("ReassignedBuffer", "ReassignedCounter", "CountsSamples", "Queue", "ReassignedHidden", "Tied", "ComplexConstant")
 CONSTANT = {"order", "mask", "turn"}  # integers and complex numbers that nobody changes
-UNSTACKED = {"Queue", "OwnGradient", "Recurrent", "DataDependent", "OldSpectralNorm", "BackwardHook", "Compiled"}
+UNTRACED = {  # graphs that torch does not make of them
+    "torch": {"DataDependent", "Nested", "Shared"},
+    "onnx": {"DataDependent", "Nested", "Orthogonal"},
+}
+UNSTACKED = {  # parts without a rule for stacks, or whose path depends on the samples
+    *("Attention", "Compiled", "DataDependent", "OldSpectralNorm", "OldWeightNorm", "OwnGradient", "Queue"),
+    *("Recurrent", "SpectralNorm", "WeightNorm"),
+}
 
 
 @cache
@@ -120,13 +128,19 @@ def assert_predicts(own: Personal, run: Run, client: str, module: nn.Module) -> 
     np.testing.assert_allclose(own.predict_proba(x), wanted, atol=2e-6)
 
 
+def attempt(name: str, engine: str, out: Path) -> tuple[Run | None, str]:
+    """A run, or why there is none."""
+    try:
+        return trained(name, engine, out), ""
+    except ConfigError as error:
+        return None, str(error)
+
+
 def outcome(name: str, engine: str, folder: Path) -> str:
     """Trains, evaluates, predicts, exports and resumes; each must be as in plain torch, or be refused."""
-    try:
-        run = trained(name, engine, folder / "run")
-    except ConfigError as error:
-        words = zoo.REFUSED.get(name, 'engine = "loop"')
-        assert words in str(error), str(error)
+    run, refusal = attempt(name, engine, folder / "run")
+    if run is None:
+        assert zoo.REFUSED.get(name, 'engine = "loop"') in refusal
         return "refused"
     assert_as_plain(run, name)
     client = "bo"
@@ -176,11 +190,9 @@ def test_every_module_as_a_graph(name: str, to: str, tmp_path: Path) -> None:
     """An exported graph is compared with the run before it is written; some cannot be traced."""
     run = trained(name, "loop", tmp_path / "run")
     file = tmp_path / ("model.pt2" if to == "torch" else "model.onnx")
-    try:
+    with suppress(UserError):
         export(run.path, "bo", to, file)  # type: ignore[arg-type]
-    except ft.UserError as error:
-        assert "cannot be written" in str(error)
-        assert not file.exists()
+    assert file.exists() == (name not in UNTRACED[to])
 
 
 def test_the_engine_is_chosen_by_a_step_and_a_prediction(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -129,7 +130,8 @@ class WeightNorm(Base):
 class OldWeightNorm(Base):
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__(shape, outputs)
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             self.first = weight_norm(self.first)
 
 

@@ -50,9 +50,10 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def buffer_changes(module: nn.Module, x: Tree, known: frozenset[str]) -> BufferChanges:
-    """Found by trial, on two samples or more; `known` are the buffers of a module that was never called. What would not stay with its client is a `ConfigError` with its name.
+    """Found by trial, on two samples or more. What would not stay with its client is a `ConfigError` with its name.
 
-    Refused are changes in evaluation, of parameters, of a buffer's shape or type, and of what is no buffer.
+    Refused are changes in evaluation, of parameters, of a buffer's shape or type, and of what is no buffer, such as one
+    that is not among the `known` ones, those of the module before it was ever called.
     """
     mode, kept = module.training, _always_evaluating(module)
     try:
@@ -65,6 +66,7 @@ def _changes(module: nn.Module, x: Tree, kept: list[nn.Module], known: frozenset
     before = {k: v for k, v in module.named_buffers() if k.rpartition(".")[2] != WARM_START}
     first = _pass(module, before, x, kept, training=True)
     noted = _attributes(module)
+    _pass(module, before, _other_samples(x), kept, training=True)  # what is kept of them must not reach the next pass
     again = _pass(module, before, x, kept, training=True)
     for name in first.after:
         _refuse_other_form(name, before[name], first.after[name])
@@ -91,6 +93,10 @@ def _changes(module: nn.Module, x: Tree, kept: list[nn.Module], known: frozenset
     if complex_one := sorted(k for k in changed if before[k].is_complex()):
         raise ConfigError(f'model.name: forward changes the complex buffer "{complex_one[0]}"; hold it as real numbers')
     return BufferChanges(frozenset(changed), first.rebound | again.rebound)
+
+
+def _other_samples(x: Tree) -> Tree:
+    return tree_map(lambda v: v / 2 + 0.25 if v.is_floating_point() else v[:1].expand_as(v), x)
 
 
 class _Pass(NamedTuple):

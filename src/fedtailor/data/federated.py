@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -367,7 +368,7 @@ def _read_dataset(
 
 
 def _to_targets(values: Any, where: str) -> Targets:
-    """Targets as a tensor, integers as int64; or class names. Sequences of tokens are padded with what does not count."""
+    """Targets as a tensor, integers as int64, or class names; sequences of tokens padded with what does not count."""
     if isinstance(values, list) and len(shapes := [np.shape(v) for v in values]) and len(set(shapes)) > 1:
         return _pad_targets([_to_tensor(v, f"{where}, sample {i + 1}") for i, v in enumerate(values)], where)
     if not isinstance(values, Tensor):
@@ -379,13 +380,13 @@ def _to_targets(values: Any, where: str) -> Targets:
 
 
 def _pad_targets(each: list[Tensor], where: str) -> Tensor:
-    for i, v in enumerate(each):
-        if v.dim() != 1 or v.is_floating_point():
-            first = f"of sample 1 {list(each[0].shape)}" if v.shape != each[0].shape else "of others another"
-            raise DataError(
-                f"{where}: the target of sample {i + 1} has shape {list(v.shape)}, {first}; pad targets to one shape, "
-                "as with -1 where there is nothing, and give a task of your own whose loss leaves that out"
-            )
+    if any(v.dim() != 1 or v.is_floating_point() for v in each):
+        usual = Counter(v.shape for v in each).most_common(1)[0][0]
+        i = next(i for i, v in enumerate(each) if v.shape != usual)
+        raise DataError(
+            f"{where}: the target of sample {i + 1} has shape {list(each[i].shape)}, that of most {list(usual)}; pad "
+            "targets to one shape, as with -1 where there is nothing, and give a task of your own that leaves this out"
+        )
     return pad_sequence([v.long() for v in each], batch_first=True, padding_value=IGNORED)
 
 

@@ -212,7 +212,7 @@ def _refuse_other_streams(folder: RunFolder) -> None:
 def reload_experiment(
     folder: RunFolder, data_root: Path | None = None, loaded: FederatedData | None = None, *, serves: bool = False
 ) -> Experiment:
-    """The experiment that a run was started with; other data is a `RunError`, and other code unless it only `serves`."""
+    """The experiment that a run was started with; other data is a `RunError`, and other code unless it `serves`."""
     if serves:
         user_code.require_trusted(folder.config, str(folder.path), may_be_edited=True)
     else:

@@ -237,7 +237,8 @@ def _onnx(module: nn.Module, path: Path, x: Tree, shapes: dict[str, Any]) -> Tre
     names = list(form) if isinstance(form, dict) else ["prediction"]
     program = torch.onnx.export(
         module,
-        (x,),
+        (),
+        kwargs={"x": x},  # a dict among positional arguments would be taken for keywords
         dynamo=True,
         dynamic_shapes=shapes,
         input_names=list(inputs),
