@@ -217,7 +217,8 @@ def test_a_forced_engine_says_what_to_do(call: Call, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("c.toml").write_text(
         'rounds = 1\n[data]\nsource = "digits"\nclients = 4\nmax_samples = 40\n'
-        '[model]\nname = "tests.world.test_brought:Branching"\n[algorithm]\nname = "fedavg"\n[federation]\nengine = "vmap"\n'
+        '[model]\nname = "tests.world.test_brought:Branching"\n[algorithm]\nname = "fedavg"\n'
+        '[federation]\nengine = "vmap"\n'
     )
     code, _, err = call("run", "c.toml", "--out", "run")
     assert code == 2

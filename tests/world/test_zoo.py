@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import fedtailor as ft
 from fedtailor import FederatedData
 from fedtailor.api import Run
-from fedtailor.core.module_state import plain_outputs
 from fedtailor.core.random import seeded, stream
 from fedtailor.errors import ConfigError, UserError
 from fedtailor.experiments import runner
@@ -93,10 +92,14 @@ def by_hand(name: str) -> dict[str, nn.Module]:
             with seeded(0, round, 0, client, "training", 0):
                 for order in orders:
                     steps.zero_grad()
-                    F.cross_entropy(plain_outputs(own(x[order])), y[order]).backward()
+                    F.cross_entropy(logits(own(x[order])), y[order]).backward()
                     steps.step()
         out[client] = own.eval()
     return out
+
+
+def logits(outputs: Any) -> Any:
+    return getattr(outputs, "logits", outputs)
 
 
 def assert_as_plain(run: Run, name: str) -> None:
@@ -111,7 +114,7 @@ def assert_as_plain(run: Run, name: str) -> None:
             torch.testing.assert_close(params[key], value.detach(), atol=2e-6, rtol=1e-5, msg=f"{client} {key}")
         x, y = data().test.of(i)
         with torch.no_grad():
-            outputs = plain_outputs(module(x))
+            outputs = logits(module(x))
         found = run.results["last"]["clients"]
         assert found["loss"][i] == pytest.approx(float(F.cross_entropy(outputs, y)), rel=1e-5)
         assert found["accuracy"][i] == pytest.approx(float((outputs.argmax(1) == y).double().mean()))
@@ -124,7 +127,7 @@ def assert_predicts(own: Personal, run: Run, client: str, module: nn.Module) -> 
     with torch.no_grad():
         for key, value in run.folder.personal(client).items():
             names[key].copy_(value)
-        wanted = plain_outputs(module(x)).softmax(1).numpy()
+        wanted = logits(module(x)).softmax(1).numpy()
     np.testing.assert_allclose(own.predict_proba(x), wanted, atol=2e-6)
 
 

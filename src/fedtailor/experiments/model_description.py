@@ -10,7 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from fedtailor import models
+from fedtailor import algorithms, models
+from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import model_of
@@ -90,6 +91,9 @@ def make_described_model(
         if tensors[name].shape != value.shape:
             form = f"{list(tensors[name].shape)}, in {config.model.name} now {list(value.shape)}"
             raise RunError(f'{origin}: "{name}" has the shape {form}')
+    known = {k for k, _ in (*model.module.named_parameters(), *model.module.named_buffers())}
+    if algorithms.find(config.algorithm.name).predict is Algorithm.predict and (more := sorted(tensors.keys() - known)):
+        raise RunError(f'{origin}: has "{more[0]}", which {config.model.name} has no longer')
     return model
 
 
