@@ -7,8 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fedtailor.algorithms import make
-from fedtailor.core.random import stream
 from fedtailor.core.environment import Environment
+from fedtailor.core.random import stream
 from fedtailor.core.trees import Params
 from fedtailor.models import build
 from tests.helpers import F64, FULL_BATCH, federate, make_data, make_model, models, run

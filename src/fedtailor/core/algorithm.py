@@ -54,6 +54,12 @@ class ReplySpec:
         return replace(self, sums=(*self.sums, weight.name))
 
 
+def needs_head(algorithm: Algorithm) -> bool:
+    """Whether a method treats the head of the model otherwise than its body, so that it means little without one."""
+    sends_part = bool({BODY.name, HEAD.name} & set(reply_names(algorithm)))
+    return sends_part or algorithm.keeps in ("head", "body") or getattr(algorithm, "scope", "") == "head"
+
+
 def _scalar(algorithm: Any, model: Model) -> Tensor:
     return model.like.new_zeros(())
 

@@ -28,7 +28,7 @@ from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.store import RESULTS, KnownTensors, RunFolder, read_json, write_json
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.summary import summarise
 from fedtailor.numerics import solve_log
@@ -60,6 +60,7 @@ class RunState:
         self.server = engine.experiment.algorithm.server_init(engine.experiment.model)
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
+        self.known = KnownTensors()  # of personal models that are written
         self.seconds = 0.0
         self.best = BestRound()  # on validation data
         self.kept = BestRound()  # the last that was better by early_stopping.min_delta
@@ -324,14 +325,14 @@ class RunState:
         """Test metrics of all clients; their personal models are saved as they come."""
         names = self.engine.experiment.data.clients
         if self.ranks.count == 1:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 return measure(self.engine, round, server, ["test"], lambda c, m: keep(names[c], m), kind)["test"]
         mine: dict[int, Params] = {}
         test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
         stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
         rows = self.ranks.gather_to_root(stack, self._everybody)
         if rows is not None:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 for c in self._everybody:
                     keep(names[c], {k: v[c] for k, v in rows.items()})
         return test

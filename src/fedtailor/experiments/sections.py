@@ -317,6 +317,9 @@ class EvaluationSection(Section):
         default=(),
         description='Metrics of a client\'s split: "auroc", own "module:function"; empty: the task\'s.',
     )
+    batch_size: int = Field(
+        default=0, ge=0, description="Samples in an evaluation pass; 0: as many as need little memory."
+    )
     decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(
         default=None,
