@@ -23,11 +23,12 @@ from tests.helpers import (
 
 
 def test_critical_entries() -> None:
-    c = torch.tensor([[0.1, -0.4, 0.0], [0.3, 0.2, 0.0]], dtype=F64)
-    assert critical(c, 0.5).tolist() == [[0, 1, 0], [1, 1, 0]]
-    assert critical(c, 1.0).tolist() == [[1, 1, 0], [1, 1, 0]]  # what is 0 never is
-    assert critical(c, 0.1).tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert critical(torch.zeros(4), 0.5).tolist() == [0, 0, 0, 0]
+    change = torch.tensor([[0.1, -0.2, 0.0], [0.3, 0.2, 1e-18]], dtype=F64)
+    value = torch.tensor([[1.0, 2.0, 3.0], [1.0, -1.0, 9.0]], dtype=F64)
+    assert critical(change, value, 0.5).tolist() == [[0, 1, 0], [1, 1, 0]]
+    assert critical(change, value, 1.0).tolist() == [[1, 1, 0], [1, 1, 0]]  # what has not moved never is
+    assert critical(change, value, 0.1).tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert critical(torch.zeros(4), torch.ones(4), 0.5).tolist() == [0, 0, 0, 0]
 
 
 def test_overlaps_and_the_threshold() -> None:

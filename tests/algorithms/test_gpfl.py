@@ -76,6 +76,8 @@ def test_rounds_by_hand(engine: str) -> None:
     _, metrics = evaluate(fed, server)
     for i, name in enumerate(data.clients):
         x, y = data.test.of(i)
+        if not len(y):
+            continue
         p = conditions(common[E], data.train.of(i)[1])[1]
         output = conditioned(common, features(common, x), p) @ heads[i]["out.weight"].T + heads[i]["out.bias"]
         assert float(metrics[name]["test/loss"]) == pytest.approx(float(nn.functional.cross_entropy(output, y)))

@@ -61,6 +61,8 @@ def test_rounds_of_fedproto_by_hand(engine: str) -> None:
     _, metrics = evaluate(fed, server)
     for i, name in enumerate(data.clients):
         x, y = data.test.of(i)
+        if not len(y):
+            continue
         nearest = [min(range(3), key=lambda c, f=f: float((f - known[c]).norm())) for f in features(own[i], x)]
         right = sum(int(a) == b for a, b in zip(nearest, y.tolist(), strict=True)) / len(y)
         assert float(metrics[name]["test/accuracy"]) == pytest.approx(right)

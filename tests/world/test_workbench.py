@@ -201,7 +201,7 @@ def test_check_says_what_to_define() -> None:
 
 
 def test_check_tells_rounding_from_padding() -> None:
-    findings = check_algorithm(workbench.LargestChange(), raises=False)
+    findings = check_algorithm(workbench.ByRounding(), raises=False)
     words = [f.words for f in findings if f.promise == "engines agree" and f.verdict == "broken"]
     assert words
     assert all("rounding" in w and "padded" not in w for w in words)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtailor import COUNT, MODEL, Algorithm, ClientContext, Federation, Model, Params, Tree, on_client
+from fedtailor.errors import ConfigError
 
 
 def make(params: Any, lr: float) -> Any:
@@ -65,15 +66,19 @@ class ForClasses(Average):
 
 
 @dataclass(frozen=True)
-class LargestChange(Average):
-    """Sends the largest change only, where two are as large but for rounding."""
+class ByRounding(Average):
+    """Compares two numbers that are equal but for rounding."""
+
+    def check(self, model: Model, task: str) -> None:
+        if "hidden.0.weight" not in model.params:
+            raise ConfigError("looks at the first dense layer")
 
     @on_client(sends=(MODEL, COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         new = me.sgd(w)
-        bias = new["out.bias"] - w["out.bias"]
-        both = torch.stack([bias[0] * 3 / 3 + 1e-13 * new["out.weight"].sum().sin(), bias[0]])
-        return me.state, (new | {"out.bias": w["out.bias"] + 0.1 * both.argmax(0) + bias}, me.n)
+        some = new["hidden.0.weight"]
+        one, other = some @ some.T, (some[:, None] * some[None]).sum(-1)
+        return me.state, ({k: v + 0.01 * (one > other).sum() for k, v in new.items()}, me.n)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """FedCAC: critical parameters are shared with clients whose critical ones lie alike. Wu et al., ICCV 2023, Algorithm 1.
 
 Symbols: w common model; c_i |change * value| of each parameter in local training, m_i 1 for the share tau of each
-tensor where it is largest; u_i mean of the models of clients whose m overlaps with m_i by more than a threshold that rises.
+tensor where it is largest; u_i mean of the models of clients whose m overlaps with m_i by more than a threshold that
+rises.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class FedCAC(Algorithm):
     private: ClassVar[str] = "critical entries"
     equals: ClassVar[dict[str, tuple[Any, ...]]] = {
         "tau = 0": ({"tau": 0.0}, "fedavg", {}),
-        "all critical, alone": ({"tau": 1.0, "beta": 1}, "local", {}, "one-client"),
     }
     citation: ClassVar[str] = """@inproceedings{wu2023bold,
   title={Bold but Cautious: Unlocking the Potential of Personalized Federated Learning through Cautiously Aggressive
@@ -66,7 +66,7 @@ class FedCAC(Algorithm):
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         start = self.start(me, w)
         new = me.sgd(start, epochs=self.epochs)
-        m = {k: critical((new[k] - start[k]) * new[k], self.tau) for k in me.state["m"]}  # (3)
+        m = {k: critical(new[k] - start[k], new[k], self.tau) for k in me.state["m"]}  # (3)
         return {"u": {k: new[k] for k in m}, "m": m}, (new, m, me.n)
 
     @on_client()
@@ -96,13 +96,13 @@ class FedCAC(Algorithm):
         return {k: 1 - m for k, m in me.state["m"].items()}
 
 
-def critical(c: Tensor, tau: float) -> Tensor:
-    """1 for the share tau of the entries with the largest |c|; what has not moved, or is 0, never is critical."""
-    count = int(tau * c.numel())
+def critical(change: Tensor, value: Tensor, tau: float) -> Tensor:
+    """1 for the share tau of the entries with the largest |change * value|; what moved by rounding alone never is."""
+    count = int(tau * value.numel())
     if not count:
-        return torch.zeros_like(c)
-    size = c.abs()
-    return ((size >= size.flatten().topk(count).values[-1]) & (size > 0)).to(c.dtype)
+        return torch.zeros_like(value)
+    size = torch.where(change.abs() > 10 * torch.finfo(value.dtype).eps * value.abs(), (change * value).abs(), 0)
+    return ((size >= size.flatten().topk(count).values[-1]) & (size > 0)).to(value.dtype)
 
 
 def alike(masks: Tensor, time: Tensor) -> Tensor:

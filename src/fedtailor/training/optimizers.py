@@ -138,12 +138,14 @@ def _torch_direction(
     # where a gradient is exactly 0 its root has no derivative: a tape then takes it for a constant
     new.grad = torch.where(gradient == 0, torch.zeros_like(gradient), gradient)
     optimizer = getattr(torch.optim, kind)([new], lr=1.0, differentiable=True, **given)
-    if memory:
-        known = zip(REMEMBERED[kind], memory, strict=False)  # without momentum the last one is not there
-        steps = {} if kind == "SGD" else {"step": torch.tensor(float(number) - 1)}
-        optimizer.state[new] = steps | {k: v.clone() for k, v in known}
+    names = [k for k in REMEMBERED[kind] if k != "momentum_buffer" or s.momentum]
+    if memory or kind != "SGD":  # which has no momentum before its first step; the others' begins at 0
+        known = memory or [torch.zeros_like(param) for _ in names]
+        # torch would count in float32, in which 1 - 0.999 is off by 5e-5
+        steps = {} if kind == "SGD" else {"step": torch.tensor(float(number) - 1, dtype=torch.float64)}
+        optimizer.state[new] = steps | {k: v.clone() for k, v in zip(names, known, strict=True)}
     optimizer.step()
-    memory[:] = [v for k in REMEMBERED[kind] if (v := optimizer.state[new].get(k)) is not None]
+    memory[:] = [optimizer.state[new][k] for k in names]
     return param - new
 
 
