@@ -7,7 +7,7 @@ The clients are a Dirichlet split of MNIST in PFLlib's format, which both progra
 test images each (fewer at some), a dense network with 100 hidden units, batches of 10, step size 0.05, one local epoch,
 all clients in every round. Figures are the accuracy of personal models over all test images in percent, last and best
 round. PFLlib runs as its own main.py does, in a process of its own; packages that it imports and does not need here are
-stood in for.
+stood in for, and its dense network is one without the log-softmax that would lie between body and head.
 """
 
 from __future__ import annotations
@@ -168,7 +168,18 @@ class StandIns:
         package = name.partition(".")[0]
         return ModuleSpec(name, self, is_package=True) if package in self.names else None  # type: ignore[arg-type]
 
-    names = ("calmsize", "torchvision", "torchtext", "h5py", "ujson", "cvxpy", "cvxopt", "opacus", "matplotlib", "seaborn")
+    names = (
+        "calmsize",
+        "torchvision",
+        "torchtext",
+        "h5py",
+        "ujson",
+        "cvxpy",
+        "cvxopt",
+        "opacus",
+        "matplotlib",
+        "seaborn",
+    )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
@@ -178,6 +189,29 @@ class StandIns:
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is in it."""
+
+
+class _Silent:
+    """Reports nothing."""
+
+    def report(self) -> None:
+        """Not asked for here."""
+
+
+def _plain_network() -> type:
+    """PFLlib's DNN has a log-softmax in `forward`, which lies between body and head where a method splits the two."""
+    from torch import Tensor, nn
+
+    class Dense(nn.Module):
+        def __init__(self, inputs: int, hidden: int, num_classes: int) -> None:
+            super().__init__()
+            self.fc1, self.fc = nn.Linear(inputs, hidden), nn.Linear(hidden, num_classes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.fc(nn.functional.relu(self.fc1(x.flatten(1))))
+            return out
+
+    return Dense
 
 
 def run_pfllib(checkout: Path, options: list[str]) -> None:
@@ -190,6 +224,8 @@ def run_pfllib(checkout: Path, options: list[str]) -> None:
     server.Server.save_results = lambda self: print("CURVE " + json.dumps([float(v) for v in self.rs_test_acc]))
     server.Server.save_global_model = lambda self: None
     program.average_data = lambda **given: None
+    program.MemReporter = _Silent
+    program.DNN = _plain_network()
     tree = ast.parse((checkout / "system" / "main.py").read_text(encoding="utf-8"))
     begin = next(node for node in tree.body if isinstance(node, ast.If))
     wanted = [node for node in begin.body if "parser" in ast.unparse(node).partition("(")[0]]
