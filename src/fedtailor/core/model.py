@@ -307,7 +307,15 @@ class Model:
                 tensors[name].copy_(new.detach())
 
     def features(self, params: Params, x: Tree) -> Tensor:
-        """What comes to the head, [samples, features]; see `features_and_outputs`."""
+        """What comes to the first module of the head that runs, with every part in evaluation mode.
+
+        Args:
+            params: The model's tensors; others among them are left aside.
+            x: A batch.
+
+        Returns:
+            A tensor [samples, features].
+        """
         return self.features_and_outputs(params, x)[0]
 
     def features_and_outputs(
@@ -335,6 +343,8 @@ class Model:
             entered.append(inputs[0].flatten(1))
             return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
 
+        if not self.head:
+            raise ConfigError("model.head: features are what comes to the head, but the model has none")
         parts = [self.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in self.head}]
         hooks = [part.register_forward_pre_hook(enter) for part in parts]
         try:

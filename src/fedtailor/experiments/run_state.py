@@ -28,6 +28,7 @@ from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.sampling import cohort
 from fedtailor.experiments.store import RESULTS, KnownTensors, RunFolder, read_json, write_json
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.summary import summarise
@@ -64,6 +65,7 @@ class RunState:
         self.seconds = 0.0
         self.best = BestRound()  # on validation data
         self.kept = BestRound()  # the last that was better by early_stopping.min_delta
+        self.validation: dict[str, list[float]] = {}  # by metric, of each client when it was evaluated last
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +95,7 @@ class RunState:
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
-        cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
+        cohort = self._cohort(round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
         chunk = getattr(self.engine, "chunk", 0)
         devices.begin_peak(self.device)
@@ -125,6 +127,7 @@ class RunState:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             with devices.memory_errors_at(self.device, f"evaluation of round {round}"):
                 line |= measure(self.engine, round, self.server, splits)
+            self.validation = line["val"]
             value = self._select(round, line["val"][self.metric])
             if self.config.early_stopping.patience:
                 self._watch(round, line["val"])
@@ -138,6 +141,12 @@ class RunState:
         seconds = time.perf_counter() - begun
         self.seconds += seconds
         return line | asdict(self.fed.traffic) | {"seconds": _milliseconds(seconds)}, value
+
+    def _cohort(self, round: int) -> tuple[int, ...]:
+        """Who is asked."""
+        section, data = self.config.federation, self.engine.experiment.data
+        wanted, sizes = section.clients_per_round, data.train.sizes.numpy()
+        return cohort(section.sampler, self.config.seed, round, wanted, data.clients, sizes, self.validation)
 
     def _peak_memory(self) -> int | None:
         """The most bytes that were in use on a device, of whichever worker or rank."""
@@ -231,6 +240,8 @@ class RunState:
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
+        evaluated = [line["val"] for line in folder.metrics() if "val" in line] if self.ranks.rank == 0 else []
+        self.validation = self.ranks.all_gather_object(evaluated[-1] if evaluated else {})[0]
         self.best = BestRound(status["best_round"], status["best_value"], trees.get("best"))
         round, value = status.get("kept", (0, math.nan))
         self.kept = BestRound(round, value, trees.get("kept"))
@@ -350,14 +361,6 @@ class RunState:
         summary = self._summaries(test)
         gap = {k: trained[k]["mean"] - summary[k]["mean"] for k in trained}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
-
-
-def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
-    wanted = config.federation.clients_per_round or clients
-    if wanted == clients:
-        return tuple(range(clients))
-    drawn = stream(config.seed, round, "cohort").choice(clients, size=wanted, replace=False)
-    return tuple(sorted(int(c) for c in drawn))
 
 
 def _milliseconds(seconds: float) -> float:

@@ -439,15 +439,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock on this folder, until the process ends; a `RetryableError` if another process holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(FileLock(self.path / LOCK).acquire(blocking=False))
-            except Timeout:
-                owner = _lock_owner(self.path / LOCK)
-                raise RetryableError(f"{self.path}: another process is working on this run{owner}") from None
-            with suppress(OSError):
-                (self.path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
+        with hold(self.path, "run"):
             yield
 
     def save_checkpoint(
@@ -577,6 +569,21 @@ class RunFolder:
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
+
+
+@contextmanager
+def hold(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock on a folder, until the process ends; a `RetryableError` if another process holds it."""
+    path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(path / LOCK).acquire(blocking=False))
+        except Timeout:
+            owner = _lock_owner(path / LOCK)
+            raise RetryableError(f"{path}: another process is working on this {what}{owner}") from None
+        with suppress(OSError):
+            (path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
+        yield
 
 
 def _lock_entry() -> dict[str, Any]:

@@ -96,7 +96,12 @@ def build(
     make = (
         None if isinstance(kind, ModelCopies) else partial(_initialise, kind, shape, outputs, options, adapter, dtype)
     )
-    return Model(cast(module, dtype), head=head or own_head, buffers=buffers, make=make)
+    return Model(
+        cast(module, dtype),
+        head=head or own_head,
+        buffers=buffers,
+        make=None if isinstance(kind, ModelCopies) else make,
+    )
 
 
 def _initialise(
