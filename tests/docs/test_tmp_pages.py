@@ -1,4 +1,7 @@
-import pytest, sys
+import sys
+
+import pytest
+
 from tests.docs.pages import ROOT, run_page
 
 

@@ -21,7 +21,6 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Fault, Federation, Traffic
 from fedtailor.core.process_group import ProcessGroup
-from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
