@@ -78,7 +78,8 @@ class Figure(BaseModel):
 
 def available(configs: Path) -> list[str]:
     """Names such as "learn2pfed/table1" of the tables under a folder of configurations."""
-    return sorted(f"{p.parent.name}/{p.stem}" for p in configs.glob("*/*.toml") if "rows" in read_toml(p))
+    paths = (p for p in configs.rglob("*.toml") if "rows" in read_toml(p))
+    return sorted(p.relative_to(configs).with_suffix("").as_posix() for p in paths)
 
 
 def load(configs: Path, name: str) -> Published:
