@@ -1,4 +1,4 @@
-"""DUW, FeDEQ and FedSelect a second time, in numpy from the papers, with gradients worked out by hand."""
+"""DUW, FeDEQ, FedSelect and Learn2pFed a second time, in numpy from the papers, with gradients worked out by hand."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from fedtailor.algorithms import make
 from fedtailor.core.environment import Environment
+from fedtailor.core.random import stream
 from fedtailor.core.trees import Params
 from fedtailor.models import build
 from tests.helpers import F64, FULL_BATCH, federate, make_data, make_model, models, run
@@ -226,3 +227,159 @@ def test_fedselect_three_rounds() -> None:
     served = models(fed, server)
     for name, own in zip(data.clients, theta, strict=True):
         assert_same(served[name], as_net(own))
+
+
+class Cells:
+    """Learn2pFed in numpy: cells (9) to (12) from a start and back, for one column of parameters.
+
+    A client's `step` is (10) or (14): it gives the new v, and a function from the derivative by that to those by the
+    old v, by the center w + z + a, and by rho.
+    """
+
+    names = ("p", "rho", "eta", "gamma", "theta")
+
+    def __init__(self, raw: list[Array], cells: int, steps: list[Any]) -> None:
+        self.raw, self.cells, self.steps = raw, cells, steps
+
+    def numbers(self, i: int, cell: int) -> tuple[Array, dict[str, float]]:
+        row = self.raw[i][cell]
+        return np.maximum(row[:-5], 0), dict(zip(self.names, row[-5:], strict=True))
+
+    def forward(self, w: Array, v: list[Array]) -> tuple[Array, list[Array], list[Any]]:
+        v, z, a, kept = list(v), [one - w for one in v], [0 * w for _ in v], []
+        for cell in range(self.cells):
+            each, top, bottom = [], 0 * w, 0.0
+            for i, step in enumerate(self.steps):
+                lam, x = self.numbers(i, cell)
+                before, off = v[i], z[i] - v[i] + w
+                a[i] = a[i] + x["theta"] * off  # (9)
+                v[i], back = step(before, w + z[i] + a[i], x["rho"])  # (10) or (14)
+                z[i] = x["eta"] / (lam + x["eta"]) * (v[i] - w - a[i])  # (11)
+                sent = v[i] - z[i] - a[i]
+                each.append((off, back, v[i] - w - a[i], sent))
+                top, bottom = top + x["p"] * x["gamma"] * sent, bottom + x["p"] * x["gamma"]
+            w = top / bottom  # (12)
+            kept.append((each, w, bottom))
+        return w, v, kept
+
+    def back(self, kept: list[Any], by_v: list[Array]) -> list[Array]:
+        """From the derivatives by the last v to those by the raw numbers of each client and cell."""
+        slopes = [np.zeros_like(row) for row in self.raw]
+        v_bar, w_bar = list(by_v), 0 * by_v[0]
+        z_bar, a_bar = [0 * w_bar for _ in by_v], [0 * w_bar for _ in by_v]
+        for cell in reversed(range(self.cells)):
+            each, w_after, total = kept[cell]
+            before = 0 * w_bar
+            for i, (off, back, apart, sent) in enumerate(each):
+                lam, x = self.numbers(i, cell)
+                by_weight = w_bar @ (sent - w_after) / total
+                u = x["p"] * x["gamma"] / total * w_bar
+                v, z, a = v_bar[i] + u, z_bar[i] - u, a_bar[i] - u
+                by_lam = -z * x["eta"] * apart / (lam + x["eta"]) ** 2 * (self.raw[i][cell][:-5] > 0)
+                by_eta = (z * lam * apart / (lam + x["eta"]) ** 2).sum()
+                q = x["eta"] / (lam + x["eta"]) * z
+                v_bar[i], center, by_rho = back(v + q)
+                a, before = a - q + center, before - q + center
+                by_theta = a @ off
+                z_bar[i], v_bar[i] = center + x["theta"] * a, v_bar[i] - x["theta"] * a
+                a_bar[i], before = a, before + x["theta"] * a
+                by_scalars = [x["gamma"] * by_weight, by_rho, by_eta, x["p"] * by_weight, by_theta]
+                slopes[i][cell] = np.concatenate([by_lam, by_scalars])
+            w_bar = before
+        return slopes
+
+
+def closed_form(x: Array, y: Array) -> Any:
+    """(10), on columns."""
+
+    def step(v: Array, center: Array, rho: float) -> tuple[Array, Any]:
+        inverse = np.linalg.inv(x.T @ x + rho * np.eye(x.shape[1]))
+        new = inverse @ (rho * center + x.T @ y)
+
+        def back(bar: Array) -> tuple[Array, Array, float]:
+            r = inverse @ bar
+            return 0 * bar, rho * r, float(r @ (center - new))
+
+        return new, back
+
+    return step
+
+
+def gradient_step(x: Array, y: Array, classes: int, lr: float) -> Any:
+    """(14) with the mean cross-entropy of x W' + b; the head is its bias and then its weights, in one column."""
+    design = np.concatenate([np.ones((len(x), 1)), x], axis=1)
+
+    def table(v: Array) -> Array:
+        return np.concatenate([v[:classes, None], v[classes:].reshape(classes, -1)], axis=1)
+
+    def column(table: Array) -> Array:
+        return np.concatenate([table[:, 0], table[:, 1:].ravel()])
+
+    def step(v: Array, center: Array, rho: float) -> tuple[Array, Any]:
+        logits = design @ table(v).T
+        d = slopes_of_logits(logits, y)[1]
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+
+        def back(bar: Array) -> tuple[Array, Array, float]:
+            moved = design @ table(bar).T
+            curved = column((p * (moved - (p * moved).sum(1, keepdims=True))).T @ design / len(y))  # Hessian times bar
+            return bar - lr * (curved + rho * bar), lr * rho * bar, float(lr * bar @ (center - v))
+
+        return v - lr * (column(d.T @ design) + rho * (v - center)), back
+
+    return step
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("kind", ["learn2pfed", "learn2pfed-head"])
+def test_learn2pfed_two_epochs(kind: str, engine: str) -> None:
+    """Algorithm 1: three cells with numbers of their own from a fixed start, the training loss, one step of descent."""
+    is_linear = kind == "learn2pfed"
+    data = make_data("regression" if is_linear else "classification", outputs=1 if is_linear else 3)
+    model = make_model("linear" if is_linear else "mlp", data)
+    sizes = {"lam": 0.3, "rho": 0.6, "theta": 0.4, "spread": 0.5, "cells": 3, "optimizer": "sgd", "outer_lr": 0.3}
+    others = {} if is_linear else {"body": "epochs", "epochs": 2, "v_lr": 0.4}
+    algorithm = make(kind, {"preset": "paper", **sizes, **others})
+    fed = federate(algorithm, data, model, engine, FULL_BATCH)
+    starts = [v.numpy().ravel() for v in fed.engine.get_states()["state"]["start"]]
+    raw = [v.numpy().copy() for v in fed.engine.get_states()["state"]["learned"]["raw"]]
+    server = run(fed, rounds=2)
+
+    each = [tuple(v.numpy() for v in data.train.of(i)) for i in CLIENTS]
+    w0 = 0.5 * stream(3, "Learn2pFed", "w").normal(size=len(starts[0]))
+    heads, bodies = [arrays(model.head)] * 4, [arrays(model.body)] * 4
+    for row, count in zip(raw, COUNTS, strict=True):
+        row[:, -5] = count / sum(COUNTS)
+    for _ in range(2):
+        steps, inputs = [], []
+        for i, (x, y) in enumerate(each):
+            if is_linear:
+                inputs.append(np.concatenate([x, np.ones((len(x), 1))], axis=1))
+                steps.append(closed_form(inputs[i], y[:, 0]))
+                continue
+            for _ in range(2):
+                slope = mlp(bodies[i] | heads[i], x, y)[1]
+                bodies[i] = {k: v - LR * slope[k] for k, v in bodies[i].items()}
+            inputs.append(np.maximum(x @ bodies[i]["hidden.0.weight"].T + bodies[i]["hidden.0.bias"], 0))
+            steps.append(gradient_step(inputs[i], y, 3, 0.4))
+        net = Cells(raw, 3, steps)
+        w, v, kept = net.forward(w0, starts)
+        by_v = []
+        for h, (_, y), one in zip(inputs, each, v, strict=True):
+            if is_linear:
+                by_v.append(2 * h.T @ (h @ one - y[:, 0]) / sum(COUNTS))
+            else:
+                d = slopes_of_logits(h @ one[3:].reshape(3, -1).T + one[:3], y)[1] * len(y) / sum(COUNTS)
+                by_v.append(np.concatenate([d.sum(0), (d.T @ h).ravel()]))
+        slopes = net.back(kept, by_v)
+        shrink = 1 / max(1.0, float(np.sqrt(sum((s**2).sum() for s in slopes))))
+        raw = [row - 0.3 * shrink * s for row, s in zip(raw, slopes, strict=True)]
+        if not is_linear:
+            heads = [{"out.bias": one[:3], "out.weight": one[3:].reshape(3, -1)} for one in v]
+    np.testing.assert_allclose(server["w"].numpy().ravel(), w, rtol=0, atol=1e-9)
+    after = fed.engine.get_states()["state"]
+    np.testing.assert_allclose(after["learned"]["raw"].numpy(), np.stack(raw), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(after["v"].numpy()[:, :, 0], np.stack(v), rtol=0, atol=1e-9)
+    moved = np.abs(np.stack(slopes)).max((0, 1))
+    assert moved[-5:].min() > 1e-6

@@ -323,3 +323,19 @@ def test_a_run_that_diverges_is_told_in_its_cell(
     assert code == 0
     assert "| failed |" in out
     assert "- FedAvg large: " in out
+
+
+def test_dry_run_says_with_which_settings_each_row_runs(call: Call, configs: Path) -> None:
+    command = ("reproduce", "paper/table9", "--configs", configs, "--scale", "paper", "--dry-run")
+    code, out, _ = call(*command)
+    assert code == 0
+    assert not Path("runs").exists()
+    first, second, *_ = out.split("\n\n")[1:]
+    assert first.splitlines()[0] == "oracle: one"
+    lines = {line.split()[0]: line.split()[1:] for line in second.splitlines()[1:]}
+    assert (lines["rounds"], lines["clients"][0], lines["method"][0]) == (["3"], "4,", "jointls,")
+    assert lines["data"] == ["polynomial,", "clients", "4,", "samples", "80,", "setting", "2"]
+    entries = {(e["row"], *e["columns"]): e for e in json.loads(call(*command, "--json", "-").out)}
+    ours = entries["ours", "two"]["settings"]
+    assert (ours["rounds"], ours["local.lr"], ours["algorithm.cells"]) == (40, 0.05, 10)
+    assert json.loads(call(*command[:4], "--dry-run", "--json", "-").out)[0]["settings"]["rounds"] == 2

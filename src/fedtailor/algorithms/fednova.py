@@ -46,7 +46,7 @@ class FedNova(Algorithm):
 }"""
 
     def check_solver(self, solver: LocalSolver) -> None:
-        if solver.optimizer != "sgd" or not solver.is_even or (self.mu and solver.momentum):
+        if solver.optimizer != "sgd" or solver.parts or not solver.is_even or (self.mu and solver.momentum):
             raise ConfigError("local: FedNova knows how equal steps of sgd add up, with momentum or with mu")
 
     server_init = FedAvg.server_init

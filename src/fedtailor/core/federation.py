@@ -87,9 +87,16 @@ class SumLog:
     """What outlasts a sum: how many had noise, whether replies were opened, and the memory of server steps."""
 
     noisy: dict[int, int] = field(default_factory=dict)  # by round
+    before_noise: Callable[[], None] = lambda: None  # called before a noisy sum is seen: what is counted must be stored
     secure: int = 0  # in this round
     moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
     new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
+
+    def count_noisy(self, round: int) -> int:
+        """Count a sum with noise; returns its number in the round, of a round that is repeated the next one."""
+        self.noisy[round] = self.noisy.get(round, 0) + 1
+        self.before_noise()
+        return self.noisy[round]
 
 
 @dataclass
@@ -275,11 +282,11 @@ class Federation:
             raise TypeError(f"fed.map: {fn.__name__} has a ragged message or reply; those cannot be taped")
         self._calls += 1
         self.traffic.trips += 1
-        largest = self.limits.max_norm if experiment.aggregation.reduction.is_sealed else None
-        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, largest)
+        is_sealed = experiment.aggregation.reduction.is_sealed
+        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, is_sealed)
 
     def _send(self, call: Call) -> PerClient:
-        if call.sealed is not None:
+        if call.is_sealed:
             for _ in self._usable_replies(call):  # they stay where they are
                 pass
             return PerClient(self.present, None, self.group, call, self._example(call))
@@ -293,7 +300,7 @@ class Federation:
         self._pending = None
         experiment, asked = self.engine.experiment, self.present
         wanted, positive = schema(None), list[str]()  # a sealed reply stays where it is
-        if call.sealed is None:
+        if not call.is_sealed:
             wanted, positive = schema(self._example(call)), reply_positive(experiment.algorithm, call.function)
         rejected: list[Rejected] = []
         errors: dict[int, Exception] = {}

@@ -321,15 +321,25 @@ def _refuse_other_shape(output: Tensor, target: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Metric:
-    """Of a client's whole split: the mean of `per_sample`, finished, or where there is none a function of all."""
+    """Of a client's whole split: the mean of `per_sample`, finished, or where there is none a function of all.
+
+    With a `weight`, `per_sample` is the sum over so many parts of a sample, such as tokens, and the mean is over these.
+    """
 
     name: str
     higher_is_better: bool
     per_sample: Loss | None = None
     finish: Callable[[Tensor], Tensor] | None = None
+    weight: Callable[[Tensor], Tensor] | None = None  # targets -> parts of each sample
     of_all: Callable[[Tree, Tensor], float] | None = None
     worst: float = torch.inf  # of predictions that are not numbers
     missing: str = "not a number"  # why a client with samples may have none
+
+
+def token_losses(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of every token, 0 where it does not count; [rows, tokens]."""
+    losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.reshape(target.shape)
 
 
 def with_infinity(loss: Loss) -> Loss:

@@ -78,7 +78,8 @@ class Figure(BaseModel):
 
 def available(configs: Path) -> list[str]:
     """Names such as "learn2pfed/table1" of the tables under a folder of configurations."""
-    return sorted(f"{p.parent.name}/{p.stem}" for p in configs.glob("*/*.toml") if "rows" in read_toml(p))
+    paths = (p for p in configs.rglob("*.toml") if "rows" in read_toml(p))
+    return sorted(p.relative_to(configs).with_suffix("").as_posix() for p in paths)
 
 
 def load(configs: Path, name: str) -> Published:
@@ -120,7 +121,7 @@ def grid(
     """The runs of every cell of the table, with what a search found; only of some rows if these are named."""
     out: Cells = {}
     paths: dict[str, Path] = {}  # columns may read different figures off the same run
-    for (row, column), subject in _subjects(table, scale, rows).items():
+    for (row, column), subject in subjects(table, scale, rows).items():
         tables = with_values(subject.tables, (best_settings or {}).get(subject.label, {}))
         for seed in _seeds(table, seeds):
             config: RunConfig = parse(tables | {"seed": seed}, origin=row)
@@ -134,7 +135,7 @@ def _seeds(table: Published, seeds: int) -> range:
     return range(table.first_seed, table.first_seed + seeds)
 
 
-def _subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
+def subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
     """What is run, and searched, for every cell of the table; the same for cells that differ in name only."""
     unknown = [r for r in rows if r not in {part.name for part in table.rows}]
     if unknown:
@@ -177,8 +178,8 @@ def searched(
     if section is None:
         return _learned(table, folder, scale, rows, data_root, listener)
     search.check_names(section, {*algorithms(), *(part.name for part in table.rows)})
-    subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
-    plan = search.plan(section, list(subjects.values()), _seeds(table, seeds), folder)
+    by_label = {s.label: s for s in subjects(table, scale, rows).values()}
+    plan = search.plan(section, list(by_label.values()), _seeds(table, seeds), folder)
     return search.run(plan, 0, data_root, listener)
 
 
@@ -188,7 +189,7 @@ def _learned(
     """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
     learned_rows = {part.name: part.learned_with for part in table.rows if part.learned_once}
     grid = {}
-    for (row, _), subject in _subjects(table, scale, rows).items():
+    for (row, _), subject in subjects(table, scale, rows).items():
         if row in learned_rows:
             values = {"seed": LEARNING_SEED, "rounds": 1} | learned_rows[row]
             config: RunConfig = parse(with_values(subject.tables, values), origin=row)
