@@ -29,7 +29,7 @@ VECTOR = ReplySpec("head", lambda algorithm, model: column(head_of(model)))
 
 
 @dataclass(frozen=True)
-class Learn2pFedHead(UnrolledCells, Algorithm):
+class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # counts_all
     """Unrolled ADMM with gradient steps on the head; the degrees, weights and steps of its cells are learned."""
 
     outer: Literal["holdout", "train"] = "holdout"
@@ -53,7 +53,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": TRAINING_LOSS
         | {"serve": "own", "body": "joint", "positive": "relu", "weights": "samples", "per_cell": True}
-        | {"start": "fixed", "spread": 0.1, "lam": 0.1, "rho": 0.1, "theta": 0.1}
+        | {"start": "fixed", "spread": 0.1, "sum_loss": True, "lam": 0.1, "rho": 0.1, "theta": 0.1}
         | DESCENT
     }
     citation: ClassVar[str] = Learn2pFed.citation
