@@ -37,7 +37,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # cou
     validation samples, nothing is learned from them."""
     serve: Literal["shrunk", "own"] = "shrunk"
     """Predict with the shrunk head w + z, or with v (paper). The outer loss is that of what is served."""
-    v_lr: float = 0.5
+    v_lr: float = 0.1
     """Step size of (14)."""
     body: Literal["epochs", "joint"] = "epochs"
     """Train the body for local epochs under the head v before the cells; or by one step of Adam, with the run's
