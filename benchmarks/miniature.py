@@ -39,7 +39,8 @@ Found = Digest | str  # a text says why there is no digest
 def shrink(data: FederatedData, clients: int = CLIENTS) -> FederatedData:
     """A few clients with the first of their samples."""
     few = data.only(range(min(clients, len(data.clients))))
-    return replace(few, **{split: _shorten(getattr(few, split), SAMPLES[split]) for split in SPLITS})
+    rows: dict[str, Any] = {split: _shorten(getattr(few, split), SAMPLES[split]) for split in SPLITS}
+    return replace(few, **rows)
 
 
 def _shorten(rows: Rows, samples: int) -> Rows:

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fedtailor.algorithms import make
+from fedtailor.core.environment import Environment
 from fedtailor.core.random import stream
 from fedtailor.core.trees import Params
 from fedtailor.models import build
@@ -56,25 +57,34 @@ def samples() -> tuple[Any, list[tuple[Array, Array]]]:
     return data, [tuple(v.numpy() for v in data.train.of(i)) for i in CLIENTS]  # type: ignore[misc]
 
 
-def test_duw_an_outer_iteration_and_a_round() -> None:
-    """Algorithm 2, its first-order gradient in closed form: two rounds of two steps, then Adam, then a round."""
+@pytest.mark.parametrize("passes", [(2, 2, 2, 2), (2, 6, 4, 2)])
+@pytest.mark.parametrize("name", ["duw-fedavg", "duw-fednova"])
+def test_duw_an_outer_iteration_and_a_round(name: str, passes: tuple[int, ...]) -> None:
+    """Algorithms 3 to 5, the first-order gradient in closed form: two rounds, then Adam, then a round.
+
+    Some replies do not arrive: such a client counts with the model that it was sent, and its loss as any other's.
+    """
     data, each = samples()
     model = make_model("mlp", data)
-    algorithm = make("duw-fedavg", {"epochs": 2, "horizon": 2, "outer_iterations": 1, "outer_lr": 0.05})
-    fed = federate(algorithm, data, model, solver=FULL_BATCH)
+    algorithm = make(name, {"epochs": 2, "horizon": 2, "outer_iterations": 1, "outer_lr": 0.05})
+    answers = (1.0, 0.0, 1.0, 0.5)
+    environment = Environment(seed=3, epochs=tuple(p // 2 for p in passes), answer=answers, missing="stale")
+    fed = federate(algorithm, data, model, solver=FULL_BATCH, environment=environment)
     server = algorithm.server_init(model)
     for round in (0, 1):
         server = fed.run_round(round, CLIENTS, server)
+    assert fed.attendance.missed == [tuple(sorted(set(CLIENTS) - set(environment.answers(1, 0, CLIENTS, COUNTS))))]
 
-    def local(w: Net) -> tuple[list[Net], Net]:
-        """Every client's model after two steps, and the sum of all gradients on the way."""
+    def local(w: Net, here: tuple[int, ...]) -> tuple[list[Net], Net]:
+        """Every client's model after its steps, and the sum of all gradients on the way."""
         total, trained = {k: np.zeros_like(v) for k, v in w.items()}, []
-        for x, y in each:
-            u = dict(w)
-            for _ in range(2):
+        tau_eff = sum(COUNTS[i] * passes[i] for i in here) / sum(COUNTS)
+        for i, (x, y) in enumerate(each):
+            u, rate = dict(w), LR * tau_eff / passes[i] if name == "duw-fednova" else LR
+            for _ in range(passes[i]):
                 slope = mlp(u, x, y)[1]
                 total = {k: total[k] + slope[k] for k in w}
-                u = {k: u[k] - LR * slope[k] for k in w}
+                u = {k: u[k] - (rate if i in here else 0) * slope[k] for k in w}
             trained.append(u)
         return trained, total
 
@@ -86,11 +96,11 @@ def test_duw_an_outer_iteration_and_a_round() -> None:
     theta = np.sqrt(np.array(COUNTS) / sum(COUNTS)) * np.ones((2, 1))
     w, path = first, []
     for t in range(2):
-        trained, total = local(w)
+        trained, total = local(w, environment.answers(0, t, CLIENTS, COUNTS))
         w = averaged(trained, theta[t])
         path.append((trained, w, total))
     end = [mlp(w, x, y)[1] for x, y in each]
-    later = {k: 2 * sum(slope[k] for slope in end) for k in w}  # two passes at the end
+    later = {k: sum(n * slope[k] for n, slope in zip(passes, end, strict=True)) for k in w}  # as many passes at the end
     gradient = np.zeros((2, 4))
     for t in (1, 0):
         trained, after, total = path[t]
@@ -98,10 +108,11 @@ def test_duw_an_outer_iteration_and_a_round() -> None:
             inner = sum(float((later[k] * (trained[j][k] - after[k])).sum()) for k in w)
             gradient[t, j] = 2 * theta[t, j] / (theta[t] ** 2).sum() * inner
         later = {k: later[k] + total[k] for k in w}
+    np.testing.assert_allclose(server["learned"]["first"].numpy(), 0.1 * gradient, rtol=0, atol=1e-9)
     theta = theta - 0.05 * gradient / (np.abs(gradient) + 1e-8)  # the first step of Adam
     np.testing.assert_allclose(server["learned"]["x"].numpy(), theta, rtol=0, atol=1e-6)
     assert np.abs(gradient).min() > 1e-5
-    assert_same(server["w"], averaged(local(first)[0], theta[0]))
+    assert_same(server["w"], averaged(local(first, environment.answers(1, 0, CLIENTS, COUNTS))[0], theta[0]))
 
 
 def softplus(a: Array) -> Array:
