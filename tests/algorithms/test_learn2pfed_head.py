@@ -15,7 +15,16 @@ from fedtailor.errors import ConfigError
 from tests.helpers import ENGINES, F64, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 ALL = ("lam", *SCALARS)
-OPEN = {"learned": ALL, "reach": 0.0, "pull": 0.0, "cells": 3, "lam": 0.3, "rho": 0.2, "theta": 0.5, "v_lr": 0.4}
+OPEN: dict[str, Any] = {
+    "learned": ALL,
+    "reach": 0.0,
+    "pull": 0.0,
+    "cells": 3,
+    "lam": 0.3,
+    "rho": 0.2,
+    "theta": 0.5,
+    "v_lr": 0.4,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "joint": {"outer": "train", "serve": "own", "body": "joint", "per_cell": True, "positive": "relu"},
     "held out": {"outer": "holdout", "serve": "shrunk", "positive": "relu"},
