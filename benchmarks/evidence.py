@@ -297,13 +297,15 @@ def take_digests(parts: Sequence[RecordedPart]) -> None:
     for i, part in enumerate(parts):
         rows = {row.name for row in part.rows if not row.digests}
         new = {key: config for key, config in configurations(part).items() if key[0] in rows} if rows else {}
-        first = {(row, config.model_dump_json()): column for (row, column), config in reversed(new.items())}
+        first: dict[tuple[str, str], str] = {}
+        for (row, column), config in new.items():
+            first.setdefault((row, config.model_dump_json()), column)
         wanted |= {(i, row, column): new[row, column] for (row, _), column in first.items()}
     found, now = miniature.digests(wanted, data_root()), records.commit()
     for (i, name, column), digest in found.items():
         if digest is not None:
-            row = parts[i].row(name)
-            row.digests[column], row.digest_commit = digest, now
+            recorded_row = parts[i].row(name)
+            recorded_row.digests[column], recorded_row.digest_commit = digest, now
 
 
 def attempted(part: RecordedPart) -> dict[Key, RunConfig]:
