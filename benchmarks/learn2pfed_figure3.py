@@ -1,6 +1,6 @@
 """Learn2pFed, Figure 3: the diagonal of Lambda before and after learning, five clients, setting 1.
 
-    python -m benchmarks.learn2pfed_figure3 [--epochs 500] [--preset paper]
+    python -m benchmarks.learn2pfed_figure3 [--epochs 500] [--preset paper] [--mean]
 
 The paper's preset on the paper's layout of the data, seed 0; all clients begin with the same Lambda. With numbers for
 each cell, the mean over cells is shown. "effective" is rho / eta Lambda, which decides where the cells would end. The
@@ -30,9 +30,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=500)
     parser.add_argument("--preset", default="paper")
+    parser.add_argument("--mean", action="store_true", help="learn from the mean loss, not from the sum")
     chosen = parser.parse_args()
     data = load(PolynomialConfig(clients=CLIENTS, layout="sorted", drawn=42), seed=0)
-    algorithm = algorithms.make("learn2pfed", {"preset": chosen.preset})
+    algorithm = algorithms.make("learn2pfed", {"preset": chosen.preset} | ({"sum_loss": False} if chosen.mean else {}))
     assert isinstance(algorithm, Learn2pFed)
     model = build("linear", data.shape, 1, seed=0, options={"bias": False}, dtype=torch.float64)
     experiment = Experiment(algorithm, model, data, Solver(lr=0.1, batch_size=0), 0)
