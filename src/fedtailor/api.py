@@ -54,6 +54,7 @@ class Fit:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.record: dict[str, Any] = read_json(path / FIT)
+        self._served: serving.ServedModels | None = None
 
     @property
     def sites(self) -> list[str]:
@@ -76,7 +77,10 @@ class Fit:
         Returns:
             A model that predicts frames and arrays.
         """
-        return serving.personal(self.path, site)
+        now = latest(self.path)
+        if self._served is None or self._served.path != now:  # of an update, or the first
+            self._served = serving.ServedModels(now)
+        return self._served.personal(site)
 
     def explain(self, site: str = "") -> dict[str, Any]:
         """What the models mean, as `fedtailor explain --json` prints it.

@@ -14,6 +14,7 @@ import torch
 
 from fedtailor.core.trees import Tree, items
 from fedtailor.errors import RunError
+from fedtailor.experiments import store
 from fedtailor.experiments.store import (
     RunFolder,
     new_path,
@@ -204,6 +205,26 @@ def test_personal_models_by_client(tmp_path: Path) -> None:
         folder.personal("northwest", "last")
     with pytest.raises(RunError, match=r"index.json: no such file"):
         folder.personal(names[0])
+
+
+def test_small_models_of_many_clients_share_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MANY", 3)
+    monkeypatch.setattr(store, "TOGETHER", 6 * 8)  # of three models
+    folder, names = RunFolder(tmp_path), [f"c{i}" for i in range(8)]
+    write_json(tmp_path / "run.json", {"clients": names})
+    models = {name: {"w": torch.tensor([float(i), -1.0], dtype=torch.float64)} for i, name in enumerate(names)}
+    models["c7"] = {"w": torch.zeros(5)}  # of another form
+    with folder.personal_models("last") as keep:
+        for name in names:
+            keep(name, models[name])
+    assert len(list((tmp_path / "personal/last").glob("*.safetensors"))) == 4  # 3, 3, 1 and the other one
+    for name in names:
+        assert torch.equal(folder.personal(name, "last")["w"], models[name]["w"])
+    index = read_json(tmp_path / "personal/last/index.json")
+    for row in (3, -1):
+        write_json(tmp_path / "personal/last/index.json", index | {"c0": index["c0"] | {"row": row}})
+        with pytest.raises(RunError, match=r"names model -?\d of 3"):
+            folder.personal("c0", "last")
 
 
 def test_fingerprint_sees_one_bit_and_one_name(tmp_path: Path) -> None:

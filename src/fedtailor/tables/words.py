@@ -169,6 +169,9 @@ def fit_sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     metric = record["metric"]
     out = [("gain", gain_sentence(record, key)) for key in OTHERS if key in record["differences"]]
+    left_out = next((each for each in record.get("dropped", ()) if each["label"] == "common"), None)
+    if left_out and "common" not in record["differences"]:
+        out.append(("gain", f"{OTHERS['common']} was left out: {left_out['why']}"))
     if sites := site_gain_sentence(record):
         out.append(("sites", sites))
     if mixed := variation_sentence(record):

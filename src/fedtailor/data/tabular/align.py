@@ -44,7 +44,7 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
     tables = _unify_dates(tables)
     tables, absent, gaps = _add_absent_columns(tables, config)
     features = _features(tables, config)
-    ids = [c for c in features if c not in config.categorical and _is_id(c, [t.columns[c] for t in tables.values()])]
+    ids = [c for c in features if c not in config.categorical and is_id(c, [t.columns[c] for t in tables.values()])]
     notes = [*renamed, *gaps]
     if ids:
         notes.append(
@@ -151,19 +151,26 @@ def _features(tables: Tables, config: FolderConfig) -> list[str]:
     return [c for c in common if c != config.target and c not in config.ignore]
 
 
-def _is_id(name: str, columns: Sequence[Column]) -> bool:
-    """Whether a column identifies rows: nearly all values are distinct, and its name or its many texts suggest it."""
+def is_id(name: str, columns: Sequence[Column]) -> bool:
+    """Whether a column identifies rows: nearly all values are distinct, and its name or its many texts suggest it.
+
+    Judged over all sites, which may share products or wards; the rows of each may be numbered from 1.
+    """
+    import polars as pl
+
     if any(c.is_date for c in columns):
         return False
     rows = sum(c.text.count() for c in columns)
     by_site = sum(c.text.drop_nulls().n_unique() for c in columns)
     if rows < FEWEST_IDS or by_site < UNIQUE * rows:
         return False
+    distinct = pl.concat([c.text.drop_nulls() for c in columns]).n_unique()
     is_whole = all(bool((c.number.drop_nulls() % 1 == 0).all()) for c in columns)
+    is_numbered = distinct <= max(c.text.count() for c in columns) / UNIQUE
     if _ID.search(name) and is_whole:
-        return True
+        return distinct >= UNIQUE * rows or is_numbered
     is_text = sum(int(c.is_text.sum()) for c in columns) > rows / 2
-    return is_text and by_site > MAX_CATEGORIES
+    return is_text and distinct >= UNIQUE * rows and distinct > MAX_CATEGORIES
 
 
 def is_mixed(tables: Collection[ClientTable], name: str) -> bool:

@@ -171,11 +171,15 @@ class ClientTable:
     rows: int
 
     def only(self, keep: pl.Series) -> ClientTable:
+        return self.rows_at(keep.arg_true().to_list())
+
+    def rows_at(self, rows: list[int]) -> ClientTable:
+        """Some rows, by number."""
         columns = {
-            name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
+            name: replace(column, text=column.text.gather(rows), number=column.number.gather(rows))
             for name, column in self.columns.items()
         }
-        return ClientTable(self.path, self.names, columns, int(keep.sum()))
+        return ClientTable(self.path, self.names, columns, len(rows))
 
 
 def column_from_series(path: Path, series: pl.Series) -> Column:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.files import expand_home, read_bytes
-from fedtailor.data.tabular.columns import MISSING_VALUES, ClientTable, column_from_series
+from fedtailor.data.tabular.columns import MISSING_VALUES, ClientTable, Column, column_from_series
 from fedtailor.data.tabular.parquet_check import check as check_parquet
 from fedtailor.errors import DataError, nearest
 
@@ -82,7 +82,6 @@ def table_from_frame(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()
 
 def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, ClientTable]:
     """Tables of clients from one file, by the name in a column."""
-    import polars as pl
 
     frame = _read_filled(path)
     if column not in frame.columns:
@@ -93,10 +92,30 @@ def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict
             f'{path}: client column "{column}" has no value in {gaps} of {frame.height} rows; complete or remove them'
         )
     frame = frame.drop(column)
+    whole = {s.name: column_from_series(path, s) for s in frame if s.name not in ignore}
+    plain = [name for name, held in whole.items() if _is_plain(held)]  # read alike at every site
+    at_once = ClientTable(path, tuple(plain), {name: whole[name] for name in plain}, frame.height)
+    rest = frame.select([name for name in frame.columns if name not in plain])
+    rows_of = names.alias("name").to_frame().with_row_index("row").group_by("name").agg("row").sort("name")
     out = {}
-    for name in sorted(names.unique().to_list()):
-        out[name] = table_from_frame(Path(f"{path}[{name}]"), frame.filter(pl.lit(names == name)), ignore)
+    for name, rows in rows_of.iter_rows():
+        file = Path(f"{path}[{name}]")
+        read = at_once.rows_at(rows).columns
+        if rest.width:
+            read |= table_from_frame(file, rest[rows], ignore).columns
+        columns = {s: read[s] for s in frame.columns if s in read}
+        out[name] = ClientTable(file, tuple(frame.columns), columns, len(rows))
     return out
+
+
+def _is_plain(column: Column) -> bool:
+    """Whether a column is of numbers alone, none of which may be a date."""
+    return (
+        not column.is_date
+        and column.number.null_count() == column.text.null_count()
+        and not column.unit
+        and not column.text.str.contains(r"^\d{8}$").any()
+    )
 
 
 def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
