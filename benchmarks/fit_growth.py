@@ -222,7 +222,8 @@ def ours(t: dict[str, Any], figures: dict[str, Any]) -> Floats:
         return predicted.select(pl.col("^probability .*$")).to_numpy()
     if task == "regression":
         y = t["y"][t["test"]]
-        figures["coverage"] = float(((predicted["low 90 %"] <= y) & (y <= predicted["high 90 %"])).mean())
+        low, high = (predicted[f"{end} 90 %"].to_numpy() for end in ("low", "high"))
+        figures["coverage"] = float(((low <= y) & (y <= high)).mean())
     return predicted["prediction"].to_numpy()
 
 

@@ -102,8 +102,11 @@ def test_a_file_of_many_sites_is_predicted_by_the_model_of_each(fitted: tuple[Pa
     assert any("stranger" in note for note in notes)
 
 
-def test_choices_do_not_depend_on_test_rows(fitted: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_choices_do_not_depend_on_test_rows(
+    fitted: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, record = fitted
+    monkeypatch.setattr(fitting, "FEWEST_ROWS", 10**6)
     whole = table(1, [260, 12, 9, 1, 2, 14, 10], big=True)
     again = ft.fit(whole, "y", client_column="site", out=tmp_path / "out", progress=False).record
     assert [r["weights"] for r in again["sites"].values()] == [r["weights"] for r in record["sites"].values()]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -124,12 +126,18 @@ def json_text(value: Any, level: int = 0) -> str:
         pairs = [f"{_key(key)}: {json_text(held, level + 1)}" for key, held in value.items()]
         return "{" + inner + ("," + inner).join(pairs) + outer + "}"
     if isinstance(value, list | tuple) and value:
-        return "[" + inner + ("," + inner).join(json_text(held, level + 1) for held in value) + outer + "]"
+        return "[" + inner + ("," + inner).join([json_text(held, level + 1) for held in value]) + outer + "]"
+    if type(value) is str:
+        return encode_basestring_ascii(value)
+    if type(value) is float and math.isfinite(value):
+        return float.__repr__(value)
     return json.dumps(value)
 
 
 def _key(key: Any) -> str:
     """Names are text; numbers, true, false and null are put in quotes."""
+    if type(key) is str:
+        return encode_basestring_ascii(key)
     if not isinstance(key, str):
         key = next(iter(json.loads(json.dumps({key: None}))))
     return json.dumps(key)

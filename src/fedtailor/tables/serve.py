@@ -270,6 +270,7 @@ class Personal:
             raise DataError(
                 f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
             )
+        table = table.in_order({c.name: c.date_order for c in self.preparation.columns if isinstance(c, NumberColumn)})
         absent = {c.name for c in self.preparation.columns if self.site in c.absent and c.name not in table.columns}
         for column in self.preparation.columns:
             if column.name in absent:
@@ -328,6 +329,7 @@ class _ServedRun:
     config: RunConfig
     preparation: Preparation | None
     description: ModelDescription
+    algorithm: Algorithm
     clients: frozenset[str]
 
     @staticmethod
@@ -344,7 +346,9 @@ class _ServedRun:
             known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
             about = {"task": about["task"]} | known
         description = read_description(about, str(folder.path / ABOUT))
-        return _ServedRun(folder, folder.config, preparation, description, frozenset(folder.about["clients"]))
+        config = folder.config
+        algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+        return _ServedRun(folder, config, preparation, description, algorithm, frozenset(folder.about["clients"]))
 
 
 class ServedModels:
@@ -414,7 +418,7 @@ class ServedModels:
             params, extras = fold_calibration(params, extras_of(row, self.record, trees))
         return Personal(
             site=site,
-            algorithm=algorithms.make(run.config.algorithm.name, run.config.algorithm.options),
+            algorithm=run.algorithm,
             model=self._model(run, site, params),
             params=params,
             task=run.description.task,

@@ -102,6 +102,7 @@ def encode_sites(
                 NumberColumn(
                     name=column,
                     is_date=column in dates,
+                    date_order=dates[column] if isinstance(dates, Mapping) and column in dates else "",
                     zero_is_missing=column in zero_is_missing,
                     sites=scales,
                     absent=absent_at,
