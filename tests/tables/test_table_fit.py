@@ -126,6 +126,30 @@ def test_a_candidate_that_fails_is_dropped_and_named(tmp_path: Path, monkeypatch
     assert np.isfinite(made.personal("s0").predict({"x1": [0.1], "x2": [0.0]})).all()
 
 
+def test_a_fit_goes_on_without_repeating_folds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, whole, cut = list[str](), linear.train, fitting.select
+
+    def counting(config: Any, *args: Any) -> Any:
+        trained.append(config.algorithm.name)
+        return whole(config, *args)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(linear, "train", counting)
+    monkeypatch.setattr(fitting, "select", interrupted)
+    made = {"client_column": "site", "out": tmp_path / "out", "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        ft.fit(table(3, [12, 9, 10]), "y", **made)
+    assert len(trained) == 5 * 5  # folds of alone, common and three mixed models
+    trained.clear()
+    monkeypatch.setattr(fitting, "select", cut)
+    again = ft.fit(table(3, [12, 9, 10]), "y", **made)
+    assert trained == []
+    fresh = ft.fit(table(3, [12, 9, 10]), "y", client_column="site", out=tmp_path / "fresh", progress=False)
+    assert again.record["sites"] == fresh.record["sites"]
+
+
 def test_without_time_the_sites_keep_their_own_models(tmp_path: Path) -> None:
     table(4, [12, 9, 10]).write_csv(tmp_path / "all.csv")
     source = {"source": "folder", "path": str(tmp_path / "all.csv"), "target": "y", "client_column": "site"}

@@ -195,17 +195,16 @@ def _fit_site_trees(
     all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
     outputs = {TREES: torch.full_like(all_rows, torch.nan), ON_TOP: torch.full_like(all_rows, torch.nan)}
-    for i in range(len(data.clients)):
+    large = [i for i in range(len(data.clients)) if boosted_trees.has_enough_rows(data.train.targets(i), is_class)]
+    for i in large:
         a, b = int(data.train.starts[i]), int(data.train.starts[i + 1])
         x, y = data.train.of(i)
-        if not boosted_trees.has_enough_rows(y, is_class):
-            continue
-        progress("trees of single sites", i, len(data.clients))
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
                 of_site = ((x, y), folds[a:b], start, data.outputs, is_class, seed, clock.check)
                 outputs[kind][a:b], trees = boosted_trees.load_or_fit_trees(out / TREES_FOLDER, *of_site)
                 trees.save(trees_path(out, i, kind))
+            progress("trees of single sites", large.index(i) + 1, len(large))
         except OutOfTime:
             for values in outputs.values():
                 values[a:b] = torch.nan

@@ -30,7 +30,7 @@ from fedtailor.engines.machine import training_settings
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.store import PersonalModels, RunFolder, read_json, read_tree
+from fedtailor.experiments.store import PersonalModels, RunFolder, read_json, read_tree, write_json, write_tree
 from fedtailor.studies.grid import Cell, CellListener, start_or_resume
 from fedtailor.tables.stacked_sites import NotUsable, StackedSites
 
@@ -190,6 +190,8 @@ def _cross_fit_cell(
     """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
     any exchange, and show how long the training on all rows will take."""
 
+    seconds: list[float] = []
+
     def fold_done(fold: int) -> None:
         listener(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
         seconds.append(time.monotonic() - clock.begun)
@@ -197,17 +199,42 @@ def _cross_fit_cell(
     def no_check() -> None:
         """Without a limit there is nothing to end it."""
 
+    if (kept := _kept_folds(cell)) is not None:  # of a fit that was interrupted later
+        models.extend(kept[1])
+        fold_done(int(folds.max()))
+        return kept[0]
     clock.check()
-    seconds = [time.monotonic() - clock.begun]
+    seconds[:] = [time.monotonic() - clock.begun]
     if not clock.limit:
         start_or_resume(cell, root, listener, loaded=data, server=start_state(cell))
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
-        return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done, no_check, models)
+        start = saved[1]["state"]["server"] or None
+        outputs = out_of_fold(cell.config, data, folds, start, fold_done, no_check, models)
+        _keep_folds(cell, outputs, models)
+        return outputs
     outputs = out_of_fold(cell.config, data, folds, start_state(cell), fold_done, clock.check, models)
     clock.check(MORE_ROWS * (seconds[min(1, len(seconds) - 1)] - seconds[0]))
     start_or_resume(cell, root, listener, loaded=data, server=start_state(cell))
+    _keep_folds(cell, outputs, models)
     return outputs
+
+
+KEPT_FOLDS = "folds.json"
+
+
+def _keep_folds(cell: Cell, outputs: Tensor, models: list[LinearModels]) -> None:
+    """Beside the run, so that a fit that is interrupted does not cross-fit it again."""
+    tree = {"outputs": outputs, "models": [{"weight": each.weight, "bias": each.bias} for each in models]}
+    write_json(cell.folder / KEPT_FOLDS, write_tree(cell.folder / "folds.safetensors", tree))
+
+
+def _kept_folds(cell: Cell) -> tuple[Tensor, list[LinearModels]] | None:
+    entry = cell.folder / KEPT_FOLDS
+    if not entry.exists():
+        return None
+    tree = read_tree(cell.folder, read_json(entry))
+    return tree["outputs"], [LinearModels(each["weight"], each["bias"]) for each in tree["models"]]
 
 
 def start_state(cell: Cell) -> Tree:

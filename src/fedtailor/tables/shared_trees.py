@@ -153,12 +153,13 @@ def fit_shared_trees(
             for part in made:
                 part.grow(edges, is_class, threads)
             check()
-            progress(count, MOST_TREES)
+            progress(count - 1, MOST_TREES)
             now = losses()
             if float(now.sum()) < best - ROUNDING * abs(best):
                 best, best_count, best_scores, best_losses = float(now.sum()), count, held_scores(), now
             elif count - best_count >= PATIENCE:
                 break
+    progress(MOST_TREES, MOST_TREES)
     gain = first - best_losses
     if not float(gain.sum()) > SURELY * float((gain - gain.mean()).square().sum().sqrt()):
         return None
@@ -166,8 +167,8 @@ def fit_shared_trees(
     places = [1 if is_binary else output for output, _ in made[0].trees]
     kept = slice(0, best_count * per_step)
     trees = join_trees([tree.nodes for _, tree in made[0].trees[kept]], places[kept], outputs)
-    base = np.full_like(best_scores.numpy(), np.nan)
+    before = np.full_like(best_scores.numpy(), np.nan)
     for fold in range(len(started)):
-        base[folds == fold] = started[fold][folds == fold]
-    added = best_scores - torch.from_numpy(base)
+        before[folds == fold] = started[fold][folds == fold]
+    added = best_scores - torch.from_numpy(before)
     return SharedTrees(trees, torch.cat([torch.zeros_like(added), added], dim=1) if is_binary else added)

@@ -64,7 +64,7 @@ class StackedSites:
     def run_round(self, round: int, server: Tree) -> Tree:
         """The server's state after a round."""
         self.round_number, self._calls = round, 0
-        return self.experiment.algorithm.round(self, server)  # type: ignore[arg-type]
+        return self.experiment.algorithm.round(self, server)
 
     def map(self, fn: Callable[..., Any], *message: Tree) -> StackedReplies:
         """Run a client function at all sites."""
