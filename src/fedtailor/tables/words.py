@@ -205,6 +205,8 @@ def gain_sentence(record: dict[str, Any], key: str) -> str:
     if estimate["ci"] is None or not math.isfinite(gain):
         return f"personal models against {OTHERS[key]}: too few test rows to compare"
     low, high = estimate["ci"]
+    if low == high == gain == 0:
+        return f"personal models predict as {OTHERS[key]} do, on every test row"
     size, bounds = number(metric, abs(gain)), f"95 % CI {number(metric, low)} to {number(metric, high)}"
     points = " points" if metric == "accuracy" else ""
     how = "better" if gain >= 0 else "worse"
