@@ -225,7 +225,6 @@ def _own_errors(mixed: MixedFit, weights: Floats) -> tuple[Floats, Floats]:
 
 
 def _standard_error(covariance: Floats, weights: Floats) -> float:
-    """Standard error of a linear combination."""
     return float(np.sqrt(max(float(weights @ covariance @ weights), 0.0)))
 
 

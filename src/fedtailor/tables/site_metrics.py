@@ -56,7 +56,6 @@ def at_sites(metric: Metric, outputs: Tensor, rows: Rows, unit: float) -> list[f
 
 
 def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float) -> float:
-    """One metric of one site's rows, in units of the target."""
     a, b = int(rows.starts[site]), int(rows.starts[site + 1])
     if a == b:
         return math.nan
