@@ -77,7 +77,8 @@ def test_the_first_split_is_that_of_histograms_summed_over_sites(monkeypatch: py
                 best, split = gain, (j, float(edges[j][k]))
     found = grown(3, 2.0)
     assert found is not None
-    assert (int(found.trees.feature[0]), float(found.trees.threshold[0])) == (split[0], pytest.approx(split[1]))
+    assert int(found.trees.feature[0]) == split[0]
+    assert float(found.trees.threshold[0]) == pytest.approx(split[1])
     assert float(found.trees.value.abs().max()) <= RATE * shared_trees.FARTHEST
 
 

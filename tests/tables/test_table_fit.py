@@ -140,7 +140,7 @@ def test_a_fit_goes_on_without_repeating_folds(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(linear, "train", counting)
     monkeypatch.setattr(fitting, "select", interrupted)
-    made = {"client_column": "site", "out": tmp_path / "out", "progress": False}
+    made: dict[str, Any] = {"client_column": "site", "out": tmp_path / "out", "progress": False}
     with pytest.raises(KeyboardInterrupt):
         ft.fit(table(3, [12, 9, 10]), "y", **made)
     assert len(trained) == 5 * 5  # folds of alone, common and three mixed models
