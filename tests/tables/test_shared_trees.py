@@ -37,7 +37,8 @@ def grown(seed: int, effect: float, task: str = "number") -> SharedTrees | None:
     outputs = 2 if task == "classes" else 1
     base = torch.zeros((len(x), outputs), dtype=torch.float64)
     base = base.log_softmax(1) if task == "classes" else base
-    return fit_shared_trees(x, y, [base] * 6, folds, task == "classes")
+    site = np.arange(len(x)) // ROWS
+    return fit_shared_trees(x, y, [base] * 6, folds, site, task == "classes")
 
 
 @pytest.mark.parametrize("task", ["number", "classes", "counts"])
@@ -52,6 +53,17 @@ def test_an_effect_that_sites_share_is_found(task: str) -> None:
 
 def test_there_are_no_trees_where_there_is_nothing_to_find() -> None:
     assert [grown(seed, 0.0) for seed in (1, 2)] == [None, None]
+
+
+def test_what_one_large_site_has_is_not_shared() -> None:
+    x, y, folds = rows(0, 2.0)
+    rng, own = np.random.default_rng(9), len(x) * 4 // 5
+    y[own:] = torch.from_numpy(rng.normal(size=(len(x) - own, 1)))  # the other sites have no effect
+    base = torch.zeros((len(x), 1), dtype=torch.float64)
+    site = np.maximum(np.arange(len(x)) - own, 0) // ROWS + (np.arange(len(x)) >= own)
+    assert fit_shared_trees(x, y, [base] * 6, folds, site, False) is None
+    everywhere = np.arange(len(x)) // ROWS
+    assert fit_shared_trees(x, y, [base] * 6, folds, everywhere, False) is not None
 
 
 def test_the_first_split_is_that_of_histograms_summed_over_sites(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     folder = tmp_path_factory.mktemp("table")
     table(1, [260, 12, 9, 1, 2, 14, 10], big=True).write_csv(folder / "all.csv")
     source = {"source": "folder", "path": str(folder / "all.csv"), "target": "y", "client_column": "site"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting, "FEWEST_ROWS", 10**6)  # no trees of all sites: one site has nearly all rows
-        return folder / "out", fit(source, folder / "out")
+    return folder / "out", fit(source, folder / "out")
 
 
 def test_every_site_is_served_also_one_with_a_single_row(fitted: tuple[Path, dict[str, Any]]) -> None:
@@ -104,11 +102,8 @@ def test_a_file_of_many_sites_is_predicted_by_the_model_of_each(fitted: tuple[Pa
     assert any("stranger" in note for note in notes)
 
 
-def test_choices_do_not_depend_on_test_rows(
-    fitted: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_choices_do_not_depend_on_test_rows(fitted: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, record = fitted
-    monkeypatch.setattr(fitting, "FEWEST_ROWS", 10**6)
     whole = table(1, [260, 12, 9, 1, 2, 14, 10], big=True)
     again = ft.fit(whole, "y", client_column="site", out=tmp_path / "out", progress=False).record
     assert [r["weights"] for r in again["sites"].values()] == [r["weights"] for r in record["sites"].values()]

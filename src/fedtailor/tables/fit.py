@@ -37,6 +37,7 @@ from fedtailor.tables.candidates import (
     cross_fit,
     delivered_models,
     folds_of,
+    site_of_rows,
     unaffordable,
 )
 from fedtailor.tables.drift import CARD, training_card
@@ -211,6 +212,7 @@ def boost_shared_trees(
             data.train.y,
             bases,
             folds,
+            site_of_rows(data.train),
             is_class,
             clock.check,
             lambda done, of: listener(SHARED, done, of),

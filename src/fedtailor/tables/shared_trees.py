@@ -113,11 +113,13 @@ def fit_shared_trees(
     y: Tensor,
     bases: list[Tensor],
     folds: NDArray[np.int64],
+    site: NDArray[np.int64],
     is_class: bool,
     check: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> SharedTrees | None:
-    """Trees on what a mixed model leaves; None where it is not sure that they help out of fold.
+    """Trees on what a mixed model leaves; None where it is not sure, over rows and over sites, that they help out of
+    fold: what one large site alone has is not shared.
 
     bases: outputs of the model for all rows [rows, outputs], trained on all of them and then without each fold.
     """
@@ -161,7 +163,10 @@ def fit_shared_trees(
                 break
     progress(MOST_TREES, MOST_TREES)
     gain = first - best_losses
-    if not float(gain.sum()) > SURELY * float((gain - gain.mean()).square().sum().sqrt()):
+    by_site = torch.zeros(int(site.max()) + 1, dtype=gain.dtype, device="cpu")
+    by_site = by_site.index_add_(0, torch.from_numpy(site)[held], gain)
+    spread = max(float((v - v.mean()).square().sum().sqrt()) for v in (gain, by_site))
+    if not float(gain.sum()) > SURELY * spread:
         return None
     per_step = made[0].scores.shape[1]
     places = [1 if is_binary else output for output, _ in made[0].trees]
