@@ -18,7 +18,7 @@ from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.data.tabular.align import match_columns
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
@@ -31,7 +31,7 @@ from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.model_description import ModelDescription, make_described_model, read_description
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, PersonalModels, RunFolder, latest, part_of, read_json
-from fedtailor.experiments.user_code import refuse_other_code
+from fedtailor.experiments.user_code import other_code
 from fedtailor.tables.boosted_trees import TREES_FOLDER, TreeParts, Trees, tree_parts
 from fedtailor.tables.intervals import ErrorScale, interval_around
 
@@ -106,6 +106,7 @@ class Personal:
     classes: tuple[str, ...] = ()
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
+    inputs: tuple[str, ...] = ()  # names of the parts of a sample, where it has several
     notes: list[str] = field(default_factory=list)  # warnings while rows were read
     extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
 
@@ -124,7 +125,7 @@ class Personal:
         # 01 and 1 are two classes
         return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
-    def outputs(self, x: Tree) -> Tensor:
+    def outputs(self, x: Tree) -> Tree:
         """The model's outputs, as in training.
 
         Args:
@@ -138,10 +139,10 @@ class Personal:
                 self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
                 for a in range(0, max(count(x), 1), ROWS)
             ]
-        base = torch.cat(parts)
+        base = tree_map(lambda *each: torch.cat(each), *parts)
         return self.extras.apply(x, base, self.task == "classification")
 
-    def readable(self, outputs: Tensor) -> Tensor:
+    def readable(self, outputs: Tree) -> Tree:
         """Outputs on the scale of the data.
 
         Args:
@@ -172,12 +173,14 @@ class Personal:
                 a file; or a tensor of prepared features.
 
         Returns:
-            One entry per row.
+            One entry per row; by name where the model has several outputs.
 
         Raises:
             DataError: A column is missing or cannot be read.
         """
         values = self._readable(rows)
+        if isinstance(values, dict):
+            return values
         if self.task != "classification":
             return values.squeeze(1) if values.shape[1] == 1 else values
         likely = values.argmax(1)
@@ -217,17 +220,20 @@ class Personal:
         half = self.extras.half_width(level, self.source)
         return interval_around(self._readable(rows).squeeze(1), half, self.error_scale)
 
-    def _readable(self, rows: Any) -> NDArray[np.float64]:
+    def _readable(self, rows: Any) -> Any:
         if isinstance(rows, dict) and self.preparation is None:
-            x: Tree = {k: torch.as_tensor(v) for k, v in rows.items()}
+            x: Tree = {k: self.in_type(torch.as_tensor(v)) for k, v in rows.items()}
         elif isinstance(rows, np.ndarray) and self.preparation is not None:
             x = self.encode(self.table(Path("rows"), self._as_frame(rows)))
         elif isinstance(rows, np.ndarray | Tensor):
-            x = torch.as_tensor(rows)
-            x = x.to(self.model.dtype) if x.is_floating_point() else x
+            x = self.in_type(torch.as_tensor(rows))
         else:
             x = self.encode(self.table(Path("rows"), as_frame(rows)))
-        return self.readable(self.outputs(x)).double().numpy()
+        return tree_map(lambda v: v.double().numpy(), self.readable(self.outputs(x)))
+
+    def in_type(self, x: Tensor) -> Tensor:
+        """Numbers in the type of the model; tokens as they are."""
+        return x.to(self.model.dtype) if x.is_floating_point() else x
 
     def _as_frame(self, rows: NDArray[Any]) -> pl.DataFrame:
         """An array of rows as they stand in a file: its columns are those of training, in their order."""
@@ -331,6 +337,7 @@ class _ServedRun:
     description: ModelDescription
     algorithm: Algorithm
     clients: frozenset[str]
+    notes: tuple[str, ...]
 
     @staticmethod
     def open(folder: RunFolder, data_root: Path | None) -> _ServedRun:
@@ -338,17 +345,18 @@ class _ServedRun:
             raise RunError(
                 f"{folder.path}: not finished yet; continue it with: fedtailor resume {shlex.quote(str(folder.path))}"
             )
-        refuse_other_code(folder)
+        notes = other_code(folder)
         about, preparation = folder.about, folder.preparation
         if "shape" not in about:  # from before it was kept
-            data = reload_experiment(folder, data_root).data
+            data = reload_experiment(folder, data_root, serves=True).data
             preparation = data.preparation
             known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
             about = {"task": about["task"]} | known
         description = read_description(about, str(folder.path / ABOUT))
         config = folder.config
         algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
-        return _ServedRun(folder, config, preparation, description, algorithm, frozenset(folder.about["clients"]))
+        clients = frozenset(folder.about["clients"])
+        return _ServedRun(folder, config, preparation, description, algorithm, clients, tuple(notes))
 
 
 class ServedModels:
@@ -425,6 +433,8 @@ class ServedModels:
             classes=tuple(run.description.classes),
             preparation=preparation.of(site) if preparation is not None else None,
             source=str(path),
+            inputs=run.description.inputs,
+            notes=list(run.notes),
             extras=extras,
         )
 
