@@ -270,7 +270,7 @@ class Model:
         held = params | {k: params[k].clone() for k in self.rebound if k in params}
         outputs = torch.func.functional_call(self.module, held, args, named)
         self._write_back(params, held)
-        return plain_outputs(outputs)  # type: ignore[no-any-return]
+        return plain_outputs(outputs)
 
     def _write_back(self, tensors: Params, held: Params) -> None:
         """A forward pass may have put new tensors in the place of buffers: the caller's have their values then."""
