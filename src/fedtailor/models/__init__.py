@@ -152,10 +152,10 @@ def _fill_lazy_parts(module: nn.Module, shape: Shape, dtype: torch.dtype) -> Non
         return
     for of in (dtype, torch.int64):
         sizes = shape if isinstance(shape, dict) else {"": shape}
-        parts = {k: torch.zeros(2, *size, dtype=of) for k, size in sizes.items()}
+        parts = {k: torch.zeros(2, *size, dtype=of, device="cpu") for k, size in sizes.items()}
         try:
             with torch.no_grad():
-                call_module(module.to(dtype), parts if isinstance(shape, dict) else parts[""])
+                call_module(cast(module, dtype), parts if isinstance(shape, dict) else parts[""])
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0]
         else:

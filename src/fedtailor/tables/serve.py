@@ -231,7 +231,14 @@ class Personal:
         return tree_map(lambda v: v.double().numpy(), self.readable(self.outputs(x)))
 
     def in_type(self, x: Tensor) -> Tensor:
-        """Numbers in the type of the model; tokens as they are."""
+        """Samples in the type of the model.
+
+        Args:
+            x: Numbers, or tokens, which stay as they are.
+
+        Returns:
+            The same numbers.
+        """
         return x.to(self.model.dtype) if x.is_floating_point() else x
 
     def _as_frame(self, rows: NDArray[Any]) -> pl.DataFrame:
