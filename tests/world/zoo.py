@@ -34,6 +34,7 @@ class Base(nn.Module):
     """Two dense layers; others change something about them."""
 
     head: tuple[str, ...] = ("out",)
+    first: nn.Module
     ema: Tensor
     calls: Tensor
     samples: Tensor

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from fedtailor.core.data import Shape
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior, call_module, is_under
@@ -148,7 +148,7 @@ def _refuse_no_module(name: str, module: Any) -> None:
 
 def _fill_lazy_parts(module: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
     """Let layers such as LazyLinear see a sample of zeros, from which they take their shapes."""
-    if not any(isinstance(v, UninitializedTensorMixin) for v in (*module.parameters(), *module.buffers())):
+    if not any(is_lazy(v) for v in (*module.parameters(), *module.buffers())):
         return
     for of in (dtype, torch.int64):
         sizes = shape if isinstance(shape, dict) else {"": shape}

@@ -179,7 +179,7 @@ class Personal:
         """
         values = self._readable(rows)
         if isinstance(values, dict):
-            return values
+            return values  # type: ignore[return-value]
         if self.task != "classification":
             return values.squeeze(1) if values.shape[1] == 1 else values
         likely = values.argmax(1)
