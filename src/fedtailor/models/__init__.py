@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fedtailor.core.data import Shape
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior, call_module, is_under
-from fedtailor.core.module_state import cast, refuse_types
+from fedtailor.core.module_state import BufferChanges, cast, refuse_types
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models import adapters
@@ -92,7 +92,8 @@ def build(
         add_label_prior(module, outputs)
     if is_own(name):
         refuse_types(module, dtype)
-    return Model(cast(module, dtype), head=head or own_head, buffers=buffers)
+    model = Model(cast(module, dtype), head=head or own_head, buffers=buffers)
+    return model if is_own(name) else model.remember(BufferChanges(frozenset(), frozenset()))
 
 
 def is_own(name: str) -> bool:
