@@ -26,6 +26,21 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/architectures.md", monkeypatch)
 
 
+def test_from_lme4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = run_page(ROOT / "docs/how-to/from-lme4.md", monkeypatch)
+    there, ours = page.there, page.by_name
+    for ours_is, name in (("dose", "dose"), ("armplacebo", "C(arm)[T.placebo]")):
+        assert ours[ours_is].estimate == pytest.approx(there.params[name], abs=1e-4)
+        assert ours[ours_is].error == pytest.approx(there.bse[name], abs=1e-4)
+    table = Path("paper/model.tex").read_text()
+    assert table.count(r"\\") >= 5
+    assert "Odds ratio" in table
+    assert json.loads(Path("paper/model.json").read_text())["family"] == "binomial"
+    out = capsys.readouterr().out
+    assert 'formula = "score ~ dose * arm + (1 + dose | site)"' in out
+    assert out.rstrip().endswith(r"\end{table}")
+
+
 def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra images")
     run_page(ROOT / "docs/how-to/images-and-text.md", monkeypatch)

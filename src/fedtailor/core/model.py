@@ -73,9 +73,16 @@ class Model:
         head: The modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
             most often its end; the rest is the body.
         buffers: "private" or "mean".
+        make: Makes the module again, with initial values that depend on a key of random numbers, for `redraw`.
     """
 
-    def __init__(self, module: nn.Module, head: Sequence[str] = (), buffers: BufferPolicy = "private") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        head: Sequence[str] = (),
+        buffers: BufferPolicy = "private",
+        make: Callable[..., nn.Module] | None = None,
+    ) -> None:
         for name, part in module.named_modules():
             if getattr(part, "num_batches_tracked", None) is not None:
                 if getattr(part, "momentum", None) is None:
@@ -103,6 +110,7 @@ class Model:
         self._watched = tuple(all_buffers)  # those that it may replace: all, until `remember` tells
         self.differing = frozenset[str]()  # parameters that not all clients have, by name and shape
         self.architectures: Architectures | None = None  # of clients that differ; this one is the server's
+        self._make = make
 
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
@@ -117,6 +125,24 @@ class Model:
     @cached_property
     def _needed(self) -> set[str]:
         return self.params.keys() | self.private_buffers.keys()
+
+    def redraw(self, *key: str | int) -> Params:
+        """Initial values drawn anew.
+
+        Args:
+            key: Equal keys give equal values.
+
+        Returns:
+            As `params`.
+
+        Raises:
+            ConfigError: It is not known how the module is made.
+        """
+        if self._make is None:
+            raise ConfigError("initial values cannot be drawn anew for a module that is given; name a model in [model]")
+        fresh = self._make(*key)
+        values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        return {k: values[k].detach().to(v) for k, v in self.params.items()}
 
     def remember(self, changes: BufferChanges) -> Model:
         """The same model, which also keeps the buffers that are not floating point but change in training, as private.
@@ -278,7 +304,15 @@ class Model:
                 tensors[name].copy_(new.detach())
 
     def features(self, params: Params, x: Tree) -> Tensor:
-        """What comes to the head, [samples, features]; see `features_and_outputs`."""
+        """What comes to the first module of the head that runs, with every part in evaluation mode.
+
+        Args:
+            params: The model's tensors; others among them are left aside.
+            x: A batch.
+
+        Returns:
+            A tensor [samples, features].
+        """
         return self.features_and_outputs(params, x)[0]
 
     def features_and_outputs(
@@ -306,6 +340,8 @@ class Model:
             entered.append(inputs[0].flatten(1))
             return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
 
+        if not self.head:
+            raise ConfigError("model.head: features are what comes to the head, but the model has none")
         parts = [self.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in self.head}]
         hooks = [part.register_forward_pre_hook(enter) for part in parts]
         try:

@@ -66,16 +66,21 @@ class Classification:
 
     weights: tuple[float, ...] = ()  # of the classes; a batch's loss is the mean of the weighted ones
     smoothing: float = 0.0  # this share of every label is spread over all classes
+    error: Literal["entropy", "squared"] = "entropy"  # or the squared distance of outputs from 0 and 1, mean over them
     kind: ClassVar[TargetKind] = "classification"
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
     mixes: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
+        if self.error == "squared":
+            return "squared classification"
         return "classification" if self.loss is classification_loss else "weighted classification"
 
     @property
     def loss(self) -> Loss:
+        if self.error == "squared":
+            return self._squared
         if not (self.weights or self.smoothing):
             return classification_loss
         return self._loss
@@ -85,7 +90,14 @@ class Classification:
             raise ValueError(f"weights: {len(self.weights)} numbers for {columns} classes")
         if not 0 <= self.smoothing < 1 or min(self.weights, default=0.0) < 0:
             raise ValueError("smoothing must be between 0 and 1, and weights not below 0")
+        if self.error not in ("entropy", "squared"):
+            raise ValueError(f'error = "{self.error}": entropy or squared')
         return columns
+
+    def _squared(self, output: Tensor, target: Tensor) -> Tensor:
+        wanted = F.one_hot(target, output.shape[-1]).to(output.dtype) * (1 - self.smoothing)
+        weights = output.new_tensor(self.weights)[target] if self.weights else 1.0
+        return weights * (output - wanted - self.smoothing / output.shape[-1]).square().mean(dim=-1)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         weights = output.new_tensor(self.weights) if self.weights else None

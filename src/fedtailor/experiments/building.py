@@ -19,6 +19,7 @@ from torch import Tensor
 from fedtailor import algorithms, data, models
 from fedtailor.aggregation.dry_run import means_taken, rehearse
 from fedtailor.aggregation.robust import Robust
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core import task as tasks
 from fedtailor.core.algorithm import Algorithm, client_functions, needs_head, reply_example
 from fedtailor.core.data import FederatedData, Shape, count
@@ -31,11 +32,13 @@ from fedtailor.core.task import Task
 from fedtailor.core.trees import Tree, schema, tree_map
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.experiments import sampling
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.sections import ModelSection
 from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
+from fedtailor.training import optimizers
 
 
 def build_experiment(
@@ -88,6 +91,11 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         named = algorithm.title or config.algorithm.name
         raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")
     solver = config.local.build(config.rounds)
+    optimizers.check(solver)
+    for part in solver.parts:
+        if not optimizers.has_part(model.params, part.name):
+            known = {"head", "body", *(k.rpartition(".")[0] for k in model.params)}
+            raise ConfigError(f'local.parts: the model has no part "{part.name}"; {nearest(part.name, known)}')
     algorithm.check_solver(solver)
     if config.local.augment is not None and len(federated.shape) != 3:
         raise ConfigError(f'local.augment = "{config.local.augment}": for images, not {federated.name}')
@@ -96,6 +104,9 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
             f"federation.clients_per_round = {config.federation.clients_per_round}: "
             f"there are only {len(federated.clients)} clients"
         )
+    sampling.find(config.federation.sampler)
+    if config.federation.sampler != "uniform" and config.privacy.noise:
+        raise ConfigError("federation.sampler: epsilon is known for uniform sampling only; not with privacy.noise")
     if config.federation.min_replies > (config.federation.clients_per_round or len(federated.clients)):
         raise ConfigError(f"federation.min_replies = {config.federation.min_replies}: more than the clients of a round")
     environment = config.environment.build(len(federated.clients), config.seed)
@@ -154,6 +165,8 @@ def aggregation_of(config: RunConfig) -> Aggregation:
         slots = replace(slots, reduction=robust)
     if config.attack.name != "none" and slots.reduction.is_sealed:
         raise ConfigError("attack: cannot be combined with privacy.secure_sum")
+    if isinstance(slots.reduction, Secure):
+        slots = replace(slots, reduction=replace(slots.reduction, max_norm=config.federation.max_norm))
     return replace(slots, server_step=config.server.build())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedtailor import algorithms, models
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import Shape
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import model_of
@@ -19,6 +20,7 @@ from fedtailor.experiments.config import RunConfig
 
 LARGEST = 65_536  # any whole number among the options of a model, such as a width or a number of layers
 MOST = 2**28  # numbers in one sample
+MOST_OPTIONS = 1000  # numbers among the options of a model
 Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -59,6 +61,23 @@ def check_options(config: RunConfig, origin: str) -> None:
     for key, number in _numbers(config.model.options):
         if abs(number) > LARGEST:
             raise RunError(f"{origin}: model.{key} = {number}: larger than any model here ({LARGEST})")
+
+
+def refuse_large(config: RunConfig, shape: Shape, outputs: int, most: int, origin: str = "the configuration") -> None:
+    """Refuse a model of more than `most` numbers, or of endless options, before any of them has memory."""
+    sections = [config.model, *(config.model.at(client) for client in config.model.by_client or ())]
+    for section in sections:
+        if sum(1 for _ in _numbers(section.options)) > MOST_OPTIONS:
+            raise RunError(f"{origin}: the model has more than {MOST_OPTIONS} numbers among its options")
+        if ":" in section.name:  # code of one's own is trusted, and need not be made without numbers
+            continue
+        try:
+            with torch.device("meta"):
+                plan = model_of(config.model_copy(update={"model": section}), shape, outputs)
+        except (ConfigError, TypeError, ValueError, RuntimeError, NotImplementedError, ZeroDivisionError, IndexError):
+            continue  # it is made again, with an error for people
+        if (size := sum(v.numel() for v in plan.params.values())) > most:
+            raise RunError(f"{origin}: the model has {size} numbers, more than the {most} that are allowed")
 
 
 def make_described_model(

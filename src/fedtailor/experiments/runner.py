@@ -53,7 +53,7 @@ class Progress:
     clients: int
     faults: int
     news: tuple[str, ...] = ()  # replies rejected in this round, or why it was abandoned
-    epsilon: float | None = None  # spent so far, where there is noise
+    epsilon: float | str | None = None  # spent so far, where there is noise; or why it protects nobody
 
 
 Listener = Callable[[Progress], None]

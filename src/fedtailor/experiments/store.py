@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import time
@@ -37,6 +38,8 @@ CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "r
 CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
 CURRENT, UPDATE = "current.json", "update-"  # which folder of an updated fit serves now
 CHECK = "check"  # the last key of a line of metrics.jsonl
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and ends of lines
+ESCAPES = re.compile(rb"\\u00[0189][0-9a-fA-F]|\\u007|\x7f|\xc2[\x80-\x9f]")  # as JSON has them
 CHANGED = "changed since it was written (checksum differs)"
 DTYPES = {  # as safetensors names them
     torch.float32: "F32",
@@ -108,8 +111,13 @@ class RecordedObject(dict[str, Any]):
 
 def _as_recorded(content: Any, path: Path) -> Any:
     if isinstance(content, dict):
-        return RecordedObject({key: _as_recorded(value, path) for key, value in content.items()}, path)
-    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else content
+        return RecordedObject({printable(key): _as_recorded(value, path) for key, value in content.items()}, path)
+    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else printable(content)
+
+
+def printable(value: Any) -> Any:
+    """Text without control characters, with which a file from somebody else could change what a terminal shows."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value
 
 
 def json_text(value: Any, level: int = 0) -> str:
@@ -358,7 +366,13 @@ def parse_round(line: bytes, *, are_checked: bool, where: str) -> dict[str, Any]
         raise RunError(f"{where}: damaged; it is not the JSON that was written") from None
     if (are_checked or check is not None) and check != _line_digest(json.dumps(record)):
         raise RunError(f"{where}: changed since it was written (checksum differs)")
-    return dict(record)
+    return dict(_printable_tree(record)) if ESCAPES.search(line) else dict(record)
+
+
+def _printable_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _printable_tree(held) for key, held in value.items()}
+    return [_printable_tree(held) for held in value] if isinstance(value, list) else printable(value)
 
 
 def _line_digest(text: str) -> str:
@@ -425,15 +439,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock on this folder, until the process ends; a `RetryableError` if another process holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(FileLock(self.path / LOCK).acquire(blocking=False))
-            except Timeout:
-                owner = _lock_owner(self.path / LOCK)
-                raise RetryableError(f"{self.path}: another process is working on this run{owner}") from None
-            with suppress(OSError):
-                (self.path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
+        with hold(self.path, "run"):
             yield
 
     def save_checkpoint(
@@ -563,6 +569,21 @@ class RunFolder:
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
+
+
+@contextmanager
+def hold(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock on a folder, until the process ends; a `RetryableError` if another process holds it."""
+    path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(path / LOCK).acquire(blocking=False))
+        except Timeout:
+            owner = _lock_owner(path / LOCK)
+            raise RetryableError(f"{path}: another process is working on this {what}{owner}") from None
+        with suppress(OSError):
+            (path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
+        yield
 
 
 def _lock_entry() -> dict[str, Any]:

@@ -34,6 +34,7 @@ from torch import nn
 from fedtailor import algorithms, models
 from fedtailor.core import task as tasks
 from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments import sampling
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import CONFIG, RunFolder
 from fedtailor.plugins import SEARCHED, file_of, folder_above, import_folder, import_object, locate_file, module_of
@@ -55,7 +56,9 @@ def names(config: RunConfig) -> dict[str, str]:
         "local.optimizer": config.local.optimizer,
         "task.name": config.task.name,
         "data.source": getattr(config.data, "load", ""),
+        "federation.sampler": config.federation.sampler,
     }
+    named |= {f"local.parts.{k}.optimizer": part.optimizer or "" for k, part in (config.local.parts or {}).items()}
     named |= {
         f"model.by_client.{k}.name": str(own.get("name", "")) for k, own in (config.model.by_client or {}).items()
     }
@@ -101,7 +104,7 @@ def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
         if file is not None:  # else `require_trusted` says so
             tell(f'{origin}: trusted: {key} "{name}", {file}, sha256 {fingerprint(name, file)}')
             find = {"algorithm.name": algorithms.find, "model.name": models.find, "local.optimizer": optimizers.find}
-            find |= {"task.name": tasks.find}
+            find |= {"task.name": tasks.find, "federation.sampler": sampling.find}
             is_model = key == "model.name" or key.startswith("model.by_client.")
             kind = find.get(key, partial(import_object, key))(name)
             if is_model and not (isinstance(kind, type) and issubclass(kind, nn.Module)):

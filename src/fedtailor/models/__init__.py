@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +93,30 @@ def build(
         add_label_prior(module, outputs)
     if is_own(name):
         refuse_types(module, dtype)
-    model = Model(cast(module, dtype), head=head or own_head, buffers=buffers)
+    make = (
+        None if isinstance(kind, ModelCopies) else partial(_initialise, kind, shape, outputs, options, adapter, dtype)
+    )
+    model = Model(cast(module, dtype), head=head or own_head, buffers=buffers, make=make)
     return model if is_own(name) else model.remember(BufferChanges(frozenset(), frozenset()))
+
+
+def _initialise(
+    kind: Callable[..., nn.Module],
+    shape: Shape,
+    outputs: int,
+    options: dict[str, Any],
+    adapter: adapters.AdapterConfig | None,
+    dtype: torch.dtype,
+    *key: str | int,
+) -> nn.Module:
+    """The module once more, with initial values from the streams of a key."""
+    with torch_stream(*key, "model"):
+        module = kind(shape, outputs, **options)
+        _fill_lazy_parts(module, shape, dtype)
+    if adapter is not None:
+        with torch_stream(*key, "adapter"):
+            adapters.add_lora(module, adapter, _head_of(type(module)))
+    return module
 
 
 def is_own(name: str) -> bool:
