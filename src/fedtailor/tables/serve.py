@@ -180,7 +180,7 @@ class Personal:
         """
         values = self._readable(rows)
         if isinstance(values, dict):
-            return values
+            return values  # type: ignore[return-value]
         if self.task != "classification":
             return values.squeeze(1) if values.shape[1] == 1 else values
         likely = values.argmax(1)
@@ -232,7 +232,14 @@ class Personal:
         return tree_map(lambda v: v.double().numpy(), self.readable(self.outputs(x)))
 
     def in_type(self, x: Tensor) -> Tensor:
-        """Numbers in the type of the model; tokens as they are."""
+        """Samples in the type of the model.
+
+        Args:
+            x: Numbers, or tokens, which stay as they are.
+
+        Returns:
+            The same numbers.
+        """
         return x.to(self.model.dtype) if x.is_floating_point() else x
 
     def _as_frame(self, rows: NDArray[Any]) -> pl.DataFrame:
