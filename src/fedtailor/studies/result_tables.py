@@ -53,7 +53,6 @@ def run_rows(results: Mapping[str, Any], local: Mapping[str, Any] | None) -> lis
 
 
 def cells_of(row: Row) -> list[str]:
-    """The figures of a row as text."""
     return [
         row.label,
         spread(row.metric, *row.last),
@@ -69,7 +68,6 @@ def cells_of(row: Row) -> list[str]:
 
 
 def header(rows: Sequence[Row]) -> list[str]:
-    """Column titles."""
     name = rows[0].metric + (" %" if rows[0].metric == "accuracy" else "")
     return [title.format(name) for title in COLUMNS]
 
@@ -203,7 +201,6 @@ def latex(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
 
 
 def latex_escape(text: str) -> str:
-    """Text as LaTeX prints it."""
     special = {c: f"\\{c}" for c in "&%$#_{}"}
     special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
     return "".join(special.get(c, c) for c in text)
@@ -261,7 +258,6 @@ def spread(metric: str, value: float, deviation: float) -> str:
 
 
 def size(bytes: float) -> str:
-    """Bytes for people."""
     for unit in ("B", "kB", "MB"):
         if bytes < 1000:
             return f"{bytes:.0f} {unit}" if unit == "B" else f"{bytes:.1f} {unit}"
@@ -286,7 +282,6 @@ SUMS = "tables.json"
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files by name."""
     write_json(folder / SUMS, {name: write_atomically(folder / name, text.encode()) for name, text in texts.items()})
 
 
