@@ -116,7 +116,8 @@ def test_two_optimizers_by_part(tmp_path: Path) -> None:
     tables = TABLES | {"local": TABLES["local"] | {"parts": {"head": {"optimizer": "adam", "lr": 0.01}}}}
     made = ft.run("fedavg", tables, out=tmp_path / "run", **QUIET)
     (part,) = made.config.local.build(2).parts
-    assert (part.name, part.optimizer, part.factor) == ("head", "adam", pytest.approx(0.1))
+    assert (part.name, part.optimizer) == ("head", "adam")
+    assert part.factor == pytest.approx(0.1)
     again = ft.run("fedavg", tables, out=tmp_path / "stack", engine="vmap", progress=False)
     assert_equal(made.folder.personal("client-00"), again.folder.personal("client-00"), 1e-5)
     with pytest.raises(ConfigError, match='no part "haed"'):
@@ -167,9 +168,9 @@ def test_samplers(name: str, tmp_path: Path) -> None:
 
 def test_samplers_by_what_they_know() -> None:
     samples, random = np.array([1, 1, 1, 997]), np.random.default_rng(0)
-    among = sampling.Candidates(1, ("a", "b", "c", "d"), 2, samples, random, {"loss": [0.1, 9.0, 0.2, 0.3]})
+    among = sampling.SamplingCandidates(1, ("a", "b", "c", "d"), 2, samples, random, {"loss": [0.1, 9.0, 0.2, 0.3]})
     assert all(3 in sampling.by_size(among) for _ in range(50))
-    everybody = sampling.Candidates(1, ("a", "b", "c", "d"), 2, np.ones(4), random, among.validation)
+    everybody = sampling.SamplingCandidates(1, ("a", "b", "c", "d"), 2, np.ones(4), random, among.validation)
     assert sorted(workbench.power_of_choice(everybody)) == [1, 3]  # the largest losses of all four
     times = np.zeros(4)
     for _ in range(400):
