@@ -242,7 +242,7 @@ def test_table_in_every_format() -> None:
     assert (second["mean"], second["hurt"], second["means"]) == (None, None, {"0": None})
 
     read = list(csv.DictReader(made["table.csv"].splitlines()))
-    assert [list(row) for row in read] == [[k for k in first if k != "means"]] * 2
+    assert [list(row) for row in read] == [[k for k in first if k not in ("means", "others")]] * 2
     assert [row["algorithm"] for row in read] == ["Local", 'My_FT, "a & b"']
     assert (read[0]["mean"], read[0]["selected_spread"], read[1]["hurt"]) == ("0.6", "", "")
 

@@ -149,6 +149,17 @@ def test_newcomers_of_a_method_that_predicts_with_more_than_the_model() -> None:
     assert next(f for f in findings if f.promise == "newcomers are served").verdict == "holds"
 
 
+@pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
+def test_prototypes_of_clients_with_different_models(name: str, tmp_path: Path) -> None:
+    model = {"name": "mlp", "hidden": [8], "by_client": {"client-0[01]": {"hidden": [12, 8]}}}
+    made = ft.run(name, TABLES | {"model": model}, out=tmp_path / "run", **QUIET)
+    found = {client: made.folder.personal(client) for client in made.clients}
+    assert found["client-00"]["hidden.0.weight"].shape[0] == 12
+    assert found["client-02"]["hidden.0.weight"].shape[0] == 8
+    assert torch.equal(found["client-00"]["prototypes"], found["client-02"]["prototypes"])
+    assert made.results["faults"] == 0
+
+
 # samplers
 
 
