@@ -12,9 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
-from fedtailor import algorithms
+from fedtailor import algorithms, models
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SourceConfig
@@ -435,7 +436,7 @@ def run(
     chosen |= {} if device is None else {"federation.device": device}
     chosen |= {} if rounds is None else {"rounds": rounds}
     chosen |= {} if seed is None else {"seed": seed}
-    given = {key: by_name(value, key) for key, value in (settings or {}).items()}
+    given = {key: _setting(key, value) for key, value in (settings or {}).items()}
     tables = with_values(tables | {"algorithm": section}, chosen | given)
     source = "made" if loaded is not None else parse(tables).data.source
     path = path or new_path(Path("runs"), f"{source}-{section['name']}".replace(":", "."))
@@ -505,6 +506,16 @@ def compare(
     notes = search_notes(path) if checked.search is not None else []
     result_tables.write(path, result_tables.files(comparing.rows(grid), notes))
     return Comparison(path)
+
+
+def _setting(key: str, value: Any) -> Any:
+    """A setting as a configuration has it; a model that no other process can import is registered in this one."""
+    if key == "model":
+        return {k: _setting(f"model.{k}", v) for k, v in value.items()} if isinstance(value, Mapping) else value
+    is_made = isinstance(value, torch.nn.Module)
+    if key == "model.name" and (is_made or (callable(value) and name_of(value) is None)):
+        return models.register(value)
+    return by_name(value, key)
 
 
 def _section(algorithm: Algorithm | type[Algorithm] | str) -> dict[str, Any]:

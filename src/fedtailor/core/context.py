@@ -76,6 +76,9 @@ class LocalSolver(Protocol):
     def steps(self, me: ClientContext, epochs: int) -> Tensor:
         """How many steps that takes."""
 
+    def count_steps(self, setting: Setting, clients: Sequence[int], epochs: int) -> list[int]:
+        """The same of several clients, from what the server knows of them."""
+
 
 class Setting(Protocol):
     """What a client function may know of its run; `Experiment` is one."""

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.federation import Federation, Traffic
+from fedtailor.core.federation import Fault, Federation, Traffic
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.engines import devices
@@ -27,11 +28,13 @@ from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.sampling import cohort
-from fedtailor.experiments.store import RESULTS, RunFolder, write_json
+from fedtailor.experiments.store import RESULTS, KnownTensors, RunFolder, read_json, write_json
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.summary import summarise
 from fedtailor.numerics import solve_log
 
+NOISY = "noise.json"  # how many sums with noise were seen, by round
+NOT_PRIVATE = "not private: noise is reproducible"  # in place of an epsilon
 EPOCHS = 3
 """Default epochs for a newcomer to fine-tune its private parameters."""
 
@@ -57,6 +60,7 @@ class RunState:
         self.server = engine.experiment.algorithm.server_init(engine.experiment.model)
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
+        self.known = KnownTensors()  # of personal models that are written
         self.seconds = 0.0
         self.best = BestRound()  # on validation data
         self.kept = BestRound()  # the last that was better by early_stopping.min_delta
@@ -116,9 +120,7 @@ class RunState:
         if report := self.fed.record.reported | tally.figures:
             line["report"] = report
         if self.config.privacy.noise:
-            line["epsilon"] = self._privacy_cost().epsilon
-        if self.fed.record.faults[faults:]:
-            line["faults"] = [asdict(f) for f in self.fed.record.faults[faults:]]
+            line["epsilon"] = NOT_PRIVATE if self.config.privacy.repeatable_noise else self._privacy_cost().epsilon
         value = math.nan
         if round > 0 and (round % self.config.evaluation.every == 0 or round == self.config.rounds):
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
@@ -128,6 +130,10 @@ class RunState:
             value = self._select(round, line["val"][self.metric])
             if self.config.early_stopping.patience:
                 self._watch(round, line["val"])
+            for name, reason in getattr(self.engine, "disbelieved", {}).items():
+                self.fed.record.faults.append(Fault(name, round, "evaluate", reason))
+        if self.fed.record.faults[faults:]:
+            line["faults"] = [asdict(f) for f in self.fed.record.faults[faults:]]
         if (peak := self._peak_memory()) is not None:
             line["device_memory"] = peak
         self.round = round
@@ -218,7 +224,9 @@ class RunState:
             self.engine.saved([tree["clients"] for _, tree in trees.values()])
 
     def load(self, folder: RunFolder) -> None:
-        """Go back to the last checkpoint, or to the start."""
+        """Go back to the last checkpoint, or to the start. Sums with noise that were seen since then count."""
+        if self.config.privacy.noise and not self.config.privacy.repeatable_noise:
+            self._count_noisy_sums(folder.path / NOISY)
         saved = folder.load_checkpoint()
         if self.ranks.rank == 0:
             folder.drop_stale()
@@ -239,7 +247,17 @@ class RunState:
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.record.gathered = set(status["looked_at"])
         self.fed.sums.moments = trees["state"].get("moments", {})
-        self.fed.sums.noisy = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
+        before = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
+        seen = self.fed.sums.noisy
+        self.fed.sums.noisy = {r: max(before.get(r, 0), seen.get(r, 0)) for r in sorted(before.keys() | seen.keys())}
+
+    def _count_noisy_sums(self, path: Path) -> None:
+        """Those of an interrupted process, and from now on each before it is seen: fresh noise costs as much again."""
+        if path.exists():
+            self.fed.sums.noisy = {int(round): int(sums) for round, sums in read_json(path)["sums"].items()}
+        self.fed.sums.before_noise = lambda: write_json(
+            path, {"sums": {str(r): n for r, n in self.fed.sums.noisy.items()}}
+        )
 
     def _part(self, tree: Tree) -> Tree:
         """Of a whole snapshot, server and this rank's clients."""
@@ -309,20 +327,22 @@ class RunState:
                 "noisy_sums": sum(self.fed.sums.noisy.values()),
                 **asdict(self._privacy_cost()),
             }
+        if section.noise and section.repeatable_noise:
+            figures |= {"epsilon": NOT_PRIVATE, "epsilon_add_remove": NOT_PRIVATE}
         return figures
 
     def _test_metrics(self, folder: RunFolder, kind: str, round: int, server: Tree) -> dict[str, list[float]]:
         """Test metrics of all clients; their personal models are saved as they come."""
         names = self.engine.experiment.data.clients
         if self.ranks.count == 1:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 return measure(self.engine, round, server, ["test"], lambda c, m: keep(names[c], m), kind)["test"]
         mine: dict[int, Params] = {}
         test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
         stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
         rows = self.ranks.gather_to_root(stack, self._everybody)
         if rows is not None:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 for c in self._everybody:
                     keep(names[c], {k: v[c] for k, v in rows.items()})
         return test

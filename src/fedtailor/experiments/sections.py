@@ -352,6 +352,9 @@ class EvaluationSection(Section):
         default=(),
         description='Metrics of a client\'s split: "auroc", own "module:function"; empty: the task\'s.',
     )
+    batch_size: int = Field(
+        default=0, ge=0, description="Samples in an evaluation pass; 0: as many as need little memory."
+    )
     decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(
         default=None,
@@ -397,9 +400,9 @@ class PrivacySection(Section):
         description="Noise multiplier: noise std / clip. Clients then weigh equally.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
-    secret_noise: bool = Field(
+    repeatable_noise: bool = Field(
         default=False,
-        description="Draw noise from the system, not the seed; runs are then not repeatable.",
+        description="Draw noise from the seed, so that a run can be repeated; whoever has the seed can take it away.",
     )
 
     def build(self) -> Aggregation:
@@ -407,7 +410,7 @@ class PrivacySection(Section):
         return Aggregation(
             at_client=(Clip(self.clip),) if self.clip else (),
             reduction=Secure(self.fraction_bits) if self.secure_sum else Open(),
-            noise=GaussianNoise(self.noise, self.clip, self.secret_noise) if self.noise else None,
+            noise=GaussianNoise(self.noise, self.clip, self.repeatable_noise) if self.noise else None,
         )
 
 

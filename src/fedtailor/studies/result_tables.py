@@ -270,7 +270,9 @@ def private_words(privacy: dict[str, Any]) -> str:
     parts = ["secure sums"] if privacy["secure_sum"] else []
     if privacy["clip"]:
         parts.append(f"changes clipped to {privacy['clip']:g}")
-    if privacy["noise"]:
+    if privacy["noise"] and isinstance(privacy["epsilon"], str):
+        parts.append(f"noise {privacy['noise']:g}: epsilon {privacy['epsilon']}")
+    elif privacy["noise"]:
         parts.append(
             f"noise {privacy['noise']:g}: epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} (a client "
             f"replaced, fixed cohorts); {privacy['epsilon_add_remove']:.3g} (added or removed, Poisson)"
