@@ -173,7 +173,7 @@ class Fit:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
-    def report(self: Fit | Run, out: str | Path | None = None) -> Path:
+    def report(self: Fit | Run | Comparison, out: str | Path | None = None) -> Path:
         """Write the HTML report.
 
         Args:
@@ -322,16 +322,7 @@ class Comparison:
     def _folders(self) -> list[tuple[str, int, RunFolder]]:
         return [(cell.label, cell.seed, RunFolder(cell.folder)) for cell in self._cells]
 
-    def report(self, out: str | Path | None = None) -> Path:
-        """Write the HTML report.
-
-        Args:
-            out: Output file; default: report.html in the folder.
-
-        Returns:
-            Its path.
-        """
-        return write_report(self.path, None if out is None else Path(out))
+    report = Fit.report
 
     def __repr__(self) -> str:
         labels = list(dict.fromkeys(cell.label for cell in self._cells))
