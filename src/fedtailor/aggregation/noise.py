@@ -77,7 +77,6 @@ class LocalNoise:
     noise: float
 
     def apply(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
-        """The reply as it may leave."""
         which = changed_parts(reply, args, placed)
         parts = list(reply) if isinstance(reply, tuple) else [reply]
         if not all(bool(v.isfinite().all()) for i in which for v in leaves(parts[i])):

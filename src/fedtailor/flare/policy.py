@@ -185,7 +185,6 @@ def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> 
 
 
 def round_metrics(budget: Budget, metrics: Tree) -> Tree:
-    """Metrics, rounded to the decimals of the policy."""
     if budget.decimals == EXACT:
         return metrics
     return tree_map(lambda v: torch.round(v, decimals=budget.decimals) if v.is_floating_point() else v, metrics)
@@ -199,7 +198,6 @@ class RequestRate:
         self._times = deque[float]()
 
     def count(self) -> None:
-        """Count a request, or refuse it."""
         now = time.monotonic()
         while self._times and now - self._times[0] > MINUTE:
             self._times.popleft()

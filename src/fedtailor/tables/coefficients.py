@@ -211,7 +211,6 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
 
 
 def _standard_error(covariance: Floats, weights: Floats) -> float:
-    """Standard error of a linear combination."""
     return float(np.sqrt(max(float(weights @ covariance @ weights), 0.0)))
 
 

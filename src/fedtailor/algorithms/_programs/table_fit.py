@@ -182,7 +182,6 @@ class TableFit(Algorithm):
         return torch.cat([own, others])
 
     def stage(self, round: int) -> tuple[Effects, int] | None:
-        """Effects and part that a round of the preparation is for."""
         at = round + self.preparation - 2
         return (self.effects[at // self.parts], at % self.parts) if 0 <= at < self.preparation - 1 else None
 
@@ -250,7 +249,6 @@ class TableFit(Algorithm):
     # blends
 
     def first_blend(self, me: ClientContext) -> dict[str, Tensor]:
-        """What a site keeps of its blend."""
         zero = me.n.to(me.model.dtype) * 0
         own = self.alone_weights(zero)
         return {
@@ -308,7 +306,6 @@ class TableFit(Algorithm):
 
     @on_client(sends=(GRADIENTS, CURVATURES), doubt=doubts.of_squares_in(1))
     def curvature(self, me: ClientContext, weights: Tensor) -> tuple[Tree, Tree]:
-        """At the common weights of each part."""
         rows = self.scaled_rows(me)
         each = [
             blending.quadratic(rows.said, rows.y, rows.without(p), weights[p], rows.is_class) for p in range(self.parts)
