@@ -155,6 +155,19 @@ def test_b2_bounds_are_in_the_promise(tmp_path: Path) -> None:
     assert promise(other)["bounds"]["max_norm"] == 7
 
 
+def test_b2_a_run_that_goes_on_has_the_bounds_that_it_began_with(tmp_path: Path) -> None:
+    """A server that starts the same run again with another norm, or with fewer sites, could compare its sums."""
+    made = Sealed(tmp_path)
+    for settings, cohort in ((("federation.max_norm=7",), NAMES), ((), NAMES[:2])):
+        other = config(
+            *("algorithm.name=fedavg", "data={source='sites'}", "model.dtype=float64", "privacy.secure_sum=true"),
+            *settings,
+        )
+        about = {"schema": data_schema(made.data), "promise": promise(assemble(other, made.data)), "first": 0}
+        start = {"op": "start", "config": config_for(other, 0), "client": 0, "cohort": list(cohort)} | about
+        assert "another configuration" in made.ask(0, start)[0]["refused"]
+
+
 def test_b2_a_partner_that_was_not_in_the_run_is_refused(tmp_path: Path) -> None:
     from tests.trust.test_sums import Refusal
     from tests.trust.test_sums import Server as LyingServer

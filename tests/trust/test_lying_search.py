@@ -15,7 +15,11 @@ from tests.trust.lying import World, compare, search_server
 from tests.trust.test_lying_site import LIAR, Header, LyingSites
 
 BOUND = 40.0  # the norm of a reply has that of its count in it, 26 samples
-WHOLE = [("call", 1, 0, [0, 1, 2], {}), ("sum", 1, 1, 0, ["0"], None, {}), ("sum", 2, 1, 0, ["1"], None, {})]
+WHOLE: list[tuple[Any, ...]] = [
+    ("call", 1, 0, [0, 1, 2], {}),
+    ("sum", 1, 1, 0, ["0"], None, {}),
+    ("sum", 2, 1, 0, ["1"], None, {}),
+]
 
 
 @pytest.fixture(scope="module")

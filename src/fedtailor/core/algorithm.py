@@ -379,6 +379,11 @@ def weight_parts(algorithm: Algorithm, name: str) -> list[str]:
     return [str(i) if is_tuple else "" for i, part in enumerate(parts) if part.name in weights]
 
 
+def may_doubt(algorithm: Algorithm, name: str) -> bool:
+    """Whether the client function declares what its reply cannot be."""
+    return getattr(client_functions(algorithm)[name], "doubt", None) is not None
+
+
 def doubt_of(algorithm: Algorithm, name: str, model: Model, samples: int, reply: Tree) -> str:
     """Why no samples can give such a reply, as the client function declares it, or nothing."""
     doubt = getattr(client_functions(algorithm)[name], "doubt", None)
