@@ -15,6 +15,7 @@ from fedtailor.core.trees import Tree, tree_map
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.store import RunFolder, round_line, write_json
+from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
 from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
@@ -93,6 +94,7 @@ def test_b1_a_reply_beyond_the_bound_is_answered_as_any_other(
     assert beyond.raw(0, CALL, message) == usual.raw(0, CALL, message)
     assert ["limited" in line for line in usual.lines(0)].count(True) == 0
     assert ["limited" in line for line in beyond.lines(0)].count(True) == 1
+    assert "  limited once: " in "\n".join(audit_lines(beyond.folders[0] / AUDIT))
 
 
 def test_b1_what_is_limited_is_bounded_and_then_the_site_is_away(tmp_path: Path) -> None:
