@@ -14,6 +14,7 @@ from fedtailor.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedtailor.algorithms import register as register
+    from fedtailor.api import compare as compare
     from fedtailor.api import fit as fit
     from fedtailor.api import load as load
     from fedtailor.api import run as run
@@ -35,10 +36,13 @@ if TYPE_CHECKING:
     from fedtailor.core.trees import Tree as Tree
     from fedtailor.data.federated import federated as federated
     from fedtailor.data.mapped_arrays import MappedArray as MappedArray
+    from fedtailor.inference.statistical_model import anova as anova
+    from fedtailor.inference.statistical_model import model as model
 
 _PUBLIC = {  # by module: torch is imported by the first use
-    "fedtailor.api": ("fit", "load", "run"),
+    "fedtailor.api": ("compare", "fit", "load", "run"),
     "fedtailor.algorithms": ("register",),
+    "fedtailor.inference.statistical_model": ("anova", "model"),
     "fedtailor.data.federated": ("federated",),
     "fedtailor.data.mapped_arrays": ("MappedArray",),
     "fedtailor.core.algorithm": (
@@ -59,7 +63,10 @@ __all__ = sorted(name for names in _PUBLIC.values() for name in names)
 def __getattr__(name: str) -> Any:
     for module, names in _PUBLIC.items():
         if name in names:
-            if module == "fedtailor.api":  # threads that spin while they wait are slow on busy cores
+            if module in (
+                "fedtailor.api",
+                "fedtailor.inference.statistical_model",
+            ):  # threads that spin while they wait are slow on busy cores
                 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
             return getattr(import_module(module), name)
     if name[:1].isupper():

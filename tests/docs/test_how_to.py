@@ -26,6 +26,21 @@ def test_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/architectures.md", monkeypatch)
 
 
+def test_from_lme4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = run_page(ROOT / "docs/how-to/from-lme4.md", monkeypatch)
+    there, ours = page.there, page.by_name
+    for ours_is, name in (("dose", "dose"), ("armplacebo", "C(arm)[T.placebo]")):
+        assert ours[ours_is].estimate == pytest.approx(there.params[name], abs=1e-4)
+        assert ours[ours_is].error == pytest.approx(there.bse[name], abs=1e-4)
+    table = Path("paper/model.tex").read_text()
+    assert table.count(r"\\") >= 5
+    assert "Odds ratio" in table
+    assert json.loads(Path("paper/model.json").read_text())["family"] == "binomial"
+    out = capsys.readouterr().out
+    assert 'formula = "score ~ dose * arm + (1 + dose | site)"' in out
+    assert out.rstrip().endswith(r"\end{table}")
+
+
 def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra images")
     run_page(ROOT / "docs/how-to/images-and-text.md", monkeypatch)
@@ -33,6 +48,13 @@ def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert results[0] is not None
     assert results[1] is not None
     assert results[0]["last"]["clients"] == results[1]["last"]["clients"]  # the same images
+
+
+def test_bring_your_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    page = run_page(ROOT / "docs/how-to/bring-your-model.md", monkeypatch)
+    assert page.run.results["last"]["test"]["accuracy"]["mean"] >= 0
+    assert RunFolder(Path("runs/forecast")).about["engine"] in ("loop", "pool")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,12 @@ from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import import_object
 
 _registered: dict[str, type[Algorithm]] = {}
-PROGRAMS = {"tablefit": ("fedtailor.algorithms._programs.table_fit", "TableFit")}
+PROGRAMS = {
+    "tablefit": ("fedtailor.algorithms._programs.table_fit", "TableFit"),
+    "formulalinear": ("fedtailor.algorithms._programs.linear_mixed", "FormulaLinear"),
+    "formulacounts": ("fedtailor.algorithms._programs.laplace_mixed", "FormulaCounts"),
+    "formulacox": ("fedtailor.algorithms._programs.stratified_cox", "FormulaCox"),
+}
 """Made of several algorithms, not one to list or to compare: known by name, with the module and the class."""
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli import federation_fit, operators
+from fedtailor.cli import federation_fit, model_commands, operators
 from fedtailor.cli.operators import Folder, private_folder
 from fedtailor.cli.options import AsJson, Config, Settings
 from fedtailor.cli.output import print_json
@@ -222,3 +222,4 @@ def _say(text: str) -> None:
 
 for _command in (*federation_fit.COMMANDS, *operators.COMMANDS):
     app.command()(_command)
+app.command("model")(model_commands.federated_model)

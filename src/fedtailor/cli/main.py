@@ -15,6 +15,7 @@ from fedtailor.cli import (
     federation_commands,
     fit_commands,
     folder_commands,
+    model_commands,
     run_commands,
 )
 from fedtailor.cli.interruptions import print_error
@@ -50,6 +51,7 @@ for _command in (
     fit_commands.export,
     fit_commands.onboard,
     fit_commands.update,
+    model_commands.model,
     check_command.check,
     run_commands.run,
     run_commands.resume,

@@ -54,6 +54,12 @@ class ReplySpec:
         return replace(self, sums=(*self.sums, weight.name))
 
 
+def needs_head(algorithm: Algorithm) -> bool:
+    """Whether a method treats the head of the model otherwise than its body, so that it means little without one."""
+    sends_part = bool({BODY.name, HEAD.name} & set(reply_names(algorithm)))
+    return sends_part or algorithm.keeps in ("head", "body") or getattr(algorithm, "scope", "") == "head"
+
+
 def _scalar(algorithm: Any, model: Model) -> Tensor:
     return model.like.new_zeros(())
 
@@ -264,8 +270,10 @@ class Algorithm:
         start = self.personal(me, server)
         if self.onboards_fitted:
             return start
-        own = {k: v for k, v in start.items() if k not in _names(server)} or start
-        return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in start.items() if k not in own})
+        # what `personal` adds for `predict` is no parameter of the model, and stays as it is
+        of_model = {k: v for k, v in start.items() if k in me.model.params or k in me.buffers}
+        own = {k: v for k, v in of_model.items() if k not in _names(server)} or of_model
+        return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in of_model.items() if k not in own})
 
     def refitted(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
         """What a client predicts with after refitting its private part to the common one (`local.refit`).

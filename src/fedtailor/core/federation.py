@@ -79,6 +79,7 @@ class Attendance:
     asked: tuple[int, ...] = ()
     present: tuple[int, ...] = ()  # those asked whose replies were all accepted so far
     missed: list[tuple[int, ...]] = field(default_factory=list)  # of each exchange of the round
+    is_part: bool = False  # calls go to a part of the cohort, which may be fewer than the least number of replies
 
 
 @dataclass
@@ -320,7 +321,8 @@ class Federation:
         self.traffic.up += sum(up for _, up, _ in each_rank)
         everywhere = [Rejected(*one) for _, _, some in each_rank for one in some]
         self.leave_out(call, everywhere)
-        if len(self.present) < self.limits.least or (call.taped and self.present != asked):
+        least = min(self.limits.least, len(asked)) if self.attendance.is_part else self.limits.least
+        if len(self.present) < least or (call.taped and self.present != asked):
             self._abandon(call, asked, everywhere, errors)
 
     def leave_out(self, call: Call, rejected: Sequence[Rejected]) -> None:
@@ -579,16 +581,38 @@ class Federation:
         Returns:
             A context manager that gives the clients whose replies arrive.
         """
-        everybody = self.cohort
-        here = self._arriving(number, everybody)
+        here = self._arriving(number, self.cohort)
         if ask_all:
             yield here
             return
-        self.attendance.present = here
-        try:
+        with self._only(here):
             yield here
+
+    @contextmanager
+    def among(self, clients: Sequence[int]) -> Iterator[None]:
+        """Make the following calls to a part of the cohort.
+
+        Args:
+            clients: Who, of the cohort.
+
+        Returns:
+            A context manager, after which the cohort is as before, without clients that were lost meanwhile.
+        """
+        before, self.attendance.is_part = self.attendance.is_part, True
+        try:
+            with self._only(tuple(clients)):
+                yield
         finally:
-            lost = set(here) - set(self.cohort)
+            self.attendance.is_part = before
+
+    @contextmanager
+    def _only(self, some: tuple[int, ...]) -> Iterator[None]:
+        everybody = self.cohort
+        self.attendance.present = some
+        try:
+            yield
+        finally:
+            lost = set(some) - set(self.cohort)
             self.attendance.present = tuple(c for c in everybody if c not in lost)
 
     def fused_round(
@@ -713,6 +737,19 @@ class Federation:
         """
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
         return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
+
+    def steps(self, clients: Sequence[int], epochs: int) -> Tensor:
+        """Numbers of local steps that clients take, from what they reported when they joined.
+
+        Args:
+            clients: Their positions.
+            epochs: Passes over the training samples.
+
+        Returns:
+            One number per client, as `me.steps(epochs)` there.
+        """
+        counts = self.solver.count_steps(self.engine.experiment, clients, epochs)
+        return self.model.like.new_tensor(counts, dtype=widest(self.model.device))
 
     def places(self, clients: Sequence[int]) -> Tensor:
         """Positions of clients, for tables of the server that have an entry for each client.

@@ -10,6 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from fedtailor import algorithms, models
+from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import Shape
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError, RunError
@@ -29,6 +31,11 @@ class ModelDescription(BaseModel):
     shape: Annotated[list[Size], Field(max_length=8)] | dict[str, Annotated[list[Size], Field(max_length=8)]]
     outputs: Size
     classes: list[str]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the parts of a sample, where it has several."""
+        return tuple(self.shape) if isinstance(self.shape, dict) else ()
 
 
 def read_description(about: Any, origin: str) -> ModelDescription:
@@ -79,7 +86,7 @@ def make_described_model(
     """The model of a configuration, made only after its shapes, without numbers, were found to be those of the file."""
     check_options(config, origin)
     shape = {k: tuple(v) for k, v in about.shape.items()} if isinstance(about.shape, dict) else tuple(about.shape)
-    if ":" not in config.model.name:  # own classes are trusted, and need not be made without numbers
+    if not models.is_own(config.model.name):  # own classes are trusted, and need not be made without numbers
         try:
             with torch.device("meta"):
                 plan = model_of(config, shape, about.outputs)
@@ -94,7 +101,17 @@ def make_described_model(
         size, numbers = sum(v.numel() for v in plan.params.values()), sum(v.numel() for v in tensors.values())
         if size > 2 * numbers + LARGEST:
             raise RunError(f"{origin}: the model has {size} parameters, and only {numbers} numbers are there")
-    return model_of(config, shape, about.outputs)
+    model = model_of(config, shape, about.outputs)
+    for name, value in (model.params | model.private_buffers).items():
+        if name not in tensors:
+            raise RunError(f'{origin}: has no "{name}", which {config.model.name} has now')
+        if tensors[name].shape != value.shape:
+            form = f"{list(tensors[name].shape)}, in {config.model.name} now {list(value.shape)}"
+            raise RunError(f'{origin}: "{name}" has the shape {form}')
+    known = {k for k, _ in (*model.module.named_parameters(), *model.module.named_buffers())}
+    if algorithms.find(config.algorithm.name).predict is Algorithm.predict and (more := sorted(tensors.keys() - known)):
+        raise RunError(f'{origin}: has "{more[0]}", which {config.model.name} has no longer')
+    return model
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

@@ -21,14 +21,14 @@ from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Fault, Federation, Traffic
 from fedtailor.core.process_group import ProcessGroup
-from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.sampling import cohort
+from fedtailor.experiments.store import RESULTS, KnownTensors, RunFolder, read_json, write_json
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.summary import summarise
 from fedtailor.numerics import solve_log
@@ -60,9 +60,11 @@ class RunState:
         self.server = engine.experiment.algorithm.server_init(engine.experiment.model)
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
+        self.known = KnownTensors()  # of personal models that are written
         self.seconds = 0.0
         self.best = BestRound()  # on validation data
         self.kept = BestRound()  # the last that was better by early_stopping.min_delta
+        self.validation: dict[str, list[float]] = {}  # by metric, of each client when it was evaluated last
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +94,7 @@ class RunState:
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
-        cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
+        cohort = self._cohort(round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
         chunk = getattr(self.engine, "chunk", 0)
         devices.begin_peak(self.device)
@@ -124,6 +126,7 @@ class RunState:
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             with devices.memory_errors_at(self.device, f"evaluation of round {round}"):
                 line |= measure(self.engine, round, self.server, splits)
+            self.validation = line["val"]
             value = self._select(round, line["val"][self.metric])
             if self.config.early_stopping.patience:
                 self._watch(round, line["val"])
@@ -137,6 +140,12 @@ class RunState:
         seconds = time.perf_counter() - begun
         self.seconds += seconds
         return line | asdict(self.fed.traffic) | {"seconds": _milliseconds(seconds)}, value
+
+    def _cohort(self, round: int) -> tuple[int, ...]:
+        """Who is asked."""
+        section, data = self.config.federation, self.engine.experiment.data
+        wanted, sizes = section.clients_per_round, data.train.sizes.numpy()
+        return cohort(section.sampler, self.config.seed, round, wanted, data.clients, sizes, self.validation)
 
     def _peak_memory(self) -> int | None:
         """The most bytes that were in use on a device, of whichever worker or rank."""
@@ -230,6 +239,8 @@ class RunState:
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
+        evaluated = [line["val"] for line in folder.metrics() if "val" in line] if self.ranks.rank == 0 else []
+        self.validation = self.ranks.all_gather_object(evaluated[-1] if evaluated else {})[0]
         self.best = BestRound(status["best_round"], status["best_value"], trees.get("best"))
         round, value = status.get("kept", (0, math.nan))
         self.kept = BestRound(round, value, trees.get("kept"))
@@ -324,14 +335,14 @@ class RunState:
         """Test metrics of all clients; their personal models are saved as they come."""
         names = self.engine.experiment.data.clients
         if self.ranks.count == 1:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 return measure(self.engine, round, server, ["test"], lambda c, m: keep(names[c], m), kind)["test"]
         mine: dict[int, Params] = {}
         test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
         stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
         rows = self.ranks.gather_to_root(stack, self._everybody)
         if rows is not None:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 for c in self._everybody:
                     keep(names[c], {k: v[c] for k, v in rows.items()})
         return test
@@ -349,14 +360,6 @@ class RunState:
         summary = self._summaries(test)
         gap = {k: trained[k]["mean"] - summary[k]["mean"] for k in trained}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
-
-
-def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
-    wanted = config.federation.clients_per_round or clients
-    if wanted == clients:
-        return tuple(range(clients))
-    drawn = stream(config.seed, round, "cohort").choice(clients, size=wanted, replace=False)
-    return tuple(sorted(int(c) for c in drawn))
 
 
 def _milliseconds(seconds: float) -> float:

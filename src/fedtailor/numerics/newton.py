@@ -35,7 +35,15 @@ def unflat(v: Tensor, outputs: int) -> Tensor:
 
 
 def mode(
-    family: Family, x: Tensor, y: Tensor, mask: Tensor, beta: Tensor, factor: Tensor, z: Tensor, steps: int
+    family: Family,
+    x: Tensor,
+    y: Tensor,
+    mask: Tensor,
+    beta: Tensor,
+    factor: Tensor,
+    z: Tensor,
+    steps: int,
+    parts: tuple[float, ...] = STEPS,
 ) -> Tensor:
     """The z that maximises log-likelihood(beta + L z) - |z|^2 / 2, from a start."""
     outputs = beta.shape[1]
@@ -44,12 +52,12 @@ def mode(
         return family.log_likelihood(x, y, mask, beta + unflat(factor @ z, outputs)) - z.square().sum() / 2
 
     for _ in range(steps):
-        z = _furthest_up(value, z, newton_step(family, x, y, mask, beta, factor, z))
+        z = _furthest_up(value, z, newton_step(family, x, y, mask, beta, factor, z), parts)
     return z
 
 
 def newton_step(family: Family, x: Tensor, y: Tensor, mask: Tensor, beta: Tensor, factor: Tensor, z: Tensor) -> Tensor:
-    eye = torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
+    eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
     gradient, curvature = family.derivatives(x, y, mask, beta + unflat(factor @ z, beta.shape[1]))
     return torch.linalg.solve(factor.mT @ curvature @ factor + eye, factor.mT @ gradient - z)
 
@@ -70,11 +78,13 @@ def penalised(
     return unflat(u, outputs)
 
 
-def _furthest_up(value: Callable[[Tensor], Tensor], start: Tensor, step: Tensor) -> Tensor:
-    points = torch.stack([start + part * step for part in STEPS])
+def _furthest_up(
+    value: Callable[[Tensor], Tensor], start: Tensor, step: Tensor, parts: tuple[float, ...] = STEPS
+) -> Tensor:
+    points = torch.stack([start + part * step for part in parts])
     values = torch.stack([value(point) for point in points])
     values = values.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     # near the maximum values differ by rounding alone, which would keep the last steps from being whole ones
     peak = values.max()
     best = (values >= peak - 16 * torch.finfo(values.dtype).eps * peak.abs()).int().argmax()
-    return (torch.nn.functional.one_hot(best, len(STEPS)).to(step.dtype)[:, None] * points.nan_to_num()).sum(0)
+    return (torch.nn.functional.one_hot(best, len(parts)).to(step.dtype)[:, None] * points.nan_to_num()).sum(0)

@@ -36,7 +36,7 @@ class Marginal(NamedTuple):
 
 def posterior(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """L (I + L'AL)^-1 L', by which v - beta answers to X'(y - X beta); and log|I + L'AL|."""
-    inner = factor.mT @ a @ factor + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    inner = factor.mT @ a @ factor + torch.eye(factor.shape[-1], dtype=a.dtype, device=a.device)
     root = torch.linalg.cholesky(inner)
     half = torch.linalg.solve_triangular(root, factor.mT, upper=False)
     return half.mT @ half, 2 * torch.diagonal(root, dim1=-2, dim2=-1).log().sum(-1)

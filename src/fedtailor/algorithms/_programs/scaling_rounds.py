@@ -31,13 +31,16 @@ def no_scale(me: ClientContext) -> Tensor:
     return w.new_zeros(len(w) - 1 + w.shape[1])
 
 
-def moments_of(me: ClientContext, step: Tensor, center: Tensor, unit: Tensor) -> Tensor:
+def moments_of(
+    me: ClientContext, step: Tensor, center: Tensor, unit: Tensor, is_number: list[bool] | None = None
+) -> Tensor:
     """Rows, and of each number one of: log(1 + |v|), v / unit, (v / unit - center)^2; 0 of what is no number."""
     x, y, mask = me.train
     x = x.flatten(1)
     preparation, outputs = me.experiment.data.preparation, len(no_scale(me)) - x.shape[1]
-    kinds = [] if preparation is None else [c.kind == "number" for c in preparation.columns for _ in c.features]
-    is_number = [*(kinds or [False] * x.shape[1]), *[y.is_floating_point()] * outputs]
+    if is_number is None:
+        kinds = [] if preparation is None else [c.kind == "number" for c in preparation.columns for _ in c.features]
+        is_number = [*(kinds or [False] * x.shape[1]), *[y.is_floating_point()] * outputs]
     v = torch.cat([x, y if y.is_floating_point() else y.new_zeros((len(y), outputs)).to(x.dtype)], dim=1)
     near = v / unit
     tried = torch.stack([v.abs().log1p(), near, (near - center).square()])

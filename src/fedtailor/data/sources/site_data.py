@@ -23,6 +23,7 @@ from fedtailor.data.configs import SitesConfig, SplitConfig
 from fedtailor.data.splits import starts
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.encode import SiteColumns, encode_sites
+from fedtailor.data.tabular.formula import ColumnKinds, data_of, design_of, parse_formula, rows_of
 from fedtailor.data.tabular.preparation import Floats, Preparation, TargetColumn
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_table
 from fedtailor.data.tabular.target import numeric_values, refuse_text, require_target
@@ -52,10 +53,22 @@ class SiteData(SplitConfig):
     target_scale: tuple[float, float] | None = Field(
         default=None, description="Mean and spread by which a number to predict is scaled, the same at every site."
     )
+    formula: str = Field(
+        default="",
+        description="For fedtailor federation model: the formula, in place of a target; the same everywhere.",
+    )
+    family: Literal["gaussian", "binomial", "poisson", "cox"] = Field(
+        default="gaussian", description="With a formula: what the response is drawn from."
+    )
+    grouping: str = Field(default="", description="With a formula: its grouping factor that sites are.")
 
     @model_validator(mode="after")
     def _check(self) -> SiteData:
-        if self.path.suffix != PREPARED and not (self.target and (self.numeric or self.categories)):
+        if (
+            self.path.suffix != PREPARED
+            and not self.formula
+            and not (self.target and (self.numeric or self.categories))
+        ):
             raise DataError(f"{self.path}: a table needs data.target, and data.numeric or [data.categories]")
         return self
 
@@ -71,6 +84,11 @@ def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
     if client_name(config.path) is None:
         raise DataError(f"{config.path}: not a data file; known endings: {', '.join((*SUFFIXES, PREPARED))}")
     table = read_table(config.path)
+    if config.formula:
+        kinds = ColumnKinds(config.numeric, dict(config.categories))
+        design = design_of(parse_formula(config.formula, config.grouping), config.family, kinds)
+        rows = rows_of(design, table, name)
+        return data_of(design, {name: (rows.x, rows.y)})
     for column in (config.target, *config.numeric, *config.categories):
         if column not in table.columns:
             raise DataError(f'{table.path}: no column "{column}"; {nearest(column, table.columns)}')
