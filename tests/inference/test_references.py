@@ -22,7 +22,7 @@ INFINITE = 10.0  # R's standard error of a coefficient that has no finite estima
 
 
 def table() -> pl.DataFrame:
-    return pl.DataFrame(REFERENCES["table"])
+    return pl.DataFrame(REFERENCES["table"], strict=False)
 
 
 @cache

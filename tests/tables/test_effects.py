@@ -283,7 +283,7 @@ def test_words_for_few_and_many_sites(sites: int, words: str) -> None:
     assert line == "age: +0.2 per unit (95 % CI +0.1 to +0.3)" + (f"; {words}" if words else "")
     assert term_words(term | {"low": -1.0}, "log-odds", 1).endswith("(95 % CI 0.905 to 1.35); not significant")
     assert (
-        sharing_words(term | {"differs": True, "spread": 30.0}, 12)
+        sharing_words(term | {"differs": True, "spread": 30.0, "crosses": True}, 12)
         == "varies between sites, also in sign (sd 3 around 0.2)"
     )
 
