@@ -163,7 +163,7 @@ class Fit:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
-    def report(self, out: str | Path | None = None) -> Path:
+    def report(self: Fit | Run, out: str | Path | None = None) -> Path:
         """Write the HTML report.
 
         Args:
@@ -233,16 +233,7 @@ class Run:
         """
         return serving.personal(self.path, client)
 
-    def report(self, out: str | Path | None = None) -> Path:
-        """Write the HTML report.
-
-        Args:
-            out: Output file; default: report.html in the folder.
-
-        Returns:
-            Its path.
-        """
-        return write_report(self.path, None if out is None else Path(out))
+    report = Fit.report
 
     def _means(self) -> dict[str, str]:
         metric = self.results.get("metric", "")

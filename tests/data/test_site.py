@@ -91,7 +91,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "rows.safetensors").write_bytes(b"nothing")
     with pytest.raises(DataError, match="not prepared rows"):
         load_site(SiteData(path=tmp_path / "rows.safetensors"), "a", seed=0)
-    with pytest.raises(DataError, match="not a file of data"):
+    with pytest.raises(DataError, match="not a data file"):
         load_site(described(tmp_path / "a.txt"), "a", seed=0)
 
 

@@ -204,7 +204,7 @@ def test_a_newcomer_by_file(sites: dict[str, Any], tmp_path: Path) -> None:
         ("west.csv", (",a,", ",,"), 'column "arm" has the value "missing", which no client of the run has'),
         ("west.csv", (",yes", ","), 'target column "outcome" has no value in'),
         ("west.csv", ("age,dose", "age,age"), 'column "age" appears more than once'),
-        ("west.toml", ("", ""), "west.toml: not a file of data; the run reads .csv"),
+        ("west.toml", ("", ""), "west.toml: not a data file; the run reads .csv"),
         ("gone.csv", None, "gone.csv: cannot be read"),
     ],
 )

@@ -174,7 +174,7 @@ def test_files_that_are_refused(run: Path, tmp_path: Path, text: str, message: s
 def test_other_mistakes(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match='no site "s9"; known: s0, s1, s2'):
         personal(run, "s9")
-    with pytest.raises(DataError, match="not a file of data"):
+    with pytest.raises(DataError, match="not a data file"):
         predict_file(personal(run, "s0"), write(tmp_path, "x", "new.xls"))
     with pytest.raises(KeyboardInterrupt):
         runner.start(config("rounds=3"), tmp_path / "half", None, stop_after(1))

@@ -98,7 +98,6 @@ def read_certificate(path: Path) -> tuple[x509.Certificate, x509.Certificate]:
 
 
 def _read_key(path: Path, certificate: x509.Certificate) -> Any:
-    """The private key of a certificate."""
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), None)
         if key.public_key() != certificate.public_key():

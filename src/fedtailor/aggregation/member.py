@@ -71,7 +71,6 @@ def transcript(asked: Asked, cards: Mapping[int, bytes], threshold: int, fractio
 
 
 def statement(kind: bytes, text: bytes, clients: Iterable[int] = ()) -> bytes:
-    """What is signed."""
     return b"fedtailor %s|%s|%s" % (kind, json.dumps(sorted(clients)).encode(), hashlib.sha256(text).digest())
 
 
@@ -311,12 +310,10 @@ class Member:
 
 
 def as_tensor(message: bytes) -> Tensor:
-    """Bytes as a tensor, which is what messages are made of."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def rows_of(messages: Any) -> Tensor:
-    """Messages of equal length as rows."""
     rows = [as_tensor(m) for m in messages]
     return torch.stack(rows) if rows else torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
 
@@ -327,7 +324,6 @@ def as_bytes(rows: Tensor) -> list[bytes]:
 
 
 def join_messages(parts: Iterable[bytes]) -> bytes:
-    """Messages of any length as one."""
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 

@@ -72,7 +72,6 @@ class LocalNoise:
     noise: float
 
     def apply(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
-        """The reply as it may leave."""
         reply = Clip(self.clip).apply(reply, args, placed)
         parts, rng = list(reply) if isinstance(reply, tuple) else [reply], np.random.default_rng()
         for i in changed_parts(reply, args, placed):

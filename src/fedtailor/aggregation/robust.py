@@ -78,7 +78,6 @@ def clients_mean(rows: Tensor, liars: int) -> Tensor:
 
 
 def median(rows: Tensor, liars: int) -> Tensor:
-    """The middle of every coordinate."""
     ordered = rows.sort(0).values
     return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
 

@@ -171,7 +171,6 @@ def encode_fixed_point(values: NDArray[np.float64], fraction_bits: int, clients:
 
 
 def decode_fixed_point(words: Words, fraction_bits: int) -> NDArray[np.float64]:
-    """The numbers of a sum."""
     return words.view(np.int64).astype(np.float64) * 2.0**-fraction_bits
 
 

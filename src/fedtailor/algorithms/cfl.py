@@ -125,7 +125,6 @@ class CFL(Algorithm):
 
 
 def at_node(node: Tensor, rows: Tree) -> Tree:
-    """What a table of all nodes holds for one."""
     return tree_map(lambda v: v[node[None]][0], rows)
 
 

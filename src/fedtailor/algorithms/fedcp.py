@@ -102,7 +102,6 @@ class FedCP(Algorithm):
 
 
 def direction(head: Params) -> Tensor:
-    """v of a head."""
     return normalize(next(w for w in head.values() if w.dim() == 2).sum(0), dim=0)
 
 

@@ -28,11 +28,11 @@ class FedProxFT(Algorithm):
     private: ClassVar[str] = "the fine-tuned model"
     onboards_fitted: ClassVar[bool] = True
     stale: ClassVar[bool] = True
+    citation: ClassVar[str] = FedProx.citation
     equals: ClassVar[dict[str, tuple[Any, ...]]] = {
         "no fine-tuning": ({"tune_epochs": 0, "mu": 0.8}, "fedprox", {"mu": 0.8}),
         "mu = 0": ({"mu": 0.0}, "fedavg+ft", {}),
     }
-    citation: ClassVar[str] = FedProx.citation
 
     server_init = FedProx.server_init
     local = FedProx.local

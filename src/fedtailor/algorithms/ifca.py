@@ -77,7 +77,6 @@ class IFCA(Algorithm):
 
 
 def row(theta: Params, j: Tensor) -> Params:
-    """The model of one cluster."""
     return {k: v[j[None]][0] for k, v in theta.items()}
 
 

@@ -101,7 +101,6 @@ class KNNPer(Algorithm):
         return log_blend(*self.both_probabilities(model, personal, x), personal[SHARE])
 
     def both_probabilities(self, model: Model, personal: Params, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities of the classes by kNN, and by the model."""
         store, labels = personal[FEATURES], personal[LABELS]
         features, logits = model.features_and_outputs(personal, x)
         squares = features.square().sum(1)[:, None] - 2 * features @ store.T + store.square().sum(1)

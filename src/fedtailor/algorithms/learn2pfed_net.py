@@ -63,7 +63,6 @@ class Learn2pFedNet(Algorithm):
     citation: ClassVar[str] = Learn2pFed.citation
 
     def part_sent(self, model: Model) -> Params:
-        """The part that is sent."""
         part = model.params if self.scope == "all" else model.head
         return {k: v for k, v in part.items() if k in model.trainable}
 

@@ -96,7 +96,6 @@ class PeFLL(Algorithm):
 
 
 def averaged_statistics(model: Model) -> Params:
-    """Initial statistics that are averaged."""
     return {k: v for k, v in model.params.items() if k not in model.trainable}
 
 

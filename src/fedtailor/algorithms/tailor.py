@@ -218,7 +218,6 @@ class Tailor(RandomCoefficients):
         return me.state | {"u": u | {"x": u["x"] * me.n / (me.n + self.evidence)}}, None
 
     def learned_gradient(self, slope: Tensor) -> Tensor:
-        """The gradient by theta of what is learned."""
         layers = (slope.shape[-1] - 1) // 2
         is_learned = [part in self.learned for part in PARTS]
         return slope * slope.new_tensor([*is_learned[:1] * layers, *is_learned[1:2] * layers, is_learned[2]])

@@ -77,7 +77,6 @@ def _words(detail: Detail) -> str:
 
 
 def _algorithms(learns: str, keeps: str) -> Groups:
-    """Algorithms by what they learn."""
     from fedtailor.algorithms import algorithms
     from fedtailor.core.algorithm import KEEPS, LEARNS, reply_names
 

@@ -74,7 +74,6 @@ def check(
 
 
 def _check_files(path: Path, target: str, client_column: str | None, settings: list[str], as_json: bool) -> None:
-    """Every problem of every file, one line each."""
     from fedtailor.data.configs import FolderConfig
     from fedtailor.data.tabular.problems import find_problems
     from fedtailor.experiments.config import parse, with_settings

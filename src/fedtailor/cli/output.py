@@ -21,7 +21,6 @@ console = Console()
 
 
 def progress_to_stderr(as_json: bool) -> AbstractContextManager[Any]:
-    """If the result is JSON, progress goes to stderr."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 

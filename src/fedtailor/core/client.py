@@ -251,7 +251,6 @@ def _run(
 
 
 def _part(tree: Tree, architecture: str | None) -> Tree:
-    """Of what a client keeps, that of its architecture."""
     return tree if tree is None or architecture is None else tree[architecture]
 
 

@@ -41,7 +41,6 @@ def decode(message: bytes, places: int = PLACES) -> tuple[dict[str, Any], Tree]:
 
 
 def decode_header(message: bytes) -> dict[str, Any]:
-    """The header alone."""
     return _read_head(message)[0]
 
 

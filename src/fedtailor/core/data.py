@@ -90,7 +90,6 @@ class Rows:
 
     @property
     def tensors(self) -> dict[str, Tree]:
-        """What is in memory, by name."""
         return {"x": self.x, "y": self.y} if self.in_memory else {"y": self.y}
 
     def bounds(self, clients: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -120,11 +119,9 @@ class Rows:
         return between(self.x, a, b), self.y[a:b]
 
     def targets(self, client: int) -> Tensor:
-        """The targets of one client, as a view."""
         return self.y[int(self.starts[client]) : int(self.starts[client + 1])]
 
     def only(self, clients: Sequence[int]) -> Rows:
-        """The rows of some clients."""
         firsts, sizes = self.bounds(clients)
         here = self.starts.device
         at = torch.cat([torch.arange(a, a + n, device=here) for a, n in zip(firsts, sizes, strict=True)])
@@ -375,7 +372,6 @@ class FederatedData:
             raise DataError(f"{self._where(split, rows, wrong)}: y must be a time not below 0 and an event, 0 or 1")
 
     def _where(self, split: str, rows: Rows, wrong: Tensor) -> str:
-        """The first row that is wrong, for people."""
         row = int(wrong.nonzero()[0, 0])
         client = int(torch.searchsorted(rows.starts, row, right=True)) - 1
         return f'{self.name}: client "{self.clients[client]}", {split}, row {row - int(rows.starts[client]) + 1}'

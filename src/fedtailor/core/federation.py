@@ -6,10 +6,11 @@ again without clients that were lost. `map` sends a call; `sum` and `mean` add u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from fedtailor.core.reduce import (
     at_path,
     in_order,
     outline,
+    row,
     validate,
 )
 from fedtailor.core.tape import Tape
-from fedtailor.core.traffic import FusedRound, Traffic, bytes_down, count_fused
 from fedtailor.core.trees import (
     Tree,
     changed_leaves,
@@ -88,6 +89,39 @@ class SumLog:
     secure: int = 0  # in this round
     moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
     new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
+
+
+@dataclass
+class Traffic:
+    """Bytes and trips of training, as messages would be serialised: bytes summed over clients, trips once per call."""
+
+    up: int = 0
+    down: int = 0
+    trips: int = 0
+
+    def count(self, clients: int, down: int, up: int, trips: int = 1) -> None:
+        """So many trips of so many clients, each with this many bytes down and up."""
+        self.trips += trips
+        self.down += trips * clients * down
+        self.up += trips * clients * up
+
+
+class Exchange(NamedTuple):
+    """Calls that a fused round stands for."""
+
+    function: str
+    message: tuple[Tree, ...]
+    times: int
+    taped: bool
+
+
+class FusedRound(NamedTuple):
+    """What a round computed on all clients' states at once came to."""
+
+    state: Tree  # private states, stacked
+    server: Tree
+    largest: Tensor  # norm of the largest reply that a client would have sent
+    exchanges: Sequence[Exchange]
 
 
 @dataclass
@@ -689,3 +723,23 @@ class Federation:
         """The name of the algorithm in tables."""
         algorithm = self.engine.experiment.algorithm
         return algorithm.title or type(algorithm).__name__
+
+
+def bytes_down(call: Call, clients: int) -> int:
+    """Of a call to so many clients; only ragged messages differ in length."""
+    if is_ragged(call.args):
+        return sum(codec.size(call.header, row(call.args, call.placed, i)) for i in range(clients))
+    return clients * codec.size(call.header, outline(call.args, call.placed))
+
+
+def count_fused(traffic: Traffic, exchange: Exchange, reply: int, *, round: int, first_call: int, clients: int) -> None:
+    """What the calls of a fused round would have sent; `reply` is the length of a reply without its header."""
+    function, message, times, taped = exchange
+    request = codec.tree_size(message)
+    for digits, calls in Counter(len(str(first_call + i)) for i in range(times)).items():
+        # the length of a header depends on its numbers by their digits only
+        call = Call(function, round, 10 ** (digits - 1), message, (False,) * len(message), taped)
+        request_header, reply_header = codec.header_size(call.header), codec.header_size(call.reply_header)
+        traffic.count(clients, down=request_header + request, up=reply_header + reply, trips=calls)
+        if taped:  # the way back: cotangents of the reply down, of the message up
+            traffic.count(clients, down=reply_header + reply, up=reply_header + request, trips=calls)

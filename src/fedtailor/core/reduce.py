@@ -108,8 +108,6 @@ class Reduction(Protocol):
 
 
 class SumNoise(Protocol):
-    """What is added to every sum."""
-
     def add(self, fed: Any, x: PerClient, total: Tree) -> Tree:
         """The sum of `x` with noise."""
 
@@ -260,7 +258,6 @@ class PerClient:
 
 
 def at_path(tree: Tree, path: Path) -> Tree:
-    """The part of a tree at a path."""
     for key in path:
         tree = tree[key]
     return tree
@@ -336,7 +333,6 @@ class ReplyStream:
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """Who gave a usable reply."""
         self.finish()
         return self._clients
 
@@ -356,7 +352,6 @@ class ReplyStream:
         return rebuild(at_path(self.example, path), iter(columns))
 
     def indices(self, path: Path) -> list[int]:
-        """Which leaves are under a path."""
         return [int(i) for i in leaves(at_path(self._numbered, path))]
 
     def columns(self, indices: Sequence[int], clients: tuple[int, ...]) -> list[Tensor]:
@@ -412,7 +407,6 @@ class _RunningSums:
             self._known = dict(zip(weight.clients, weight.everywhere().tolist(), strict=True))
 
     def add(self, clients: tuple[int, ...], flat: Flat) -> None:
-        """Add the replies of some clients to the sums."""
         if not self.added:
             return
         each = [v for i in self.added if (v := flat[i]) is not None]
@@ -436,7 +430,6 @@ class _RunningSums:
         return weight.tolist()
 
     def result(self) -> tuple[list[Tensor], Tensor | None]:
-        """The sum of each leaf, and of the weights."""
         stream, group = self._stream, self._stream.group
         clients, w = stream.clients, None
         if self._weight is not None:

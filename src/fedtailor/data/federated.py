@@ -151,7 +151,6 @@ def _take_samples(x: Tree, y: Tensor, at: Any) -> tuple[Tree, Tensor]:
 
 
 def _join_clients(parts: list[tuple[Tree, Tensor]], name: str) -> tuple[Tree, Tensor]:
-    """Concatenate the samples of all clients."""
     first = parts[0][0]
     if not isinstance(first, Tensor | dict):
         return JoinedSamples([x for x, _ in parts]), torch.cat([y for _, y in parts])

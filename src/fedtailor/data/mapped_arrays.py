@@ -56,7 +56,6 @@ class MappedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole array."""
         return tuple(self._pages.array.shape)
 
     def __getitem__(self, rows: slice) -> Chosen:

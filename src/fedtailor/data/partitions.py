@@ -105,7 +105,6 @@ def natural(ids: NDArray[np.int64]) -> list[Indices]:
 
 
 def partition(labels: NDArray[np.int64], config: PartitionConfig, seed: int) -> list[Indices]:
-    """The partition that a configuration asks for."""
     match config.partition:
         case "iid":
             return iid(len(labels), config.clients, seed)

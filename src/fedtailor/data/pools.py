@@ -108,7 +108,6 @@ def split_pool(
     seed: int,
     notes: tuple[str, ...],
 ) -> FederatedData:
-    """Split the part of each client."""
     cuts = [
         split(len(part), pool.labels[part], config, seed=seed, client=client)
         for client, part in zip(clients, parts, strict=True)

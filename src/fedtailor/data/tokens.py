@@ -23,8 +23,6 @@ Encode = Callable[[Sequence[str]], NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class SentencePool:
-    """All sentences of a source with their labels."""
-
     sentences: tuple[str, ...]
     labels: NDArray[np.int64]
     classes: tuple[str, ...]

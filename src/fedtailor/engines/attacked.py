@@ -79,7 +79,6 @@ class Attacked:
         return getattr(self.inside, name)
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
-        """Replies as they arrive."""
         for reply in self.inside.call(call, clients):
             if reply.tree is None or not self._malicious & set(reply.clients):
                 yield reply

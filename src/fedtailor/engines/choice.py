@@ -196,7 +196,6 @@ def operations(experiment: Experiment, cohort: int = 0) -> float:
 
 
 def _per_sample(experiment: Experiment) -> float:
-    """Operations of a step for each of its samples."""
     model, x = experiment.model, to_device(experiment.data.train.first(1), experiment.device)
     with _Counter() as counter, torch.no_grad():
         model({k: v.clone() for k, v in (model.params | model.private_buffers).items()}, x)

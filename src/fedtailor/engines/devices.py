@@ -57,7 +57,6 @@ def _nbytes(data: FederatedData) -> int:
 
 
 def has_type(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device has numbers of this type."""
     try:
         torch.empty((), dtype=dtype, device=device)
     except TypeError:

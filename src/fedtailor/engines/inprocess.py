@@ -101,7 +101,6 @@ class InProcess:
         self._forget()
 
     def groups(self, clients: Sequence[int]) -> Iterator[_Group]:
-        """Clients that run together."""
         if self.chunk and not self._draws:
             return (_Group(some, True) for some in group_clients(self.experiment, clients, self.chunk))
         return (_Group((c,), False) for c in clients)
@@ -285,7 +284,6 @@ def _rows(call: Call, rows: list[int]) -> tuple[Tree, ...]:
 
 
 def _with_rows(call: Call, group: _Group, rows: list[int]) -> Call:
-    """The call as a group receives it."""
     args = zip(_rows(call, rows), call.placed, strict=True)
     return replace(call, args=tuple(group.unstack(arg) if placed else arg for arg, placed in args))
 
@@ -318,7 +316,6 @@ def group_clients(experiment: Experiment, clients: Sequence[int], chunk: int) ->
 
 
 def client_error(experiment: Experiment, call: Call, client: int, error: Exception) -> ClientError:
-    """An error of a client function, with where it happened."""
     name = type(experiment.algorithm).__name__
     where = f"{name}.{call.function}, client {experiment.data.clients[client]}, round {call.round}"
     what = f"{type(error).__name__}: {error}"

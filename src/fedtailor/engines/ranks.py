@@ -59,7 +59,6 @@ def has_last_word() -> bool:
 
 
 def leave(ranks: ProcessGroup) -> None:
-    """Leave the process group."""
     if ranks.count > 1:
         dist.destroy_process_group()
 
@@ -294,7 +293,6 @@ class Sharded:
     def pull_back(
         self, number: int, clients: Sequence[int], cotangent: Tree
     ) -> Iterator[tuple[tuple[int, ...], tuple[Tree, ...]]]:
-        """Cotangents of this rank's clients."""
         if own := self.ranks.mine(clients):
             yield from self.inside.pull_back(number, own, cotangent)
 

@@ -256,7 +256,6 @@ class Remote:
 
     @property
     def everybody(self) -> range:
-        """All clients."""
         return range(len(self.experiment.data.clients))
 
 

@@ -179,7 +179,6 @@ def _check_aggregation(experiment: Experiment, config: RunConfig) -> None:
 
 
 def task_of(config: RunConfig, federated: FederatedData) -> Task:
-    """The task that is configured, or the one that the data is for."""
     name, options = config.task.name, config.task.options
     if name == "auto":
         if federated.task not in tasks.TASKS:
@@ -206,7 +205,6 @@ def dtype_of(config: RunConfig) -> torch.dtype:
 
 
 def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
-    """The model of a configuration, for samples of a shape."""
     return models.build(
         config.model.name,
         shape,
@@ -223,7 +221,6 @@ def model_of(config: RunConfig, shape: Shape, outputs: int) -> Model:
 
 
 def at_client(config: RunConfig, client: str) -> RunConfig:
-    """The configuration with the model of one client."""
     return config if config.model.by_client is None else config.model_copy(update={"model": config.model.at(client)})
 
 
@@ -296,7 +293,6 @@ def check_algorithm(algorithm: Algorithm, model: Model, task: str) -> None:
 
 
 def _exchanged(algorithm: Algorithm, model: Model) -> Tree:
-    """What server and clients exchange of a model."""
     replies = {f: reply_example(algorithm, f, model) for f in client_functions(algorithm)}
     return {"server": algorithm.server_init(model), "replies": replies}
 

@@ -21,8 +21,6 @@ Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class ModelDescription(BaseModel):
-    """Samples and outputs of a model."""
-
     model_config = ConfigDict(strict=True, frozen=True)
 
     task: str = Field(max_length=40)
@@ -81,7 +79,6 @@ def make_described_model(
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number among options, with its key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _numbers(inner, str(name))

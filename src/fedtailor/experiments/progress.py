@@ -20,7 +20,6 @@ CellListener = Callable[[str, int, int], None]  # the name of a run, its round, 
 
 @contextmanager
 def show_progress(console: Console, title: str) -> Iterator[Listener]:
-    """A listener that shows the rounds of one run."""
     if not shows_bars(console):
         yield _Lines(title)
         return

@@ -18,10 +18,9 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.federation import Federation
+from fedtailor.core.federation import Federation, Traffic
 from fedtailor.core.process_group import ProcessGroup
 from fedtailor.core.random import stream
-from fedtailor.core.traffic import Traffic
 from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
@@ -69,7 +68,6 @@ class RunState:
 
     @property
     def metric(self) -> str:
-        """The metric that compares rounds."""
         return self.engine.experiment.metrics[0].name
 
     @property

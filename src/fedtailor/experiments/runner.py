@@ -108,7 +108,6 @@ def about(
 
 
 def plain_shape(shape: Shape) -> Any:
-    """The shape as lists, for JSON."""
     return {k: list(v) for k, v in shape.items()} if isinstance(shape, dict) else list(shape)
 
 
@@ -274,7 +273,6 @@ def _place(
 
 
 def _stack_size(run: RunState, device: str) -> dict[str, int]:
-    """The stack size on a device, which depends on its memory."""
     chunk = getattr(run.engine, "chunk", 0)
     return {"chunk": chunk} if chunk and device != "cpu" else {}
 

@@ -105,7 +105,6 @@ def accept_folder(path: Path, tell: Callable[[str], None] | None = None) -> None
 
 
 def say(line: str) -> None:
-    """Print on stderr."""
     print(line, file=sys.stderr)
 
 
@@ -120,7 +119,6 @@ def fingerprint(name: str, file: Path) -> str:
 
 
 def folder_of(name: str, file: Path) -> Path:
-    """The folder from which a module is imported."""
     return folder_above(file, name.partition(":")[0]) or file.parent
 
 
@@ -163,7 +161,6 @@ def _store() -> Path:
 
 
 def _entry(name: str, file: Path) -> tuple[str, str]:
-    """What is remembered, and the name of its file."""
     content = json.dumps({"name": name, "file": str(file), "sha256": fingerprint(name, file)}, indent=1)
     return content, hashlib.sha256(content.encode()).hexdigest()
 
@@ -302,7 +299,6 @@ def _record_of(name: str, kind: Any) -> dict[str, Any] | None:
 
 
 def _files(folder: Path, first: Path) -> dict[str, str]:
-    """The first file and all that it needs of a folder."""
     return {name: _digest(content) for name, content in sources(folder, [first]).items()}
 
 

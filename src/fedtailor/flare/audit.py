@@ -72,8 +72,6 @@ class MessageKind:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The audit log of one run."""
-
     run: str
     first: str  # time
     last: str
@@ -103,7 +101,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_runs(path: Path) -> list[RunRecord]:
-    """The audit log, by run."""
     if not (lines := read_lines(path)):
         raise RunError(f"{path}: no audit log yet; it begins with the first request")
     runs: dict[str, list[dict[str, Any]]] = {}

@@ -75,7 +75,6 @@ def run_trial(
 
 
 def trial_roles(folder: Path, names: tuple[str, ...]) -> dict[Path, str]:
-    """The role of each participant, by its folder."""
     return {folder / "server": "server"} | {folder / name: "site" for name in names}
 
 

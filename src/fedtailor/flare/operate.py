@@ -67,7 +67,6 @@ def start_command(role: str, folder: Path) -> StartCommand:
 
 
 def _without_spaces(folder: Path) -> Path:
-    """A link to a folder, at a path without spaces."""
     link = Path(tempfile.mkdtemp(prefix="fedtailor-")) / "participant"
     if any(c.isspace() for c in str(link)):
         raise ConfigError(f'"{link.parent}": FLARE needs a temporary folder without spaces in its path; set TMPDIR')
@@ -162,7 +161,6 @@ def stop_participant(folder: Path, seconds: float = 5.0) -> bool:
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all its descendants."""
     import psutil
 
     try:
@@ -205,7 +203,6 @@ class ProcessSupervisor:
                 start_participant(role, folder)
 
     def stop(self) -> None:
-        """End all participants."""
         self._over.set()
         self._thread.join()
         with ThreadPoolExecutor(len(self.roles)) as pool:
@@ -265,7 +262,6 @@ class Status:
 
 
 def read_status(folder: Path) -> Status:
-    """The status of a participant, from its folder on this machine."""
     if not (folder / KIT).is_dir():
         raise RunError(f"{folder}: not the folder of a participant; fedtailor federation init creates them")
     process = find_process(folder)
@@ -292,7 +288,6 @@ def _run(path: Path) -> RunStatus:
 
 
 def status_lines(status: Status, now: float | None = None) -> list[str]:
-    """The status in words."""
     now = time.time() if now is None else now
     runs_as = f"running as process {status.process}" if status.process else "not running"
     words = [runs_as, *([] if status.role == "server" else [status.state]), *condition_words(status.condition, now)]

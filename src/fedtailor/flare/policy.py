@@ -168,7 +168,6 @@ def check_splits(budget: Budget, data: FederatedData, splits: Sequence[str]) -> 
 
 
 def round_metrics(budget: Budget, metrics: Tree) -> Tree:
-    """Metrics, rounded to the decimals of the policy."""
     if budget.decimals == EXACT:
         return metrics
     return tree_map(lambda v: torch.round(v, decimals=budget.decimals) if v.is_floating_point() else v, metrics)
@@ -182,7 +181,6 @@ class RequestRate:
         self._times = deque[float]()
 
     def count(self) -> None:
-        """Count a request, or refuse it."""
         now = time.monotonic()
         while self._times and now - self._times[0] > MINUTE:
             self._times.popleft()
@@ -206,7 +204,6 @@ class RunUsage:
         write_json(self.path, {"evaluations": self.evaluations, "calls": self.calls})
 
     def count_evaluation(self, round: int) -> None:
-        """Count an evaluation, or refuse it."""
         count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
         if count >= self.budget.evaluations_per_round:
             raise Refused(f"metrics were sent {count} times in round {round}, the limit of the policy")

@@ -221,11 +221,9 @@ class LateReplies:
     counted: dict[int, int] = field(default_factory=dict)  # in this round: client -> rounds late
 
     def state_round(self, client: int, kept_round: int) -> int:
-        """The round whose state a client continues from."""
         return self.arrived[client].call.round if client in self.arrived else kept_round
 
     def rebase_all(self, call: Call, clients: Sequence[int]) -> dict[int, Tree]:
-        """The late replies of these clients, as replies to this call."""
         self.counted = {c: call.round - self.arrived[c].call.round for c in clients if c in self.arrived}
         if call.number and (self.arrived or self.awaited):
             raise ConfigError(f'federation.late = "buffer": {call.function} is a second call in round {call.round}')

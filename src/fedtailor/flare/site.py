@@ -163,7 +163,6 @@ class SiteState:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def rounds(self) -> list[int]:
-        """Rounds whose state is on disk."""
         return sorted(int(file.stem.removeprefix("state")) for file in self.folder.glob("state*.json"))
 
     def keep(self, round: int, state: Tree) -> None:
@@ -176,7 +175,6 @@ class SiteState:
         return read_tree(self.folder, read_json(self._index(round)))
 
     def forget_but(self, rounds: set[int]) -> None:
-        """Delete the states of all other rounds."""
         for round in set(self.rounds()) - rounds:
             self._index(round).unlink()
             self._index(round).with_suffix(".safetensors").unlink(missing_ok=True)

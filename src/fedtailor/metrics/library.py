@@ -61,7 +61,6 @@ def find(task: Task, name: str) -> Metric:
 
 
 def known_metrics(task: Task) -> dict[str, Metric]:
-    """All metrics of a task."""
     usual = {m.name: m for m in usual_metrics(task)}
     if task.kind == "classification":
         return usual | _of_classes()

@@ -53,7 +53,6 @@ def add_lora(module: nn.Module, adapter: AdapterConfig, head: Sequence[str] = ()
 
 
 def trained_parameters(module: nn.Module) -> list[str]:
-    """Names of the parameters that are trained."""
     return [name for name, value in module.named_parameters() if value.requires_grad]
 
 
@@ -74,7 +73,6 @@ def _targets(module: nn.Module, targets: Sequence[str], kept: Sequence[str]) -> 
 
 
 def _parameters(module: nn.Module, parts: Sequence[str]) -> list[nn.Parameter]:
-    """All of some parts."""
     chosen = []
     for part in parts:
         matching = [value for name, value in module.named_parameters() if is_under(name, part)]

@@ -72,7 +72,6 @@ class Solve:
     warm_start: bool = True  # from where a sample's fixed point was in the epoch before
 
     def layer(self, cell: nn.Module, shape: Sequence[int]) -> EquilibriumLayer:
-        """The fixed point of a cell."""
         how = Equilibrium(self.tolerance, self.max_iterations, gradient=self.gradient)
         return EquilibriumLayer(cell, shape, how, self.warm_start)
 

@@ -57,7 +57,6 @@ def mode(
 
 
 def newton_step(family: Family, x: Tensor, y: Tensor, mask: Tensor, beta: Tensor, factor: Tensor, z: Tensor) -> Tensor:
-    """From z towards the mode."""
     eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
     gradient, curvature = family.derivatives(x, y, mask, beta + unflat(factor @ z, beta.shape[1]))
     return torch.linalg.solve(factor.mT @ curvature @ factor + eye, factor.mT @ gradient - z)

@@ -70,8 +70,6 @@ def slope(a: Tensor, b: Tensor, factor: Tensor, beta: Tensor, inverse: Tensor) -
 
 @dataclass(frozen=True)
 class Fitted:
-    """Where the deviance is least."""
-
     factor: Tensor
     beta: Tensor
     noise: Tensor

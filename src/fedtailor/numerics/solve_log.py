@@ -57,7 +57,6 @@ class Solves(list[Report]):
 
     @property
     def tally(self) -> Tally:
-        """Of all of them."""
         known = [r for r in self if r.converged.numel()]
         if not known:
             return self.elsewhere
@@ -82,7 +81,6 @@ def watched() -> Iterator[Solves]:
 
 
 def log_solve(report: Report) -> None:
-    """Note a solve of this process."""
     for solves in _watchers.get():
         solves.append(report)
 

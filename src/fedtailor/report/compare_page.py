@@ -201,7 +201,6 @@ def best(task: ComparedTask) -> str:
 
 
 def task_sections(task: ComparedTask, suffix: str) -> list[PageSection]:
-    """PageTable and charts of a task."""
     title = task.name or "Results"
     units = tuple(filter(None, [task.all[0].units]))
     if not task.rows:

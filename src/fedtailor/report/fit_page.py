@@ -45,7 +45,6 @@ NONE = "not stored with the fit; fedtailor explain computes it"
 
 
 def fit_page(path: Path) -> Page:
-    """The page of a finished fit."""
     record = read_json(path / FIT)
     runs, failed = runs_in(path)
     finished_runs = [run for run in runs if run.results is not None]
@@ -222,7 +221,6 @@ def summary(record: dict[str, Any], failed: Sequence[str] = ()) -> PageSection:
 
 
 def served_sentence(served: list[str]) -> str:
-    """Which models serve the sites, in a sentence."""
     own = [name for name in served if name in OWN]
     if len(own) == len(served):
         if len(served) == 1:

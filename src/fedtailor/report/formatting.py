@@ -39,7 +39,6 @@ def duration(seconds: float) -> str:
 
 
 def label(metric: str) -> str:
-    """Title of an axis."""
     return metric + (" (%)" if metric == "accuracy" else "")
 
 

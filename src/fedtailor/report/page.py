@@ -42,8 +42,6 @@ class Chart:
 
 @dataclass(frozen=True)
 class TableCell:
-    """Text in a table, and what it is sorted by."""
-
     text: str
     key: Value = None
 
@@ -63,8 +61,6 @@ class PageTable:
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """One of the numbers at the top."""
-
     name: str
     value: str
     note: str = ""
@@ -90,8 +86,6 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A page before it is HTML."""
-
     title: str
     kind: str  # above the title: "Run" or "Comparison"
     state: str  # "finished", or how far it is

@@ -25,8 +25,6 @@ LINES = ("-", "--", ":", "-.")  # to distinguish more rows than there are colour
 
 @dataclass(frozen=True)
 class Paper:
-    """The files to write."""
-
     latex: Path | None = None
     columns: tuple[str, ...] = ()
     figure: Path | None = None

@@ -131,7 +131,6 @@ def gains(mine: Iterable[float], theirs: Iterable[float], higher: bool) -> list[
 
 
 def known(values: Iterable[float]) -> list[float]:
-    """The finite values."""
     return [v for v in values if math.isfinite(v)]
 
 

@@ -73,7 +73,7 @@ def _prepare(folder: RunFolder, file: Path, name: str, data_root: Path | None) -
     if isinstance(config.data, FolderConfig) and preparation is not None:
         refuse_other_code(folder)
         if client_name(file) is None:
-            raise DataError(f"{file}: not a file of data; the run reads {', '.join(SUFFIXES)}")
+            raise DataError(f"{file}: not a data file; the run reads {', '.join(SUFFIXES)}")
         table = read_table(file, config.data.ignore)
         own = prepare_newcomer(preparation, config.data, table, name, data_seed(config)).to(dtype_of(config))
         return assemble(config.model_copy(update={name: type(getattr(config, name))() for name in OF_ROUNDS}), own), own
@@ -96,7 +96,6 @@ def _in_units(metrics: dict[str, float], data: FederatedData) -> dict[str, float
 
 
 def newcomer_record(fit: Path, name: str) -> dict[str, Any]:
-    """The stored record of a newcomer."""
     file = part_of(source_run(fit) / "newcomers", name) / "newcomer.json"
     if not file.exists():
         raise RunError(f'{fit}: no newcomer "{name}"; onboard it first')

@@ -36,7 +36,7 @@ def predict_file(model: Personal, file: Path, interval: float = 0.0) -> pl.DataF
         x = x.to(model.model.dtype) if x.is_floating_point() else x
         return _add_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x, interval)
     if client_name(file) is None:
-        raise DataError(f"{file}: not a file of data; known endings: {', '.join(SUFFIXES)}, .npz")
+        raise DataError(f"{file}: not a data file; known endings: {', '.join(SUFFIXES)}, .npz")
     return predict_rows(model, file, *read_rows(file), interval)
 
 

@@ -25,8 +25,6 @@ METHODS = ("algorithm", "server", "privacy", "aggregation")  # sections that bel
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid."""
-
     label: str
     seed: int
     folder: Path
@@ -34,7 +32,6 @@ class Cell:
 
 
 def folder_name(label: str, seed: int) -> str:
-    """The folder of a cell."""
     return f"{''.join(c if c.isalnum() or c in '+-.' else '_' for c in label.lower())}-seed{seed}"
 
 

@@ -51,7 +51,6 @@ def run_rows(results: Mapping[str, Any], local: Mapping[str, Any] | None) -> lis
 
 
 def cells_of(row: Row) -> list[str]:
-    """The figures of a row as text."""
     return [
         row.label,
         spread(row.metric, *row.last),
@@ -67,7 +66,6 @@ def cells_of(row: Row) -> list[str]:
 
 
 def header(rows: Sequence[Row]) -> list[str]:
-    """Column titles."""
     name = rows[0].metric + (" %" if rows[0].metric == "accuracy" else "")
     return [title.format(name) for title in COLUMNS]
 
@@ -140,7 +138,6 @@ def latex(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
 
 
 def latex_escape(text: str) -> str:
-    """Text as LaTeX prints it."""
     special = {c: f"\\{c}" for c in "&%$#_{}"}
     special |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
     return "".join(special.get(c, c) for c in text)
@@ -194,7 +191,6 @@ def spread(metric: str, value: float, deviation: float) -> str:
 
 
 def size(bytes: float) -> str:
-    """Bytes for people."""
     for unit in ("B", "kB", "MB"):
         if bytes < 1000:
             return f"{bytes:.0f} {unit}" if unit == "B" else f"{bytes:.1f} {unit}"
@@ -219,7 +215,6 @@ SUMS = "tables.json"
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files by name."""
     write_json(folder / SUMS, {name: write_atomically(folder / name, text.encode()) for name, text in texts.items()})
 
 

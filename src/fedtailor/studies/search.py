@@ -100,7 +100,6 @@ def plan(section: SearchSection, subjects: Sequence[Subject], seeds: Collection[
 
 
 def first(values: list[Any] | Range) -> Any:
-    """One of the values."""
     return values.low if isinstance(values, Range) else values[0]
 
 
@@ -122,7 +121,6 @@ def drawn(section: SearchSection, subject: Subject) -> list[Settings]:
 
 
 def trial_of(section: SearchSection, subject: Subject, settings: Settings, folder: Path) -> Trial:
-    """The runs of a setting, one for each seed."""
     return Trial(settings, tuple(_cell(section, subject, settings, folder, seed) for seed in section.all_seeds))
 
 
@@ -139,7 +137,6 @@ def _cell(section: SearchSection, subject: Subject, settings: Settings, folder: 
 
 
 def settings_text(settings: Settings) -> str:
-    """Settings for people."""
     return ", ".join(f"{key.removeprefix('algorithm.')} {value}" for key, value in settings.items())
 
 

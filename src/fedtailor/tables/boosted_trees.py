@@ -73,7 +73,6 @@ class Trees:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The arrays by name."""
         return {name: getattr(self, name).contiguous() for name in NAMES}
 
     def save(self, path: Path) -> None:
@@ -161,7 +160,6 @@ class TreeParts:
 
     @property
     def by_kind(self) -> dict[str, tuple[float, Ensemble]]:
-        """Weight and trees of the kinds that there are."""
         parts = {TREES: self.alone, ON_TOP: self.on_top}
         return {kind: part for kind, part in parts.items() if part is not None}
 

@@ -45,7 +45,6 @@ FAILURES = (UserError, ClientError, RoundAbandoned, torch.linalg.LinAlgError)  #
 
 
 def kind_of(task: str) -> str:
-    """The mixed model of a task."""
     return {"classification": "mixedlogit", "count": "mixedpoisson"}.get(task, "mixedmodel")
 
 
@@ -186,7 +185,6 @@ def folds_of(data: FederatedData, seed: int, folds: int = FOLDS) -> NDArray[np.i
 
 
 def subset_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
-    """The data with some of its training rows."""
     starts = data.train.starts.tolist()
     sizes = [int(keep[a:b].sum()) for a, b in pairwise(starts)]
     at = torch.from_numpy(np.flatnonzero(keep))
@@ -194,7 +192,6 @@ def subset_rows(data: FederatedData, keep: NDArray[np.bool_]) -> FederatedData:
 
 
 def site_of_rows(rows: Rows) -> NDArray[np.int64]:
-    """Which site each row belongs to."""
     return np.repeat(np.arange(len(rows.sizes)), rows.sizes.numpy())
 
 

@@ -239,7 +239,6 @@ def tests_by_column(mixed: MixedFit, terms: list[CoefficientTerm], size: int) ->
 
 
 def _standard_error(covariance: Floats, weights: Floats) -> float:
-    """Standard error of a linear combination."""
     return float(np.sqrt(max(float(weights @ covariance @ weights), 0.0)))
 
 

@@ -111,7 +111,6 @@ def fill_defaults(tables: dict[str, Any], loaded: FederatedData, algorithm: str 
 
 
 def candidates_for(model: str, loaded: FederatedData) -> list[dict[str, Any]]:
-    """The candidates of "auto"."""
     if model != "linear":
         return [dict(table) for table in NETWORK]
     return [dict(table) for table in (LINEAR_NUMBERS if loaded.task == "regression" else LINEAR_CLASSES)]

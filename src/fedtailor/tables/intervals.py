@@ -28,7 +28,6 @@ def interval_around(middle: Floats, half: float, scale: ErrorScale) -> tuple[Flo
 
 
 def interval_errors(middle: Floats, y: Floats, scale: ErrorScale) -> Floats:
-    """Absolute errors on the scale of the intervals."""
     if scale == "plain":
         return np.abs(y - middle)
     return np.abs(np.log(y) - np.log(middle)) if scale == "log" else np.abs(np.sqrt(y) - np.sqrt(middle))

@@ -49,7 +49,6 @@ def site_metrics(
 
 
 def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float) -> float:
-    """One metric of one site's rows, in units of the target."""
     a, b = int(rows.starts[site]), int(rows.starts[site + 1])
     if a == b:
         return math.nan

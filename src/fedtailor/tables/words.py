@@ -21,7 +21,6 @@ def is_factor(scale: str) -> bool:
 
 
 def signed(value: float) -> str:
-    """Three digits, with a sign."""
     return f"{value:+.3g}"
 
 
@@ -81,7 +80,6 @@ def term_words(term: Mapping[str, Any], scale: str, sites: int) -> str:
 
 
 def model_sentence(coefficients: Coefficients) -> str:
-    """Which model the coefficients are taken from."""
     sites, label = len(coefficients["sites"]), coefficients["model"]
     if sites == 1:
         return "There is one site; its coefficients come from an ordinary regression."

@@ -29,7 +29,6 @@ class Batch:
     places: Tensor | None = None  # of its rows in a `PerSample`; of padding, one that is nobody's
 
     def part(self, first: int, last: int) -> Batch:
-        """Some of its rows."""
         by_row = {k: getattr(self, k) for k in ("rows", "weight", "index", "places")}
         cut_out: dict[str, Any] = {k: None if v is None else v[..., first:last] for k, v in by_row.items()}
         return replace(self, **cut_out, drawn=None if self.drawn is None else self.drawn[..., first:last, :])
@@ -47,7 +46,6 @@ class PerSample:
         self.values = like.new_zeros(places, *shape)
 
     def read(self, batch: Batch) -> Tensor:
-        """Copies of the tensors of a batch."""
         assert batch.places is not None
         return self.values[batch.places]
 
@@ -111,7 +109,6 @@ def orders_of(
 
 
 def single(start: int, orders: Orders, batch_size: int, least: int = 1) -> list[Batch]:
-    """One client's batches."""
     return [Batch(torch.from_numpy(batch + start)) for order in orders for batch in cut(order, batch_size, least)]
 
 

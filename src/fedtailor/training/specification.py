@@ -47,7 +47,6 @@ class Training:
         return self.own_loss is not None or self.after_step is not None
 
     def samples(self, batch: Batch) -> tuple[Tree, Tensor]:
-        """The samples of a batch, augmented if they are to be."""
         x, y = send_samples((take(self.data.x, batch.rows), take(self.data.y, batch.rows)), self.model.device)
         return (x if batch.drawn is None else augment(x, batch.drawn[..., :2], batch.drawn[..., 2])), y
 

@@ -180,7 +180,6 @@ class TableFit(Algorithm):
         return torch.cat([own, others])
 
     def stage(self, round: int) -> tuple[Effects, int] | None:
-        """Effects and part that a round of the preparation is for."""
         at = round + self.preparation - 2
         return (self.effects[at // self.parts], at % self.parts) if 0 <= at < self.preparation - 1 else None
 
@@ -248,7 +247,6 @@ class TableFit(Algorithm):
     # blends
 
     def first_blend(self, me: ClientContext) -> dict[str, Tensor]:
-        """What a site keeps of its blend."""
         zero = me.n.to(me.model.dtype) * 0
         own = self.alone_weights(zero)
         return {
@@ -306,7 +304,6 @@ class TableFit(Algorithm):
 
     @on_client(sends=(GRADIENTS, CURVATURES))
     def curvature(self, me: ClientContext, weights: Tensor) -> tuple[Tree, Tree]:
-        """At the common weights of each part."""
         rows = self.scaled_rows(me)
         each = [
             blending.quadratic(rows.said, rows.y, rows.without(p), weights[p], rows.is_class) for p in range(self.parts)

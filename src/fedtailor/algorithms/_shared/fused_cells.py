@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
 from fedtailor.core.context import View
-from fedtailor.core.traffic import Exchange, FusedRound
+from fedtailor.core.federation import Exchange, FusedRound
 from fedtailor.core.trees import Params, Tree, tree_map
 
 SMALL = 1_000_000  # numbers
@@ -200,7 +200,6 @@ class _Block:
         return self.direct + learnables.by_raw(self.raw, slopes, self.algorithm.positive)
 
     def largest(self) -> Tensor:
-        """The largest number of all replies."""
         sent = self.cells[0].sent.abs()
         for cell in self.cells[1:]:
             torch.maximum(sent, cell.sent.abs(), out=sent)

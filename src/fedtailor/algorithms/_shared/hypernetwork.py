@@ -28,8 +28,6 @@ def start(model: Model, embedding: int, hidden: int, *key: str | int) -> Tree:
 
 
 def generate(phi: Tree, v: Tensor, model: Model) -> Params:
-    """The parameters for one vector."""
-
     def linear(layer: Params, x: Tensor) -> Tensor:
         return layer["weight"] @ x + layer["bias"]
 

@@ -47,7 +47,6 @@ class Learnables:
         return start(torch.full_like(like, self.lam), scalars, self.positive, self.cells if self.per_cell else 0)
 
     def numbers(self, state: Tree, w: Tensor, cell: Tensor | int) -> Params:
-        """The learned numbers of a cell."""
         raw = state["learned"]["raw"]
         return positive_numbers(raw[cell] if self.per_cell else raw, w.shape, self.positive)
 
@@ -103,12 +102,10 @@ def learned_entries(raw: Tensor, names: tuple[str, ...]) -> Tensor:
 
 
 def degrees(raw: Tensor) -> Tensor:
-    """The raw degrees."""
     return raw[..., : -len(SCALARS)]
 
 
 def pull_degrees(raw: Tensor, common: Tensor, pull: float) -> Tensor:
-    """With degrees nearer to the common ones."""
     return torch.cat([torch.lerp(degrees(raw), common, pull), raw[..., -len(SCALARS) :]], dim=-1)
 
 

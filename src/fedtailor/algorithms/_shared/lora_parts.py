@@ -52,7 +52,6 @@ def check_dense_adapters(model: Model, title: str) -> None:
 
 
 def adapters(model: Model) -> dict[str, Adapter]:
-    """The adapter of every layer that has one."""
     adapters = {}
     for a in names(model, A):
         layer, _, rest = a.partition(A)

@@ -19,7 +19,6 @@ def gather_models(fed: Federation, replies: PerClient) -> dict[str, Params]:
 
 
 def stack_models(models: Iterable[Params]) -> Params:
-    """Models as rows."""
     each = list(models)
     return {k: torch.stack([one[k] for one in each]) for k in each[0]}
 

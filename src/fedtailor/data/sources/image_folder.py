@@ -23,8 +23,6 @@ MODES = {"rgb": "RGB", "grey": "L"}
 
 
 class ImageEntry(NamedTuple):
-    """One image of a client."""
-
     client: str
     label: str
     path: Path
@@ -48,7 +46,6 @@ def load(
 
 
 def list_images(config: ImageFolderConfig) -> list[ImageEntry]:
-    """All images, in a fixed order."""
     path = expand_home(config.path)
     if path.is_file() and client_name(path) is not None:
         return _read_listing(path)

@@ -28,7 +28,6 @@ NUMBERS = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9
 
 
 def load(config: SchoolConfig, *, seed: int, root: Path | None = None) -> FederatedData:
-    """Every school as a client."""
     tables = read_schools(locate(data_root(root), FILE, config.source))
     columns = tuple(f"x{i:02d}" for i in range(tables[0][0].shape[1] - 1))  # the last is a constant
     low, high = SCORES
@@ -90,7 +89,6 @@ def _decompress(part: bytes) -> bytes:
 
 
 def _elements(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Type and bytes of each element."""
     at = 0
     while at < len(content):
         if at + 8 > len(content):

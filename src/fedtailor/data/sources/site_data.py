@@ -79,11 +79,10 @@ def load(config: SitesConfig, *, seed: int, root: Path | None = None) -> Federat
 
 
 def load_site(config: SiteData, name: str, *, seed: int) -> FederatedData:
-    """The data of a site, as a federation of one client."""
     if config.path.suffix == PREPARED:
         return _read_prepared(config.path, name)
     if client_name(config.path) is None:
-        raise DataError(f"{config.path}: not a file of data; known endings: {', '.join((*SUFFIXES, PREPARED))}")
+        raise DataError(f"{config.path}: not a data file; known endings: {', '.join((*SUFFIXES, PREPARED))}")
     table = read_table(config.path)
     if config.formula:
         kinds = ColumnKinds(config.numeric, dict(config.categories))

@@ -163,8 +163,6 @@ class Column:
 
 @dataclass(frozen=True)
 class ClientTable:
-    """The rows of one client."""
-
     path: Path
     names: tuple[str, ...]  # including ignored columns
     columns: dict[str, Column]

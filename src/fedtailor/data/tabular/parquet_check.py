@@ -77,7 +77,6 @@ def _number(content: bytes, at: int) -> tuple[int, int]:
 
 
 def _struct(content: bytes, at: int, depth: int) -> tuple[dict[int, Any], int]:
-    """Fields by number."""
     if at < 0 or depth > DEEPEST:
         raise IndexError
     fields: dict[int, Any] = {}

@@ -112,7 +112,6 @@ class Preparation(_Plain):
 
     @property
     def is_statistic(self) -> NDArray[np.bool_]:
-        """Features that are statistics of the target."""
         named = [
             (name, isinstance(c, CategoryColumn) and c.statistic_names) for c in self.columns for name in c.features
         ]
@@ -124,7 +123,6 @@ class Preparation(_Plain):
         return frozenset(name for c in self.columns if isinstance(c, NumberColumn) for name in c.sites)
 
     def of(self, site: str) -> Preparation:
-        """The part that one site needs."""
         columns = tuple(
             c.model_copy(update={"sites": {site: c.sites[site]}}) if isinstance(c, NumberColumn) else c
             for c in self.columns

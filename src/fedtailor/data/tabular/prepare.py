@@ -85,7 +85,6 @@ def prepare_tables(
 
 
 def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
-    """A table with the column names of the others."""
     new = match_columns(table.names, columns)
     names = tuple(new.get(name, name) for name in table.names)
     return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})

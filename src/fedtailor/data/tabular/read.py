@@ -81,7 +81,6 @@ def table_from_frame(path: Path, frame: pl.DataFrame, ignore: Sequence[str] = ()
 
 
 def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict[str, ClientTable]:
-    """Tables of clients from one file, by the name in a column."""
     import polars as pl
 
     frame = _read_filled(path)
@@ -246,12 +245,10 @@ def read_client_tables(config: FolderConfig) -> dict[str, ClientTable]:
 
 
 def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, ClientTable]:
-    """Tables by client name, sorted."""
     return {name: read_table(path, ignore) for name, path in client_files(folder).items()}
 
 
 def client_files(folder: Path) -> dict[str, Path]:
-    """Files by client name, sorted."""
     if not folder.is_dir():
         hint = "is a file; give the folder that holds one file per client, or name its column with data.client_column"
         problem = hint if folder.exists() else "no such folder"

@@ -183,7 +183,6 @@ def refuse_mixed_text(tables: Collection[ClientTable], column: str, remedy: str)
 
 
 def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> None:
-    """Refuse text in a column of numbers."""
     for table in tables:
         rows = table.columns[column].is_text.arg_true()
         if len(rows):
@@ -196,7 +195,6 @@ def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> No
 
 
 def numeric_values(column: Column) -> Floats:
-    """Values of a column, NaN where missing."""
     return column.number.to_numpy().astype(np.float64)
 
 

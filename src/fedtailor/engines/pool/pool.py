@@ -44,7 +44,6 @@ class RowBook:
         self._held: list[int] = []  # of former calls of a tape
 
     def fresh(self) -> int:
-        """A row that nobody reads."""
         if self._free:
             return self._free.pop()
         self.used += 1

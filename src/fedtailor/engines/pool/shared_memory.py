@@ -47,7 +47,6 @@ class Memory:
 
     @cached_property
     def bytes(self) -> Tensor:
-        """The whole memory as one tensor."""
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def take(self, size: int) -> Region:
@@ -122,7 +121,6 @@ class Layout:
         return Layout(tree, tuple(parts), max(end, ALIGNED))
 
     def json(self) -> dict[str, Any]:
-        """For another process."""
         kinds = [(str(dtype).removeprefix("torch."), shape) for dtype, shape, _ in self.parts]
         return {"tree": _description(self.tree), "leaves": kinds}
 

@@ -58,21 +58,17 @@ class StateRows:
         self._cotangent = Layout.of(layout.tree["state"])
 
     def stacks(self, rows: int) -> list[Tensor]:
-        """Each tensor of the first rows, as one."""
         return self.layout.all_places(self.memory.bytes, rows)
 
     def read(self, row: int) -> Tree:
-        """A copy of a row."""
         return tree_map(torch.clone, self.layout.read(self.memory.bytes, row * self.layout.size))
 
     def write(self, row: int, kept: Tree) -> None:
-        """Fill a row."""
         places = self.layout.places(self.memory.bytes, row * self.layout.size)
         for place, leaf in zip(places, leaves(kept), strict=True):
             place.copy_(leaf)
 
     def at(self, spot: Spot | None) -> Tree:
-        """A copy of a cotangent."""
         if spot is None:
             return None
         row, strides = spot  # from another process: a list
@@ -116,7 +112,6 @@ class Worker:
         return do[request["do"]](request, tasks, apart), apart
 
     def reply_layout(self, function: str) -> Layout:
-        """Of the reply that a client function declares."""
         if function not in self._replies:
             self._replies[function] = Layout.of(
                 reply_example(self.experiment.algorithm, function, self.experiment.model)

@@ -211,7 +211,6 @@ class WorkerProcesses:
     def _answers(
         self, process: WorkerProcess, sent: bytes, answer: dict[str, Any], apart: Sequence[bytes]
     ) -> list[Answer]:
-        """What a worker found."""
         if "failed" in answer:  # the same here fails in the same way, but with the error itself
             with one_thread():
                 results, apart = self.worker.handle(json.loads(sent))

@@ -53,7 +53,6 @@ def train_dense(training: Training, t: Tree) -> tuple[Params, Params]:
 def train_one(
     layers: Sequence[AffineLayer], gradient: Gradient, t: Tree, x: Tensor, y: Tensor, batches: Sequence[Batch]
 ) -> Params:
-    """A stack of one."""
     stack = train_stack(layers, gradient, tree_map(lambda v: v[None], t), x, y, batches)
     return {k: v[0] for k, v in stack.items()}
 

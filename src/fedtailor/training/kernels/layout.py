@@ -17,7 +17,6 @@ def channels_last(value: Tree) -> Tree:
 
 
 def channels_last_tree(t: Tree) -> Tree:
-    """The tensors of a training."""
     parts = [k for k in ("params", "frozen", "center", "mask") if t[k] is not None]
     return t | {part: {k: channels_last(v) for k, v in t[part].items()} for part in parts}
 

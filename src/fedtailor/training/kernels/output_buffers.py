@@ -42,7 +42,6 @@ _current: ContextVar[OutputBuffers | None] = ContextVar("output_buffers", defaul
 
 
 def current() -> OutputBuffers:
-    """Those of this call."""
     return _current.get() or OutputBuffers()
 
 
