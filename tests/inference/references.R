@@ -128,7 +128,8 @@ for (name in names(small_counts)) {
   first <- suppressWarnings(glmer(as.formula(f[[1]]), small, f[[2]]))
   start <- list(theta = getME(first, "theta"), fixef = fixef(first))
   model <- suppressWarnings(update(first, start = start, control = control))
-  out[[name]] <- of_mixed(model, f[[1]], f[[2]], "table", profile = name != "small_slopes")
+  # confint interpolates: of small_binary its lower end, near 0, is 6 % off where the deviance has risen by 3.84
+  out[[name]] <- of_mixed(model, f[[1]], f[[2]], "table", profile = name == "small_poisson")
 }
 cox <- coxph(Surv(time, event) ~ x + arm + age + strata(site), small, ties = "efron", control = coxph.control(eps = 1e-12, iter.max = 60))
 out$small_cox <- list(
