@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from fedtailor.tables.variance_tests import difference_tests, problem_of, random
 SITES, EACH = 12, 15
 
 
-def sums(slope: float, seed: int = 2) -> tuple[reml.Problem, dict[str, list[str] | np.ndarray]]:
+def sums(slope: float, seed: int = 2) -> tuple[reml.Problem, dict[str, Any]]:
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(SITES, EACH, 2))
     own = np.stack([0.8 * rng.normal(size=SITES), slope * rng.normal(size=SITES)], 1)

@@ -108,16 +108,17 @@ def frame_of(e: Estimates) -> pl.DataFrame:
 def random_frame_of(e: Estimates) -> pl.DataFrame:
     import polars as pl
 
-    floats = dict.fromkeys(("estimate", "low", "high"), pl.Float64)
-    texts = dict.fromkeys(("group", "term", "kind"), pl.String)
-    return pl.DataFrame([asdict(part) for part in e.random], schema=texts | floats)
+    kinds: dict[str, Any] = dict.fromkeys(("group", "term", "kind"), pl.String)
+    kinds |= dict.fromkeys(("estimate", "low", "high"), pl.Float64)
+    return pl.DataFrame([asdict(part) for part in e.random], schema=kinds)
 
 
 def modes_frame_of(e: Estimates) -> pl.DataFrame:
     import polars as pl
 
-    floats = dict.fromkeys(("estimate", "error", "low", "high", "coefficient"), pl.Float64)
-    return pl.DataFrame([asdict(mode) for mode in e.modes], schema={"site": pl.String, "term": pl.String} | floats)
+    kinds: dict[str, Any] = dict.fromkeys(("site", "term"), pl.String)
+    kinds |= dict.fromkeys(("estimate", "error", "low", "high", "coefficient"), pl.Float64)
+    return pl.DataFrame([asdict(mode) for mode in e.modes], schema=kinds)
 
 
 def modes_text(e: Estimates) -> str:
