@@ -9,10 +9,10 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && \
 	$(BIN)/lint-imports --no-cache && $(BIN)/python tools/structure.py src/fedtailor
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-thorough test-times test-browser lint fuzz bench bench-gpu bench-peers evidence docs dist wheel wheel-full schema notebooks pictures clean
+.PHONY: help setup demo test test-thorough test-times test-browser lint fuzz bench bench-gpu bench-peers evidence evidence-check docs dist wheel wheel-full schema notebooks pictures clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(READY) ## Create .venv with the pinned versions
 
@@ -80,7 +80,11 @@ bench-peers: $(READY) $(PEERS)/.ready ## The same tasks in Flower, pfl-research 
 
 evidence: $(ALL_READY) ## The tables of docs/results (long; resumable; needs FEDTAILOR_DATA)
 	$(BIN)/python benchmarks/federation.py
-	$(BIN)/python benchmarks/evidence.py
+	$(BIN)/python -m benchmarks.evidence
+	$(BIN)/python -m benchmarks.papers_page
+
+evidence-check: $(ALL_READY) ## Rerun the miniatures of all rows, list and mark those whose numbers have changed (needs FEDTAILOR_DATA)
+	$(BIN)/python -m benchmarks.evidence --check
 
 docs: $(ALL_READY) ## Build the site (build/site), check its links, run the commands and code shown on it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,4 +1,4 @@
-"""Clients that lie: methods x attacks x means. python benchmarks/attacks.py writes docs/results/attacks.md
+"""Clients that lie: methods x attacks x means. python -m benchmarks.attacks writes docs/results/attacks.md
 
 Digits dealt equally to 20 clients (at most 24 training samples each), an MLP of 32, 60 rounds; a fifth of the
 clients lie in every round. Test accuracy of the honest ones in the last round, mean over clients and seeds. "alone" is
@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks import records
 from fedtailor.core.data import FederatedData
 from fedtailor.engines.attacked import with_trigger
 from fedtailor.errors import RunError
@@ -26,7 +27,6 @@ from fedtailor.experiments.building import attack_of, load
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.models import build
-from fedtailor.version import __version__
 
 METHODS = ("fedavg", "ditto", "fedrep", "learn2pfed-net:average")  # with a consensus other than its default, ADMM
 ATTACKS = ("none", "sign-flip", "scaling", "noise", "label-flip", "backdoor")
@@ -89,17 +89,14 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
 
 
-def page(cells: Cells, methods: list[str], seeds: list[int], command: str) -> str:
+def page(cells: Cells, methods: list[str], seeds: list[int], made: str) -> str:
     """The two tables, as far as there are cells for them."""
 
     def values(method: str, attack: str, means: str, what: str) -> list[float]:
         return [cells[key][what] for s in seeds if (key := f"{method}/{attack}/{means}/{s}") in cells]
 
     alone = values("local", "none", "weighted", "accuracy")
-    lines = [
-        f"Version {__version__}, seeds {', '.join(map(str, seeds))}; `{command}`. Training alone: {spread(alone)}.",
-        "",
-    ]
+    lines = [f"{made} Training alone: {spread(alone)}.", ""]
     lines += [f"| method | attack | {' | '.join(MEANS)} |", f"|---|---|{'---|' * len(MEANS)}"]
     for method in methods:
         clean = values(method, "none", "weighted", "accuracy")
@@ -143,7 +140,8 @@ def main() -> None:
             print(key, cells[key], flush=True)
             write_atomically(given.json, json.dumps(cells, indent=1).encode())
     intro = given.page.with_suffix(".intro.md")
-    text = page(cells, given.methods, given.seeds, "python benchmarks/attacks.py")
+    made = records.note("attacks", "python -m benchmarks.attacks", given.seeds)
+    text = page(cells, given.methods, given.seeds, made)
     write_atomically(given.page, ((intro.read_text() + "\n" if intro.exists() else "") + text).encode())
 
 

@@ -1,24 +1,35 @@
-"""Makes the pages of docs/results. Resumable: finished runs are kept under runs/.
+"""Makes the pages of docs/results from stored records, and the records from runs. Resumable: runs are kept under runs/.
 
-FEDTAILOR_DATA=... python benchmarks/evidence.py [PAGE ...]
+FEDTAILOR_DATA=... python -m benchmarks.evidence [PAGE ...]    run what is missing, write records and pages
+python -m benchmarks.evidence --pages [PAGE ...]               only write the pages, from the records
+python -m benchmarks.evidence PAGE --part "duw/figure3 --scale paper" [--rows NAMES] [--seeds N] [--out FOLDER]
+                                                               one table, or some rows of it, into its record
+python -m benchmarks.evidence --check [PAGE ...]               rerun the miniatures, mark the rows that changed
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import miniature, records
+from benchmarks.records import RESULTS, ROOT, Provenance, RecordedPart, RecordedRow
 from fedtailor import algorithms
-from fedtailor.experiments.config import CompareConfig, parse, read_toml
+from fedtailor.errors import ConfigError
+from fedtailor.experiments.config import CompareConfig, RunConfig, parse, read_toml
+from fedtailor.experiments.store import RESULTS as FINISHED
+from fedtailor.experiments.store import RunFolder
+from fedtailor.studies import compare, reproduce, result_tables, search
+from fedtailor.studies.grid import Cell
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "results"
+CONFIGS = ROOT / "configs"
 PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (names), what scripts print
     "foundation": (
         "configs/foundation/fashion-mnist.toml",
@@ -62,42 +73,244 @@ SEVERAL = {  # pages of more than one algorithm
     "learn2pfed": ("Learn2pFed-Net",),
 }
 FIGURES = ("<!-- figures -->", "<!-- /figures -->")  # in an algorithm's page, around what is written by this script
+MADE = "made.json"  # in a folder of runs: commit and digest of each, from before it began
+Key = tuple[str, str]  # row and column
 
 
-def main() -> None:
-    for name in sys.argv[1:] or PAGES:
-        parts = [shown(part) for part in PAGES[name]]
-        intro = (RESULTS / f"{name}.intro.md").read_text(encoding="utf-8")
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=True, capture_output=True, text=True
-        ).stdout.strip()
-        made = (
-            f"Made with fedtailor {version('fedtailor')} at commit {commit}, torch {version('torch')}, "
-            f"numpy {version('numpy')}, Python {platform.python_version()}, {os.cpu_count()} cores.\n"
-        )
-        (RESULTS / f"{name}.md").write_text("\n".join([intro, made, *parts]), encoding="utf-8")
-        print(f"wrote docs/results/{name}.md")
-    if "baselines" in (sys.argv[1:] or PAGES):
-        write_figures()
-    if "leaderboard" in (sys.argv[1:] or PAGES):
-        write_ranks()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="PAGE")
+    parser.add_argument("--pages", action="store_true", help="only write the pages")
+    parser.add_argument("--check", action="store_true", help="rerun the miniatures and mark the rows that changed")
+    parser.add_argument("--digest", action="store_true", help="take the miniatures of rows that have none")
+    parser.add_argument("--part", help='one table, such as "duw/figure3 --scale paper"')
+    parser.add_argument("--rows", default="", help="only these rows of it")
+    parser.add_argument("--seeds", type=int, default=0, help="runs per cell; 0: as in the table")
+    parser.add_argument("--out", type=Path, help="folder of its runs")
+    parser.add_argument("--commit", default="", help="of runs that were begun without this script")
+    asked = parser.parse_args()
+    if asked.check:
+        return min(check(asked.names or records.pages(), data_root()), 1)
+    for name in asked.names or PAGES:
+        parts = records.read(name)
+        if asked.digest:
+            take_digests(parts)
+        elif asked.part:
+            merge(parts, table(asked.part, asked.rows, asked.seeds, asked.out, asked.commit))
+        elif not asked.pages:
+            for part in PAGES[name]:
+                merge(parts, collected(part))
+        if not asked.pages:
+            records.write(name, parts)
+        write_page(name, parts)
+    if not (asked.pages or asked.part or asked.digest):
+        if "baselines" in (asked.names or PAGES):
+            write_figures()
+        if "leaderboard" in (asked.names or PAGES):
+            write_ranks()
+    return 0
 
 
-def shown(part: str) -> str:
-    """One part of a page."""
-    kinds = {".toml": comparison, ".py": script}
-    return kinds.get(Path(part.split()[0]).suffix, table)(part)
+def data_root() -> Path | None:
+    """Where the real data is."""
+    return Path(os.environ["FEDTAILOR_DATA"]) if "FEDTAILOR_DATA" in os.environ else None
 
 
-def script(command: str) -> str:
+def write_page(name: str, parts: Sequence[RecordedPart]) -> None:
+    """A page from its introduction and its record."""
+    intro = (RESULTS / f"{name}.intro.md").read_text(encoding="utf-8")
+    (RESULTS / f"{name}.md").write_text(records.page_text(intro, parts), encoding="utf-8")
+    print(f"wrote docs/results/{name}.md")
+
+
+def merge(parts: list[RecordedPart], new: RecordedPart) -> None:
+    """Put a part in; of a table that is there already, only the rows that were made."""
+    for old in parts:
+        if (old.name, old.scale) == (new.name, new.scale):
+            rows = {row.name: row for row in (*old.rows, *new.rows)}
+            parts[parts.index(old)] = new
+            new.rows = list(rows.values())
+            return
+    parts.append(new)
+
+
+def collected(part: str) -> RecordedPart:
+    """One part of a page, after running what is missing."""
+    path = Path(part.split()[0])
+    return script(part) if path.suffix == ".py" else comparison(part) if path.suffix == ".toml" else table(part)
+
+
+def script(command: str) -> RecordedPart:
     """What a script prints."""
     path = command.split()[0]
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     title = (ROOT / path).read_text(encoding="utf-8").partition("\n")[0].strip('"')
-    body = told if told.startswith("|") or "\n|" in told else f"```\n{told}```\n"
-    return f"## {title}\n\n`python {command}`\n\n{body}"
+    text = printed if printed.startswith("|") or "\n|" in printed else f"```\n{printed}```\n"
+    command = f"python {command}"
+    return RecordedPart(path, title, command, text=text, made=records.here(command))
+
+
+def comparison(config: str) -> RecordedPart:
+    """A comparison, run to its end."""
+    checked: CompareConfig = parse(read_toml(ROOT / config), CompareConfig, config)
+    folder = ROOT / "runs" / checked.compare.name
+    note(folder, compare.cells(checked, folder))
+    subprocess.run([sys.executable, "-m", "fedtailor", "compare", config], cwd=ROOT, check=True)
+    grid = compare.cells(checked, folder)
+    found, command = compare.rows(grid), f"fedtailor compare {config}"
+    part = RecordedPart(config, checked.data.source, command, columns=tuple(result_tables.header(found)))
+    for row in found:
+        cells = [cell for cell in grid if cell.label == row.label]
+        shown = dict(zip(part.columns[1:], result_tables.cells_of(row)[1:], strict=True))
+        part.rows.append(recorded(row.label, shown, folder, {"": cells}, command))
+    return part
+
+
+def table(name: str, rows: str = "", seeds: int = 0, out: Path | None = None, commit: str = "") -> RecordedPart:
+    """A published table, or some of its rows, run to the end."""
+    name, _, scale = name.partition(" --scale ")
+    published, of = reproduce.load(CONFIGS, name), scale_of(scale)
+    folder = out or ROOT / "runs" / f"{name.replace('/', '-')}-{of}"
+    which = (published, folder, of, seeds or published.seeds, reproduce.rows_named(published, rows))
+    settings = reproduce.searched(*which, data_root(), _quiet)
+    cells = reproduce.grid(*which, settings)
+    note(folder, [cell for group in cells.values() for cell in group], commit)
+    figures = reproduce.run(published, cells, data_root(), _quiet)
+    command = f"fedtailor reproduce {name}" + (" --scale paper" if of == "paper" else "")
+    columns = ("", *(column.name for column in published.columns))
+    notes = tuple(search.notes(folder)) if published.search is not None else ()
+    title = published.title + (", at the paper's size" if of == "paper" else "")
+    part = RecordedPart(name, title, command, of, columns, notes=notes)
+    for row in dict.fromkeys(row for row, _ in cells):
+        shown = {f.column: reproduce.text(f) for f in figures if f.row == row}
+        groups = {column: group for (title, column), group in cells.items() if title == row}
+        made = recorded(row, shown, folder, groups, command)
+        if published.search is not None:
+            made.settings = {c: settings[f"{row} {c}"] for c in groups if settings.get(f"{row} {c}")}
+        part.rows.append(made)
+    return part
+
+
+def _quiet(cell: str, round: int, rounds: int) -> None:
+    if round == rounds:
+        print(f"{cell}: done", file=sys.stderr, flush=True)
+
+
+def note(folder: Path, cells: Sequence[Cell], commit: str = "") -> None:
+    """Keep commit and digest of runs that have not begun; of others the commit that is given, or none."""
+    noted, now = noted_in(folder), records.commit()
+    new = [cell for cell in cells if cell.folder.name not in noted]
+    found = miniature.digests({cell.label: without_theta(cell.config) for cell in reversed(new)}, data_root())
+    for cell in new:
+        known = commit if (cell.folder / FINISHED).exists() else now
+        noted[cell.folder.name] = {"commit": known, "digest": found[cell.label], "digest_commit": now}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MADE).write_text(json.dumps(noted, indent=1), encoding="utf-8")
+
+
+def noted_in(folder: Path) -> dict[str, Any]:
+    """What is kept of the runs in a folder, by the name of the run's."""
+    path = folder / MADE
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def without_theta(config: RunConfig) -> RunConfig:
+    """Of runs whose weights were learned before, what learns them."""
+    if "theta" not in config.algorithm.options:
+        return config
+    options = {k: v for k, v in config.algorithm.options.items() if k not in ("theta", "outer_iterations")}
+    section = type(config.algorithm).model_validate({"name": config.algorithm.name} | options)
+    return config.model_copy(update={"algorithm": section})
+
+
+def recorded(
+    name: str, shown: dict[str, str], folder: Path, groups: Mapping[str, Sequence[Cell]], command: str
+) -> RecordedRow:
+    """A row with what is known of its runs, which are grouped by column."""
+    cells, noted = [cell for group in groups.values() for cell in group], noted_in(folder)
+
+    def joined(values: Sequence[str]) -> str:
+        return ", ".join(dict.fromkeys(value for value in values if value))
+
+    versions = [RunFolder(cell.folder).about["versions"]["fedtailor"] for cell in cells if cell.folder.exists()]
+    entries = [noted[cell.folder.name] for cell in cells]
+    seeds = tuple(dict.fromkeys(cell.seed for cell in cells))
+    made = Provenance(joined(versions), joined([entry["commit"] for entry in entries]), seeds, command)
+    digests = {column: noted[group[0].folder.name]["digest"] for column, group in groups.items()}
+    row = RecordedRow(name, shown, made, digests={c: tuple(d) for c, d in digests.items() if d is not None})
+    row.digest_commit = joined([entry["digest_commit"] for entry in entries])
+    return row
+
+
+def configurations(part: RecordedPart) -> dict[Key, RunConfig]:
+    """What the rows of a part would run today, by row and column; of a comparison the column is ""."""
+    if part.name.endswith(".toml"):
+        checked: CompareConfig = parse(read_toml(ROOT / part.name), CompareConfig, part.name)
+        return {(cell.label, ""): cell.config for cell in reversed(compare.cells(checked, ROOT))}
+    published = reproduce.load(CONFIGS, part.name)
+    here = {row.name for row in published.rows} & {row.name for row in part.rows}
+    found = {f"{row.name} {column}": each for row in part.rows for column, each in row.settings.items()}
+    cells = reproduce.grid(published, ROOT, scale_of(part.scale), 1, sorted(here), found) if here else {}
+    return {key: group[0].config for key, group in cells.items()}
+
+
+def scale_of(name: str) -> reproduce.Scale:
+    return "paper" if name == "paper" else "cpu"
+
+
+def check(names: Sequence[str], root: Path | None) -> int:
+    """Rerun the miniatures, mark and list the rows whose numbers have changed; how many are not marked as before."""
+    begun, parts = time.perf_counter(), {name: records.read(name) for name in names}
+    rows = [(name, part, row) for name, each in parts.items() for part in each for row in part.rows if row.digests]
+    today = {id(part): attempted(part) for _, part, _ in rows}
+    wanted = {
+        (i, column): today[id(part)][row.name, column]
+        for i, (_, part, row) in enumerate(rows)
+        for column in row.digests
+        if (row.name, column) in today[id(part)]
+    }
+    found = miniature.digests(wanted, root)
+    news, marked, unknown = 0, 0, 0
+    for i, (name, part, row) in enumerate(rows):
+        now = {column: found.get((i, column), "gone") for column in row.digests}
+        changed = tuple(c for c, one in now.items() if one is not None and not miniature.agree(row.digests[c], one))
+        news, marked = news + (changed != row.changed), marked + bool(changed)
+        unknown += None in now.values()
+        row.changed = changed
+        if changed:
+            print(f"{name}: {part.command}: {row.name}" + (f": {', '.join(changed)}" if any(changed) else ""))
+    for name, each in parts.items():
+        records.write(name, each)
+        write_page(name, each)
+    rest = f"; {unknown} rows without their data" if unknown else ""
+    took = f"{len(wanted)} miniatures, {time.perf_counter() - begun:.0f} s"
+    print(f"{marked} of {len(rows)} rows changed, {news} not marked as before{rest}; {took}")
+    return news
+
+
+def take_digests(parts: Sequence[RecordedPart]) -> None:
+    """The miniatures of rows whose runs had none, at the commit of today."""
+    wanted: dict[tuple[int, str, str], RunConfig] = {}
+    for i, part in enumerate(parts):
+        rows = {row.name for row in part.rows if not row.digests}
+        new = {key: config for key, config in configurations(part).items() if key[0] in rows} if rows else {}
+        first = {(row, config.model_dump_json()): column for (row, column), config in reversed(new.items())}
+        wanted |= {(i, row, column): new[row, column] for (row, _), column in first.items()}
+    found, now = miniature.digests(wanted, data_root()), records.commit()
+    for (i, name, column), digest in found.items():
+        if digest is not None:
+            row = parts[i].row(name)
+            row.digests[column], row.digest_commit = digest, now
+
+
+def attempted(part: RecordedPart) -> dict[Key, RunConfig]:
+    """The configurations of a part; none if its file is gone, or is another."""
+    try:
+        return configurations(part)
+    except ConfigError:
+        return {}
 
 
 def write_figures() -> None:
@@ -163,28 +376,5 @@ def _percent(row: dict[str, Any]) -> str:
     return f"{100 * row['mean']:.2f} ± {100 * row['spread']:.2f}"
 
 
-def comparison(config: str) -> str:
-    """Run a comparison, or go on with it, and return its part of the page."""
-    _fedtailor("compare", config)
-    checked: CompareConfig = parse(read_toml(ROOT / config), CompareConfig, config)
-    found = (ROOT / "runs" / checked.compare.name / "table.md").read_text(encoding="utf-8")
-    seeds = ", ".join(map(str, checked.compare.seeds))
-    return (
-        f"## {checked.data.source}\n\n`fedtailor compare {config}` (seeds {seeds}, {checked.rounds} rounds)\n\n{found}"
-    )
-
-
-def table(name: str) -> str:
-    """Run a published table again, or go on with it, and return its part of the page."""
-    _fedtailor("reproduce", name)
-    found = (ROOT / "runs" / f"{name.replace('/', '-')}-cpu" / "table.md").read_text(encoding="utf-8")
-    title = read_toml(ROOT / "configs" / f"{name}.toml")["title"]
-    return f"## {title}\n\n`fedtailor reproduce {name}`\n\n{found}"
-
-
-def _fedtailor(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "fedtailor", *arguments], cwd=ROOT, check=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

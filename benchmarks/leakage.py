@@ -1,4 +1,4 @@
-"""What replies and models tell: rows read back, and who took part. python benchmarks/leakage.py writes a page.
+"""What replies and models tell: rows read back, and who took part. python -m benchmarks.leakage writes a page.
 
 Inversion. The server knows the model that it sent and the reply. For a dense first layer the change of a unit's weights
 over the change of its bias is a mean of the samples that the unit saw, and where it saw one, that sample: every unit
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import records
 from fedtailor import engines
 from fedtailor.core.client import Call
 from fedtailor.core.context import ClientContext
@@ -39,7 +40,6 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import assemble, load
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import write_atomically
-from fedtailor.version import __version__
 
 METHODS = ("fedavg", "fedrep", "learn2pfed-net")
 DATA: dict[str, dict[str, Any]] = {
@@ -216,7 +216,7 @@ def spread(values: list[float]) -> str:
     return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
 
 
-def page(cells: dict[str, dict[str, float]], seeds: list[int]) -> str:
+def page(cells: dict[str, dict[str, float]], seeds: list[int], made: str) -> str:
     """Both tables."""
 
     def row(names: Sequence[str], views: Sequence[str]) -> str:
@@ -227,8 +227,7 @@ def page(cells: dict[str, dict[str, float]], seeds: list[int]) -> str:
         return f"| {' | '.join([*names[1:], *told])} |"
 
     views = ("guessed", *VIEWS)
-    made = f"Version {__version__}, seeds {', '.join(map(str, seeds))}, mean and spread over seeds"
-    lines = [f"{made}; figures without a spread are from one seed.", ""]
+    lines = [f"{made} Mean and spread over seeds; figures without a spread are from one seed.", ""]
     lines += [
         "## Rows recovered by inversion, in percent",
         "",
@@ -240,7 +239,7 @@ def page(cells: dict[str, dict[str, float]], seeds: list[int]) -> str:
     lines += ["", "## Membership inference: area under the ROC curve, in percent", ""]
     lines += [f"| data | method | {' | '.join(ways)} |"]
     lines += ["|---" * 6 + "|", *(row(("membership", d, m), ways) for d in DATA for m in METHODS)]
-    return "\n".join([*lines, "", "```sh", "python benchmarks/leakage.py", "```", ""])
+    return "\n".join([*lines, "", "```sh", "python -m benchmarks.leakage", "```", ""])
 
 
 def main() -> None:
@@ -259,9 +258,10 @@ def main() -> None:
             cells[key] = inverted(data, method, seed, step) if what == "inversion" else membership(data, method, seed)
             print(key, cells[key], flush=True)
             write_atomically(given.json, json.dumps(cells, indent=1).encode())
+    made = records.note("leakage", "python -m benchmarks.leakage", given.seeds)
     intro = given.page.with_suffix(".intro.md")
     before = intro.read_text() + "\n" if intro.exists() else ""
-    write_atomically(given.page, (before + page(cells, given.seeds)).encode())
+    write_atomically(given.page, (before + page(cells, given.seeds, made)).encode())
 
 
 if __name__ == "__main__":

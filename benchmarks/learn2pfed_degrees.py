@@ -70,14 +70,15 @@ def run(data: FederatedData, algorithm: Any, rounds: int, seed: int, setting: in
     try:
         with engines.open_engine("vmap", experiment) as engine:
             fed, server = Federation(engine), algorithm.server_init(model)
+            everybody = range(len(data.clients))
             for round in range(1, rounds + 1):
-                server = fed.run_round(round, range(CLIENTS), server)
+                server = fed.run_round(round, everybody, server)
             margin = 0.0
             if isinstance(algorithm, Learn2pFed):
                 degrees = algorithm.roots_of(engine.get_states()["state"], server).flatten(1) ** -2
                 shared, personal = degrees.split([FEATURES - setting, setting], dim=1)
                 margin = float(shared.min() / personal.max())
-            for clients, _, served in engine.evaluate(range(CLIENTS), rounds, server, []):
+            for clients, _, served in engine.evaluate(everybody, rounds, server, []):
                 for row, client in enumerate(clients):
                     x, y = data.test.of(client)
                     errors.append(float((model({k: v[row] for k, v in served.items()}, x) - y).square().mean()))

@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
 from benchmarks.federation import difference
 from benchmarks.router import HOST, Router, namespace
 from fedtailor.data.configs import SitesConfig
@@ -42,7 +43,6 @@ from fedtailor.flare.kits import RUNS, SITE
 from fedtailor.flare.operate import process_tree
 from fedtailor.flare.server import coordinate
 from fedtailor.flare.site import SERVER, SiteService, read_site
-from fedtailor.version import __version__
 
 TASK: dict[str, Any] = {
     "rounds": 8,
@@ -216,9 +216,9 @@ WORDS = {
 }
 
 
-def page(found: dict[str, Any]) -> str:
+def page(found: dict[str, Any], made: str) -> str:
     """Two tables, of what was run."""
-    lines = [f"Version {__version__}, seed 0; `python -m benchmarks.networks`.", ""]
+    lines = [made, ""]
     lines += ["| network | largest difference from loop | rounds missed by the site | took |", "|---|---|---|---|"]
     for part in found:
         if "difference" in found[part]:
@@ -262,7 +262,8 @@ def main() -> None:
             write_atomically(kept, json.dumps(found, indent=1).encode())
         print(part, found[part], flush=True)
     intro = given.page.with_suffix(".intro.md")
-    write_atomically(given.page, ((intro.read_text() + "\n" if intro.exists() else "") + page(found)).encode())
+    made = records.note("networks", "python -m benchmarks.networks", [0])
+    write_atomically(given.page, ((intro.read_text() + "\n" if intro.exists() else "") + page(found, made)).encode())
 
 
 if __name__ == "__main__":

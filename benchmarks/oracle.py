@@ -1,4 +1,4 @@
-"""The line that no method can cross: regret to the exact Bayes risk, python benchmarks/oracle.py
+"""The line that no method can cross: regret to the exact Bayes risk, python -m benchmarks.oracle
 
 Linear clients v_i ~ N(w, R^2/k I), y = x'v_i + noise N(0, 1), x ~ N(0, I): the Bayes risk of a client's coefficients
 is known in closed form, for a reader who is told R and the noise but not w. Methods are run over a grid of R^2 and of n
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import records
 from fedtailor import algorithms, engines
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.experiment import Experiment
@@ -27,7 +28,6 @@ from fedtailor.core.federation import Federation
 from fedtailor.core.random import stream
 from fedtailor.models import build
 from fedtailor.training.solver import Solver
-from fedtailor.version import __version__
 
 F64, CLIENTS, FEATURES = torch.float64, 20, 5
 SPREADS = (0.01, 0.1, 0.3, 1.0, 3.0, 30.0)  # R^2
@@ -190,7 +190,7 @@ def main() -> None:
     }
     tables = "\n\n".join(f"n = {n}:\n\n{table(errors, METHODS, n)}" for n in SAMPLES)
     intro = (args.page / "oracle.intro.md").read_text(encoding="utf-8")
-    made = f"Made with fedtailor {__version__}, seeds 0 to {SEEDS[-1]}, by `python benchmarks/oracle.py`."
+    made = records.note("oracle", "python -m benchmarks.oracle", SEEDS)
     near = f"Error over that of the better of FedAvg and Local, over the whole grid:\n\n{envelope(errors)}"
     body = "\n\n".join([intro.rstrip(), made, "![Regret of every method over R^2](oracle.svg)", near, tables])
     (args.page / "oracle.md").write_text(f"{body}\n", encoding="utf-8")

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import records
 from benchmarks.tailor import run
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.random import stream
 from fedtailor.experiments.config import parse
-from fedtailor.version import __version__
 
 CLIENTS, FEATURES, TRAIN, VAL, TEST, ROUNDS, EPOCHS = 20, 5, 24, 8, 1000, 18, 2
 SLIDERS = {
@@ -145,8 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for title in METHODS
     }
     intro = (args.page / "oracle-classes.intro.md").read_text(encoding="utf-8").rstrip()
-    command = "`python -m benchmarks.oracle_classes`"
-    made = f"Made with fedtailor {__version__}, seeds {', '.join(map(str, SEEDS))}, by {command}."
+    made = records.note("oracle-classes", "python -m benchmarks.oracle_classes", SEEDS)
     near = f"Points behind the better of FedAvg and Local, over all cells:\n\n{envelope(regrets)}"
     tables = [f"{slider[0].upper()}{slider[1:]}:\n\n{table(regrets, slider)}" for slider in SLIDERS]
     picture = "![Regret of every method over each slider](oracle-classes.svg)"

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-from importlib.metadata import version
 from math import log10
 from pathlib import Path
 from typing import Any
 
+from benchmarks import records
 from benchmarks.speed_tasks import TASKS, title
 
 COLOURS = ("#1f6feb", "#d1542d")
@@ -21,7 +20,7 @@ WIDTH, HEIGHT, EDGE = 560, 300, 50
 
 
 def machine() -> str:
-    """Processor, cores and versions."""
+    """Where the figures come from, and the processor."""
     cpu = next(
         (
             line.partition(":")[2].strip()
@@ -30,10 +29,7 @@ def machine() -> str:
         ),
         platform.machine(),
     )
-    return (
-        f"Made with fedtailor {version('fedtailor')}, torch {version('torch')}, Python {platform.python_version()} on "
-        f"{cpu}, {os.cpu_count()} cores."
-    )
+    return f"{records.note('speed', 'make bench')} Processor: {cpu}."
 
 
 def speed_table(rows: list[dict[str, Any]]) -> list[str]:

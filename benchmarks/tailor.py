@@ -1,4 +1,4 @@
-"""Tailor beside strong baselines on thirteen federations: python benchmarks/tailor.py [--seeds 3] [--columns NAME ...]
+"""Tailor beside strong baselines on thirteen federations: python -m benchmarks.tailor [--seeds 3] [--columns NAME ...]
 
 Federations are small, so that the table can be made on one core: MLPs with one hidden layer on images, linear models on
 schools and meters; every method has the same local steps. Finished runs are kept in the folder --out, seed by seed, and
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import records
 from fedtailor import engines
 from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine
@@ -32,7 +33,6 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import assemble, load
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.studies.significance import LEVEL, holm, signed_ranks
-from fedtailor.version import __version__
 
 ROUNDS, EPOCHS = 12, 2
 TURNS = 3  # trainings of a run, of which the quickest counts as its time: the first one warms up,
@@ -335,7 +335,7 @@ def main() -> None:
     found = [c for name in COLUMNS if (c := Column(args.out, name, list(METHODS), args.seeds)).seeds]
     columns = [c for c in found if "Tailor" in c.titles and len(c.titles) > 2]
     intro = (args.page / "tailor.intro.md").read_text(encoding="utf-8").rstrip()
-    made = f"Made with fedtailor {__version__} by `python benchmarks/tailor.py`."
+    made = records.note("tailor", "python -m benchmarks.tailor", range(args.seeds))
     parts = [intro, "", made, "", "## Figures", "", *table(columns), "", "## Tests", "", *verdicts(columns)]
     without = ablated(args.out, args.seeds)
     parts += ["", "## Ablations", "", *ablations(without)]

@@ -1,4 +1,4 @@
-"""All methods by the kind of heterogeneity, from results that are there: python benchmarks/verdict.py
+"""All methods by the kind of heterogeneity, from results that are there: python -m benchmarks.verdict
 
 Reads docs/results/tailor.json (losses of every client, from benchmarks/tailor.py) and the tables of other pages of
 docs/results, and writes docs/results/verdict.md. Nothing is trained.
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats  # type: ignore[import-untyped]
 
+from benchmarks import records
 from fedtailor.core.random import stream
 from fedtailor.studies.significance import LEVEL, holm, signed_ranks
-from fedtailor.version import __version__
 
 KINDS = {  # columns of benchmarks/tailor.py
     "label skew, strong": ("FMNIST 0.1", "CIFAR-10 0.1"),
@@ -175,7 +175,7 @@ def main() -> None:
     columns = json.loads((folder / "tailor.json").read_text(encoding="utf-8"))
     kinds = kinds_of(columns)
     intro = (folder / "verdict.intro.md").read_text(encoding="utf-8").rstrip()
-    parts = [intro, "", f"Made with fedtailor {__version__} by `python benchmarks/verdict.py`.", "", "## Which to take"]
+    parts = [intro, "", records.note("verdict", "python -m benchmarks.verdict"), "", "## Which to take"]
     parts += ["", *advice(kinds, columns), "", "## Ranks", "", *ranks_table(kinds, columns)]
     parts += ["", "## All methods, in other tables", "", *other_tables(folder)]
     (folder / "verdict.md").write_text("\n".join(parts) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from fedtailor.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedtailor.algorithms import register as register
+    from fedtailor.api import compare as compare
     from fedtailor.api import fit as fit
     from fedtailor.api import load as load
     from fedtailor.api import run as run
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from fedtailor.inference.statistical_model import model as model
 
 _PUBLIC = {  # by module: torch is imported by the first use
-    "fedtailor.api": ("fit", "load", "run"),
+    "fedtailor.api": ("compare", "fit", "load", "run"),
     "fedtailor.algorithms": ("register",),
     "fedtailor.inference.statistical_model": ("anova", "model"),
     "fedtailor.data.federated": ("federated",),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
-from fedtailor import algorithms
+from fedtailor import algorithms, models
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import SourceConfig
@@ -22,14 +24,18 @@ from fedtailor.data.tabular.read import as_frame
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import build_experiment
-from fedtailor.experiments.config import RunConfig, parse, with_values
+from fedtailor.experiments.config import CompareConfig, RunConfig, parse, read_toml, with_values
 from fedtailor.experiments.progress import show_grid, show_progress
 from fedtailor.experiments.store import CONFIG, FIT, RunFolder, latest, new_path, read_json
 from fedtailor.experiments.user_code import accept_folder
 from fedtailor.plugins import by_name, name_of
 from fedtailor.report.write import write as write_report
 from fedtailor.serving import onboard
+from fedtailor.studies import compare as comparing
+from fedtailor.studies import frames, result_tables
+from fedtailor.studies.compare import GRID
 from fedtailor.studies.result_tables import number
+from fedtailor.studies.search import notes as search_notes
 from fedtailor.tables import fit as fitting
 from fedtailor.tables import serve as serving
 from fedtailor.tables import update as updating
@@ -41,7 +47,7 @@ from fedtailor.tables.serve import Personal
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Fit", "Personal", "Run", "fit", "load", "run"]
+__all__ = ["Comparison", "Fit", "Personal", "Run", "RunWarning", "compare", "fit", "load", "run"]
 
 
 class Fit:
@@ -222,6 +228,21 @@ class Run:
         """The record of every round."""
         return self.folder.metrics()
 
+    @property
+    def rounds(self) -> pl.DataFrame:
+        """One row per round: metrics as means over clients, what the algorithm reports, traffic, faults."""
+        return frames.rounds(self.folder)
+
+    @property
+    def client_rounds(self) -> pl.DataFrame:
+        """One row per round and client: its metrics, and whether it was asked."""
+        return frames.client_rounds(self.folder)
+
+    @property
+    def faults(self) -> pl.DataFrame:
+        """One row per reply that was not used, with the reason, and per round that was abandoned."""
+        return frames.faults(self.folder)
+
     def personal(self, client: str) -> Personal:
         """The model of a client, of the round selected on validation data.
 
@@ -259,6 +280,58 @@ class Run:
         ]
         title = f"test {metric}, {self.config.algorithm.name} on {self.folder.about['data']}"
         return _html(title, ("", "round", "mean", "client std", "worst tenth"), rows)
+
+
+class Comparison:
+    """Several algorithms on the same task.
+
+    Args:
+        path: Its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / GRID).exists():
+            raise RunError(f"{path}: holds no comparison")
+        self.path = path
+        self._cells = comparing.read_cells(path)
+
+    @property
+    def runs(self) -> dict[tuple[str, int], Run]:
+        """The finished runs, by row and seed."""
+        return {(cell.label, cell.seed): Run(cell.folder) for cell in self._cells}
+
+    @property
+    def table(self) -> pl.DataFrame:
+        """The table as numbers: one row per algorithm."""
+        return frames.table(comparing.rows(self._cells))
+
+    @property
+    def clients(self) -> pl.DataFrame:
+        """One row per algorithm, seed and client: test metrics of the last and the selected round."""
+        return frames.client_results(self._folders())
+
+    @property
+    def rounds(self) -> pl.DataFrame:
+        """One row per algorithm, seed and round, as `Run.rounds`."""
+        return frames.all_rounds(self._folders())
+
+    def _folders(self) -> list[tuple[str, int, RunFolder]]:
+        return [(cell.label, cell.seed, RunFolder(cell.folder)) for cell in self._cells]
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the HTML report.
+
+        Args:
+            out: Output file; default: report.html in the folder.
+
+        Returns:
+            Its path.
+        """
+        return write_report(self.path, None if out is None else Path(out))
+
+    def __repr__(self) -> str:
+        labels = list(dict.fromkeys(cell.label for cell in self._cells))
+        return f"Comparison({', '.join(labels)}; in {self.path})"
 
 
 def _html(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -372,7 +445,7 @@ def run(
     chosen |= {} if device is None else {"federation.device": device}
     chosen |= {} if rounds is None else {"rounds": rounds}
     chosen |= {} if seed is None else {"seed": seed}
-    given = {key: by_name(value, key) for key, value in (settings or {}).items()}
+    given = {key: _setting(key, value) for key, value in (settings or {}).items()}
     tables = with_values(tables | {"algorithm": section}, chosen | given)
     source = "made" if loaded is not None else parse(tables).data.source
     path = path or new_path(Path("runs"), f"{source}-{section['name']}".replace(":", "."))
@@ -387,7 +460,71 @@ def run(
         saved_data.save(loaded, path / "data")
     with show_progress(Console(), section["name"]) if progress else nullcontext(None) as listener:
         runner.start(config, path, root, listener, loaded=loaded, callbacks=callbacks)
-    return Run(path)
+    done = Run(path)
+    _warn_of_faults(done)
+    return done
+
+
+class RunWarning(UserWarning):
+    """A run has ended, but not everything in it went well."""
+
+
+def _warn_of_faults(run: Run) -> None:
+    """Figures of a run whose replies were rejected look like those of any other."""
+    if not run.results.get("faults"):
+        return
+    faults = run.faults
+    first = faults.row(0, named=True)
+    warnings.warn(
+        f"{run.path}: {run.results['faults']} replies were not used (run.faults lists them); the first: "
+        f"round {first['round']}, {first['client']}: {first['reason']}",
+        RunWarning,
+        stacklevel=3,
+    )
+
+
+def compare(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    data_root: str | Path | None = None,
+    out: str | Path | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Train several algorithms on the same task, as `fedtailor compare` does.
+
+    Args:
+        config: Tables of a configuration, or its file, with a section `compare`.
+        settings: Further keys, such as {"local.lr": 0.1}.
+        data_root: Folder of data sets.
+        out: The folder; default: runs/ and the name of the comparison. Finished runs in it are not repeated.
+        progress: Show progress bars.
+
+    Returns:
+        The finished comparison.
+
+    Raises:
+        UserError: Names the key or row to correct.
+    """
+    tables = dict(config) if isinstance(config, Mapping) else read_toml(Path(config))
+    given = {key: by_name(value, key) for key, value in (settings or {}).items()}
+    checked: CompareConfig = parse(with_values(tables, given), CompareConfig, "compare")
+    path = Path("runs") / checked.compare.name if out is None else Path(out)
+    with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+        grid = comparing.run_grid(checked, path, None if data_root is None else Path(data_root), listener)
+    notes = search_notes(path) if checked.search is not None else []
+    result_tables.write(path, result_tables.files(comparing.rows(grid), notes))
+    return Comparison(path)
+
+
+def _setting(key: str, value: Any) -> Any:
+    """A setting as a configuration has it; a model that no other process can import is registered in this one."""
+    if key == "model":
+        return {k: _setting(f"model.{k}", v) for k, v in value.items()} if isinstance(value, Mapping) else value
+    is_made = isinstance(value, torch.nn.Module)
+    if key == "model.name" and (is_made or (callable(value) and name_of(value) is None)):
+        return models.register(value)
+    return by_name(value, key)
 
 
 def _section(algorithm: Algorithm | type[Algorithm] | str) -> dict[str, Any]:
@@ -426,15 +563,15 @@ def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dic
     )
 
 
-def load(path: str | Path, trust: bool = False) -> Fit | Run:
-    """Open the folder of a fit or a run.
+def load(path: str | Path, trust: bool = False) -> Fit | Run | Comparison:
+    """Open the folder of a fit, a run or a comparison.
 
     Args:
         path: The folder; of a fit that was updated, the latest models are opened.
         trust: Run code outside fedtailor that the folder names ("module:Class"), although you never ran it yourself.
 
     Returns:
-        The fit or the run.
+        What is in it.
     """
     path = latest(Path(path))
     if trust:
@@ -443,4 +580,4 @@ def load(path: str | Path, trust: bool = False) -> Fit | Run:
         if "sites" not in read_json(path / FIT):
             raise ConfigError(f"{path}: the fit is not finished; call the same fit with out={str(path)!r}")
         return Fit(path)
-    return Run(path)
+    return Comparison(path) if (path / GRID).exists() else Run(path)

@@ -27,13 +27,31 @@ def import_object(key: str, name: str) -> Any:
     importlib.invalidate_caches()  # a file may have been written a moment ago
     before = _importing.set(module)
     try:
-        return getattr(_program() if module == _program_name() else importlib.import_module(module), attribute)
+        found = _program() if module == _program_name() else importlib.import_module(module)
+        _refuse_namesake(key, name, found)
+        return getattr(found, attribute)
     except ModuleNotFoundError as error:
         raise _not_found(key, name, str(error.name)) from None
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f'{key}: cannot import "{name}": {error}') from None
+        raise ConfigError(f'{key}: cannot import "{name}": {error}{_where(module)}') from None
     finally:
         _importing.reset(before)
+
+
+def _refuse_namesake(key: str, name: str, found: ModuleType | None) -> None:
+    """Fail where a module of Python or of a package hides the file in the current folder that is meant."""
+    module = name.partition(":")[0]
+    own = Path.cwd() / f"{module}.py"
+    if "." in module or not own.is_file() or (file := file_of(found)) == own.resolve():
+        return
+    other = file or "a module that is part of Python"
+    raise ConfigError(f'{key}: "{name}": "{module}" is {other}, which hides {own}; give your file another name')
+
+
+def _where(module: str) -> str:
+    """The file of a module that was imported, for an error about what is in it."""
+    file = file_of(sys.modules.get(module))
+    return "" if file is None else f" ({file})"
 
 
 SEARCHED = "; start from the folder that holds it, or add that to PYTHONPATH"

@@ -28,7 +28,6 @@ from fedtailor.aggregation.secure import Secure
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
-from fedtailor.core.random import stream
 from fedtailor.core.reduce import Aggregation, Open
 from fedtailor.core.trees import Params, Tree, leaves, tree_map
 from fedtailor.errors import ConfigError
@@ -38,6 +37,7 @@ from tests.helpers import ENGINES, F64, assert_equal, federate, make_data, make_
 from tests.small import DIGITS, config, records, stop_after
 
 NOISE = ("privacy.clip=0.5", "privacy.noise=2.0", "algorithm.name=fedavg")
+REPEATABLE = (*NOISE, "privacy.repeatable_noise=true")
 
 
 def vector(*values: float) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_no_client_changes_more_than_clip(engine: str) -> None:
 
 
 def test_noise_has_the_stated_size() -> None:
-    drawn = add_noise({"a": torch.zeros(100_000, dtype=F64), "b": torch.zeros(3, 3)}, 0.7, stream("noise"))
+    drawn = add_noise({"a": torch.zeros(100_000, dtype=F64), "b": torch.zeros(3, 3)}, 0.7, 0.5)
     assert abs(drawn["a"].std().item() / 0.7 - 1) < 4 / math.sqrt(2 * 100_000)
     assert abs(drawn["a"].mean().item()) < 4 * 0.7 / math.sqrt(100_000)
     assert drawn["b"].dtype == torch.float32
@@ -131,7 +131,7 @@ def noised(engine: str, noise: float, *, secure: bool = False, round: int = 1, s
     model = build("mlp", data.shape, data.outputs, seed=1, options={"hidden": (1000,)}, dtype=F64)
     fed = federate(algorithms.make("fedavg", {}), data, model, engine)
     # the mean without noise is weighted; here all must count the same
-    added = GaussianNoise(noise or 1e-300, 0.5, secret)
+    added = GaussianNoise(noise or 1e-300, 0.5, not secret)
     with_privacy(fed, Aggregation((Clip(0.5),), Secure(40) if secure else Open(), added))
     found: Params = fed.run_round(round, range(4), model.params)
     assert fed.sums.noisy == {round: 1}
@@ -227,7 +227,7 @@ def test_a_run_tells_what_it_has_spent(tmp_path: Path) -> None:
     assert folder.results["privacy"]["noisy_sums"] == 5
 
 
-@pytest.mark.parametrize("settings", [NOISE, ("privacy.secure_sum=true", "algorithm.name=fedrep")])
+@pytest.mark.parametrize("settings", [REPEATABLE, ("privacy.secure_sum=true", "algorithm.name=fedrep")])
 def test_an_interrupted_run_ends_as_if_it_were_not(settings: tuple[str, ...], tmp_path: Path) -> None:
     whole = runner.start(config(*settings), tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""DUW, FeDEQ and FedSelect a second time, in numpy from the papers, with gradients worked out by hand."""
+"""DUW, FeDEQ, FedSelect and Learn2pFed a second time, in numpy from the papers, with gradients worked out by hand."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fedtailor.algorithms import make
+from fedtailor.core.environment import Environment
+from fedtailor.core.random import stream
 from fedtailor.core.trees import Params
 from fedtailor.models import build
 from tests.helpers import F64, FULL_BATCH, federate, make_data, make_model, models, run
@@ -55,25 +57,34 @@ def samples() -> tuple[Any, list[tuple[Array, Array]]]:
     return data, [tuple(v.numpy() for v in data.train.of(i)) for i in CLIENTS]  # type: ignore[misc]
 
 
-def test_duw_an_outer_iteration_and_a_round() -> None:
-    """Algorithm 2, its first-order gradient in closed form: two rounds of two steps, then Adam, then a round."""
+@pytest.mark.parametrize("passes", [(2, 2, 2, 2), (2, 6, 4, 2)])
+@pytest.mark.parametrize("name", ["duw-fedavg", "duw-fednova"])
+def test_duw_an_outer_iteration_and_a_round(name: str, passes: tuple[int, ...]) -> None:
+    """Algorithms 3 to 5, the first-order gradient in closed form: two rounds, then Adam, then a round.
+
+    Some replies do not arrive: such a client counts with the model that it was sent, and its loss as any other's.
+    """
     data, each = samples()
     model = make_model("mlp", data)
-    algorithm = make("duw-fedavg", {"epochs": 2, "horizon": 2, "outer_iterations": 1, "outer_lr": 0.05})
-    fed = federate(algorithm, data, model, solver=FULL_BATCH)
+    algorithm = make(name, {"epochs": 2, "horizon": 2, "outer_iterations": 1, "outer_lr": 0.05})
+    answers = (1.0, 0.0, 1.0, 0.5)
+    environment = Environment(seed=3, epochs=tuple(p // 2 for p in passes), answer=answers, missing="stale")
+    fed = federate(algorithm, data, model, solver=FULL_BATCH, environment=environment)
     server = algorithm.server_init(model)
     for round in (0, 1):
         server = fed.run_round(round, CLIENTS, server)
+    assert fed.attendance.missed == [tuple(sorted(set(CLIENTS) - set(environment.answers(1, 0, CLIENTS, COUNTS))))]
 
-    def local(w: Net) -> tuple[list[Net], Net]:
-        """Every client's model after two steps, and the sum of all gradients on the way."""
+    def local(w: Net, here: tuple[int, ...]) -> tuple[list[Net], Net]:
+        """Every client's model after its steps, and the sum of all gradients on the way."""
         total, trained = {k: np.zeros_like(v) for k, v in w.items()}, []
-        for x, y in each:
-            u = dict(w)
-            for _ in range(2):
+        tau_eff = sum(COUNTS[i] * passes[i] for i in here) / sum(COUNTS)
+        for i, (x, y) in enumerate(each):
+            u, rate = dict(w), LR * tau_eff / passes[i] if name == "duw-fednova" else LR
+            for _ in range(passes[i]):
                 slope = mlp(u, x, y)[1]
                 total = {k: total[k] + slope[k] for k in w}
-                u = {k: u[k] - LR * slope[k] for k in w}
+                u = {k: u[k] - (rate if i in here else 0) * slope[k] for k in w}
             trained.append(u)
         return trained, total
 
@@ -85,11 +96,11 @@ def test_duw_an_outer_iteration_and_a_round() -> None:
     theta = np.sqrt(np.array(COUNTS) / sum(COUNTS)) * np.ones((2, 1))
     w, path = first, []
     for t in range(2):
-        trained, total = local(w)
+        trained, total = local(w, environment.answers(0, t, CLIENTS, COUNTS))
         w = averaged(trained, theta[t])
         path.append((trained, w, total))
     end = [mlp(w, x, y)[1] for x, y in each]
-    later = {k: 2 * sum(slope[k] for slope in end) for k in w}  # two passes at the end
+    later = {k: sum(n * slope[k] for n, slope in zip(passes, end, strict=True)) for k in w}  # as many passes at the end
     gradient = np.zeros((2, 4))
     for t in (1, 0):
         trained, after, total = path[t]
@@ -97,10 +108,11 @@ def test_duw_an_outer_iteration_and_a_round() -> None:
             inner = sum(float((later[k] * (trained[j][k] - after[k])).sum()) for k in w)
             gradient[t, j] = 2 * theta[t, j] / (theta[t] ** 2).sum() * inner
         later = {k: later[k] + total[k] for k in w}
+    np.testing.assert_allclose(server["learned"]["first"].numpy(), 0.1 * gradient, rtol=0, atol=1e-9)
     theta = theta - 0.05 * gradient / (np.abs(gradient) + 1e-8)  # the first step of Adam
     np.testing.assert_allclose(server["learned"]["x"].numpy(), theta, rtol=0, atol=1e-6)
     assert np.abs(gradient).min() > 1e-5
-    assert_same(server["w"], averaged(local(first)[0], theta[0]))
+    assert_same(server["w"], averaged(local(first, environment.answers(1, 0, CLIENTS, COUNTS))[0], theta[0]))
 
 
 def softplus(a: Array) -> Array:
@@ -215,3 +227,159 @@ def test_fedselect_three_rounds() -> None:
     served = models(fed, server)
     for name, own in zip(data.clients, theta, strict=True):
         assert_same(served[name], as_net(own))
+
+
+class Cells:
+    """Learn2pFed in numpy: cells (9) to (12) from a start and back, for one column of parameters.
+
+    A client's `step` is (10) or (14): it gives the new v, and a function from the derivative by that to those by the
+    old v, by the center w + z + a, and by rho.
+    """
+
+    names = ("p", "rho", "eta", "gamma", "theta")
+
+    def __init__(self, raw: list[Array], cells: int, steps: list[Any]) -> None:
+        self.raw, self.cells, self.steps = raw, cells, steps
+
+    def numbers(self, i: int, cell: int) -> tuple[Array, dict[str, float]]:
+        row = self.raw[i][cell]
+        return np.maximum(row[:-5], 0), dict(zip(self.names, row[-5:], strict=True))
+
+    def forward(self, w: Array, v: list[Array]) -> tuple[Array, list[Array], list[Any]]:
+        v, z, a, kept = list(v), [one - w for one in v], [0 * w for _ in v], []
+        for cell in range(self.cells):
+            each, top, bottom = [], 0 * w, 0.0
+            for i, step in enumerate(self.steps):
+                lam, x = self.numbers(i, cell)
+                before, off = v[i], z[i] - v[i] + w
+                a[i] = a[i] + x["theta"] * off  # (9)
+                v[i], back = step(before, w + z[i] + a[i], x["rho"])  # (10) or (14)
+                z[i] = x["eta"] / (lam + x["eta"]) * (v[i] - w - a[i])  # (11)
+                sent = v[i] - z[i] - a[i]
+                each.append((off, back, v[i] - w - a[i], sent))
+                top, bottom = top + x["p"] * x["gamma"] * sent, bottom + x["p"] * x["gamma"]
+            w = top / bottom  # (12)
+            kept.append((each, w, bottom))
+        return w, v, kept
+
+    def back(self, kept: list[Any], by_v: list[Array]) -> list[Array]:
+        """From the derivatives by the last v to those by the raw numbers of each client and cell."""
+        slopes = [np.zeros_like(row) for row in self.raw]
+        v_bar, w_bar = list(by_v), 0 * by_v[0]
+        z_bar, a_bar = [0 * w_bar for _ in by_v], [0 * w_bar for _ in by_v]
+        for cell in reversed(range(self.cells)):
+            each, w_after, total = kept[cell]
+            before = 0 * w_bar
+            for i, (off, back, apart, sent) in enumerate(each):
+                lam, x = self.numbers(i, cell)
+                by_weight = w_bar @ (sent - w_after) / total
+                u = x["p"] * x["gamma"] / total * w_bar
+                v, z, a = v_bar[i] + u, z_bar[i] - u, a_bar[i] - u
+                by_lam = -z * x["eta"] * apart / (lam + x["eta"]) ** 2 * (self.raw[i][cell][:-5] > 0)
+                by_eta = (z * lam * apart / (lam + x["eta"]) ** 2).sum()
+                q = x["eta"] / (lam + x["eta"]) * z
+                v_bar[i], center, by_rho = back(v + q)
+                a, before = a - q + center, before - q + center
+                by_theta = a @ off
+                z_bar[i], v_bar[i] = center + x["theta"] * a, v_bar[i] - x["theta"] * a
+                a_bar[i], before = a, before + x["theta"] * a
+                by_scalars = [x["gamma"] * by_weight, by_rho, by_eta, x["p"] * by_weight, by_theta]
+                slopes[i][cell] = np.concatenate([by_lam, by_scalars])
+            w_bar = before
+        return slopes
+
+
+def closed_form(x: Array, y: Array) -> Any:
+    """(10), on columns."""
+
+    def step(v: Array, center: Array, rho: float) -> tuple[Array, Any]:
+        inverse = np.linalg.inv(x.T @ x + rho * np.eye(x.shape[1]))
+        new = inverse @ (rho * center + x.T @ y)
+
+        def back(bar: Array) -> tuple[Array, Array, float]:
+            r = inverse @ bar
+            return 0 * bar, rho * r, float(r @ (center - new))
+
+        return new, back
+
+    return step
+
+
+def gradient_step(x: Array, y: Array, classes: int, lr: float) -> Any:
+    """(14) with the mean cross-entropy of x W' + b; the head is its bias and then its weights, in one column."""
+    design = np.concatenate([np.ones((len(x), 1)), x], axis=1)
+
+    def table(v: Array) -> Array:
+        return np.concatenate([v[:classes, None], v[classes:].reshape(classes, -1)], axis=1)
+
+    def column(table: Array) -> Array:
+        return np.concatenate([table[:, 0], table[:, 1:].ravel()])
+
+    def step(v: Array, center: Array, rho: float) -> tuple[Array, Any]:
+        logits = design @ table(v).T
+        d = slopes_of_logits(logits, y)[1]
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+
+        def back(bar: Array) -> tuple[Array, Array, float]:
+            moved = design @ table(bar).T
+            curved = column((p * (moved - (p * moved).sum(1, keepdims=True))).T @ design / len(y))  # Hessian times bar
+            return bar - lr * (curved + rho * bar), lr * rho * bar, float(lr * bar @ (center - v))
+
+        return v - lr * (column(d.T @ design) + rho * (v - center)), back
+
+    return step
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize("kind", ["learn2pfed", "learn2pfed-head"])
+def test_learn2pfed_two_epochs(kind: str, engine: str) -> None:
+    """Algorithm 1: three cells with numbers of their own from a fixed start, the training loss, one step of descent."""
+    is_linear = kind == "learn2pfed"
+    data = make_data("regression" if is_linear else "classification", outputs=1 if is_linear else 3)
+    model = make_model("linear" if is_linear else "mlp", data)
+    sizes = {"lam": 0.3, "rho": 0.6, "theta": 0.4, "spread": 0.5, "cells": 3, "optimizer": "sgd", "outer_lr": 0.3}
+    others = {} if is_linear else {"body": "epochs", "epochs": 2, "v_lr": 0.4}
+    algorithm = make(kind, {"preset": "paper", **sizes, **others})
+    fed = federate(algorithm, data, model, engine, FULL_BATCH)
+    starts = [v.numpy().ravel() for v in fed.engine.get_states()["state"]["start"]]
+    raw = [v.numpy().copy() for v in fed.engine.get_states()["state"]["learned"]["raw"]]
+    server = run(fed, rounds=2)
+
+    each = [tuple(v.numpy() for v in data.train.of(i)) for i in CLIENTS]
+    w0 = 0.5 * stream(3, "Learn2pFed", "w").normal(size=len(starts[0]))
+    heads, bodies = [arrays(model.head)] * 4, [arrays(model.body)] * 4
+    for row, count in zip(raw, COUNTS, strict=True):
+        row[:, -5] = count / sum(COUNTS)
+    for _ in range(2):
+        steps, inputs = [], []
+        for i, (x, y) in enumerate(each):
+            if is_linear:
+                inputs.append(np.concatenate([x, np.ones((len(x), 1))], axis=1))
+                steps.append(closed_form(inputs[i], y[:, 0]))
+                continue
+            for _ in range(2):
+                slope = mlp(bodies[i] | heads[i], x, y)[1]
+                bodies[i] = {k: v - LR * slope[k] for k, v in bodies[i].items()}
+            inputs.append(np.maximum(x @ bodies[i]["hidden.0.weight"].T + bodies[i]["hidden.0.bias"], 0))
+            steps.append(gradient_step(inputs[i], y, 3, 0.4))
+        net = Cells(raw, 3, steps)
+        w, v, kept = net.forward(w0, starts)
+        by_v = []
+        for h, (_, y), one in zip(inputs, each, v, strict=True):
+            if is_linear:
+                by_v.append(2 * h.T @ (h @ one - y[:, 0]) / sum(COUNTS))
+            else:
+                d = slopes_of_logits(h @ one[3:].reshape(3, -1).T + one[:3], y)[1] * len(y) / sum(COUNTS)
+                by_v.append(np.concatenate([d.sum(0), (d.T @ h).ravel()]))
+        slopes = net.back(kept, by_v)
+        shrink = 1 / max(1.0, float(np.sqrt(sum((s**2).sum() for s in slopes))))
+        raw = [row - 0.3 * shrink * s for row, s in zip(raw, slopes, strict=True)]
+        if not is_linear:
+            heads = [{"out.bias": one[:3], "out.weight": one[3:].reshape(3, -1)} for one in v]
+    np.testing.assert_allclose(server["w"].numpy().ravel(), w, rtol=0, atol=1e-9)
+    after = fed.engine.get_states()["state"]
+    np.testing.assert_allclose(after["learned"]["raw"].numpy(), np.stack(raw), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(after["v"].numpy()[:, :, 0], np.stack(v), rtol=0, atol=1e-9)
+    moved = np.abs(np.stack(slopes)).max((0, 1))
+    assert moved[-5:].min() > 1e-6

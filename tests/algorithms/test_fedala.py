@@ -9,8 +9,10 @@ from torch import Tensor
 
 from fedtailor.algorithms.fedala import FedALA, draw_share, last_layers
 from fedtailor.core.client import shares
+from fedtailor.core.random import stream
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
+from fedtailor.training.solver import Solver
 from tests.helpers import (
     F64,
     FULL_BATCH,
@@ -68,7 +70,7 @@ def test_rounds_by_hand(engine: str) -> None:
             taken += [steps] if number == 1 else []
         common = weighted(own, [9, 1, 6, 13])
     assert len(set(taken)) > 1  # some settle before others
-    algorithm = FedALA(epochs=2, share=1.0, eta=3.0, first_steps=25, threshold=0.005)
+    algorithm = FedALA(epochs=2, share=1.0, eta=3.0, first_passes=25, threshold=0.005)
     fed = federate(algorithm, data, model, engine, FULL_BATCH)
     server = run(fed, rounds=3)
     assert_equal(server["common"], common)
@@ -77,6 +79,29 @@ def test_rounds_by_hand(engine: str) -> None:
     assert float(torch.stack([w["out.weight"] for w in weights]).std()) > 0.01  # learned
     wanted = {n: blended(common, own[i], weights[i], *data.train.of(i), 1)[0] for i, n in enumerate(data.clients)}
     assert_equal(models(fed, server), wanted)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_weights_are_learned_batch_by_batch(engine: str) -> None:
+    """A round by hand with batches of 4: one step of W for each of them, on a share of the samples."""
+    data = make_data("regression")
+    model = make_model("mlp", data)
+    solver = Solver(lr=0.1, batch_size=4)
+    algorithm = FedALA(share=0.7, eta=3.0, first_passes=2)
+    fed = federate(algorithm, data, model, engine, solver)
+    server = fed.run_round(0, range(4), algorithm.server_init(model))
+    before = states(fed)
+    fed.run_round(1, range(4), server)
+    after = states(fed)
+    for i, (name, count) in enumerate([("ada", 9), ("bo", 1), ("cy", 6), ("di", 13)]):
+        x, y = data.train.of(i)
+        drawn = torch.from_numpy(stream(3, 1, 0, name, "uniform", 0).random(count))
+        chosen = drawn.argsort()[: int(np.ceil(0.7 * count))]
+        W = before[name]["state"]["W"]
+        for _ in range(2):
+            for rows in chosen.split(4):
+                _, W, _ = blended(server["common"], before[name]["state"]["theta"], W, x[rows], y[rows], 1)
+        assert_equal(after[name]["state"]["W"], W)
 
 
 def test_last_layers() -> None:
@@ -91,7 +116,8 @@ def test_last_layers() -> None:
 def test_a_share_of_the_samples_is_drawn(share: float, count: int) -> None:
     order = torch.tensor([0.9, 0.1, 0.5, 0.7, 0.3, 0.0, 0.0], dtype=F64)
     mask = torch.tensor([1, 1, 1, 1, 1, 0, 0], dtype=F64)
-    chosen = draw_share(order, mask, share)
+    rows, chosen = draw_share(order, mask, share)
+    assert rows[:5].tolist() == [1, 4, 2, 3, 0]
     assert chosen.nonzero()[:, 0].tolist() == sorted([1, 4, 2, 3, 0][:count])
 
 
@@ -109,6 +135,6 @@ def test_the_weights_are_the_shares() -> None:
 
 def test_mistakes() -> None:
     model = make_model("mlp", make_data())
-    for wrong in (FedALA(layers=-1), FedALA(share=0.0), FedALA(share=1.5), FedALA(first_steps=0)):
+    for wrong in (FedALA(layers=-1), FedALA(share=0.0), FedALA(share=1.5), FedALA(first_passes=0)):
         with pytest.raises(ConfigError, match="FedALA needs layers"):
             wrong.check(model, "classification")

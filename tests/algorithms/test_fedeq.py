@@ -202,3 +202,92 @@ def test_a_newcomer_fits_a_head_to_the_common_representation(preset: str | None)
     theta = run(fed, cohort=[0, 1])
     head = descend(model, model.head, *data.train.of(3), steps=4, frozen=theta)
     assert_equal(onboard(fed.engine.experiment, 3, theta, 4), theta | head)
+
+
+class Sum(nn.Module):
+    """Representation and head both linear: one curvature everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+        self.out = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.out(x[:, :2] - x[:, 2:])
+
+
+def linear_task() -> tuple[FederatedData, Model, float]:
+    """Four clients, their model, and the largest curvature L."""
+    sizes = {"ada": (20, 0, 0), "cy": (12, 0, 0), "di": (13, 0, 0), "ed": (16, 0, 0)}
+    data = make_data("regression", sizes=sizes, outputs=2)
+    with torch_stream("sum"):
+        model = Model(Sum().to(F64), head=["out"])
+    return data, model, max(bound(data, model, i, model.params) for i in range(4))
+
+
+def squares(a: Params, b: Params) -> float:
+    return sum(float((a[k] - b[k]).square().sum()) for k in a)
+
+
+@pytest.mark.parametrize("cohorts", [[range(4)], [(0, 3), (1, 2)], [(2,), (0,), (3,), (1,)]], ids=["all", "two", "one"])
+def test_lemmas_4_2_and_4_4_under_sampling(cohorts: list[tuple[int, ...]]) -> None:
+    """(7) and (21), with rho > 6 L.
+
+    After T rounds, in which each client took part, the Lagrangian of all has fallen at least so far. It is at least the
+    loss of the common representation and (rho - 5 L) / 2 times the distances to it.
+    """
+    data, model, curvature = linear_task()
+    rho = 6.5 * curvature
+    options = {"preset": "paper", "dual_start": 0.0, "rho": rho, "head_epochs": 1, "epochs": 1}
+    fed = federate(make("fedeq", options), data, model, "vmap", Solver(lr=1 / (curvature + rho), batch_size=0))
+    theta = fed.engine.experiment.algorithm.server_init(model)
+    samples = [data.train.of(i) for i in range(4)]
+
+    def looked_at() -> tuple[float, Params, list[dict[str, Params]]]:
+        clients, total = [s["state"] for s in states(fed).values()], 0.0
+        for (x, y), s in zip(samples, clients, strict=True):
+            dual = {k: rho * v for k, v in s["u"].items()}
+            total += float(lagrangian(model, x, y, s["theta"], s["w"], dual, theta, rho))
+        return total, theta, clients
+
+    before = looked_at()
+    for block in range(12):
+        for t, cohort in enumerate(cohorts):
+            theta = fed.run_round(block * len(cohorts) + t, cohort, theta)
+        after = looked_at()
+        bound_of_fall = 0.0
+        for new, old in zip(after[2], before[2], strict=True):
+            bound_of_fall -= (rho / 2 - 3 * curvature**2 / rho) * squares(after[1], before[1])
+            bound_of_fall -= ((curvature + rho) / 2 - 12 * curvature**2 / rho) * squares(new["theta"], old["theta"])
+            bound_of_fall -= (curvature / 2 - 3 * curvature**2 / rho) * squares(new["w"], old["w"])
+        assert after[0] - before[0] <= bound_of_fall / len(cohorts) < 0
+        losses = sum(
+            float(nn.functional.mse_loss(model(theta | s["w"], x), y))
+            for (x, y), s in zip(samples, after[2], strict=True)
+        )
+        apart = sum(squares(s["theta"], theta) for s in after[2])
+        assert after[0] >= losses + (rho - 5 * curvature) / 2 * apart
+        before = after
+
+
+@pytest.mark.parametrize("cohorts", [[range(4)], [(0, 1), (2, 3)]], ids=["all", "two"])
+def test_theorem_4_6(cohorts: list[tuple[int, ...]]) -> None:
+    """The limit is stationary: grad F_i + lambda_i = 0, the head's gradient is 0, and the copies agree."""
+    data, model, curvature = linear_task()
+    rho = 6.5 * curvature
+    options = {"preset": "paper", "dual_start": 0.0, "rho": rho, "head_epochs": 10, "epochs": 10}
+    fed = federate(make("fedeq", options), data, model, "vmap", Solver(lr=1 / (curvature + rho), batch_size=0))
+    theta = fed.engine.experiment.algorithm.server_init(model)
+    for number in range(65 * len(cohorts)):
+        theta = fed.run_round(number, cohorts[number % len(cohorts)], theta)
+    for i, mine in enumerate(s["state"] for s in states(fed).values()):
+        x, y = data.train.of(i)
+
+        def loss(body: Params, head: Params, x: Tensor = x, y: Tensor = y) -> Tensor:
+            return nn.functional.mse_loss(model(body | head, x), y)
+
+        by_theta, by_w = torch.func.grad(loss, argnums=(0, 1))(theta, mine["w"])
+        assert_equal({k: -rho * u for k, u in mine["u"].items()}, by_theta, 1e-6)
+        assert_equal(by_w, {k: torch.zeros_like(v) for k, v in by_w.items()}, 1e-6)
+        assert_equal(mine["theta"], theta, 1e-6)
+        assert max(float((rho * u).abs().max()) for u in mine["u"].values()) > 0.1  # clients pull apart

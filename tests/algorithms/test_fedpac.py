@@ -115,7 +115,9 @@ def test_rounds_by_hand(rounds: int, engine: str) -> None:
     body, heads, c = by_hand(data, model, rounds)
     # the general solver is good to six digits; a body depends on the weights from the second round on
     assert_equal(server["body"], body, 1e-10 if rounds == 1 else 1e-6)
-    assert_equal(server["c"], torch.stack([c[label] for label in range(3)]), 1e-10 if rounds == 1 else 1e-6)
+    assert_equal(
+        server["c"]["prototypes"], torch.stack([c[label] for label in range(3)]), 1e-10 if rounds == 1 else 1e-6
+    )
     wanted = {name: body | heads[i] for i, name in enumerate(data.clients)}
     assert_equal(models(fed, server), wanted, 1e-5)
 
@@ -140,7 +142,7 @@ def test_the_pull_brings_features_to_the_common_means() -> None:
         fed = federate(FedPAC(lam=lam, epochs=5), data, model, solver=FULL_BATCH)
         server = run(fed, rounds=8)
         x, y = data.train.of(3)
-        spread[lam] = float((features(server["body"], x) - server["c"][y]).square().sum())
+        spread[lam] = float((features(server["body"], x) - server["c"]["prototypes"][y]).square().sum())
     assert spread[5.0] < 0.5 * spread[0.0]
 
 
@@ -163,8 +165,8 @@ def test_a_class_that_nobody_has_keeps_its_mean() -> None:
     labels = set(data.train.of(1)[1].tolist())  # a single sample
     after = fed.run_round(1, [1], server)
     for label in range(3):
-        assert torch.equal(after["c"][label], server["c"][label]) == (label not in labels)
-    assert after["is_known"].tolist() == [1, 1, 1]
+        assert torch.equal(after["c"]["prototypes"][label], server["c"]["prototypes"][label]) == (label not in labels)
+    assert after["c"]["prototypes.is_known"].tolist() == [1, 1, 1]
 
 
 def test_absent_clients_keep_the_head_they_got() -> None:

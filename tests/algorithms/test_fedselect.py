@@ -1,6 +1,7 @@
 """FedSelect by hand; its ends are FedAvg and Local; masks grow to the limit, and traffic falls with them."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from fedtailor.algorithms import make
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.algorithms.fedselect import FedSelect
-from fedtailor.core.client import shares
+from fedtailor.core.client import onboard, shares
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, tree_map
@@ -207,6 +208,50 @@ def test_traffic_falls_as_masks_grow(engine: str) -> None:
     assert up[0] - up[-1] == pytest.approx(4 * 8 * (counts[0] - counts[-1]), abs=4 * 24)
     assert down[0] - down[-1] == pytest.approx(4 * 8 * (counts[0] - counts[-1]), abs=4 * 24)
     assert up[-1] == up[-2]  # and no mask is told where none has changed
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.6, 0.8])
+def test_above_half_most_entries_stay_at_home(alpha: float) -> None:
+    """Section 4.4: with alpha > .5, after enough rounds, less than half of the model travels."""
+    data = make_data(shape=(60,))
+    model = make_model("mlp", data)
+    whole = 4 * 8 * sum(v.numel() for v in model.params.values())  # bytes of four clients
+    fed = federate(make("fedselect", {"preset": "paper", "epochs": 1, "alpha": alpha}), data, model)
+    server, sent = fed.engine.experiment.algorithm.server_init(model), []
+    for number in range(10):
+        before = dataclasses.replace(fed.traffic)
+        server = fed.run_round(number, range(4), server)
+        sent.append((fed.traffic.up - before.up, fed.traffic.down - before.down))
+    for of_round in zip(*sent, strict=True):
+        assert all(later <= earlier for earlier, later in itertools.pairwise(of_round[2:]))
+        fallen = (of_round[0] - of_round[-1]) / whole
+        assert fallen == pytest.approx(alpha, abs=4 * 24 / whole)
+        assert (fallen > 0.51) == (alpha > 0.5)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
+@pytest.mark.parametrize("preset", ["paper", "released"])
+def test_served_as_before_the_last_average(preset: str, engine: str) -> None:
+    """With serve = "own" a client predicts with what it had at the end of its training; training is the same."""
+    data = make_data()
+    model = make_model("mlp", data)
+    options = {"preset": preset, "epochs": 2, "rate": 0.5, "interval": 1}
+    begun, fed, other = (
+        federate(make("fedselect", options | {"serve": serve}), data, model, engine, solver=FULL_BATCH)
+        for serve in ("own", "own", "common")
+    )
+    trained = {c: descend(model, model.params, *data.train.of(i), steps=2) for i, c in enumerate(data.clients)}
+    assert_equal(models(begun, run(begun, rounds=1)), trained)
+    server, common = run(fed, rounds=3), run(other, rounds=3)
+    assert_equal(server, common, 0)
+    before, after = models(fed, server), models(other, common)
+    for name, mine in states(other).items():
+        for k, m in mine["state"]["m"].items():
+            assert torch.equal(before[name][k][m], after[name][k][m])  # what is its own is no average
+    w = server["w"]
+    assert max(float((before[name][k] - w[k]).abs().max()) for name in before for k in w) > 1e-3
+    newcomer = onboard(fed.engine.experiment, 3, server, 0)
+    assert_equal(newcomer, w, 0)
 
 
 def test_the_mask_is_sent_when_it_changes_and_only_then() -> None:

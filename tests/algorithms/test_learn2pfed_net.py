@@ -100,10 +100,10 @@ def test_a_new_client_starts_from_the_common_model_and_degrees(preset: str | Non
     assert loss(newcomer) < loss(server["w"]) < 1.3 * loss(model.params)
 
 
-def test_the_papers_mode_serves_the_own_model() -> None:
+def test_preset_head_serves_the_own_model() -> None:
     data = make_data()
     model = make_model("mlp", data)
-    fed = federate(make("learn2pfed-net", {"preset": "paper"}), data, model)
+    fed = federate(make("learn2pfed-net", {"preset": "head"}), data, model)
     server = run(fed)
     rows = fed.engine.get_states()["state"]["v"]
     for i, mine in enumerate(models(fed, server).values()):

@@ -66,10 +66,43 @@ def test_fednova_with_momentum_weighs_the_steps_as_the_paper() -> None:
 
 
 @pytest.mark.parametrize("missing", ["stale", "renormalise"])
-def test_duw_fednova_before_learning_is_fednova(missing: Any) -> None:
+def test_duw_fednova_by_hand(missing: Any) -> None:
+    """Algorithm 5, line 3: every step is eta tau_eff / tau, and the models are averaged; one client does not answer."""
     environment = Environment(epochs=(1, 3, 2, 1), answer=(1, 0, 1, 1), missing=missing)
-    ours = one_round(DUWFedNova(outer_iterations=0, epochs=2), environment=environment)
-    assert_equal(ours["w"], one_round(FedNova(epochs=2), environment=environment))
+    found = one_round(DUWFedNova(outer_iterations=0, epochs=2), environment=environment)["w"]
+    data = make_data("regression")
+    model = make_model("mlp", data)
+    counted = [0, 1, 2, 3] if missing == "stale" else [0, 2, 3]
+    tau_eff = (9 * 2 + 6 * 4 + 13 * 2) / sum(N[i] for i in counted)
+    each = {1: model.params}
+    for i, tau in {0: 2, 2: 4, 3: 2}.items():
+        each[i] = descend(model, model.params, *data.train.of(i), steps=tau, lr=0.1 * tau_eff / tau)
+    assert_equal(found, weighted([each[i] for i in counted], [N[i] for i in counted]))
+    scaled_at_the_end = one_round(FedNova(epochs=2), environment=environment)
+    apart = max(float((found[k] - v).abs().max()) for k, v in scaled_at_the_end.items())
+    assert apart > 1e-3  # the gradients are taken elsewhere
+
+
+def test_duw_fednova_with_momentum() -> None:
+    """(5): a step's gradient weighs (1 - .9^left) / .1, and |a|_1 is the sum of these."""
+    data = make_data("regression")
+    algorithm, tau = DUWFedNova(outer_iterations=0, outer="final"), (1, 3, 2, 1)
+    solver = Solver(lr=0.1, momentum=0.9, batch_size=0)
+    fed = federate(algorithm, data, make_model("mlp", data), solver=solver, environment=Environment(epochs=tau))
+    model = fed.model
+    found = fed.run_round(1, range(4), algorithm.server_init(model))["w"]
+    a = [[sum(0.9**j for j in range(t - s)) for s in range(t)] for t in tau]
+    tau_eff = sum(n * sum(one) / 29 for n, one in zip(N, a, strict=True))
+    each = []
+    for i, weights in enumerate(a):
+        x, y = data.train.of(i)
+        w, speed = model.params, {k: torch.zeros_like(v) for k, v in model.params.items()}
+        for _ in weights:
+            slope = torch.func.grad(lambda u, x=x, y=y: (model(u, x) - y).square().mean())(w)
+            speed = {k: 0.9 * v + slope[k] for k, v in speed.items()}
+            w = {k: v - 0.1 * tau_eff / sum(weights) * speed[k] for k, v in w.items()}
+        each.append(w)
+    assert_equal(found, weighted(each, N))
 
 
 @pytest.mark.parametrize(("q", "summed"), [(1.0, False), (0.5, True)])

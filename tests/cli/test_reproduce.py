@@ -59,6 +59,90 @@ def test_cells_carry_the_settings_of_row_column_and_scale(configs: Path) -> None
     assert list(reproduce.grid(table, configs, "cpu", 1, ["ours"])) == [("ours", "one"), ("ours", "two")]
 
 
+SCALES = """
+title = "Two scales"
+metric = "accuracy"
+search_at = { paper = false }
+search = { space = { "local.lr" = [0.1, 0.2] } }
+scale = { paper = { rounds = 9, "model.name" = "linear" } }
+
+[common]
+data = { source = "digits", clients = 3, max_samples = 60 }
+
+[[columns]]
+name = "small"
+
+[[columns]]
+name = "large"
+scale = { paper = { "data.clients" = 5 } }
+
+[[rows]]
+name = "FedAvg"
+set = { "algorithm.name" = "fedavg", "algorithm.epochs" = 2 }
+search = { "algorithm.epochs" = [1, 2] }
+scale = { paper = { "algorithm.epochs" = 7 } }
+
+[[rows]]
+name = "FedProx"
+set = { "algorithm.name" = "fedprox", "model.name" = "mlp" }
+by_column = [{ "algorithm.mu" = 1.0 }, { "algorithm.mu" = 2.0 }]
+by_column_at = { paper = [{ "algorithm.mu" = 3.0 }, { "algorithm.mu" = 4.0 }] }
+
+[[rows]]
+name = "Local"
+only = "paper"
+set = { "algorithm.name" = "local" }
+"""
+
+
+def test_what_a_scale_changes(configs: Path) -> None:
+    """Most particular last: the table's, the column's, the row's, those of row and column."""
+    (configs / "paper" / "scales.toml").write_text(SCALES)
+    table = reproduce.load(configs, "paper/scales")
+    small, large = (reproduce.grid(table, configs, scale, 1, []) for scale in ("cpu", "paper"))
+    assert list({row for row, _ in small} ^ {row for row, _ in large}) == ["Local"]
+    configurations = {key: group[0].config for key, group in (small | large).items()}
+    cpu = {key: group[0].config for key, group in small.items()}
+    assert cpu["FedAvg", "large"].algorithm.options == {"epochs": 2}
+    assert [cpu["FedProx", c].algorithm.options["mu"] for c in ("small", "large")] == [1.0, 2.0]
+    assert {c.rounds for c in configurations.values()} == {9}
+    assert configurations["FedAvg", "small"].algorithm.options == {"epochs": 7}
+    assert [configurations["FedProx", c].algorithm.options["mu"] for c in ("small", "large")] == [3.0, 4.0]
+    assert [configurations["FedAvg", c].data.model_dump()["clients"] for c in ("small", "large")] == [3, 5]
+    assert [configurations[row, "small"].model.name for row in ("FedAvg", "FedProx")] == ["linear", "mlp"]
+
+
+def test_a_search_of_one_scale_only(configs: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_after_the_other(monkeypatch)
+    (configs / "paper" / "scales.toml").write_text(SCALES.replace("rounds = 9", "rounds = 1"))
+    arguments = ("--configs", configs, "--out", "out", "--seeds", "1", "--rows", "FedAvg", "--scale", "paper")
+    assert call("reproduce", "paper/scales", *arguments).code == 0
+    assert not Path("out/search.json").exists()
+    assert "local.lr" not in Path("out/table.md").read_text()
+
+
+def test_own_models_are_measured_off_the_same_run(configs: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_after_the_other(monkeypatch)
+    (configs / "paper" / "own.toml").write_text("""
+title = "Before and after"
+metric = "accuracy"
+seeds = 1
+columns = [{ name = "after" }, { name = "before", metric = "own.accuracy" }]
+common = { rounds = 2, data = { source = "digits", clients = 4, max_samples = 60 }, local = { lr = 0.2 } }
+rows = [
+  { name = "FedSelect", set = { "algorithm.name" = "fedselect" } },
+  { name = "before", set = { "algorithm.name" = "fedselect", "algorithm.serve" = "own" } },
+  { name = "FedAvg", set = { "algorithm.name" = "fedavg" } },
+]
+""")
+    assert call("reproduce", "paper/own", "--configs", configs, "--out", "out", "--json", "f.json").code == 0
+    found = {(f["row"], f["column"]): f["mean"] for f in json.loads(Path("f.json").read_text())}
+    assert found["FedSelect", "before"] == pytest.approx(found["before", "after"])
+    assert found["FedSelect", "after"] != found["FedSelect", "before"]
+    assert len(list(Path("out").glob(f"*/{RESULTS}"))) == 3
+    assert re.search(r"\| FedAvg \| \S+ \| - \|", Path("out/table.md").read_text())
+
+
 def test_rows_may_have_commas_in_their_names(configs: Path) -> None:
     (configs / "paper" / "table9.toml").write_text(TABLE.replace('name = "ours"', 'name = "ours, again"'))
     table = reproduce.load(configs, "paper/table9")
@@ -183,6 +267,7 @@ model = { name = "mlp", hidden = [4] }
 name = "DUW"
 set = { "algorithm.name" = "duw-fedavg", "algorithm.outer_iterations" = 2, "algorithm.horizon" = 2 }
 learned_once = true
+learned_with = { "data.max_train" = 10 }
 """
 
 
@@ -191,7 +276,10 @@ def test_what_is_learned_once_drives_every_seed(configs: Path, call: Call, monke
     (configs / "paper" / "once.toml").write_text(LEARNED)
     out = configs.parent / "runs"
     assert call("reproduce", "paper/once", "--configs", str(configs), "--out", str(out)).code == 0
-    report = RunFolder(out / "learned" / "duw_digits-seed1000").metrics()[1]["report"]
+    learner = RunFolder(out / "learned" / "duw_digits-seed1000")
+    report = learner.metrics()[1]["report"]
+    assert learner.config.data.model_dump()["max_train"] == 10  # weights may be learned on a part of the data
+    assert RunFolder(out / "duw_digits-seed0").config.data.model_dump()["max_train"] is None
     for seed in (0, 1):
         run = RunFolder(out / f"duw_digits-seed{seed}")
         assert list(run.config.algorithm.options["theta"]) == report["theta"]
@@ -235,3 +323,19 @@ def test_a_run_that_diverges_is_told_in_its_cell(
     assert code == 0
     assert "| failed |" in out
     assert "- FedAvg large: " in out
+
+
+def test_dry_run_says_with_which_settings_each_row_runs(call: Call, configs: Path) -> None:
+    command = ("reproduce", "paper/table9", "--configs", configs, "--scale", "paper", "--dry-run")
+    code, out, _ = call(*command)
+    assert code == 0
+    assert not Path("runs").exists()
+    first, second, *_ = out.split("\n\n")[1:]
+    assert first.splitlines()[0] == "oracle: one"
+    lines = {line.split()[0]: line.split()[1:] for line in second.splitlines()[1:]}
+    assert (lines["rounds"], lines["clients"][0], lines["method"][0]) == (["3"], "4,", "jointls,")
+    assert lines["data"] == ["polynomial,", "clients", "4,", "samples", "80,", "setting", "2"]
+    entries = {(e["row"], *e["columns"]): e for e in json.loads(call(*command, "--json", "-").out)}
+    ours = entries["ours", "two"]["settings"]
+    assert (ours["rounds"], ours["local.lr"], ours["algorithm.cells"]) == (40, 0.05, 10)
+    assert json.loads(call(*command[:4], "--dry-run", "--json", "-").out)[0]["settings"]["rounds"] == 2

@@ -44,6 +44,19 @@ def test_mnist_by_the_papers_lists(tmp_path: Path) -> None:
     assert sorted(data.test.y.tolist()) == sorted(list(range(10)) * 2)
 
 
+def test_at_most_some_training_samples(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    write_lists(tmp_path)
+    whole, some = (
+        load(DuwMnistConfig(environment="I", val=0.2, max_train=m), seed=0, root=tmp_path) for m in (None, 3)
+    )
+    assert some.train.sizes.tolist() == [3, 3, 3, 3, 2]
+    assert (some.val.sizes.tolist(), some.test.sizes.tolist()) == (whole.val.sizes.tolist(), [4] * 5)
+    for c in range(5):
+        kept, everything = ({float(v) for v in data.train.of(c)[0][:, 0, 0, 0]} for data in (some, whole))
+        assert kept < everything or c == 4
+
+
 def test_lists_beyond_mnist_and_absent_ones_are_named(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     write_lists(tmp_path, last=60)

@@ -54,6 +54,33 @@ def test_distinct_meters_are_chosen_the_same_way_each_time(root: Path) -> None:
     assert "3 of 6 meters: the most distinct" in some.notes[0]
 
 
+def test_loads_between_0_and_1_by_training_hours(root: Path) -> None:
+    data = read(root, window=4, scale="unit")
+    series = np.load(root / "series.npy")
+    low, high = series[:81].min(0), series[:81].max(0)
+    for meter in range(METERS):
+        x, y = data.train.of(meter)
+        assert (float(torch.cat([x[0], y[:, 0]]).min()), float(torch.cat([x[0], y[:, 0]]).max())) == (0, 1)
+        wanted = (series[90:, meter] - low[meter]) / (high[meter] - low[meter])  # may lie outside
+        torch.testing.assert_close(data.test.of(meter)[1][:, 0], torch.from_numpy(wanted))
+
+
+def test_distinct_meters_by_their_places_in_a_plane(tmp_path: Path) -> None:
+    """Three kinds of series in random order: one meter of each kind is chosen, in every run."""
+    rng, hours = np.random.default_rng(1), np.arange(HOURS)
+    shapes = [np.sin(hours / 4), np.cos(hours / 9), (hours % 11) / 5]
+    series = np.stack([100 + 40 * shapes[i % 3] + rng.normal(size=HOURS) for i in range(12)], axis=1)
+    (tmp_path / "electricity").mkdir()
+    lines = ["date," + ",".join(map(str, range(12)))]
+    lines += [f"hour {t}," + ",".join(map(str, row)) for t, row in enumerate(series)]
+    path = tmp_path / "electricity" / "ecl_203clients_1000h.csv.gz"
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    some = read(tmp_path, clients=3, scale="unit", distinct="tsne")
+    assert {int(name.removeprefix("meter-")) % 3 for name in some.clients} == {0, 1, 2}
+    assert some.clients == read(tmp_path, clients=3, scale="unit", distinct="tsne").clients
+    assert "by t-SNE" in some.notes[0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"clients": 7}, "data.clients = 7: there are only 6 meters"), ({"window": 95}, "data.window = 95")],

@@ -50,6 +50,13 @@ def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert results[0]["last"]["clients"] == results[1]["last"]["clients"]  # the same images
 
 
+def test_bring_your_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    page = run_page(ROOT / "docs/how-to/bring-your-model.md", monkeypatch)
+    assert page.run.results["last"]["test"]["accuracy"]["mean"] >= 0
+    assert RunFolder(Path("runs/forecast")).about["engine"] in ("loop", "pool")
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/devices.md", monkeypatch)
     assert re.search(r"^device     cpu \(torch .* finds no accelerator\)$", capsys.readouterr().out, re.MULTILINE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_a_run_does_not_go_on_with_other_code() -> None:
         runner.resume(folder)
 
 
-def test_a_finished_run_is_not_used_with_other_code() -> None:
+def test_a_finished_run_serves_with_a_changed_file_and_says_so() -> None:
     sites = make_sites(Path("sites"), sites=2, rows=20)
     needed = own_model("own_net_b")
     made = tables("own_net_b:Net", algorithm={"name": "fedselect"})
@@ -111,15 +112,34 @@ def test_a_finished_run_is_not_used_with_other_code() -> None:
     (file, _) = export(Path("run"), "s0", "safetensors")
     read_safetensors(file)
     needed.write_text("WIDTH = 4\n")
-    for use in (
-        lambda: personal(Path("run"), "s0"),
-        lambda: explain(Path("run")),
-        lambda: onboard(Path("run"), sites / "s1.csv", "late"),
-        lambda: export(Path("run"), "s0", "torch"),
-        lambda: read_safetensors(file),
-    ):
-        with pytest.raises(RunError, match=r"model.name.*own_net_b:Net.*own_net_b_parts/sizes.py"):
-            use()
+    words = r"model.name.*own_net_b:Net.*own_net_b_parts/sizes.py"
+    for use in (lambda: personal(Path("run"), "s0"), lambda: read_safetensors(file)):
+        (note,) = use().notes
+        assert re.search(words, note)
+    export(Path("run"), "s0", "torch")
+    with pytest.raises(RunError, match=words):  # a newcomer would be trained with other code
+        onboard(Path("run"), sites / "s1.csv", "late")
+
+
+def test_a_model_with_other_parameters_does_not_serve() -> None:
+    make_sites(Path("sites"), sites=2, rows=20)
+    own_model("own_net_d")
+    runner.start(parse(tables("own_net_d:Net")), Path("run"))
+    file, text = Path("own_net_d.py"), Path("own_net_d.py").read_text()
+    file.write_text(text + "\n\nclass Unrelated(Net):\n    pass\n")
+    sys.modules.pop("own_net_d")
+    assert personal(Path("run"), "s0").notes
+    layer = "Dense(shape[0], outputs)"
+    others = {f"{layer[:-1]}, bias=False)": "out.bias", "Dense(shape[0] + 1, outputs)": "out.weight"}
+    for other, name in others.items():
+        file.write_text(text.replace(layer, other))
+        sys.modules.pop("own_net_d")
+        with pytest.raises(RunError, match=name):
+            personal(Path("run"), "s0")
+    file.write_text(text.replace("self.out", "self.last").replace('("out",)', '("last",)'))
+    sys.modules.pop("own_net_d")
+    with pytest.raises(RunError, match=r"last"):
+        personal(Path("run"), "s0")
 
 
 def test_a_comparison_does_not_show_old_figures_of_changed_code() -> None:

@@ -12,7 +12,16 @@ from fedtailor.experiments import runner
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.store import FIT, RunFolder, read_json, read_tree, write_json
 from fedtailor.flare.kits import RUNS
-from fedtailor.flare.policy import Budget, Policy, PrivacyAccount, RunUsage, SitePrivacy, make_party
+from fedtailor.flare.policy import (
+    LEDGER,
+    Budget,
+    Policy,
+    PrivacyAccount,
+    RunNeed,
+    RunUsage,
+    SitePrivacy,
+    make_party,
+)
 from fedtailor.flare.server import SITES
 from fedtailor.flare.site import RUN, SiteState, read_participation, set_participation
 from fedtailor.report.recorded_run import read_run
@@ -196,8 +205,14 @@ def make_site(root: Path) -> tuple[Path, dict[str, Reader]]:
 
     def spent(path: Path) -> Any:
         account = PrivacyAccount(SitePrivacy(**privacy), path / "private")
-        known = RunUsage(Budget(), path / "private/run-1", 3)
-        return account._replies(), known.evaluations, known.calls
+        known = RunUsage(Budget(), path / "private/run-1", RunNeed(3, 1, 18))
+        return (
+            account._replies(),
+            known.evaluations,
+            known.calls,
+            sorted(known.begun),
+            read_json(path / "private" / LEDGER),
+        )
 
     return site, {
         "standing": lambda path: read_participation(path / "private"),

@@ -35,7 +35,7 @@ from tests.trust.test_sums import Server as LyingServer
 NAMES = ["ada", "bo", "cy"]
 SESSION = b"s" * 16
 WEIGHTS = (None, "1", "2")  # of the models: none, as declared, the other scalar of the reply
-CALL = {"function": "local", "round": 1, "call": 0, "placed": [False], "taped": False, "sealed": 1e9}
+CALL = {"function": "local", "round": 1, "call": 0, "placed": [False], "taped": False}
 
 
 class LineTo:

@@ -137,6 +137,7 @@ def test_ones_own_run_goes_on_without_a_word_and_a_strangers_after_trust(run: Pa
     assert call("run", "small.toml", *of_mine, "--set", "model.hidden=[]")[0] == 2  # it has no such option
     Path("own.toml").write_text(
         'rounds = 1\n[data]\nsource = "digits"\nclients = 2\n[model]\nname = "mine_to_trust:make"\n'
+        '[algorithm]\nname = "fedavg"\n'
     )
     code, _, err = call("run", "own.toml", "--out", "mine-run")
     assert (code, err) == (0, "")

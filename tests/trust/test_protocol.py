@@ -10,7 +10,6 @@ with the same message, and gets the same replies.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +26,7 @@ from fedtailor.aggregation.member import (
     Member,
     Opened,
     Party,
+    SumRules,
     SumTerm,
     join_messages,
     pack,
@@ -34,11 +34,10 @@ from fedtailor.aggregation.member import (
     statement,
     transcript,
 )
-from fedtailor.core.algorithm import declared_sums
 from tests.aggregation.declared import Vectors
 
 TERMS = (SumTerm(0, ("w",)), SumTerm(1, ("w",)))  # two calls with one message
-DECLARED = hashlib.sha256(json.dumps([declared_sums(Vectors()), False]).encode()).hexdigest()
+RULES = SumRules(Vectors())
 Word = tuple[frozenset[int], frozenset[int]]  # cohort and survivors
 
 
@@ -131,7 +130,7 @@ class Explored:
         return given
 
     def _fresh(self, party: Party) -> Member:
-        member = Member(party, Vectors())
+        member = Member(party, RULES)
         for term in TERMS:
             member.keep(term.call, "local", {"w": torch.zeros(1, dtype=torch.float64)}, "message")
         return member
@@ -146,7 +145,7 @@ class Explored:
         step, *rest = move
         number = rest[0] if rest else 0
         opened = Opened(member.party.opened.round, member.party.opened.cohort)
-        after = Member(replace(member.party, opened=opened), Vectors())
+        after = Member(replace(member.party, opened=opened), RULES)
         after._replies = member._replies
         if step == "begin":
             return after, None
@@ -178,11 +177,10 @@ class Explored:
         """What the server says; every box and word of a partner that it names is a good one."""
         if step == "keys":
             return {"term": cohort.header}, None
-        cards, threshold = {c: card_of(c) for c in cohort}, secure_sum.least(len(cohort))
-        context = transcript(Asked("", 1, number, term, "message", DECLARED), cards, threshold, 32)
+        cards = {c: card_of(c) for c in cohort}
+        context = transcript(Asked("", 1, number, term, "message", RULES.digest), cards)
         if step == "deal":
-            about = {"clients": list(cohort), "threshold": threshold, "fraction_bits": 32}
-            return about, pack(cards[c] for c in cohort)
+            return {"clients": list(cohort)}, pack(cards[c] for c in cohort)
         if step == "mask":
             pairs = {d: agreed(keys_of(d).encryption, self._public(), b"shares", d, self.me, context) for d in chosen}
             return {"dealers": list(chosen)}, rows_of(key + bytes(132) for key in pairs.values())

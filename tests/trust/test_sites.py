@@ -52,8 +52,8 @@ def evaluated(made: Asked, **changes: Any) -> tuple[dict[str, Any], Any]:
         ({"function": "local", "round": 1, "call": 0, "placed": [3], "taped": False}, "call: placed.0: "),
         ({"function": ["local"], "round": 1, "call": 0, "placed": [False], "taped": False}, "call: function: "),
         (
-            {"round": 1, "sum": 1, "step": "deal", "clients": [0], "threshold": 1, "fraction_bits": -1000000},
-            "sumstep: ",
+            {"round": 1, "sum": 1, "step": "deal", "clients": [0], "fraction_bits": -1000000},
+            'sumstep with "fraction_bits"',
         ),
         ({"round": 1, "sum": 1, "step": "open"}, "sumstep: step: "),
         ({"round": 1, "sum": 1, "step": "keys"}, 'a secure sum: step "keys" with or without "term"'),
@@ -198,7 +198,7 @@ def test_t4_cotangents_do_not_leave_a_sealed_run(tmp_path: Path) -> None:
     assert "error" not in made.start()
     made.begin(1, 0)
     why = "a taped call in a run with secure sums"
-    request = made.request(function="local") | {"sealed": 1e9}
+    request = made.request(function="local")
     assert made.ask(request | {"taped": True}, (made.experiment.model.params,))[0]["refused"].startswith(why)
     assert made.ask({"round": 1, "call": 0}, None)[0]["refused"].startswith(why)
     answer, tree = made.ask(request, (made.experiment.model.params,))
@@ -221,7 +221,7 @@ def test_t9_a_message_for_one_site_alone_is_refused_in_a_sealed_run(tmp_path: Pa
     )
     made.start()
     made.begin(1, 0)
-    request = made.request(function="local") | {"sealed": 1e9}
+    request = made.request(function="local")
     answer, _ = made.ask(request | {"placed": [True]}, (made.experiment.model.params,))
     assert answer["refused"].startswith("local with a message for this site alone")
     assert refusals(made) == [answer["refused"]]

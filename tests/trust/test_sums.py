@@ -18,6 +18,7 @@ from fedtailor.aggregation.member import (
     Member,
     Opened,
     Party,
+    SumRules,
     SumTerm,
     as_bytes,
     join_messages,
@@ -67,7 +68,7 @@ class Server:
             c: bytes(v.numpy())
             for c, (_, v) in self.ask("keys", number, dict.fromkeys(cohort, ({"term": term}, None))).items()
         }
-        about = {"clients": cohort, "threshold": threshold, "fraction_bits": 32}
+        about = {"clients": cohort}
         dealt = self.ask("deal", number, {c: (about, pack(cards[k] for k in cohort)) for c in cohort})
         boxes = {c: dict(zip([o for o in cohort if o != c], as_bytes(v), strict=True)) for c, (_, v) in dealt.items()}
         alive = [c for c in cohort if c not in set(lost)]
@@ -107,7 +108,7 @@ def parties(identities: Mapping[int, Identity], sums_of: int = 2, run: str = "ru
 
 def begun(parties: Mapping[int, Party], message: Callable[[int], str] = lambda i: "the same") -> dict[int, Member]:
     """A round at every site, after a call that each answered with its number."""
-    members = {i: Member(its, Vectors()) for i, its in parties.items()}
+    members = {i: Member(its, SumRules(Vectors())) for i, its in parties.items()}
     for i, member in members.items():
         member.keep(0, "local", {"w": torch.full((3,), float(10**i))}, message(i))
     return members
@@ -195,7 +196,7 @@ def test_t8_invented_partners_are_refused_by_name(
     }[who]()
     server = Server({0: begun(parties(identities, sums_of=3))[0]})
     mine = bytes(server.ask("keys", 1, {0: ({"term": TERM}, None)})[0][1].numpy())
-    about = {"clients": [0, 1, 2], "threshold": 2, "fraction_bits": 32}
+    about = {"clients": [0, 1, 2]}
     with pytest.raises(Refusal, match=why):
         server.ask("deal", 1, {0: (about, pack([mine, forged, forged]))})
 
@@ -240,7 +241,7 @@ def test_t8_keys_serve_one_sum_of_one_round_of_one_run(identities: dict[int, Ide
         )
         number = int(changed.get("number", 1))
         mine = bytes(site.ask("keys", number, {0: ({"term": TERM}, None)})[0][1].numpy())
-        about = {"clients": [0, 1, 2, 3], "threshold": 3, "fraction_bits": 32}
+        about = {"clients": [0, 1, 2, 3]}
         with pytest.raises(Refusal, match="is not signed by it"):
             site.ask("deal", number, {0: (about, pack([mine, *(old[c] for c in (1, 2, 3))]))})
 
@@ -250,14 +251,14 @@ def test_t9_sites_that_were_told_different_things_open_nothing(identities: dict[
     with pytest.raises(Refusal, match=r"is not signed by it"):  # keys are signed for the message that was answered
         other.total(range(4))
 
-    def another_threshold(client: int, header: dict[str, Any], tree: Any) -> tuple[dict[str, Any], Any]:
-        return header | ({"threshold": 4} if client == 1 else {}), tree
+    def another_round(client: int, header: dict[str, Any], tree: Any) -> tuple[dict[str, Any], Any]:
+        return header | ({"round": 2} if client == 1 else {}), tree
 
     def other_survivors(client: int, header: dict[str, Any], tree: Any) -> tuple[dict[str, Any], Any]:
         return header | ({"survivors": [0, 1, 2]} if client == 1 else {}), tree
 
     for step, lie, why in (
-        ("deal", another_threshold, "was changed on its way"),
+        ("keys", another_round, "is not signed by it"),
         ("confirm", other_survivors, "is not signed by it|confirm who is counted"),
     ):
         server = Server(begun(parties(identities)))

@@ -68,7 +68,12 @@ def assert_equal(one: Run, other: Run, tolerance: float) -> None:
 @pytest.mark.parametrize("drop", [0.0, 0.4])
 def test_recomputed_is_the_same(engine: str, drop: float, tmp_path: Path) -> None:
     usual = trained("fedavg", "loop", tmp_path / "usual", {"model.drop": drop})
-    again = trained("fedavg", engine, tmp_path / "again", {"model.drop": drop, "model.checkpoint": ["blocks.*"]})
+    checkpointed = {"model.drop": drop, "model.checkpoint": ["blocks.*"]}
+    if engine == "vmap" and not drop:  # the gradient of a stack is taken outside of it
+        with pytest.raises(ConfigError, match='engine = "loop"'):
+            trained("fedavg", engine, tmp_path / "again", checkpointed)
+        return
+    again = trained("fedavg", engine, tmp_path / "again", checkpointed)
     assert_equal(usual, again, 1e-12)
 
 

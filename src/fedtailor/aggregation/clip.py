@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedtailor.core.trees import Tree, leaves, schema, tree_map, wide
+from fedtailor.core.trees import Tree, items, leaves, rebuild, schema, schema_difference, tree_map, wide
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,40 @@ def changed_parts(reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...])
                 pairs[i] = j
                 break
     return pairs
+
+
+def limit_reply(
+    reply: Tree,
+    example: Tree,
+    args: tuple[Tree, ...],
+    placed: tuple[bool, ...],
+    positive: list[str],
+    count: float,
+    largest: float,
+) -> Tree:
+    """The reply at a norm of at most `largest`. Of one that is None, not as declared or not finite, what says least.
+
+    That is the message where a part is a new version of it, and 0 elsewhere. A site sends this in place of a refusal,
+    which would tell the server something of its data; what must be positive is its `count`, which the server knows.
+    """
+    if reply is None or schema_difference(schema(reply), schema(example)) or not _is_finite(reply):
+        parts = list(example) if isinstance(example, tuple) else [example]
+        parts = [tree_map(torch.zeros_like, part) for part in parts]
+        for i, j in changed_parts(example, args, placed).items():
+            parts[i] = tree_map(lambda v: torch.nan_to_num(v, posinf=0.0, neginf=0.0), args[j])
+        reply = tuple(parts) if isinstance(example, tuple) else parts[0]
+    paths = items(reply)
+    free = [v for path, v in paths if path not in positive and v.is_floating_point()]
+    norm = math.hypot(*(float(wide(v).norm()) for v in free))
+    scale = min(1.0, largest / norm) if norm else 1.0
+
+    def within(path: str, v: Tensor) -> Tensor:
+        if path in positive:
+            return torch.where(v > 0, v, torch.full_like(v, count))
+        return v * scale if v.is_floating_point() and scale < 1 else v
+
+    return rebuild(reply, (within(path, v) for path, v in paths))
+
+
+def _is_finite(tree: Tree) -> bool:
+    return all(bool(v.isfinite().all()) for v in leaves(tree))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -25,9 +26,11 @@ class _Stage:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         self.calls: dict[str, set[tuple[bool, ...]]] = {}
+        self.counts = Counter[int]()  # of calls, by round
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         self.calls.setdefault(call.function, set()).add(call.placed)
+        self.counts[call.round] += 1
         example = reply_example(self.experiment.algorithm, call.function, self.experiment.model)
         yield Reply(tuple(clients), tree_map(lambda v: torch.ones_like(v).expand(len(clients), *v.shape), example))
 
@@ -50,6 +53,7 @@ class _UnsealedSums(Open):
 class _CountingFederation(Federation):
     means: int = 0
     of_models: int = 0
+    is_whole: bool = True  # no made-up number has ended it early
 
     def mean(self, x: PerClient, weight: PerClient | None = None, stale: Tree = None) -> Tree:
         self.means += 1
@@ -67,6 +71,15 @@ def calls_made(experiment: Experiment) -> dict[str, set[tuple[bool, ...]]]:
     """Functions that the algorithm calls, and which parts of their messages are for each client alone."""
     fed = _play(replace(experiment, aggregation=Aggregation()), experiment.algorithm.period)
     return cast(_Stage, fed.engine).calls
+
+
+def most_calls(experiment: Experiment) -> int:
+    """The calls that the longest round of the algorithm makes; what it declares, where that depends on data."""
+    algorithm = experiment.algorithm
+    if algorithm.settles:
+        return algorithm.most_calls
+    fed = _play(replace(experiment, aggregation=Aggregation()), algorithm.period)
+    return max(cast(_Stage, fed.engine).counts.values(), default=0) if fed.is_whole else algorithm.most_calls
 
 
 def rehearse(experiment: Experiment) -> None:
@@ -88,5 +101,6 @@ def _play(experiment: Experiment, rounds: int = 1) -> _CountingFederation:
         except ConfigError:
             raise
         except Exception:  # made-up numbers need not suit an algorithm; what it asked for up to here was allowed
+            fed.is_whole = False
             break
     return fed

@@ -1,7 +1,7 @@
 """A client's part in secure sums: it keeps its replies, answers the steps of a sum, and refuses what would open one.
 
 What all clients of a sum must agree on is hashed into one transcript: the run, the round, the call and the message that
-they answered, the term, the sums that the algorithm declares, and everybody's keys. Keys are derived from it, so
+they answered, the term, the rules of the run's sums, and everybody's keys. Keys are derived from it, so
 clients that were told different things cannot open anything together. Before the last step every client signs the
 transcript and who is counted, and opens nothing without the same word from as many as the threshold.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,6 @@ from fedtailor.core.trees import Tree, items
 
 ADVERT = 2 * secure_sum.KEY
 LONGEST = 65_536  # bytes of a card: keys, certificate, signature
-FRACTION_BITS = 52  # of a double
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,34 @@ class Asked:
     number: int
     term: SumTerm
     message: str  # a hash of what the call of the term was asked with
-    declared: str  # a hash of all sums that the algorithm declares
+    rules: str  # a hash of what is fixed as the run begins, `SumRules.digest`
 
     @property
     def text(self) -> bytes:
-        return json.dumps([self.run, self.round, self.number, self.term.header, self.message, self.declared]).encode()
+        return json.dumps([self.run, self.round, self.number, self.term.header, self.message, self.rules]).encode()
 
 
-def transcript(asked: Asked, cards: Mapping[int, bytes], threshold: int, fraction_bits: int) -> bytes:
+@dataclass(frozen=True)
+class SumRules:
+    """What bounds every sum of a run. No request can change it: it is fixed as the run begins."""
+
+    algorithm: Algorithm
+    all_count_the_same: bool = False  # as with noise on sums
+    fraction_bits: int = 32
+    max_norm: float = math.inf
+    cohort: frozenset[str] = frozenset()  # who may take part; empty: whoever is a partner
+
+    @property
+    def digest(self) -> str:
+        """A hash that all clients of a sum must have in common."""
+        sums = declared_sums(self.algorithm), self.all_count_the_same
+        text = json.dumps([*sums, self.fraction_bits, self.max_norm, sorted(self.cohort)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def transcript(asked: Asked, cards: Mapping[int, bytes]) -> bytes:
     """One hash over all that the clients of a sum must have been told alike."""
-    digest = hashlib.sha256(b"fedtailor secure sum|" + asked.text + b"|%d|%d" % (threshold, fraction_bits))
+    digest = hashlib.sha256(b"fedtailor secure sum|" + asked.text)
     for client in sorted(cards):
         digest.update(b"|%d|%d|" % (client, len(cards[client])) + cards[client])
     return digest.digest()
@@ -134,7 +152,6 @@ class _Dealt:
     asked: Asked
     names: dict[int, str]
     certificates: dict[int, bytes]
-    fraction_bits: int
 
 
 @dataclass(frozen=True)
@@ -154,10 +171,10 @@ class _Kept:
 class Member:
     """What one client remembers of the sums of one round. It opens those that its own algorithm declares, each once."""
 
-    def __init__(self, party: Party, algorithm: Algorithm, *, all_count_the_same: bool = False) -> None:
-        self.party, self._algorithm, self._all_count_the_same = party, algorithm, all_count_the_same
-        declared = [declared_sums(algorithm), all_count_the_same]
-        self._declared = hashlib.sha256(json.dumps(declared).encode()).hexdigest()
+    def __init__(self, party: Party, rules: SumRules, conceal: Callable[[str], None] | None = None) -> None:
+        """`conceal` is told, in place of the server, that a number was limited to the range of a sum."""
+        self.party, self.rules, self._conceal = party, rules, conceal
+        self._digest = rules.digest
         self._replies: dict[int, _Kept] = {}
         self._begun: set[tuple[int, str, str | None]] = set()  # call, leaf and weight
         self._stages: dict[int, Any] = {}
@@ -193,7 +210,7 @@ class Member:
         term = SumTerm.read(header["term"])
         self._refuse_undeclared(term)
         message = self._replies[term.call].message
-        asked = Asked(self.party.run, header["round"], number, term, message, self._declared)
+        asked = Asked(self.party.run, header["round"], number, term, message, self._digest)
         keys, advert = secure_sum.advertise()
         self._stages[number] = (keys, asked)
         identity = self.party.identity
@@ -210,8 +227,8 @@ class Member:
                 raise ValueError(f'no reply "{path}" of call {term.call} is kept here')
         assert kept is not None
         for path in term.paths:
-            same = self._all_count_the_same
-            if not is_declared_sum(self._algorithm, kept.function, path, term.weight, all_count_the_same=same):
+            same = self.rules.all_count_the_same
+            if not is_declared_sum(self.rules.algorithm, kept.function, path, term.weight, all_count_the_same=same):
                 by = "" if term.weight is None else f' weighted by "{term.weight}"'
                 raise ValueError(f'{kept.function} does not declare a sum of "{path}"{by}')
         begun = [(term.call, path, term.weight) for path in term.paths]
@@ -222,9 +239,7 @@ class Member:
     def _deal(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
         """Shares for partners whose certificates and signatures are good; who they are is fixed from here on."""
         keys, asked = self._stage(number, tuple)
-        clients, threshold, bits = header["clients"], header["threshold"], header["fraction_bits"]
-        if not 0 <= bits <= FRACTION_BITS:
-            raise ValueError(f"{bits} bits behind the point; 0 to {FRACTION_BITS} are possible")
+        clients = header["clients"]
         cards = dict(zip(clients, unpack(tree), strict=True))
         adverts, names, certificates = {}, {}, {}
         for client, card in cards.items():
@@ -233,10 +248,12 @@ class Member:
             raise ValueError("a partner is named twice")
         if self.party.identity is not None and names.get(self.party.me) != self.party.identity.name:
             raise ValueError("my own place is given to another")
+        if self.rules.cohort and (others := sorted(set(names.values()) - self.rules.cohort)):
+            raise ValueError(f'"{others[0]}" was not in the run as it began here')
         self.party.refuse_few(names.values())
-        context = transcript(asked, cards, threshold, bits)
+        threshold, context = secure_sum.least(len(cards)), transcript(asked, cards)
         state, sealed = secure_sum.deal(keys, self.party.me, adverts, threshold, context)
-        self._stages[number] = _Dealt(state, asked, names, certificates, bits)
+        self._stages[number] = _Dealt(state, asked, names, certificates)
         return rows_of(sealed[c] for c in clients if c != self.party.me)
 
     def _read(self, client: int, card: bytes, asked: Asked) -> tuple[bytes, str, bytes]:
@@ -252,7 +269,11 @@ class Member:
 
     def _mask(self, number: int, header: dict[str, Any], tree: Tree) -> Tensor:
         dealt = self._stage(number, _Dealt)
-        words = secure_sum.encode_fixed_point(self._vector(dealt.asked.term), dealt.fraction_bits, len(dealt.names))
+        vector, range_of = self._vector(dealt.asked.term), (self.rules.fraction_bits, len(dealt.names))
+        if self._conceal is not None and not secure_sum.is_in_range(vector, *range_of):
+            self._conceal("a number was beyond the range of a secure sum and was limited to it")
+            vector = secure_sum.limit_to_range(vector, *range_of)
+        words = secure_sum.encode_fixed_point(vector, *range_of)
         inbox = dict(zip(header["dealers"], as_bytes(tree), strict=True))
         state, masked = secure_sum.mask(dealt.state, inbox, words)
         self._stages[number] = _Masked(state, dealt)
@@ -337,6 +358,15 @@ def split_messages(message: bytes) -> list[bytes]:
         parts.append(message[at + 4 : end])
         at = end
     return parts
+
+
+def is_card(message: bytes) -> bool:
+    """Whether a message has the form of a client's keys; whose they are, the other clients check."""
+    try:
+        parts = split_messages(message)
+    except ValueError:
+        return False
+    return len(parts) in (1, 3) and len(parts[0]) == ADVERT
 
 
 def pack(parts: Iterable[bytes]) -> Tensor:

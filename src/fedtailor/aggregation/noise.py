@@ -6,6 +6,7 @@ change has norm `clip` at most, so two of them are at most 2 clip apart; `accoun
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from fedtailor.aggregation import accountant
 from fedtailor.aggregation.clip import Clip, changed_parts
+from fedtailor.aggregation.discrete_gaussian import STEPS, discrete_gaussian
 from fedtailor.core.algorithm import COUNT, Algorithm, client_functions, reply_example, reply_part
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
@@ -22,6 +24,8 @@ from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Tree, items, leaves, rebuild, wide
 from fedtailor.errors import ConfigError
 
+FARTHEST = 2.0**61  # steps of the grid that a number may be from 0: with noise it is still a whole number of 64 bits
+
 
 @dataclass(frozen=True)
 class GaussianNoise:
@@ -29,7 +33,7 @@ class GaussianNoise:
 
     multiplier: float  # standard deviation, as a multiple of clip
     clip: float
-    is_secret: bool = False  # from the operating system, not from the run's seed
+    is_repeatable: bool = False  # from the run's seed: then it is not private
 
     def __post_init__(self) -> None:
         if not self.clip:
@@ -47,9 +51,11 @@ class GaussianNoise:
                     f'privacy.noise: {fed.title} sums "{name}", which is not a new version of what clients were '
                     "sent, so it cannot be clipped; choose one whose clients only send models, such as fedavg"
                 )
-        number = fed.sums.noisy[fed.round] = fed.sums.noisy.get(fed.round, 0) + 1
-        rng = np.random.default_rng() if self.is_secret else stream(fed.seed, fed.round, number, "noise")
-        return add_noise(total, self.multiplier * self.clip, rng)
+        number = fed.sums.count_noisy(fed.round)
+        if self.is_repeatable:
+            rng = stream(fed.seed, fed.round, number, "noise")
+            return add_repeatable_noise(total, self.multiplier * self.clip, rng)
+        return add_noise(total, self.multiplier * self.clip, self.clip)
 
     def check(self, experiment: Any) -> None:
         """Raise a `ConfigError` if it does not suit the experiment."""
@@ -64,23 +70,46 @@ class GaussianNoise:
 class LocalNoise:
     """Clipping and noise, of standard deviation `noise` times `clip`, that a client adds to its own reply.
 
-    Whoever sums it, in secret or in the open, sees no more than that. The noise comes from the operating system, never
-    from a run's seed.
+    Whoever sums it, in secret or in the open, sees no more than that. A change that is not finite becomes none.
     """
 
     clip: float
     noise: float
 
     def apply(self, reply: Tree, args: tuple[Tree, ...], placed: tuple[bool, ...]) -> Tree:
-        reply = Clip(self.clip).apply(reply, args, placed)
-        parts, rng = list(reply) if isinstance(reply, tuple) else [reply], np.random.default_rng()
-        for i in changed_parts(reply, args, placed):
-            parts[i] = add_noise(parts[i], self.noise * self.clip, rng)
+        which = changed_parts(reply, args, placed)
+        parts = list(reply) if isinstance(reply, tuple) else [reply]
+        if not all(bool(v.isfinite().all()) for i in which for v in leaves(parts[i])):
+            parts = [args[which[i]] if i in which else part for i, part in enumerate(parts)]
+        clipped = Clip(self.clip).apply(tuple(parts) if isinstance(reply, tuple) else parts[0], args, placed)
+        parts = list(clipped) if isinstance(reply, tuple) else [clipped]
+        noisy = add_noise({str(i): parts[i] for i in which}, self.noise * self.clip, self.clip)
+        parts = [noisy[str(i)] if i in which else part for i, part in enumerate(parts)]
         return tuple(parts) if isinstance(reply, tuple) else parts[0]
 
 
-def add_noise(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
-    """The tree with independent Gaussian noise on every number, added in double precision."""
+def add_noise(tree: Tree, std: float, clip: float) -> Tree:
+    """The tree with independent noise on every number, drawn from the operating system; nothing repeats it.
+
+    Every number becomes a multiple of one grid, whatever the data: then the last bits of a floating-point number say
+    nothing of what was there before (Mironov, CCS 2012). What rounding to the grid adds to the distance of two
+    neighbours, which is 2 clip, the noise is larger by.
+    """
+    parts = leaves(tree)
+    numbers = sum(v.numel() for v in parts)
+    rounding = math.sqrt(numbers) * std / STEPS / (2 * clip)
+    if rounding >= 1:
+        raise ConfigError(f"privacy.noise = {std / clip:g}: too much for the grid of {numbers} numbers")
+    grid = std / (1 - rounding) / STEPS
+    flat = torch.cat([wide(v).flatten().cpu() for v in parts]).double().numpy() if numbers else np.zeros(0)
+    whole = np.clip(np.rint(np.nan_to_num(flat) / grid), -FARTHEST, FARTHEST).astype(np.int64)
+    noisy = torch.from_numpy((whole + discrete_gaussian(numbers)) * grid)
+    each = zip(noisy.split([v.numel() for v in parts]), parts, strict=True)
+    return rebuild(tree, (new.reshape(v.shape).to(v) for new, v in each))
+
+
+def add_repeatable_noise(tree: Tree, std: float, rng: np.random.Generator) -> Tree:
+    """The tree with Gaussian noise that can be drawn again, and taken away, by whoever has the seed: not private."""
     each = (wide(v) + torch.from_numpy(rng.normal(0.0, std, tuple(v.shape))).to(wide(v)) for v in leaves(tree))
     return rebuild(tree, (new.to(v.dtype) for new, v in zip(each, leaves(tree), strict=True)))
 

@@ -5,6 +5,9 @@ This is the server's half; `member` is the client's, `secure_sum` the mathematic
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fedtailor.aggregation.accountant import INSTALL
-from fedtailor.core import codec
+from fedtailor.core import border, codec
 from fedtailor.core.algorithm import is_declared_sum, reply_part
 from fedtailor.core.engine import Carrying
 from fedtailor.core.federation import Federation
-from fedtailor.core.reduce import INSTEAD, Call, PerClient, Rejected, at_path
+from fedtailor.core.reduce import INSTEAD, Call, Limits, PerClient, Rejected, at_path
 from fedtailor.core.trees import Tree, items, rebuild
 from fedtailor.errors import ConfigError, RoundAbandoned
 
@@ -31,6 +34,7 @@ class Secure:
     """A reduction in which each sum is opened by all clients together, and no reply leaves its client alone."""
 
     fraction_bits: int = 32  # of the fixed-point numbers in a sum
+    max_norm: float = Limits.max_norm  # of a reply; fixed as a run begins
 
     hides = "privacy.secure_sum"
     is_sealed = True
@@ -100,7 +104,7 @@ def secure_total(
     A client that is lost before its masked vector has arrived is left out of the sum and of the round.
     """
     from fedtailor.aggregation import secure_sum
-    from fedtailor.aggregation.member import LONGEST, SumTerm, as_bytes, pack, rows_of, split_messages
+    from fedtailor.aggregation.member import LONGEST, SumTerm, as_bytes, is_card, pack, rows_of, split_messages
 
     term = SumTerm(call.number, tuple(paths), by)
     sizes = [v.numel() for v in examples]
@@ -109,18 +113,26 @@ def secure_total(
 
     ask = ((c, {"term": term.header}, None) for c in clients)
     cards = {c: as_bytes(v[None])[0] for c, v in asked.step("keys", ask, torch.uint8, (LONGEST,), is_most=True)}
+    cards = asked.without_others(cards, {c: card for c, card in cards.items() if not is_card(card)}, "no keys")
     everybody = sorted(cards)
-    threshold = max(secure_sum.least(len(everybody)), min(fed.limits.min_replies, len(everybody)))
-    asked.need(everybody, threshold)
-    about = {"clients": everybody, "threshold": threshold, "fraction_bits": fraction_bits}
+    threshold = secure_sum.least(len(everybody))  # as every client has it
+    needed = max(threshold, min(fed.limits.min_replies, len(everybody)))
+    asked.need(everybody, needed)
+    about = {"clients": everybody}
     deck = pack(cards[c] for c in everybody)
     dealt = {
         c: dict(zip([o for o in everybody if o != c], as_bytes(v), strict=True))
         for c, v in asked.step("deal", ((c, about, deck) for c in everybody), torch.uint8, (len(everybody) - 1, BOX))
     }
+    said = Counter(str(asked.said[c].get("transcript", "")) for c in dealt)
+    agreed = said.most_common(1)[0][0] if said else ""  # sites agree, or nothing can be opened
+    others = {c: text for c in dealt if (text := str(asked.said[c].get("transcript", ""))) != agreed}
+    dealt = asked.without_others(dealt, others, "was told another thing than the others")
     dealers = sorted(dealt)
-    asked.need(dealers, threshold)
-    context = bytes.fromhex(str(asked.said[dealers[0]].get("transcript", "")))  # sites agree, or nothing can be opened
+    asked.need(dealers, needed)
+    if not re.fullmatch("[0-9a-f]{64}", agreed):
+        raise RoundAbandoned(f"round {fed.round}: no transcript of a secure sum")
+    context = bytes.fromhex(agreed)
 
     def inbox(c: int) -> tuple[int, dict[str, Any], Tree]:
         others = [o for o in dealers if o != c]
@@ -130,7 +142,7 @@ def secure_total(
         c: v.numpy().view(np.uint64) for c, v in asked.step("mask", (inbox(c) for c in dealers), torch.int64, (length,))
     }
     survivors = sorted(vectors)
-    asked.need(survivors, threshold)
+    asked.need(survivors, needed)
 
     # who is lost from here on is part of the sum: the others can open it
     counted = ((c, {"survivors": survivors}, None) for c in survivors)
@@ -139,19 +151,23 @@ def secure_total(
         for c, v in asked.step("confirm", counted, torch.uint8, (LONGEST,), is_last=True, is_most=True)
     }
     signers = sorted(words)
-    asked.need(signers, threshold)
+    asked.need(signers, needed)
     opening = ((c, {"signers": signers}, pack(words[s] for s in signers)) for c in signers)
     revealed = {
         c: dict(zip(dealers, as_bytes(v), strict=True))
         for c, v in asked.step("reveal", opening, torch.uint8, (len(dealers), secure_sum.SHARE), is_last=True)
     }
-    asked.need(revealed, threshold)
+    asked.need(revealed, needed)
     try:
         adverts = {c: split_messages(card)[0] for c, card in cards.items()}
         total = secure_sum.open_sum(adverts, dealers, vectors, revealed, threshold, context)
     except ValueError as error:
         raise RoundAbandoned(f"round {fed.round}: a secure sum cannot be opened: {error}") from None
     numbers = torch.from_numpy(secure_sum.decode_fixed_point(total, fraction_bits))
+    samples = sum(fed.engine.experiment.data.train.bounds(survivors)[1])
+    if by is not None and not 0 <= float(numbers[-1]) <= samples * (1 + border.ROUNDING):
+        why = f"its clients count {float(numbers[-1]):.6g} samples, and have {samples}"
+        raise RoundAbandoned(f"round {fed.round}: a secure sum over {call.function}: {why}")
     flat = numbers if by is None else numbers[:-1]
     sums = [v.reshape(example.shape) for v, example in zip(flat.split(sizes), examples, strict=True)]
     return sums, float(numbers[-1]), len(survivors)
@@ -161,6 +177,15 @@ def _has_shape(tensor: Tensor, shape: tuple[int, ...], is_most: bool) -> bool:
     if is_most:
         return tensor.dim() == len(shape) and all(n <= m for n, m in zip(tensor.shape, shape, strict=True))
     return tuple(tensor.shape) == shape
+
+
+def _read_step(reply: bytes, longest: int) -> tuple[dict[str, Any], Tree, str]:
+    """Header and tensor of an answer to a step, and what is wrong with it."""
+    try:
+        header, tree = border.read(reply, codec.PLACES, longest)
+    except codec.BrokenMessage as error:
+        return {}, None, f"its answer {error}"
+    return header, tree, border.error_text(header)
 
 
 class _Steps:
@@ -198,15 +223,23 @@ class _Steps:
                 reason = f"cannot be reached: {reply}"
             else:
                 fed.traffic.up += len(reply)
-                header, tree = codec.decode(reply)
-                if isinstance(tree, Tensor) and tree.dtype == dtype and _has_shape(tree, shape, is_most):
+                header, tree, reason = _read_step(reply, border.SPARE + math.prod(shape) * dtype.itemsize)
+                if not reason and isinstance(tree, Tensor) and tree.dtype == dtype and _has_shape(tree, shape, is_most):
                     self.said[client] = header
                     yield client, tree
                     continue
-                reason = f"secure sum: {header.get('error', 'a reply of the wrong form')}"
+                reason = f"secure sum: {reason or 'a reply of the wrong form'}"
             self.trouble = f"; {fed.names[client]}: {reason}"
             if not is_last:
                 fed.leave_out(self.call, [Rejected(client, reason, is_mistake=False)])
+
+    def without_others(self, answers: dict[int, Any], wrong: Iterable[int], reason: str) -> dict[int, Any]:
+        """The answers without those of clients that are left out of the round."""
+        out = set(wrong)
+        for client in sorted(out):
+            self.trouble = f"; {self.fed.names[client]}: secure sum: {reason}"
+            self.fed.leave_out(self.call, [Rejected(client, f"secure sum: {reason}", is_mistake=False)])
+        return {client: answer for client, answer in answers.items() if client not in out}
 
     def need(self, clients: Iterable[int], threshold: int) -> None:
         """Go on only with enough clients that the sum can be opened and is more than one reply."""

@@ -162,10 +162,21 @@ def largest(fraction_bits: int, clients: int) -> float:
     return 2.0 ** (63 - fraction_bits) / clients
 
 
+def is_in_range(values: NDArray[np.float64], fraction_bits: int, clients: int) -> bool:
+    """Whether a sum of so many such vectors fits."""
+    return bool(np.all(np.abs(values) < largest(fraction_bits, clients)))
+
+
+def limit_to_range(values: NDArray[np.float64], fraction_bits: int, clients: int) -> NDArray[np.float64]:
+    """The nearest vector whose sum fits; what is no number becomes 0."""
+    limit = np.nextafter(largest(fraction_bits, clients), 0)
+    return np.clip(np.nan_to_num(values, nan=0.0, posinf=limit, neginf=-limit), -limit, limit)
+
+
 def encode_fixed_point(values: NDArray[np.float64], fraction_bits: int, clients: int) -> Words:
     """Numbers as multiples of 2**-fraction_bits, to be added up over so many clients; halves are rounded to even."""
-    limit = largest(fraction_bits, clients)
-    if not bool(np.all(np.abs(values) < limit)):
+    if not is_in_range(values, fraction_bits, clients):
+        limit = largest(fraction_bits, clients)
         raise ValueError(f"a number is not within ±{limit:.6g}, the range of a secure sum")
     return np.rint(values * 2.0**fraction_bits).astype(np.int64).view(np.uint64)
 

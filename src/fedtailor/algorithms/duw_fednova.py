@@ -1,47 +1,54 @@
-"""DUW-FedNova: DUW's learned weights on FedNova's normalized updates. Nakai-Kasai, Wadayama, 2024, Algorithm 5."""
+"""DUW-FedNova: DUW's learned weights on FedNova's scaled steps. Nakai-Kasai, Wadayama, 2024, Algorithms 4 and 5.
+
+Symbols: tau local steps; a = |a|_1, what the gradients of one client weigh together; tau_eff steps of all, by samples.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from fedtailor.algorithms._shared import unfolding
 from fedtailor.algorithms._shared.duw import DUW
-from fedtailor.algorithms.fednova import FedNova
+from fedtailor.algorithms.fednova import FedNova, weight_of_steps
+from fedtailor.core.algorithm import MODEL, on_client
+from fedtailor.core.context import ClientContext
+from fedtailor.core.experiment import LocalSolver
 from fedtailor.core.federation import Federation
 from fedtailor.core.reduce import PerClient
-from fedtailor.core.trees import Params
+from fedtailor.core.trees import Params, Tree
 
 
 @dataclass(frozen=True)
 class DUWFedNova(DUW):
-    """Each client's move is scaled to tau_eff steps before the learned average."""
-
-    outer: Literal["final", "holdout"] = "final"
-    """L: training or validation loss at the end. Gradients along the path cannot be recovered from scaled updates."""
-    mu: ClassVar[float] = 0.0
+    """Each client's step size is scaled to tau_eff steps; the models are averaged with learned weights."""
 
     title: ClassVar[str] = "DUW-FedNova"
     learns: ClassVar[str] = "weights"
     keeps: ClassVar[str] = "nothing"
     equals: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "nothing learned": ({"outer_iterations": 0}, "fednova", {}, "dense"),
+        "nothing learned, equal steps": ({"outer_iterations": 0}, "fednova", {}, "full-batch"),
     }
-    check_solver: ClassVar[Any] = FedNova.check_solver
-    local: ClassVar[Any] = FedNova.local
-    weight_of_steps: ClassVar[Any] = FedNova.weight_of_steps
 
-    def models(self, fed: Federation, w: Params) -> PerClient:
-        """w + tau_eff / a (w_k - w) of each client; who did not answer took no steps."""
-        models, by_weight, times_weight = fed.map(self.local, w)
-        n = fed.samples(fed.asked if fed.environment.missing == "stale" else models.clients)
-        tau_eff = fed.sum(times_weight) / n.sum()
-        n_here = fed.samples(models.clients)
-        scale = tau_eff * (fed.gather(by_weight, "steps of each client") / n_here)
-        each = fed.gather(models, "model of each client")
+    def check_solver(self, solver: LocalSolver) -> None:
+        FedNova(mu=self.mu).check_solver(solver)
+        unfolding.check_solver(self.outer, solver)
 
-        def moved(k: str) -> Any:
-            if k not in fed.model.trainable:  # a statistic
-                return each[k]
-            return w[k] + scale.to(w[k].dtype).reshape(-1, *[1] * w[k].dim()) * (each[k] - w[k])
+    @on_client(sends=MODEL)
+    def local(self, me: ClientContext, w: Params, rate: Tensor) -> tuple[Tree, Tree]:
+        return {}, me.sgd(w, epochs=self.epochs, lr=rate, prox=(w, self.mu) if self.mu else None)  # Algorithm 5, line 3
 
-        return fed.scatter({k: moved(k) for k in w})
+    def rates(self, fed: Federation, rows: Sequence[int], here: Collection[int]) -> Tensor:
+        lr, n = fed.solver.lr_in(fed.round), fed.samples(rows)
+        a = weight_of_steps(fed.steps(rows, self.epochs), fed.solver.momentum, lr * self.mu)
+        arrives = fed.places([int(c in here) for c in rows]).to(n.dtype)  # the others take no steps
+        counts = arrives if fed.environment.missing == "renormalise" else torch.ones_like(n)
+        tau_eff = (n * a * arrives).sum() / (n * counts).sum().clamp(min=1)
+        return lr * tau_eff / a.clamp(min=1)
+
+    def models(self, fed: Federation, w: Params, rates: Tensor) -> PerClient:
+        return fed.map(self.local, w, fed.scatter(rates))

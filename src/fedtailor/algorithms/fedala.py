@@ -6,6 +6,7 @@ common entries in them; hat = theta + (common - theta) W, from where local train
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
+from fedtailor.core.data import take
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree, tree_map
@@ -32,10 +34,10 @@ class FedALA(Algorithm):
     """Fraction of a client's samples, redrawn in each round, on which W is learned."""
     eta: float = 1.0
     """Learning rate of W; 0 is FedAvg."""
-    first_steps: int = 30
-    """Maximum steps of W in the second round, the first in which models differ; later one per round."""
+    first_passes: int = 30
+    """Maximum passes over these samples, in batches, in the second round, when models first differ; later one."""
     threshold: float = 0.1
-    """W has converged when the standard deviation of the last ten losses is below this."""
+    """W has converged when the standard deviation of the losses after the last ten passes is below this."""
 
     title: ClassVar[str] = "FedALA"
     learns: ClassVar[str] = "degrees"
@@ -52,8 +54,8 @@ class FedALA(Algorithm):
 }"""
 
     def check(self, model: Model, task: str) -> None:
-        if self.layers < 0 or self.first_steps < 1 or not 0 < self.share <= 1:
-            raise ConfigError("algorithm: FedALA needs layers >= 0, first_steps >= 1 and share above 0 up to 1")
+        if self.layers < 0 or self.first_passes < 1 or not 0 < self.share <= 1:
+            raise ConfigError("algorithm: FedALA needs layers >= 0, first_passes >= 1 and share above 0 up to 1")
 
     def server_init(self, model: Model) -> Tree:
         return {"common": model.params, "rounds": model.like.new_zeros((), dtype=torch.int64)}
@@ -67,33 +69,40 @@ class FedALA(Algorithm):
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def first(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
-        return self.blend_and_train(me, common, self.first_steps)
+        return self.blend_and_train(me, common, self.first_passes)
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, common: Params) -> tuple[Tree, Tree]:
         return self.blend_and_train(me, common, 1)
 
-    def blend_and_train(self, me: ClientContext, common: Params, steps: int) -> tuple[Tree, Tree]:
-        hat, W = self.blend(me, common, steps)
+    def blend_and_train(self, me: ClientContext, common: Params, passes: int) -> tuple[Tree, Tree]:
+        hat, W = self.blend(me, common, passes)
         own = me.sgd(hat, epochs=self.epochs)
         return {"theta": {k: own[k] for k in W}, "W": W}, (own, me.n)
 
-    def blend(self, me: ClientContext, common: Params, steps: int) -> tuple[Params, Params]:
-        """The blend, and the weights after these steps, or as many as it takes until they settle."""
+    def blend(self, me: ClientContext, common: Params, passes: int) -> tuple[Params, Params]:
+        """The blend, and the weights after these passes, or as many as it takes until they settle."""
         theta, W, (x, y, mask) = me.state["theta"], me.state["W"], me.train
-        chosen = draw_share(me.uniform(len(y)), mask, self.share)
+        order, chosen = draw_share(me.uniform(len(y)), mask, self.share)
+        size = me.solver.batch_size or max(1, len(y))
 
         def hat(W: Params) -> Params:
             return common | {k: u + (common[k] - u) * W[k] for k, u in theta.items()}
 
-        def loss(W: Params) -> Tensor:
-            return (me.experiment.loss(me.model(me.buffers | hat(W), x), y) * chosen).sum() / chosen.sum()
+        def loss(W: Params, rows: Tensor) -> Tensor:
+            each = me.experiment.loss(me.model(me.buffers | hat(W), take(x, rows)), y[rows])
+            return (each * chosen[rows]).sum() / chosen[rows].sum().clamp(min=1)
 
         losses: list[Tensor] = []
+        value = torch.zeros_like(me.n)
         is_settled = torch.zeros_like(me.n, dtype=torch.bool)
-        for _ in range(steps):
-            slope, value = torch.func.grad_and_value(loss)(W)
-            W = {k: torch.where(is_settled, u, (u - self.eta * slope[k]).clamp(0, 1)) for k, u in W.items()}
+        for _ in range(passes if W else 0):
+            for start in range(0, math.ceil(self.share * len(y)), size):
+                rows = order[start : start + size]
+                moves = ~is_settled & (chosen[rows].sum() > 0)  # in a stack, others may have more batches
+                slope, now = torch.func.grad_and_value(loss)(W, rows)
+                W = {k: torch.where(moves, (u - self.eta * slope[k]).clamp(0, 1), u) for k, u in W.items()}
+                value = torch.where(moves, now, value)
             losses.append(value)
             if len(losses) > 10:
                 is_settled = is_settled | (torch.stack(losses[-10:]).std(correction=0) < self.threshold)
@@ -116,7 +125,8 @@ def last_layers(model: Model, layers: int) -> Params:
     return {k: v for k, v in model.trainable.items() if k.rpartition(".")[0] in names[len(names) - layers :]}
 
 
-def draw_share(order: Tensor, mask: Tensor, share: float) -> Tensor:
-    """1 for a share of the samples, the first in a random order, at least one; 0 for the others and for padding."""
-    place = torch.where(mask > 0, order, torch.inf).argsort().argsort()
-    return (place < (share * mask.sum()).ceil()).to(mask.dtype) * mask
+def draw_share(order: Tensor, mask: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Samples in a random order, padding last; and 1 for the first of them, a share, at least one, 0 for the others."""
+    rows = torch.where(mask > 0, order, torch.inf).argsort()
+    chosen = (rows.argsort() < (share * mask.sum()).ceil()).to(mask.dtype) * mask
+    return rows, chosen

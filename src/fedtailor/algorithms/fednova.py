@@ -46,7 +46,7 @@ class FedNova(Algorithm):
 }"""
 
     def check_solver(self, solver: LocalSolver) -> None:
-        if solver.optimizer != "sgd" or not solver.is_even or (self.mu and solver.momentum):
+        if solver.optimizer != "sgd" or solver.parts or not solver.is_even or (self.mu and solver.momentum):
             raise ConfigError("local: FedNova knows how equal steps of sgd add up, with momentum or with mu")
 
     server_init = FedAvg.server_init
@@ -57,12 +57,7 @@ class FedNova(Algorithm):
         return {}, (me.sgd(w, epochs=self.epochs, prox=(w, self.mu) if self.mu else None), me.n / a, me.n * a)
 
     def weight_of_steps(self, me: ClientContext) -> Tensor:
-        tau, solver = me.steps(self.epochs), me.solver
-        if self.mu:
-            keep = 1 - me.lr * self.mu  # a step shrinks what came before it
-            return (1 - keep**tau) / (1 - keep)
-        rho = solver.momentum
-        return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
+        return weight_of_steps(me.steps(self.epochs), me.solver.momentum, me.lr * self.mu)
 
     def round(self, fed: Federation, w: Params) -> Params:
         models, by_weight, times_weight = fed.map(self.local, w)
@@ -73,3 +68,11 @@ class FedNova(Algorithm):
         return {k: v + (tau_eff * scale).to(v.dtype) * (mean[k] - v) if k in trained else mean[k] for k, v in w.items()}
 
     personal = FedAvg.personal
+
+
+def weight_of_steps(tau: Tensor, momentum: float, shrinkage: float) -> Tensor:
+    """|a|_1 of tau steps with momentum, or with a proximal term, by which a step shrinks what came before it."""
+    if shrinkage:
+        keep = 1 - shrinkage
+        return (1 - keep**tau) / shrinkage
+    return (tau - momentum * (1 - momentum**tau) / (1 - momentum)) / (1 - momentum)

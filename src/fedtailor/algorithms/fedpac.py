@@ -11,22 +11,19 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from fedtailor.algorithms._shared.heads import check_dense_head, weight_of_head
+from fedtailor.algorithms._shared import prototypes
+from fedtailor.algorithms._shared.heads import weight_of_head
+from fedtailor.algorithms._shared.prototypes import COUNTS, SUMS, class_sums, pulled_losses
 from fedtailor.algorithms.fedrep import FedRep
 from fedtailor.core.algorithm import BODY, COUNT, HEAD, NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.errors import ConfigError
 from fedtailor.numerics.simplex import least_on_simplex
 
 H = ReplySpec("class means", lambda algorithm, model: torch.zeros_like(weight_of_head(model)))
-SUMS = ReplySpec("class sums", H.example)
-COUNTS = ReplySpec("class counts", lambda algorithm, model: torch.zeros_like(weight_of_head(model)[:, 0]))
-CENTERS, IS_KNOWN = "fedpac.centers", "fedpac.is_known"
 
 
 @dataclass(frozen=True)
@@ -64,57 +61,37 @@ class FedPAC(Algorithm):
     client_init = FedRep.client_init
 
     def check(self, model: Model, task: str) -> None:
-        if task != "classification":
-            raise ConfigError(f"algorithm.name: FedPAC compares means of classes; it is for classification, not {task}")
-        check_dense_head(model, self.title)
+        prototypes.check_classes(model, task, self.title)
 
     def server_init(self, model: Model) -> Tree:
-        c = torch.zeros_like(weight_of_head(model))
-        return {"body": model.body, "c": c, "is_known": c[:, 0]}
+        return {"body": model.body, "c": prototypes.no_prototypes(model)}
 
     @on_client(sends=(BODY.weighted_by(COUNT), HEAD, H, NUMBER, SUMS.summed(), COUNTS.summed(), COUNT))
-    def local(self, me: ClientContext, body: Params, c: Tensor, is_known: Tensor) -> tuple[Tree, Tree]:
-        sums, squares, _ = class_sums(me, body | me.state)
-        h = sums / me.n
-        v = ((squares / me.n - h.square().sum()) / me.n).clamp(min=0)
+    def local(self, me: ClientContext, body: Params, c: Params) -> tuple[Tree, Tree]:
+        before = class_sums(me, body | me.state)
+        h = before.sums / me.n
+        v = ((before.squares / me.n - h.square().sum()) / me.n).clamp(min=0)
         head = me.sgd(me.state, epochs=self.head_epochs, frozen=body, lr=self.head_lr)
 
-        def aligned(tensors: Params, x: Tensor, y: Tensor) -> Tensor:
-            f, logits = me.model.features_and_outputs(tensors, x, training=True)
-            pull = (f - tensors[CENTERS][y]).square().mean(1) * tensors[IS_KNOWN][y]
-            return cross_entropy(logits, y, reduction="none") + self.lam * pull
-
-        body = me.sgd(body, epochs=self.epochs, frozen=head | {CENTERS: c, IS_KNOWN: is_known}, loss=aligned)
-        sums, _, counts = class_sums(me, body | head)
-        return head, (body, head, h, v, sums, counts, me.n)
+        body = me.sgd(body, epochs=self.epochs, frozen=head | c, loss=pulled_losses(me, self.lam))
+        after = class_sums(me, body | head)
+        return head, (body, head, h, v, after.sums, after.counts, me.n)
 
     @on_client()
     def adopt(self, me: ClientContext, head: Params) -> tuple[Tree, Tree]:
         return head, None
 
     def round(self, fed: Federation, server: Tree) -> Tree:
-        body, head, h, v, sums, counts, n = fed.map(self.local, server["body"], server["c"], server["is_known"])
+        body, head, h, v, sums, counts, n = fed.map(self.local, server["body"], server["c"])
         if self.collaborate:
             a = collaboration(fed.gather(h, "class means of each client"), fed.gather(v, "their variances"))
             heads = fed.gather(head, "head of each client")
             fed.map(self.adopt, fed.scatter({k: torch.tensordot(a, x, dims=1) for k, x in heads.items()}))
-        total = fed.sum(counts)
-        c = torch.where(total[:, None] > 0, fed.sum(sums) / total.clamp(min=1)[:, None], server["c"])
-        return {"body": fed.mean(body, n), "c": c, "is_known": ((total > 0) | (server["is_known"] > 0)).to(c.dtype)}
+        c = prototypes.renew(server["c"], fed.sum(sums), fed.sum(counts))
+        return {"body": fed.mean(body, n), "c": c}
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
         return server["body"] | me.state
-
-
-def class_sums(me: ClientContext, params: Params) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a client's training samples: the sum of features of each class, of all squares, and the number of each."""
-    sums, squares, counts = torch.zeros_like(weight_of_head(me.model)), me.n.new_zeros(()), me.n.new_zeros(())
-    for x, y, mask in me.train.parts():
-        f, logits = me.model.features_and_outputs(me.buffers | params, x)
-        belongs = (y[:, None] == torch.arange(logits.shape[1], device=y.device)) * mask[:, None]
-        squares = squares + torch.where(mask > 0, f.square().sum(1), 0).sum()
-        sums, counts = sums + belongs.T @ f, counts + belongs.sum(0)
-    return sums, squares, counts
 
 
 def collaboration(h: Tensor, v: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ class FedSelect(Algorithm):
     """Learning rate of personal entries; local.lr by default."""
     mean: Literal["samples", "clients"] = "samples"
     """Weight clients by their samples, or equally."""
+    serve: Literal["common", "own"] = "common"
+    """Predict with common entries as of the last average, or as they were before it in the client's own model."""
 
     title: ClassVar[str] = "FedSelect"
     learns: ClassVar[str] = "masks"
@@ -72,7 +74,7 @@ class FedSelect(Algorithm):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"epochs": 3, "mean": "clients"},
         "released": {"epochs": 3, "mean": "clients", "alpha": 0.8, "interval": 3, "ranking": "tensor"}
-        | {"since": "growth", "biases": False, "overshoot": True},
+        | {"since": "growth", "biases": False, "overshoot": True, "serve": "own"},
     }
     citation: ClassVar[str] = """@inproceedings{tamirisa2024fedselect,
   title={{FedSelect}: Personalized Federated Learning with Customized Selection of Parameters for Fine-Tuning},
@@ -127,7 +129,12 @@ class FedSelect(Algorithm):
         now = {names[c]: row for c, row in zip(news.clients, bits, strict=True)}
         return {"w": unflat(w, model.trainable) | fed.mean(rest, n), "masks": server["masks"] | now}
 
+    def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
+        return self.client_init(me) | {"v": {k: server["w"][k] for k in me.model.trainable}}
+
     def personal(self, me: ClientContext, server: Tree) -> Params:
+        if self.serve == "own":
+            return server["w"] | me.state["v"]
         return server["w"] | {k: torch.where(m, me.state["v"][k], server["w"][k]) for k, m in me.state["m"].items()}
 
     def shares(self, me: ClientContext, server: Tree) -> Params:

@@ -83,7 +83,7 @@ class KNNPer(Algorithm):
         if len(y) > self.capacity:
             view = View(take(x, sample), y[sample], is_kept)
             y, sample = view.y, row
-        features = torch.cat([me.model.features_and_outputs(me.buffers | w, part.x)[0] for part in view.parts()])
+        features = torch.cat([me.features(w, part.x) for part in view.parts()])
         store = w | {
             FEATURES: torch.where(is_kept[:, None], features[sample], 0),
             LABELS: torch.where(is_kept, y[sample], NOBODY),

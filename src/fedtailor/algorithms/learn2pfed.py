@@ -12,27 +12,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from fedtailor.algorithms._shared import learnables
 from fedtailor.algorithms._shared.fused_cells import fused_epoch
 from fedtailor.algorithms._shared.random_coefficients import VECTOR
-from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
+from fedtailor.algorithms._shared.unrolled_cells import UnrolledCells
+from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext, View
 from fedtailor.core.federation import Federation
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
-from fedtailor.errors import ConfigError
 from fedtailor.numerics import ridge
 
-DEGREES = ReplySpec(
-    "degrees", lambda algorithm, model: learnables.degrees(algorithm.server_init(model)["common"]["raw"])
+TRAINING_LOSS = {"outer": "train", "pull": 0.0, "learned": ("lam", *learnables.SCALARS), "reach": 0.0}
+DESCENT = {"optimizer": "sgd", "outer_lr": 0.01}
+UNROLLED: dict[str, Any] = (  # what presets have in common
+    {"serve": "unrolled", "positive": "relu", "random_lam": True, "weights": "samples", "lower_after": 60}
+    | TRAINING_LOSS
+    | DESCENT
 )
 
 
 @dataclass(frozen=True)
-class Learn2pFed(learnables.Learnables, Algorithm):
+class Learn2pFed(UnrolledCells, Algorithm):
     """Unrolled ADMM whose degrees are learned by the error of every sample predicted without it."""
 
     title: ClassVar[str] = "Learn2pFed"
@@ -42,14 +45,10 @@ class Learn2pFed(learnables.Learnables, Algorithm):
     onboards_fitted: ClassVar[bool] = True
     at_once: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"outer": "train", "pull": 0.0, "positive": "relu", "lam": 5e-4, "rho": 0.01, "theta": 0.01}
-        | {
-            "optimizer": "sgd",
-            "outer_lr": 0.01,
-            "serve": "unrolled",
-            "reach": 0.0,
-            "learned": ("lam", *learnables.SCALARS),
-        }
+        "paper": UNROLLED | {"start": "fixed", "per_cell": True, "lam": 0.2, "rho": 0.15, "theta": 0.15},
+        "released": UNROLLED | {"start": "drawn", "lam": 0.001, "rho": 0.01, "theta": 0.01},
+        "warm": UNROLLED
+        | {"lam": 5e-4, "rho": 0.01, "theta": 0.01, "random_lam": False, "weights": "equal", "lower_after": 0},
     }
     citation: ClassVar[str] = """@article{lv2024learn,
   title={Learn What You Need in Personalized Federated Learning},
@@ -59,17 +58,14 @@ class Learn2pFed(learnables.Learnables, Algorithm):
 
     outer: Literal["loo", "holdout", "train"] = "loo"
     """Loss that degrees are learned from: leave-one-out, validation, or training error (paper)."""
-    pull: float = 1.0
-    """Degrees: 0 private, 1 common to all; in between, private and pulled towards the common ones."""
     serve: Literal["solved", "unrolled"] = "solved"
     """Predict with the exact v for the learned degrees, or with v of the last cell (paper)."""
-    gradient: Literal["exact", "local"] = "exact"
-    """Differentiate through the whole federation, or treat the common model as constant."""
     diagnostics: bool = False
     """Report the augmented Lagrangian and residuals of every cell, and gradient norms; two more trips per cell."""
 
     def check(self, model: Model, task: str) -> None:
         ridge.check(model, task)
+        self.check_options()
 
     def server_init(self, model: Model) -> Tree:
         w = ridge.as_vector(model, model.params)
@@ -79,7 +75,7 @@ class Learn2pFed(learnables.Learnables, Algorithm):
         v = ridge.as_vector(me.model, me.model.params)
         data = {"d": ridge.statistics(me.model, me.train)}
         data |= {"held": ridge.moments(me.model, me.val)} if self.outer == "holdout" else {}
-        return data | {"v": v, "z": v - v, "a": v - v, "learned": self.first_numbers(v)}
+        return data | self.first_state(me, v)
 
     def onboard_init(self, me: ClientContext, server: Tree) -> Tree:
         s = self.client_init(me)
@@ -90,6 +86,7 @@ class Learn2pFed(learnables.Learnables, Algorithm):
         return s | {"v": v, "z": v - server["w"]}
 
     def round(self, fed: Federation, server: Tree) -> Tree:
+        server = self.begin_epoch(fed, server)
         return fed.fused_round(self.stacked_epoch, server) or self.epoch(fed, server)
 
     def stacked_epoch(self, states: Tree, server: Tree, samples: Callable[[], View]) -> Any:
@@ -99,34 +96,16 @@ class Learn2pFed(learnables.Learnables, Algorithm):
     def epoch(self, fed: Federation, server: Tree) -> Tree:
         fed.tape()
         w, diagnoses = server["w"], []
-        for cell in range(self.cells):
-            before = w
-            top, bottom = fed.map(self.cell, w, fed.places([cell])[0])
-            w = fed.sum(top) / fed.sum(bottom)  # (12)
-            w = w if self.gradient == "exact" else w.detach()
-            diagnoses += (
-                [fed.sum(fed.map_untaped(self.diagnose, w, before, fed.places([cell])[0]))] if self.diagnostics else []
-            )
-        wrong, count = fed.map(self.outer_loss, w)
-        if fed.sum(count) == 0:
-            raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')
-        loss = fed.sum(wrong) / fed.sum(count)
-        fed.backward(loss)
+        for cell, after in enumerate(self.run_cells(fed, w)):
+            if self.diagnostics:
+                diagnoses.append(fed.sum(fed.map_untaped(self.diagnose, after, w, fed.places([cell])[0])))
+            w = after
+        loss = self.mean_outer_loss(fed, w)
+        common = self.learn_from(fed, server, loss)
         if self.diagnostics:
-            slope = fed.sum(fed.map(self.slope)).sqrt()
-            fed.report(**diagnoses_by_name(diagnoses), outer_loss=loss.detach(), gradient_norm=slope)
-        replies = fed.map(self.learn)
-        common = self.common_step(server["common"], fed.sum(replies) if self.pull else fed.mean(replies))
-        if self.pull:
-            fed.map(self.agree, learnables.degrees(common["raw"]))
+            norm = fed.sum(fed.map(self.slope)).sqrt()
+            fed.report(**diagnoses_by_name(diagnoses), outer_loss=loss.detach(), gradient_norm=norm)
         return server | {"w": w, "common": common}
-
-    def common_step(self, common: Tree, replies: Tensor) -> Tree:
-        """The common degrees after one step on the clients' summed gradient; without a pull they are the mean ones."""
-        scalars = common["raw"][..., -len(learnables.SCALARS) :]
-        if self.pull:
-            return self.step(common, torch.cat([replies, torch.zeros_like(scalars)], dim=-1))
-        return common | {"raw": torch.cat([replies, scalars], dim=-1)}
 
     @on_client(sends=(VECTOR.summed(), NUMBER.summed()))
     def cell(self, me: ClientContext, w: Tensor, cell: Tensor) -> tuple[Tree, Tree]:
@@ -168,24 +147,6 @@ class Learn2pFed(learnables.Learnables, Algorithm):
         coupled = (lam * s["z"].square()).sum() + (x["rho"] * ((off - dual).square() - dual.square())).sum()
         value = x["p"].squeeze() * (ridge.squared_error(s["d"], s["v"]) + coupled)
         return s, (value, off.square().sum(), (x["rho"] * (w - before)).square().sum())
-
-    @on_client(sends=NUMBER.summed())
-    def slope(self, me: ClientContext) -> tuple[Tree, Tree]:
-        """Squared norm of the gradient of the outer loss by this client's numbers."""
-        return me.state, me.grad["learned"]["raw"].square().sum()
-
-    @on_client(sends=DEGREES.summed())
-    def learn(self, me: ClientContext) -> tuple[Tree, Tree]:
-        gradient = me.grad["learned"]["raw"]
-        learned = self.step(me.state["learned"], gradient)
-        return me.state | {"learned": learned}, learnables.degrees(gradient if self.pull else learned["raw"])
-
-    @on_client()
-    def agree(self, me: ClientContext, common: Tensor) -> tuple[Tree, Tree]:
-        learned = me.state["learned"]
-        return me.state | {
-            "learned": learned | {"raw": learnables.pull_degrees(learned["raw"], common, self.pull)}
-        }, None
 
     def roots_of(self, state: Tree, server: Tree) -> Tensor:
         """Lambda_eff^(-1/2) of each parameter: 0 is the common one, infinity the client's own."""

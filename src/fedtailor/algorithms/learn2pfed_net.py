@@ -1,7 +1,9 @@
-"""Learn2pFed-Net: Learn2pFed for networks, with gradient v-steps (14). Lv et al., 2024, section IV-D.
+"""Learn2pFed-Net: degrees for all parameters of a network, one ADMM step per round. After Lv et al., 2024.
 
-Symbols: w common model; v own model; z = v - w; a scaled dual; lam degree of collaboration; s = lam / (lam + eta) the
-share of the common model. Served is the shrunk model w + z.
+A variant of ours; the paper's cells for networks are in learn2pfed_head.py. The v-step is local epochs, the dual step
+is 1, clients are weighted by n_i, and w is a constant in the gradient of log lam, by the loss of w + z. Symbols: w
+common model; v own model; z = v - w; a scaled dual; lam degree of collaboration; s = lam / (lam + eta) the share of
+the common model. Served is the shrunk model w + z.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ class Learn2pFedNet(Algorithm):
     """Each client learns, on data held out from training, how much of each part of the network is common."""
 
     scope: Literal["all", "head"] = "all"
-    """What is shared: every parameter, or the head over a local body (paper)."""
+    """What is shared: every parameter, or the head over a local body."""
     grain: degrees.Grain = "layer"
     """Granularity of the degrees."""
     consensus: Literal["admm", "primal", "average"] = "admm"
     """How w is found: by ADMM, v going on from where it was; without the dual, v starting at w + z (for clients that
     take part rarely, whose dual is stale); or v starting at w, and w the mean of v."""
     outer: Literal["holdout", "train"] = "holdout"
-    """What degrees are learned by: validation loss, or training loss (paper)."""
+    """What degrees are learned by: validation loss, or training loss."""
     epochs: int = 2
     """Local epochs of the v-step per round."""
     rho: float = 0.1
@@ -47,7 +49,7 @@ class Learn2pFedNet(Algorithm):
     pull: float = 0.5
     """Pull of log lam to the common one, which is learned by the clients' summed gradient: 0 keeps degrees own."""
     serve: Literal["shrunk", "own"] = "shrunk"
-    """Predict with the shrunk model w + z, or with v (paper)."""
+    """Predict with the shrunk model w + z, or with v."""
 
     title: ClassVar[str] = "Learn2pFed-Net"
     learns: ClassVar[str] = "degrees"
@@ -55,7 +57,7 @@ class Learn2pFedNet(Algorithm):
     private: ClassVar[str] = "own model, dual, degrees"
     onboards_fitted: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0}
+        "head": {"scope": "head", "grain": "parameter", "outer": "train", "pull": 0.0}
         | {"outer_lr": 0.01, "serve": "own"},
         "primal": {"consensus": "primal"},
         "average": {"consensus": "average"},

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedtailor.algorithms._shared import doubts
 from fedtailor.algorithms._shared.random_coefficients import NORMAL
 from fedtailor.algorithms._shared.random_effects import WITHIN, free_entries, varying, within
 from fedtailor.algorithms.joint_ls import VECTOR
@@ -40,6 +41,7 @@ class MixedModel(Algorithm):
     learns: ClassVar[str] = "degrees"
     keeps: ClassVar[str] = "model"
     private: ClassVar[str] = "model"
+    most_calls: ClassVar[int] = 5000
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
     citation: ClassVar[str] = """@article{bates2015lme4,
@@ -78,16 +80,16 @@ class MixedModel(Algorithm):
         fed.report(noise=found.noise, deviance=found.deviance, exchanges=found.exchanges)
         return {"beta": found.beta, "factor": found.factor, "covariance": found.covariance, "noise": found.noise}
 
-    @on_client(sends=WITHIN.summed())
+    @on_client(sends=WITHIN.summed(), doubt=doubts.of_variation)
     def variation(self, me: ClientContext) -> tuple[Tree, Tree]:
         return me.state, within(ridge.design_of(me.model, me.train), me.train.mask)
 
-    @on_client(sends=(NORMAL.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)))
+    @on_client(sends=(NORMAL.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)), doubt=doubts.of_marginal)
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:
         d = me.state
         return d, tuple(reml.marginal(d["a"], d["b"], d["c"], d["count"], factor))
 
-    @on_client(sends=(NORMAL.summed(), NORMAL.summed()))
+    @on_client(sends=(NORMAL.summed(), NORMAL.summed()), doubt=doubts.of_squares)
     def slope(self, me: ClientContext, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tree, Tree]:
         return me.state, reml.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedtailor.algorithms._shared.own_loss import some_samples
 from fedtailor.algorithms.fedavg import FedAvg
 from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
 from fedtailor.core.context import ClientContext
@@ -20,7 +19,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError
 
-X, Y, WEIGHT = "per-fedavg.x", "per-fedavg.y", "per-fedavg.weight"
+X, Y, NEXT = "per-fedavg.x", "per-fedavg.y", "per-fedavg.next"
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class PerFedAvg(Algorithm):
     """Learning rate of the adaptation step; 0 is FedAvg."""
     order: Literal["exact", "first"] = "exact"
     """With second derivatives, or first-order only (FO)."""
-    samples: int = 32
-    """Samples per client, drawn in each round, for the inner gradient."""
 
     title: ClassVar[str] = "Per-FedAvg"
     learns: ClassVar[str] = "adaptation"
@@ -56,30 +53,39 @@ class PerFedAvg(Algorithm):
     server_init, round = FedAvg.server_init, FedAvg.round
 
     def check(self, model: Model, task: str) -> None:
-        if self.alpha < 0 or self.samples < 1:
-            raise ConfigError("algorithm: Per-FedAvg needs alpha of at least 0 and samples of at least 1")
+        if self.alpha < 0:
+            raise ConfigError("algorithm: Per-FedAvg needs alpha of at least 0")
 
     @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
-        x, y, weight = some_samples(me, self.samples)
+        x, y, mask = me.train
 
-        def loss(t: Params, x: Tensor, y: Tensor) -> Tensor:
+        def loss(t: Params, x: Tensor, y: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+            rows = t[NEXT][index]  # D of this step, as many as D' and others
             w = {k: t[k] for k in me.model.trainable}
             rest = {k: t[k] for k in (*me.model.params, *me.model.private_buffers) if k not in w}
             constant = {k: v.clone() for k, v in rest.items()}  # D' writes statistics, D only reads them
 
             def inner(w: Params) -> Tensor:
-                losses = me.experiment.loss(me.model(constant | w, t[X]), t[Y])
-                return (losses * t[WEIGHT]).sum() / t[WEIGHT].sum()
+                losses = me.experiment.loss(me.model(constant | w, t[X][rows]), t[Y][rows])
+                return (losses * weight).sum() / weight.sum().clamp(min=1)
 
             slope = torch.func.grad(inner)(w)
             slope = slope if self.order == "exact" else {k: g.detach() for k, g in slope.items()}
             own = {k: v - self.alpha * slope[k] for k, v in w.items()}
             return me.experiment.loss(me.model(rest | own, x, training=True), y)
 
-        trained = me.sgd(w, epochs=self.epochs, frozen={X: x, Y: y, WEIGHT: weight}, loss=loss)
+        after = partners(me.uniform(len(y)), mask)
+        trained = me.sgd(w, epochs=self.epochs, frozen={X: x, Y: y, NEXT: after}, loss=loss)
         return {}, (trained, me.n)
 
     def personal(self, me: ClientContext, w: Params) -> Params:
         slope = torch.func.grad(lambda own: me.loss(w | own))({k: w[k] for k in me.model.trainable})
         return w | {k: w[k] - self.alpha * g for k, g in slope.items()}
+
+
+def partners(order: Tensor, mask: Tensor) -> Tensor:
+    """For each sample the next one in a random circle of all: a batch and its partners share few samples, or none."""
+    circle = torch.where(mask > 0, order, torch.inf).argsort()
+    count = mask.sum().long().clamp(min=1)
+    return circle[(circle.argsort() + 1) % count]

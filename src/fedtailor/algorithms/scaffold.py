@@ -48,7 +48,7 @@ class SCAFFOLD(Algorithm):
 }"""
 
     def check_solver(self, solver: LocalSolver) -> None:
-        if solver.optimizer != "sgd" or solver.momentum or solver.clip or not solver.is_even:
+        if solver.optimizer != "sgd" or solver.momentum or solver.clip or solver.parts or not solver.is_even:
             raise ConfigError("local: SCAFFOLD reads a mean gradient off a move: it needs sgd, no momentum and no clip")
 
     def server_init(self, model: Model) -> Tree:

@@ -74,6 +74,9 @@ def reproduce(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON; - prints only that.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the settings of every row and run nothing.")
+    ] = False,
     data_root: DataRoot = None,
     out: Out = None,
     configs: Annotated[
@@ -90,6 +93,7 @@ def reproduce(
     from fedtailor.experiments.store import write_atomically
     from fedtailor.studies import reproduce as published
     from fedtailor.studies import result_tables
+    from fedtailor.studies.row_settings import row_settings, settings_text
     from fedtailor.studies.search import notes
 
     folder, is_printed = configs or CONFIGS, str(json_file) == "-"
@@ -104,6 +108,11 @@ def reproduce(
     path = out or Path("runs") / f"{table.replace('/', '-')}-{scale}"
     names = published.rows_named(wanted, rows)
     of: published.Scale = "cpu" if scale == "cpu" else "paper"
+    if dry_run:
+        entries = row_settings(wanted, of, names)
+        texts = [f"{wanted.title}; scale {scale}, {seeds or wanted.seeds} seeds", *map(settings_text, entries)]
+        print_json([e.model_dump() for e in entries]) if is_printed else print("\n\n".join(texts))
+        return
     which = (wanted, path, of, seeds or wanted.seeds, names)
     options = {"scale": scale, "seeds": seeds, "rows": rows, "json": json_file, "data_root": data_root}
     again = command_words("reproduce", table, **options, configs=configs, out=path)

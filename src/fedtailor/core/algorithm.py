@@ -15,6 +15,7 @@ from fedtailor.core.trees import Params, Tree, items
 from fedtailor.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
+Doubt = Callable[[Any, Model, int, Tree], str]  # (algorithm, model, samples of the client, reply) -> why, or ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class ReplySpec:
             A new declaration.
         """
         return replace(self, sums=(*self.sums, weight.name))
+
+
+def needs_head(algorithm: Algorithm) -> bool:
+    """Whether a method treats the head of the model otherwise than its body, so that it means little without one."""
+    sends_part = bool({BODY.name, HEAD.name} & set(reply_names(algorithm)))
+    return sends_part or algorithm.keeps in ("head", "body") or getattr(algorithm, "scope", "") == "head"
 
 
 def _scalar(algorithm: Any, model: Model) -> Tensor:
@@ -101,12 +108,13 @@ KEEPS = {  # what of the model that a client predicts with is its own
 PARTIAL = ("head", "body", "layers", "entries")  # of KEEPS: a private part on a common one
 
 
-def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callable[[F], F]:
+def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None, doubt: Doubt | None = None) -> Callable[[F], F]:
     """Mark a method `(self, me, *message) -> (private state, reply)` as one that runs beside a client's data.
 
     Args:
         sends: Declares the reply and the sums that each part may enter, such as
             `(MODEL.weighted_by(COUNT), COUNT)`. A reply that differs is rejected; without one nothing leaves.
+        doubt: Says why no samples can give such a reply, or "": what a client behind messages is not believed.
 
     Returns:
         A decorator for the method.
@@ -122,6 +130,7 @@ def on_client(sends: ReplySpec | tuple[ReplySpec, ...] | None = None) -> Callabl
 
     def mark(fn: F) -> F:
         fn.sends = sends  # type: ignore[attr-defined]
+        fn.doubt = doubt  # type: ignore[attr-defined]
         return fn
 
     return mark
@@ -149,6 +158,7 @@ class Algorithm:
     onboards_fitted: ClassVar[bool] = False  # `onboard_init` or `personal` fit a newcomer to its data
     at_once: ClassVar[bool] = False  # has rounds that are computed, or taped, on the stack of all clients
     settles: ClassVar[bool] = False  # makes exchanges until its numbers have settled: rounding may add one
+    most_calls: ClassVar[int] = 400  # of client functions in a round, where a rehearsal cannot count them
     needs_tensor: ClassVar[bool] = False  # a sample must be one tensor of numbers: it computes with samples itself
     stale: ClassVar[bool] = False  # its means can count a missing client with the model it was sent
 
@@ -260,8 +270,10 @@ class Algorithm:
         start = self.personal(me, server)
         if self.onboards_fitted:
             return start
-        own = {k: v for k, v in start.items() if k not in _names(server)} or start
-        return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in start.items() if k not in own})
+        # what `personal` adds for `predict` is no parameter of the model, and stays as it is
+        of_model = {k: v for k, v in start.items() if k in me.model.params or k in me.buffers}
+        own = {k: v for k, v in of_model.items() if k not in _names(server)} or of_model
+        return start | me.sgd(own, epochs=epochs, frozen={k: v for k, v in of_model.items() if k not in own})
 
     def refitted(self, me: ClientContext, server: Tree, epochs: int, /) -> Params:
         """What a client predicts with after refitting its private part to the common one (`local.refit`).
@@ -365,6 +377,20 @@ def reply_positive(algorithm: Algorithm, name: str) -> list[str]:
     if isinstance(sends, tuple):
         return [str(i) for i, part in enumerate(sends) if part.positive]
     return [""] if sends is not None and sends.positive else []
+
+
+def weight_parts(algorithm: Algorithm, name: str) -> list[str]:
+    """Paths of the parts of a reply that say how much a client counts: no more than its samples."""
+    parts = _parts(client_functions(algorithm)[name].sends)  # type: ignore[attr-defined]
+    weights = {COUNT.name, *(weight for part in parts for weight in part.sums if weight)}
+    is_tuple = isinstance(client_functions(algorithm)[name].sends, tuple)  # type: ignore[attr-defined]
+    return [str(i) if is_tuple else "" for i, part in enumerate(parts) if part.name in weights]
+
+
+def doubt_of(algorithm: Algorithm, name: str, model: Model, samples: int, reply: Tree) -> str:
+    """Why no samples can give such a reply, as the client function declares it, or nothing."""
+    doubt = getattr(client_functions(algorithm)[name], "doubt", None)
+    return "" if doubt is None else doubt(algorithm, model, samples, reply)
 
 
 def reply_part(algorithm: Algorithm, name: str, path: str) -> ReplySpec:

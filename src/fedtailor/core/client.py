@@ -264,7 +264,13 @@ def _unwritten(experiment: Experiment, given: Tree) -> Iterator[None]:
     """Refuse functions that write into what they are given: others have the same tensors, and undo relies on them."""
     data = {s: getattr(experiment.data, s).tensors for s in ("train", "val")}
     before = [(path, v, v._version) for path, v in items(given | data)]
+    model = experiment.model
+    constants = [(k, v, v._version) for k, v in model.constants.items()]
     yield
+    now = dict(model.module.named_buffers()) if constants else {}
+    for name, v, version in constants:
+        if now.get(name) is not v or v._version != version:
+            raise TypeError(f'forward changes the buffer "{name}", which all clients share; make it floating point')
     for path, v, version in before:
         if v._version != version:
             raise TypeError(f'"{path}" was changed in place; make a new tensor, such as x = x + 1 in place of x += 1')

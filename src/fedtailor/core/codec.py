@@ -17,6 +17,7 @@ from fedtailor.core.trees import Ragged, Tree, is_ragged, items, tree_map
 
 _LENGTH = struct.Struct("<I")
 PLACES = 10_000_000  # of a ragged vector, where nobody knows the model: a short message must not become a large tensor
+LONGEST_HEADER = 2**24  # bytes of JSON
 BROKEN = (ValueError, LookupError, TypeError, RecursionError, struct.error, SafetensorError, AttributeError)
 
 
@@ -48,8 +49,12 @@ def _read_head(message: bytes) -> tuple[dict[str, Any], Any, int]:
     """Header, structure of the tree, and where the tensors begin."""
     try:
         (length,) = _LENGTH.unpack_from(message)
+        if length > LONGEST_HEADER:
+            raise BrokenMessage(f"cannot be read (its header has {length} bytes)")
         head = json.loads(message[4 : 4 + length])
         header, tree = head["header"], head["tree"]
+    except BrokenMessage:
+        raise
     except BROKEN as error:
         raise BrokenMessage(f"cannot be read ({type(error).__name__})") from None
     if not isinstance(header, dict):

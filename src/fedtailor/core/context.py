@@ -59,6 +59,8 @@ class LocalSolver(Protocol):
     def is_even(self) -> bool: ...
     @property
     def refit(self) -> int: ...
+    @property
+    def parts(self) -> tuple[Any, ...]: ...
     def lr_in(self, round: int) -> float: ...
 
     @property
@@ -73,6 +75,9 @@ class LocalSolver(Protocol):
 
     def steps(self, me: ClientContext, epochs: int) -> Tensor:
         """How many steps that takes."""
+
+    def count_steps(self, setting: Setting, clients: Sequence[int], epochs: int) -> list[int]:
+        """The same of several clients, from what the server knows of them."""
 
 
 class Setting(Protocol):
@@ -293,6 +298,26 @@ class ClientContext:
             losses = self.experiment.loss(self.model(params | buffers, x), y)
             total = total + torch.where(mask > 0, losses, 0).sum()
         return total / view.mask.sum().clamp(min=1)
+
+    def features(self, params: Params, of: str | Tree = "train") -> Tensor:
+        """What comes to the head, [samples, features], with every part of the model in evaluation mode.
+
+        Args:
+            params: Parameters of the whole model; other tensors among them are left aside.
+            of: "train" or "val", the samples in order; or a batch of samples. In a stack the splits are padded with
+                repeated samples: use `me.train.mask`.
+
+        Returns:
+            One row per sample, differentiable by params.
+        """
+        if not isinstance(of, str):
+            return self.model.features(self.buffers | params, of)
+        view = self.train if of == "train" else self.val
+        rows = [self.model.features(self.buffers | params, part.x) for part in view.parts()]
+        if rows:
+            return torch.cat(rows)
+        nothing = tree_map(lambda v: v.new_zeros(1, *v.shape[1:]), view.x)  # how wide they would be
+        return self.model.features(self.buffers | params, nothing)[:0]
 
     def uniform(self, size: int) -> Tensor:
         """Random numbers between 0 and 1, from a stream of this call and client; different in each use.

@@ -42,6 +42,7 @@ class Experiment:
     aggregation: Aggregation = field(default_factory=Aggregation)
     task: Task = field(default=None)  # type: ignore[assignment]  # that of the data, if it is not given
     metrics: tuple[Metric, ...] = ()  # the first decides; those of the task, if none are given
+    evaluation_batch: int = 0  # samples of a pass in evaluation; 0: as many as need little memory
 
     def __post_init__(self) -> None:
         if self.task is None:
@@ -94,21 +95,40 @@ class Experiment:
         return {name: codec.tree_size(reply_example(self.algorithm, name, self.model)) for name in functions}
 
     @cached_property
+    def output_size(self) -> int:
+        """Bytes of what the model gives for a sample; 0 if it gives nothing for a sample alone."""
+        tensors, x = self.model.params | self.model.private_buffers, self.data.train.first(1)
+        try:
+            with torch.no_grad(), seeded("output size", device=self.device):
+                return sum(v.nbytes for v in leaves(self.model(tensors, to_device(x, self.device))))
+        except Exception:  # what is wrong will be said where it happens
+            return 0
+
+    @cached_property
     def mixing(self) -> Mixing:
-        """Found by trial: the first sample, once among others and once among copies of itself."""
+        """Found by trial: the first sample, once among others and once among copies of itself.
+
+        Buffers that change in training change with all samples of the batch, padding too.
+        """
         x = to_device(self.data.train.first(8), self.device)
         return Mixing(self.task.mixes or self._mixes(x, training=True), self._mixes(x, training=False))
 
     def _mixes(self, x: Tree, *, training: bool) -> bool:
         if count(x) < 2:
-            return self.model.batch_statistics and training
-        model = self.model
+            return training and (self.model.batch_statistics or bool(self.model.rebound))
+        model, changed = self.model, False
 
         def first(batch: Tree) -> list[Tensor]:
+            nonlocal changed
             tensors = {k: v.clone() for k, v in (model.params | model.private_buffers).items()}
+            before = {k: tensors[k].clone() for k in tensors.keys() - model.trainable.keys()}
             with torch.no_grad(), seeded("mixing", device=model.device):
-                return [v[0] for v in leaves(model(tensors, batch, training=training))]
+                rows = [v[0] for v in leaves(model(tensors, batch, training=training))]
+            changed = changed or any(not torch.equal(tensors[k], v) for k, v in before.items())
+            return rows
 
         among_others, alone = first(x), first(tree_map(lambda v: v[:1].expand_as(v), x))
+        if changed and training:
+            return True
         pairs = zip(among_others, alone, strict=True)
         return not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True) for a, b in pairs)

@@ -79,6 +79,7 @@ class Attendance:
     asked: tuple[int, ...] = ()
     present: tuple[int, ...] = ()  # those asked whose replies were all accepted so far
     missed: list[tuple[int, ...]] = field(default_factory=list)  # of each exchange of the round
+    is_part: bool = False  # calls go to a part of the cohort, which may be fewer than the least number of replies
 
 
 @dataclass
@@ -86,9 +87,16 @@ class SumLog:
     """What outlasts a sum: how many had noise, whether replies were opened, and the memory of server steps."""
 
     noisy: dict[int, int] = field(default_factory=dict)  # by round
+    before_noise: Callable[[], None] = lambda: None  # called before a noisy sum is seen: what is counted must be stored
     secure: int = 0  # in this round
     moments: dict[str, Tree] = field(default_factory=dict)  # by function and part of its reply
     new_moments: dict[str, Tree] = field(default_factory=dict)  # of this round; they count when it has ended
+
+    def count_noisy(self, round: int) -> int:
+        """Count a sum with noise; returns its number in the round, of a round that is repeated the next one."""
+        self.noisy[round] = self.noisy.get(round, 0) + 1
+        self.before_noise()
+        return self.noisy[round]
 
 
 @dataclass
@@ -274,11 +282,11 @@ class Federation:
             raise TypeError(f"fed.map: {fn.__name__} has a ragged message or reply; those cannot be taped")
         self._calls += 1
         self.traffic.trips += 1
-        largest = self.limits.max_norm if experiment.aggregation.reduction.is_sealed else None
-        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, largest)
+        is_sealed = experiment.aggregation.reduction.is_sealed
+        return Call(fn.__name__, self.round, self._calls - 1, args, placed, taped, is_sealed)
 
     def _send(self, call: Call) -> PerClient:
-        if call.sealed is not None:
+        if call.is_sealed:
             for _ in self._usable_replies(call):  # they stay where they are
                 pass
             return PerClient(self.present, None, self.group, call, self._example(call))
@@ -292,7 +300,7 @@ class Federation:
         self._pending = None
         experiment, asked = self.engine.experiment, self.present
         wanted, positive = schema(None), list[str]()  # a sealed reply stays where it is
-        if call.sealed is None:
+        if not call.is_sealed:
             wanted, positive = schema(self._example(call)), reply_positive(experiment.algorithm, call.function)
         rejected: list[Rejected] = []
         errors: dict[int, Exception] = {}
@@ -313,7 +321,8 @@ class Federation:
         self.traffic.up += sum(up for _, up, _ in each_rank)
         everywhere = [Rejected(*one) for _, _, some in each_rank for one in some]
         self.leave_out(call, everywhere)
-        if len(self.present) < self.limits.least or (call.taped and self.present != asked):
+        least = min(self.limits.least, len(asked)) if self.attendance.is_part else self.limits.least
+        if len(self.present) < least or (call.taped and self.present != asked):
             self._abandon(call, asked, everywhere, errors)
 
     def leave_out(self, call: Call, rejected: Sequence[Rejected]) -> None:
@@ -572,16 +581,38 @@ class Federation:
         Returns:
             A context manager that gives the clients whose replies arrive.
         """
-        everybody = self.cohort
-        here = self._arriving(number, everybody)
+        here = self._arriving(number, self.cohort)
         if ask_all:
             yield here
             return
-        self.attendance.present = here
-        try:
+        with self._only(here):
             yield here
+
+    @contextmanager
+    def among(self, clients: Sequence[int]) -> Iterator[None]:
+        """Make the following calls to a part of the cohort.
+
+        Args:
+            clients: Who, of the cohort.
+
+        Returns:
+            A context manager, after which the cohort is as before, without clients that were lost meanwhile.
+        """
+        before, self.attendance.is_part = self.attendance.is_part, True
+        try:
+            with self._only(tuple(clients)):
+                yield
         finally:
-            lost = set(here) - set(self.cohort)
+            self.attendance.is_part = before
+
+    @contextmanager
+    def _only(self, some: tuple[int, ...]) -> Iterator[None]:
+        everybody = self.cohort
+        self.attendance.present = some
+        try:
+            yield
+        finally:
+            lost = set(some) - set(self.cohort)
             self.attendance.present = tuple(c for c in everybody if c not in lost)
 
     def fused_round(
@@ -706,6 +737,19 @@ class Federation:
         """
         sizes = self.engine.experiment.data.train.bounds(clients)[1]
         return self.model.like.new_tensor(sizes, dtype=widest(self.model.device))
+
+    def steps(self, clients: Sequence[int], epochs: int) -> Tensor:
+        """Numbers of local steps that clients take, from what they reported when they joined.
+
+        Args:
+            clients: Their positions.
+            epochs: Passes over the training samples.
+
+        Returns:
+            One number per client, as `me.steps(epochs)` there.
+        """
+        counts = self.solver.count_steps(self.engine.experiment, clients, epochs)
+        return self.model.like.new_tensor(counts, dtype=widest(self.model.device))
 
     def places(self, clients: Sequence[int]) -> Tensor:
         """Positions of clients, for tables of the server that have an entry for each client.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import stateless
 
+from fedtailor.core.module_state import WARM_START, BufferChanges, plain_outputs
 from fedtailor.core.trees import Params, Tree
 from fedtailor.errors import ConfigError, nearest
 
@@ -20,7 +21,6 @@ BufferPolicy = Literal["private", "mean"]
 
 
 PRIOR = "label_prior"
-WARM_START = "warm_start"  # a buffer of this name holds where the solve of each sample of a batch begins, then its end
 
 
 def add_label_prior(module: nn.Module, classes: int) -> None:
@@ -49,7 +49,7 @@ def label_prior(labels: Tensor, like: Tensor) -> Tensor:
 
 def call_module(module: nn.Module, x: Tree) -> Tree:
     """The outputs of a module; named tensors are its keywords."""
-    return module(**x) if isinstance(x, dict) else module(x)
+    return plain_outputs(module(**x) if isinstance(x, dict) else module(x))
 
 
 class Architectures(NamedTuple):
@@ -73,9 +73,16 @@ class Model:
         head: The modules (or single parameters, or globs such as "*.lora_B.*") of the personal part of the network,
             most often its end; the rest is the body.
         buffers: "private" or "mean".
+        make: Makes the module again, with initial values that depend on a key of random numbers, for `redraw`.
     """
 
-    def __init__(self, module: nn.Module, head: Sequence[str] = (), buffers: BufferPolicy = "private") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        head: Sequence[str] = (),
+        buffers: BufferPolicy = "private",
+        make: Callable[..., nn.Module] | None = None,
+    ) -> None:
         for name, part in module.named_modules():
             if getattr(part, "num_batches_tracked", None) is not None:
                 if getattr(part, "momentum", None) is None:
@@ -85,6 +92,7 @@ class Model:
                     )
                 part.register_buffer("num_batches_tracked", None)  # an integer that only those averages need
         self.module = module
+        self.buffer_names = frozenset(k for k, _ in module.named_buffers())
         parameters = {k: v for k, v in module.named_parameters() if v.requires_grad}
         if not parameters:
             raise ConfigError("the model has no parameter to train, none with requires_grad=True")
@@ -98,8 +106,10 @@ class Model:
         self._head = frozenset(self._names_under(head))
         # parts in evaluation mode, such as a frozen BatchNorm, stay so; if all are, nobody has chosen
         self._always_evaluating = [m for m in module.modules() if not m.training] if module.training else []
+        self.rebound = frozenset[str]()  # buffers that a forward pass replaces by new tensors
         self.differing = frozenset[str]()  # parameters that not all clients have, by name and shape
         self.architectures: Architectures | None = None  # of clients that differ; this one is the server's
+        self._make = make
 
     def _names_under(self, prefixes: Sequence[str]) -> list[str]:
         names: list[str] = []
@@ -114,6 +124,47 @@ class Model:
     @cached_property
     def _needed(self) -> set[str]:
         return self.params.keys() | self.private_buffers.keys()
+
+    def redraw(self, *key: str | int) -> Params:
+        """Initial values drawn anew.
+
+        Args:
+            key: Equal keys give equal values.
+
+        Returns:
+            As `params`.
+
+        Raises:
+            ConfigError: It is not known how the module is made.
+        """
+        if self._make is None:
+            raise ConfigError("initial values cannot be drawn anew for a module that is given; name a model in [model]")
+        fresh = self._make(*key)
+        values = dict(fresh.named_parameters()) | dict(fresh.named_buffers())
+        return {k: values[k].detach().to(v) for k, v in self.params.items()}
+
+    def remember(self, changes: BufferChanges) -> Model:
+        """The same model, which also keeps the buffers that are not floating point but change in training, as private.
+
+        Args:
+            changes: What a forward pass in training changes.
+
+        Returns:
+            A copy.
+        """
+        if not any(changes):
+            return self
+        kept = {k: v.detach().clone() for k, v in self.module.named_buffers() if k in changes.counted}
+        model = copy(self)
+        for cached in ("_needed", "_statistics", "constants"):
+            vars(model).pop(cached, None)
+        model.private_buffers, model.rebound = self.private_buffers | kept, changes.rebound
+        return model
+
+    @cached_property
+    def _statistics(self) -> set[str]:
+        """The names of buffers, its own and those among `params`."""
+        return self._needed - self.trainable.keys()
 
     def common(self, part: Params) -> Params:
         """The entries of a part that all clients have; all of them, unless architectures differ.
@@ -146,6 +197,18 @@ class Model:
     def body(self) -> Params:
         """Initial values of all that is not head."""
         return {k: v for k, v in self.params.items() if k not in self._head}
+
+    @property
+    def last_layer(self) -> str:
+        """The name of the module with the last parameter that is trained, or of the parameter if it is in none."""
+        name = list(self.trainable)[-1]
+        return name.rpartition(".")[0] or name
+
+    @cached_property
+    def constants(self) -> Params:
+        """Buffers that belong to nobody, as they stay what they are: not floating point, and not among the private."""
+        buffers = dict(self.module.named_buffers())
+        return {k: v for k, v in buffers.items() if not v.is_floating_point() and k not in self.private_buffers}
 
     @cached_property
     def batch_statistics(self) -> bool:
@@ -229,10 +292,30 @@ class Model:
             Outputs, one row per sample.
         """
         args, named = ((), x) if isinstance(x, dict) else ((x,), {})
-        return torch.func.functional_call(self.module, params, args, named)
+        # a copy, as the backward pass may need what the forward pass replaces
+        held = params | {k: params[k].clone() for k in self.rebound if k in params}
+        outputs = torch.func.functional_call(self.module, held, args, named)
+        self._write_back(params, held)
+        return plain_outputs(outputs)  # type: ignore[no-any-return]
+
+    def _write_back(self, tensors: Params, held: Params) -> None:
+        """A forward pass may have put new tensors in the place of buffers: the caller's have their values then."""
+        for name in self._statistics:
+            if (new := held.get(name)) is not None and new is not tensors[name]:
+                if new.shape != tensors[name].shape:
+                    raise ValueError(f'forward changes the shape of the buffer "{name}" to {list(new.shape)}')
+                tensors[name].copy_(new.detach())
 
     def features(self, params: Params, x: Tree) -> Tensor:
-        """What comes to the head, [samples, features]; see `features_and_outputs`."""
+        """What comes to the first module of the head that runs, with every part in evaluation mode.
+
+        Args:
+            params: The model's tensors; others among them are left aside.
+            x: A batch.
+
+        Returns:
+            A tensor [samples, features].
+        """
         return self.features_and_outputs(params, x)[0]
 
     def features_and_outputs(
@@ -260,6 +343,8 @@ class Model:
             entered.append(inputs[0].flatten(1))
             return None if change is None or len(entered) > 1 else change(entered[0]).reshape(inputs[0].shape)
 
+        if not self.head:
+            raise ConfigError("model.head: features are what comes to the head, but the model has none")
         parts = [self.module.get_submodule(name) for name in {k.rpartition(".")[0] for k in self.head}]
         hooks = [part.register_forward_pre_hook(enter) for part in parts]
         try:
@@ -274,8 +359,10 @@ class Model:
     def holding(self, tensors: Params) -> Iterator[nn.Module]:
         """The module in training with these tensors for its own, for many calls: what `__call__` does for each."""
         self.prepare(tensors, training=True)
-        with stateless._reparametrize_module(self.module, tensors, tie_weights=True):
+        held = dict(tensors)
+        with stateless._reparametrize_module(self.module, held, tie_weights=True):
             yield self.module
+        self._write_back(tensors, held)
 
     def prepare(self, tensors: Params, *, training: bool) -> None:
         """Set the mode. A parameter that is missing would silently be the module's initial value."""

@@ -42,7 +42,7 @@ class Call:
     args: tuple[Tree, ...]
     placed: tuple[bool, ...]  # per argument: one row per client, or the same for all
     taped: bool = False
-    sealed: float | None = None  # the reply stays at the client, to be summed there; its largest norm
+    is_sealed: bool = False  # the reply stays at the client, to be summed there
 
     def key(self, seed: int) -> tuple[str | int, ...]:
         """Begins the name of every random stream that the call uses."""
@@ -51,14 +51,13 @@ class Call:
     @property
     def header(self) -> dict[str, Any]:
         """What a request says beside its message."""
-        header = {
+        return {
             "function": self.function,
             "round": self.round,
             "call": self.number,
             "placed": list(self.placed),
             "taped": self.taped,
         }
-        return header if self.sealed is None else header | {"sealed": self.sealed}
 
     @property
     def reply_header(self) -> dict[str, Any]:

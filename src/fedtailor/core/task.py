@@ -66,16 +66,21 @@ class Classification:
 
     weights: tuple[float, ...] = ()  # of the classes; a batch's loss is the mean of the weighted ones
     smoothing: float = 0.0  # this share of every label is spread over all classes
+    error: Literal["entropy", "squared"] = "entropy"  # or the squared distance of outputs from 0 and 1, mean over them
     kind: ClassVar[TargetKind] = "classification"
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
     mixes: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
+        if self.error == "squared":
+            return "squared classification"
         return "classification" if self.loss is classification_loss else "weighted classification"
 
     @property
     def loss(self) -> Loss:
+        if self.error == "squared":
+            return self._squared
         if not (self.weights or self.smoothing):
             return classification_loss
         return self._loss
@@ -85,7 +90,14 @@ class Classification:
             raise ValueError(f"weights: {len(self.weights)} numbers for {columns} classes")
         if not 0 <= self.smoothing < 1 or min(self.weights, default=0.0) < 0:
             raise ValueError("smoothing must be between 0 and 1, and weights not below 0")
+        if self.error not in ("entropy", "squared"):
+            raise ValueError(f'error = "{self.error}": entropy or squared')
         return columns
+
+    def _squared(self, output: Tensor, target: Tensor) -> Tensor:
+        wanted = F.one_hot(target, output.shape[-1]).to(output.dtype) * (1 - self.smoothing)
+        weights = output.new_tensor(self.weights)[target] if self.weights else 1.0
+        return weights * (output - wanted - self.smoothing / output.shape[-1]).square().mean(dim=-1)
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         weights = output.new_tensor(self.weights) if self.weights else None
@@ -309,15 +321,25 @@ def _refuse_other_shape(output: Tensor, target: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Metric:
-    """Of a client's whole split: the mean of `per_sample`, finished, or where there is none a function of all."""
+    """Of a client's whole split: the mean of `per_sample`, finished, or where there is none a function of all.
+
+    With a `weight`, `per_sample` is the sum over so many parts of a sample, such as tokens, and the mean is over these.
+    """
 
     name: str
     higher_is_better: bool
     per_sample: Loss | None = None
     finish: Callable[[Tensor], Tensor] | None = None
+    weight: Callable[[Tensor], Tensor] | None = None  # targets -> parts of each sample
     of_all: Callable[[Tree, Tensor], float] | None = None
     worst: float = torch.inf  # of predictions that are not numbers
     missing: str = "not a number"  # why a client with samples may have none
+
+
+def token_losses(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of every token, 0 where it does not count; [rows, tokens]."""
+    losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.reshape(target.shape)
 
 
 def with_infinity(loss: Loss) -> Loss:

@@ -20,6 +20,7 @@ from fedtailor.data.configs import (
     HeartDiseaseConfig,
     ImageFolderConfig,
     MiniImageNetConfig,
+    MixedShiftsConfig,
     MnistConfig,
     OwnConfig,
     PacsConfig,
@@ -54,7 +55,7 @@ class SourceInfo:
     @property
     def has_pixels(self) -> bool:
         """Whether samples are images of bytes; `load` then takes the `dtype` that pixels are scaled in."""
-        return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw_data")
+        return self.module in ("images", "image_folder", "cifar100", "thumbnails", "duw_data", "mixed_shifts")
 
 
 # modules are strings so that listing the sources imports neither torch nor polars
@@ -67,6 +68,11 @@ SOURCES: dict[str, SourceInfo] = {
     "mini-imagenet": SourceInfo("Mini-ImageNet, 100 classes as 32x32 thumbnails", MiniImageNetConfig, "thumbnails"),
     "pacs": SourceInfo(
         "PACS, art, cartoons, photographs and sketches as 32x32 thumbnails: natural clients", PacsConfig, "thumbnails"
+    ),
+    "mixed-shifts": SourceInfo(
+        "images of clients that differ in labels, inputs, classes, amounts or two of these",
+        MixedShiftsConfig,
+        "mixed_shifts",
     ),
     "qmnist": SourceInfo("MNIST digits grouped by writer (QMNIST): natural clients", QmnistConfig, "images"),
     "heart-disease": SourceInfo("UCI heart disease at four hospitals", HeartDiseaseConfig, "heart"),

@@ -171,6 +171,23 @@ class PacsConfig(SplitConfig):
     source: Literal["pacs"] = Field(default="pacs", description="Name of the source.")
 
 
+class MixedShiftsConfig(SplitConfig):
+    """Clients that differ in labels, inputs, classes or amounts, in two of these, or not at all."""
+
+    source: Literal["mixed-shifts"] = Field(default="mixed-shifts", description="Name of the source.")
+    images: Literal["digits", "fashion-mnist", "cifar10"] = Field(
+        default="fashion-mnist", description="Which images are dealt."
+    )
+    use: Literal["all", "train", "test"] = Field(default="all", description="Which canonical part is dealt.")
+    clients: int = Field(default=28, ge=1, description="Number of clients; of the seven kinds in turn.")
+    samples: int = Field(default=400, ge=20, description="Images of a client, for training, validation and testing.")
+    few: float = Field(
+        default=0.15, gt=0, le=1, description='Fraction of its training and validation images that a "few" client has.'
+    )
+    alpha: float = Field(default=0.1, gt=0, description='Concentration of the classes of a "classes" client.')
+    val: float = Field(default=0.15, description="Fraction of each client's samples used to select models.")
+
+
 class QmnistConfig(SplitConfig):
     """MNIST images grouped by the person who wrote them."""
 
@@ -258,6 +275,14 @@ class ElectricityConfig(SourceConfig):
         default=0.1, gt=0, lt=0.5, description="Fraction of the hours, the last ones, held out for the test."
     )
     val: float = Field(default=0.1, ge=0, lt=0.5, description="Fraction of the rest, its last hours, to select models.")
+    scale: Literal["standard", "unit"] = Field(
+        default="standard",
+        description='Scaling by each meter\'s training hours: to mean 0 and deviation 1; or "unit", to 0..1.',
+    )
+    distinct: Literal["profile", "tsne"] = Field(
+        default="profile",
+        description='How to find the most distinct: by daily profiles; or "tsne", by places in a plane (paper).',
+    )
 
 
 class ShakespeareConfig(SplitConfig):
@@ -277,6 +302,7 @@ class DuwMnistConfig(SourceConfig):
         default="II", description="Image lists: an environment of five clients, or the two clients of Figure 2."
     )
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
 
 
 class StanfordDogsConfig(SourceConfig):
@@ -284,6 +310,7 @@ class StanfordDogsConfig(SourceConfig):
 
     source: Literal["stanford-dogs"] = Field(default="stanford-dogs", description="Name of the source.")
     val: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each client's samples used to select models.")
+    max_train: int | None = Field(default=None, ge=1, description="Maximum training samples per client.")
     components: int = Field(
         default=0, ge=0, le=1280, description="Features projected onto so many principal axes; 0: all 1280 as they are."
     )
@@ -393,6 +420,7 @@ DataConfig = Annotated[
     | Cifar100Config
     | MiniImageNetConfig
     | PacsConfig
+    | MixedShiftsConfig
     | QmnistConfig
     | HeartDiseaseConfig
     | SchoolConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fedtailor.core.data import Chosen, FederatedData, Rows, count
-from fedtailor.core.task import TargetKind
+from fedtailor.core.task import IGNORED, TargetKind
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.configs import SplitConfig
 from fedtailor.data.mapped_arrays import DatasetSamples, JoinedSamples, MappedArray
@@ -72,6 +73,7 @@ def federated(
     samples = {str(client): _by_split(of, f'{name}: client "{client}"') for client, of in clients.items()}
     if len(samples) < len(clients):
         raise DataError(f"{name}: two clients have the same name as text; each needs a name of its own")
+    notes = () if lazy else tuple(_random_datasets(samples))
     features = _feature_names([part for of in samples.values() for part in of.values()], target)
     pairs = {
         client: {
@@ -112,6 +114,7 @@ def federated(
         outputs=outputs or _count_outputs(kind, rows, classes),
         classes=classes,
         features=features,
+        notes=notes,
     )
 
 
@@ -172,6 +175,7 @@ def _concatenate(parts: list[Tensor], where: str) -> Tensor:
 
 def _pad_equally(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[tuple[Tree, Tensor]]]:
     """Pad sequences that have a mask to the longest of all clients and splits."""
+    parts = _pad_tokens(parts)
     every = [x for each in parts.values() for x, _ in each]
     if not all(isinstance(x, dict) and MASK in x for x in every):
         return parts
@@ -183,6 +187,48 @@ def _pad_equally(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[
         return {k: torch.nn.functional.pad(v, ends[k]) if k in ends else v for k, v in x.items()}
 
     return {s: [(pad(x), y) for x, y in each] for s, each in parts.items()}
+
+
+def _pad_tokens(parts: dict[str, list[tuple[Tree, Tensor]]]) -> dict[str, list[tuple[Tree, Tensor]]]:
+    """Targets that are sequences of tokens, padded to the longest of all clients and splits."""
+    every = [y for each in parts.values() for _, y in each]
+    if not all(y.dtype == torch.int64 and y.dim() == 2 for y in every if len(y)):
+        return parts
+    longest = max((y.shape[1] for y in every if y.dim() == 2), default=0)
+
+    def pad(y: Tensor) -> Tensor:
+        if y.dim() < 2:
+            return y
+        return torch.nn.functional.pad(y, (0, longest - y.shape[1]), value=IGNORED)
+
+    return {s: [(x, pad(y)) for x, y in each] for s, each in parts.items()}
+
+
+def _random_datasets(samples: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A note on Datasets that give another sample each time: they are read only once."""
+    for client, of in samples.items():
+        for part in of.values():
+            if _is_read(part) and len(part) and not _are_same(part[0], part[0]):
+                return [
+                    f'client "{client}": its Dataset gives another sample each time that it is read, as with random '
+                    "augmentation; all were read once. With lazy=True they are read anew in every epoch"
+                ]
+    return []
+
+
+def _is_read(samples: Any) -> bool:
+    """Whether it is a Dataset that is read item by item."""
+    is_other = isinstance(samples, tuple) or is_frame(samples) or hasattr(samples, "column_names")
+    return not is_other and _is_dataset(samples)
+
+
+def _are_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping):
+        return all(_are_same(v, b[k]) for k, v in a.items())
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_are_same, a, b))
+    first, second = np.asarray(a), np.asarray(b)
+    return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
 
 
 def _resolve_task(task: str, y: Tensor, name: str) -> TargetKind:
@@ -310,7 +356,7 @@ def _read_dataset(
         pick, y = (lambda item: item[0]), [item[1] for item in items]
     else:
         raise DataError(f"{where}: an item of a Dataset must be a pair (x, y), or a dict with the target")
-    targets = torch.stack(y) if isinstance(y[0], Tensor) else _to_targets(y, f"{where}, y")
+    targets = _to_targets([v.numpy() for v in y] if isinstance(y[0], Tensor) else y, f"{where}, y")
     if lazy or collate is not None:
         samples = DatasetSamples(dataset, range(len(dataset)), pick, collate or torch.utils.data.default_collate)
         return (samples if lazy else samples.read(torch.arange(len(items)))), targets
@@ -321,13 +367,26 @@ def _read_dataset(
 
 
 def _to_targets(values: Any, where: str) -> Targets:
-    """Targets as a tensor, integers as int64; or class names."""
+    """Targets as a tensor, integers as int64, or class names; sequences of tokens padded with what does not count."""
+    if isinstance(values, list) and len(shapes := [np.shape(v) for v in values]) and len(set(shapes)) > 1:
+        return _pad_targets([_to_tensor(v, f"{where}, sample {i + 1}") for i, v in enumerate(values)], where)
     if not isinstance(values, Tensor):
         values = np.asarray(values)
         if values.dtype.kind in "OUS" and values.ndim == 1 and all(isinstance(v, str) for v in values):
             return values.astype(np.str_)
     y = _to_tensor(values, where)
     return y if y.is_floating_point() else y.long()
+
+
+def _pad_targets(each: list[Tensor], where: str) -> Tensor:
+    if any(v.dim() != 1 or v.is_floating_point() for v in each):
+        usual = Counter(v.shape for v in each).most_common(1)[0][0]
+        i = next(i for i, v in enumerate(each) if v.shape != usual)
+        raise DataError(
+            f"{where}: the target of sample {i + 1} has shape {list(each[i].shape)}, that of most {list(usual)}; pad "
+            "targets to one shape, as with -1 where there is nothing, and give a task of your own that leaves this out"
+        )
+    return pad_sequence([v.long() for v in each], batch_first=True, padding_value=IGNORED)
 
 
 def _to_tensor(values: Any, where: str) -> Tensor:

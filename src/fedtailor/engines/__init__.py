@@ -12,7 +12,7 @@ from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.trees import leaves
 from fedtailor.engines import devices, machine
-from fedtailor.engines.choice import MUCH, Choice, choose, operations, stack_size
+from fedtailor.engines.choice import MUCH, Choice, choose, operations, refuse_forced_stack, stack_size
 from fedtailor.engines.disk import Disk
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.machine import cores
@@ -20,7 +20,17 @@ from fedtailor.engines.pool.pool import Pool
 from fedtailor.engines.wire import Wire
 from fedtailor.errors import ConfigError
 
-__all__ = ["ENGINES", "Choice", "EngineName", "choose", "cores", "make", "open_engine", "operations"]
+__all__ = [
+    "ENGINES",
+    "Choice",
+    "EngineName",
+    "choose",
+    "cores",
+    "make",
+    "open_engine",
+    "operations",
+    "refuse_forced_stack",
+]
 
 EngineName = Literal["auto", "loop", "vmap", "pool", "wire", "flare"]
 

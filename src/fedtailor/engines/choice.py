@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from fedtailor.core.data import count, take
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Federation
-from fedtailor.core.random import undrawn
-from fedtailor.core.trees import Params, to_device
+from fedtailor.core.random import Draws, undrawn
+from fedtailor.core.trees import Params, Tree, leaves, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.engines.machine import can_fork, cores
+from fedtailor.errors import ConfigError
 from fedtailor.training.kernels.structure import dense_layers
 
 MUCH = 1e9  # floating-point operations in a round from which on processes are worth their messages
@@ -48,14 +50,19 @@ def choose(experiment: Experiment, cohort: int = 0, workers: int = 0) -> Choice:
     clients = cohort or len(experiment.data.clients)
     if experiment.device.type != "cpu":
         return _on_device(experiment, clients)
-    kinds = list(experiment.by_architecture.values()) or [experiment]
-    if clients >= 4 and all(_is_dense(kind) and _can_stack(kind) for kind in kinds):
-        each = f", those of each of {len(kinds)} architectures" if len(kinds) > 1 else ""
-        return Choice("vmap", f"dense layers of several clients are faster stacked{each}")
+    kinds, fault = list(experiment.by_architecture.values()) or [experiment], ""
+    if clients >= 4 and all(map(_is_dense, kinds)):
+        fault = next(filter(None, map(stack_fault, kinds)), "")
+        if not fault:
+            each = f", those of each of {len(kinds)} architectures" if len(kinds) > 1 else ""
+            return Choice("vmap", f"dense layers of several clients are faster stacked{each}")
+        fault = f"; clients cannot be stacked: {fault}"
     processes = min(workers or cores(), clients) if can_fork() else 1
     if processes > 1 and (much := operations(experiment, cohort)) > MUCH:
-        return Choice("pool", f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes")
-    return Choice("loop", _why_alone() if processes < 2 else "rounds too short to be spread over processes")
+        why = f"a round has {much / 1e9:.0f} billion operations, enough for {processes} processes"
+        return Choice("pool", why + fault)
+    why = _why_alone() if processes < 2 else "rounds too short to be spread over processes"
+    return Choice("loop", why + fault)
 
 
 def _why_alone() -> str:
@@ -65,8 +72,8 @@ def _why_alone() -> str:
 def _on_device(experiment: Experiment, clients: int) -> Choice:
     """A stack keeps a device busy; convolutions of each client by its own kernels may not be faster stacked."""
     device = experiment.device
-    if clients < 2 or not _can_stack(experiment):
-        return Choice("loop", "one client" if clients < 2 else "the model cannot be stacked")
+    if clients < 2 or (fault := stack_fault(experiment)):
+        return Choice("loop", "one client" if clients < 2 else f"the model cannot be stacked: {fault}")
     if _is_dense(experiment):
         return Choice("vmap", f"clients stacked keep {device} busy")
     alone, stacked = round_seconds(experiment, clients)
@@ -80,20 +87,63 @@ def _is_dense(experiment: Experiment) -> bool:
     return not any(isinstance(m, kinds) for m in experiment.model.module.modules())
 
 
-def _can_stack(experiment: Experiment) -> bool:
-    """Whether one pass of two clients side by side works: models that draw random numbers, for one, cannot."""
-    model, x = experiment.model, to_device(experiment.data.train.first(2), experiment.device)
+DRAWS = "it draws random numbers, and each client has its own"
 
-    def output(tensors: Params) -> Tensor:
-        return model(tensors, x, training=True)
 
-    pair = {k: torch.stack([v, v]) for k, v in (model.params | model.private_buffers).items()}
+def stack_fault(experiment: Experiment) -> str:
+    """Why clients cannot be computed side by side, in a line; empty if they can.
+
+    Found by trial: two clients with other samples each take a step and predict, once stacked and once alone.
+    """
+    if any(type(m).__name__ == "OptimizedModule" for m in experiment.model.module.modules()):
+        return "a part of it is compiled"
     try:
-        with torch.no_grad(), undrawn(model.device):
-            torch.func.vmap(output)(pair)
-    except Exception:
-        return False
-    return True
+        with undrawn(experiment.device):
+            stacked = _step_and_predict(experiment, is_stacked=True)
+    except Exception as error:
+        if isinstance(error, Draws) or "randomness" in str(error):
+            return DRAWS
+        line = next((line for line in str(error).splitlines() if line.strip()), "")
+        return f"{type(error).__name__}: {line}"[:200]
+    alone = _step_and_predict(experiment, is_stacked=False)
+    pairs = zip(stacked, alone, strict=True)
+    is_same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs)
+    return "" if is_same else "its numbers are others when clients are stacked"
+
+
+def refuse_forced_stack(experiment: Experiment) -> None:
+    """Fail where `vmap` is asked for and cannot be; clients with models that draw run one at a time."""
+    for kind in list(experiment.by_architecture.values()) or [experiment]:
+        if (fault := stack_fault(kind)) and fault != DRAWS:
+            raise ConfigError(
+                f'federation.engine = "vmap": clients with this model cannot be stacked ({fault}); use engine = "loop"'
+            )
+
+
+def _step_and_predict(experiment: Experiment, *, is_stacked: bool) -> list[Tensor]:
+    """Gradients, buffers and predictions of two clients with the first samples."""
+    model, rows = experiment.model, experiment.data.train
+    x, y = to_device((rows.first(2), rows.y[:2]), model.device)
+    pair = tree_map(lambda v: torch.stack([v, v.flip(0)]), {"x": x, "y": y})
+    tensors = {k: torch.stack([v, v]) for k, v in (model.params | model.private_buffers).items()}
+
+    def loss(tensors: Params, x: Tree, y: Tensor) -> Tensor:
+        return experiment.loss(model(tensors, x, training=True), y).mean()
+
+    def each(function: Callable[..., Tree], *args: Tree) -> Tree:
+        if is_stacked:
+            return torch.func.vmap(function)(*args)
+        both = [function(*tree_map(lambda v, i=i: v[i], args)) for i in range(2)]
+        return tree_map(lambda *rows: torch.stack(rows), *both)
+
+    with torch.enable_grad():
+        trained = {k: tensors[k].requires_grad_() for k in model.trainable}
+        total = each(loss, tensors, pair["x"], pair["y"]).sum()
+        gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        tensors = {k: v.detach() for k, v in tensors.items()}
+        outputs = each(model, tensors, pair["x"])
+    return [*gradients, *(v for v in leaves(outputs))]
 
 
 def round_seconds(experiment: Experiment, clients: int) -> tuple[float, float]:

@@ -250,9 +250,9 @@ class InProcess:
             model = personal(self.experiment, group.clients, round, *mine, is_stacked=stacks)
             metrics = evaluate(self.experiment, group.clients, model, splits, is_stacked=stacks)
         except Exception as error:
-            self._note_randomness(error)
-            if not (stacks and (self._draws or devices.is_full(error))):
+            if not stacks:
                 raise
+            self._note_randomness(error)
             parts = self._split(group, error)
         else:
             yield group.clients, metrics, group.stack(model)

@@ -60,7 +60,8 @@ def with_optimizer_state(experiment: Experiment) -> Experiment:
         name = experiment.algorithm.title or type(experiment.algorithm).__name__
         raise ConfigError(f"local.keep_state: {name} has no local training whose optimizer could be kept")
     zero = experiment.model.like.new_zeros((), dtype=torch.int64)
-    slots = {slot: {"count": zero, "memory": first_memory(solver, p)} for slot, p in recorder.trained.items()}
+    head = experiment.model.head
+    slots = {slot: {"count": zero, "memory": first_memory(solver, p, head)} for slot, p in recorder.trained.items()}
     return replace(experiment, solver=replace(solver, optimizer_state=slots))
 
 

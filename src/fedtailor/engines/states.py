@@ -70,8 +70,8 @@ class States:
     def take_over(self, stack: Tree) -> None:
         """New states of all clients, made from `all_rows`: the tensors become the rows, nothing is copied."""
         self.check(stack)
-        if self._logged.any():
-            self.write(self.clients, stack)
+        if self._logged.any():  # written to before in this round; what has not changed since is the rows themselves
+            self.write(self.clients, stack, self.rows)
             return
         self._log.append((self._at(self.clients), self.rows))
         self._logged[:] = True

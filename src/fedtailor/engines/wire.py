@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fedtailor.core import codec
+from fedtailor.aggregation.clip import limit_reply
+from fedtailor.aggregation.secure import Secure
+from fedtailor.core import border, codec
 from fedtailor.core.algorithm import reply_example, reply_positive
 from fedtailor.core.client import Call
 from fedtailor.core.engine import Evaluated, Reply
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.reduce import reply_faults, row
+from fedtailor.core.reduce import Limits, reply_faults, row
 from fedtailor.core.trees import Tree, schema, schema_difference, to_device, tree_map
 from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ClientError, ClientUnreachable, RoundAbandoned
@@ -36,10 +38,14 @@ class Site:
         client: int,
         words: Callable[[Exception], str] = str,
         party: Party | None = None,
+        cohort: frozenset[str] = frozenset(),
+        conceal: Callable[[str], None] | None = None,
     ) -> None:
         self.client = client
         self._party = party  # its part in secure sums; None: a client among others in this process
+        self._cohort = cohort  # who may take part in these; empty: whoever is a partner
         self._words = words  # what the server is told of an error
+        self._conceal = conceal  # who is told of a fault in place of the server
         self.inside = InProcess(experiment, [client], recompute=True)
         self._calls: dict[int, Call] = {}
         self.sums: Member | None = None  # of this round
@@ -65,9 +71,8 @@ class Site:
         header, tree = codec.decode(request, _places(self.inside.experiment))
         if "sum" in header:
             return codec.encode(*self._member().answer(header, tree))
-        if self.inside.experiment.aggregation.reduction.is_sealed and (
-            header.get("sealed") is None or "function" not in header or header["taped"]
-        ):
+        is_sealed = self.inside.experiment.aggregation.reduction.is_sealed
+        if is_sealed and ("function" not in header or header["taped"]):
             return codec.encode({"error": "replies leave this client in secure sums only"}, None)
         if "function" not in header:
             call, tree = self._calls.pop(header["call"]), self._here(tree)
@@ -75,34 +80,52 @@ class Site:
             return codec.encode(call.reply_header, _drop_client_dim(args, call.placed))
         placed = tuple(header["placed"])
         args = tuple(_add_client_dim(a) if own else a for a, own in zip(self._here(tree), placed, strict=True))
-        sealed = header.get("sealed")
-        call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"], sealed)
+        call = Call(header["function"], header["round"], header["call"], args, placed, header["taped"], is_sealed)
         if call.taped:
             self._calls[call.number] = call
         (reply,) = self.inside.call(call, [self.client])
-        if reply.error is not None:
-            return codec.encode({"error": self._words(reply.error)}, None)
-        if sealed is None:
-            return codec.encode(call.reply_header, _first(reply.tree))
-        if wrong := self._unusable(call, reply.tree):
+        wrong = "" if reply.error is None else self._words(reply.error)
+        if not wrong and is_sealed:
+            wrong = self._unusable(call, reply.tree) or ""
+        if wrong and self._conceal is None:
             return codec.encode({"error": wrong}, None)
+        own = _first(reply.tree)
+        if wrong and self._conceal is not None:
+            self._conceal(f"{call.function}: {wrong}; what it sent was limited")
+            own = self._limit(call, None if reply.error is not None else own)
+        if not is_sealed:
+            return codec.encode(call.reply_header, own)
         from fedtailor.aggregation.member import message_digest
 
         try:
-            self._member().keep(
-                call.number, call.function, _first(reply.tree), message_digest(call.function, placed, tree)
-            )
+            self._member().keep(call.number, call.function, own, message_digest(call.function, placed, tree))
         except ValueError as error:
             return codec.encode({"error": str(error)}, None)
         return codec.encode(call.reply_header, None)
 
+    def _limit(self, call: Call, reply: Tree) -> Tree:
+        """A reply within the bounds of the run; from one that is none, what says as little as possible."""
+        experiment = self.inside.experiment
+        example = reply_example(experiment.algorithm, call.function, experiment.model)
+        sizes = experiment.data.train.bounds([self.client])[1]
+        args = tuple(_first(a) if own else a for a, own in zip(call.args, call.placed, strict=True))
+        positive = reply_positive(experiment.algorithm, call.function)
+        largest = getattr(experiment.aggregation.reduction, "max_norm", Limits.max_norm)
+        limited = limit_reply(reply, example, args, call.placed, positive, float(sizes[0]), largest)
+        for step in experiment.aggregation.at_client if reply is None else ():
+            limited = step.apply(limited, args, call.placed)
+        return limited
+
     def _member(self) -> Member:
-        from fedtailor.aggregation.member import Member, Party  # needs a package that other runs do without
+        from fedtailor.aggregation.member import Member, Party, SumRules  # needs a package that other runs do without
 
         self._party = self._party or Party(self.client)
-        experiment = self.inside.experiment
-        same = experiment.aggregation.noise is not None
-        self.sums = self.sums or Member(self._party, experiment.algorithm, all_count_the_same=same)
+        algorithm, slots = self.inside.experiment.algorithm, self.inside.experiment.aggregation
+        if self.sums is None:
+            assert isinstance(slots.reduction, Secure)
+            bounds = slots.reduction.fraction_bits, slots.reduction.max_norm
+            rules = SumRules(algorithm, slots.noise is not None, *bounds, self._cohort)
+            self.sums = Member(self._party, rules, self._conceal)
         return self.sums
 
     def _unusable(self, call: Call, reply: Tree) -> str | None:
@@ -111,7 +134,9 @@ class Site:
         wanted = schema(reply_example(experiment.algorithm, call.function, experiment.model))
         if wrong := schema_difference(schema(reply, stacked=True), wanted):
             return f"reply {wrong}"
-        return reply_faults(reply, 1, reply_positive(experiment.algorithm, call.function), call.sealed or 0.0)[0]
+        assert isinstance(experiment.aggregation.reduction, Secure)
+        positive = reply_positive(experiment.algorithm, call.function)
+        return reply_faults(reply, 1, positive, experiment.aggregation.reduction.max_norm)[0]
 
     def _start(self, header: Header, tree: Tree) -> tuple[Header, Tree]:
         self.inside.start()
@@ -148,6 +173,7 @@ class Remote:
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
+        self.disbelieved: dict[str, str] = {}  # whose answers to the last evaluation were not used, and why
         self.up = self.down = 0
         self._calls: dict[int, Call] = {}  # taped, waiting for the way back
         self._taped: Sequence[int] = ()  # who has a part of the tape
@@ -171,10 +197,9 @@ class Remote:
             if isinstance(reply, OSError):
                 yield client, {}, None, reply
             else:
-                try:
-                    answer, tree_read = self._read(reply)
-                except codec.BrokenMessage as error:
-                    answer, tree_read = {"error": f"its answer {error}"}, None
+                answer, tree_read = self._read(
+                    reply, border.longest(tuple(self.experiment.model.params.values()), times=4)
+                )
                 yield client, answer, tree_read, None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
@@ -190,12 +215,13 @@ class Remote:
             if isinstance(reply, OSError):
                 yield Reply((client,), error=ClientUnreachable(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
-            try:
-                header, tree = self._read(reply)
-            except codec.BrokenMessage as error:
-                header, tree = {"error": f"{self._name(client)}: its reply {error}"}, None
-            if "error" in header:
-                yield Reply((client,), error=ClientError(header["error"]))
+            header, tree = self._read(reply, self._longest_reply(call))
+            wrong = border.error_text(header)
+            if not wrong and not call.is_sealed:
+                wrong = border.call_fault(self.experiment, call, client, tree)
+                wrong = wrong and f"{self._name(client)}: {wrong}"
+            if wrong:
+                yield Reply((client,), error=ClientError(wrong))
             else:
                 self.up += len(reply)
                 yield Reply((client,), _add_client_dim(self._here(tree)))
@@ -210,18 +236,36 @@ class Remote:
             for i, client in enumerate(clients)
         )
         for client, reply in self._count_traffic(requests):
-            header, args = ({}, ()) if isinstance(reply, OSError) else self._read(reply)
-            if isinstance(reply, OSError) or "error" in header:
-                raise RoundAbandoned(
-                    f"round {call.round}: {self._name(client)} cannot be reached on the way back of {call.function}: "
-                    f"{header.get('error', reply)}"
-                )
+            if isinstance(reply, OSError):
+                wrong = f"cannot be reached on the way back of {call.function}: {reply}"
+            else:
+                own_message = row(call.args, call.placed, clients.index(client))
+                header, args = self._read(reply, border.longest(own_message))
+                wrong = border.error_text(header) or border.cotangent_fault(args, own_message)
+                if wrong:
+                    self.distrust(client, wrong)
+                    wrong = f"on the way back of {call.function}: {wrong}"
+            if isinstance(reply, OSError) or wrong:
+                raise RoundAbandoned(f"round {call.round}: {self._name(client)} {wrong}")
             self.up += len(reply)
             own_args = zip(self._here(args), call.placed, strict=True)
             yield (client,), tuple(_add_client_dim(a) if own else a for a, own in own_args)
 
-    def _read(self, message: bytes) -> tuple[Header, Tree]:
-        return codec.decode(message, _places(self.experiment))
+    def _read(self, message: bytes, longest: int) -> tuple[Header, Tree]:
+        """An answer; one that cannot be read is one of an error."""
+        try:
+            return border.read(message, _places(self.experiment), longest)
+        except codec.BrokenMessage as error:
+            return {"error": f"its answer {error}"}, None
+
+    def _longest_reply(self, call: Call) -> int:
+        example = (
+            None if call.is_sealed else reply_example(self.experiment.algorithm, call.function, self.experiment.model)
+        )
+        return border.longest(example)
+
+    def distrust(self, client: int, why: str) -> None:
+        """A client has said what only a lie can be, where a round cannot go on without it."""
 
     def _count_traffic(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         def counted() -> Iterator[tuple[int, bytes]]:
@@ -249,10 +293,15 @@ class Remote:
     ) -> Iterator[Evaluated]:
         """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
+        self.disbelieved = {}
         for client, answer, tree, gone in self.tell(clients, header, server):
-            if gone is None and "error" not in answer and _are_metrics(tree, splits):
-                metrics, model = _add_client_dim(self._here(tree))
-                yield (client,), metrics, model
+            if gone is not None or border.error_text(answer):
+                continue
+            if wrong := border.metrics_fault(self.experiment, tree, splits):
+                self.disbelieved[self._name(client)] = wrong
+                continue
+            metrics, model = _add_client_dim(self._here(tree))
+            yield (client,), metrics, model
 
     @property
     def everybody(self) -> range:
@@ -307,16 +356,6 @@ class Wire(Remote):
 def _places(experiment: Experiment) -> int:
     """The longest vector that a message may have: a model twice over."""
     return 2 * sum(v.numel() for v in experiment.model.params.values())
-
-
-def _are_metrics(tree: Tree, splits: Sequence[str]) -> bool:
-    """Whether an answer is one number for each metric of these splits, and a model: a client can answer anything."""
-    if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[0], dict) and set(tree[0]) == set(splits)):
-        return False
-    return all(
-        isinstance(metrics, dict) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in metrics.values())
-        for metrics in tree[0].values()
-    )
 
 
 def _add_client_dim(tree: Tree) -> Tree:

@@ -19,22 +19,26 @@ from torch import Tensor
 from fedtailor import algorithms, data, models
 from fedtailor.aggregation.dry_run import means_taken, rehearse
 from fedtailor.aggregation.robust import Robust
+from fedtailor.aggregation.secure import Secure
 from fedtailor.core import task as tasks
-from fedtailor.core.algorithm import Algorithm, client_functions, reply_example
+from fedtailor.core.algorithm import Algorithm, client_functions, needs_head, reply_example
 from fedtailor.core.data import FederatedData, Shape, count
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.model import Model, mix_architectures
+from fedtailor.core.module_state import buffer_changes
 from fedtailor.core.random import stream, torch_stream
 from fedtailor.core.reduce import Aggregation
 from fedtailor.core.task import Task
-from fedtailor.core.trees import Tree, schema
+from fedtailor.core.trees import Tree, schema, tree_map
 from fedtailor.engines.attacked import IN_DATA, Attack
 from fedtailor.engines.rehearsal import with_optimizer_state
-from fedtailor.errors import ConfigError
+from fedtailor.errors import ConfigError, nearest
+from fedtailor.experiments import sampling
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.sections import ModelSection
 from fedtailor.metrics.library import metrics_of
 from fedtailor.plugins import refuse_while_importing
+from fedtailor.training import optimizers
 
 
 def build_experiment(
@@ -80,12 +84,18 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
     if config.local.precision != "float32" and config.model.dtype != "float32":
         raise ConfigError(f'local.precision = "{config.local.precision}": with model.dtype = "float32" only')
     check_algorithm(algorithm, model, task.name)
+    check_head(algorithm, model)
     if ":" in config.task.name:
         check_loss(task, model, federated)
     if algorithm.needs_tensor and not federated.is_plain:
         named = algorithm.title or config.algorithm.name
         raise ConfigError(f"algorithm.name: {named} computes with samples themselves; they must be one tensor each")
     solver = config.local.build(config.rounds)
+    optimizers.check(solver)
+    for part in solver.parts:
+        if not optimizers.has_part(model.params, part.name):
+            known = {"head", "body", *(k.rpartition(".")[0] for k in model.params)}
+            raise ConfigError(f'local.parts: the model has no part "{part.name}"; {nearest(part.name, known)}')
     algorithm.check_solver(solver)
     if config.local.augment is not None and len(federated.shape) != 3:
         raise ConfigError(f'local.augment = "{config.local.augment}": for images, not {federated.name}')
@@ -94,6 +104,9 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
             f"federation.clients_per_round = {config.federation.clients_per_round}: "
             f"there are only {len(federated.clients)} clients"
         )
+    sampling.find(config.federation.sampler)
+    if config.federation.sampler != "uniform" and config.privacy.noise:
+        raise ConfigError("federation.sampler: epsilon is known for uniform sampling only; not with privacy.noise")
     if config.federation.min_replies > (config.federation.clients_per_round or len(federated.clients)):
         raise ConfigError(f"federation.min_replies = {config.federation.min_replies}: more than the clients of a round")
     environment = config.environment.build(len(federated.clients), config.seed)
@@ -116,6 +129,7 @@ def assemble(config: RunConfig, federated: FederatedData, unseen: FederatedData 
         aggregation=aggregation_of(config),
         task=task,
         metrics=metrics_of(task, config.evaluation.metrics, config.evaluation.decide),
+        evaluation_batch=config.evaluation.batch_size,
     )
     if config.early_stopping.patience and not int(federated.val.sizes.sum()) and int(federated.train.sizes.sum()):
         raise ConfigError("early_stopping: needs validation samples, and there are none; set data.val above 0")
@@ -151,6 +165,8 @@ def aggregation_of(config: RunConfig) -> Aggregation:
         slots = replace(slots, reduction=robust)
     if config.attack.name != "none" and slots.reduction.is_sealed:
         raise ConfigError("attack: cannot be combined with privacy.secure_sum")
+    if isinstance(slots.reduction, Secure):
+        slots = replace(slots, reduction=replace(slots.reduction, max_norm=config.federation.max_norm))
     return replace(slots, server_step=config.server.build())
 
 
@@ -227,9 +243,7 @@ def at_client(config: RunConfig, client: str) -> RunConfig:
 def model_of_federation(config: RunConfig, federated: FederatedData, newcomers: Sequence[str], outputs: int) -> Model:
     """The server's model; where clients have different ones, it knows which client has which."""
     if not config.model.by_client:
-        model = model_of(config, federated.shape, outputs)
-        _check_forward(model, config, federated, outputs)
-        return model
+        return _check_forward(model_of(config, federated.shape, outputs), config, federated, outputs)
     _refuse_architectures(config)
     config.model.check_clients([*federated.clients, *newcomers])
     sections = _distinct_sections(config.model, federated.clients)
@@ -246,9 +260,7 @@ def model_of_federation(config: RunConfig, federated: FederatedData, newcomers: 
     each = {}
     for i, section in enumerate(sections):
         own = config.model_copy(update={"model": section})
-        model = model_of(own, federated.shape, outputs)
-        _check_forward(model, own, federated, outputs)
-        each[str(i)] = model
+        each[str(i)] = _check_forward(model_of(own, federated.shape, outputs), own, federated, outputs)
     return mix_architectures(each, of) if len(each) > 1 else each["0"]
 
 
@@ -292,6 +304,26 @@ def check_algorithm(algorithm: Algorithm, model: Model, task: str) -> None:
         raise ConfigError(f"model.by_client: {name} would share nothing: models have none of it in common")
 
 
+def check_head(algorithm: Algorithm, model: Model) -> None:
+    """Fail if the method divides a model into head and body, and a model has no head."""
+    if not needs_head(algorithm):
+        return
+    for own in [model] if model.architectures is None else model.architectures.models.values():
+        if not own.head:
+            raise ConfigError(
+                f"model.head: {algorithm.title or type(algorithm).__name__} needs a head, and the model has none; set "
+                f'model.head = ["{own.last_layer}"], its last layer'
+            )
+
+
+def head_notes(experiment: Experiment, config: RunConfig) -> list[str]:
+    """That a model of the user's has no head, where the method needs none."""
+    model = experiment.model
+    if model.head or not models.is_own(config.model.name):
+        return []
+    return [f'model.head: the model has no head; methods with private heads would need ["{model.last_layer}"] or more']
+
+
 def _exchanged(algorithm: Algorithm, model: Model) -> Tree:
     replies = {f: reply_example(algorithm, f, model) for f in client_functions(algorithm)}
     return {"server": algorithm.server_init(model), "replies": replies}
@@ -329,13 +361,18 @@ def architecture_notes(experiment: Experiment, engine: str) -> list[str]:
     return [f"clients have {len(sizes)} architectures: {each}{stacks}"]
 
 
-def _check_forward(model: Model, config: RunConfig, federated: FederatedData, outputs: int) -> None:
-    """Fail if a custom model cannot read the samples, or its output has another shape than the task needs."""
+def _check_forward(model: Model, config: RunConfig, federated: FederatedData, outputs: int) -> Model:
+    """The model, with the buffers that a forward pass changes.
+
+    Fails if a custom model cannot read the samples, its output has another shape than the task needs, or it keeps
+    something from one pass to the next that clients could not keep apart.
+    """
     x, name = federated.train.first(2), config.model.name
-    has_form = ":" in name and ":" not in config.task.name and federated.task not in ("tokens", "own")
+    is_own = models.is_own(name)
+    has_form = is_own and ":" not in config.task.name and federated.task not in ("tokens", "own")
     is_usual = isinstance(x, Tensor) and x.is_floating_point()
-    if (is_usual and ":" not in name) or not federated.train.is_here or not count(x):
-        return  # models that come with fedtailor are made for the shape
+    if (is_usual and not is_own) or not federated.train.is_here or not count(x):
+        return model  # models that come with fedtailor are made for the shape
     samples = (
         f"samples of {', '.join(x)}" if isinstance(x, dict) else f"of shape {list(x.shape[1:])}" if is_usual else "text"
     )
@@ -344,6 +381,9 @@ def _check_forward(model: Model, config: RunConfig, federated: FederatedData, ou
         with torch_stream("reads"), torch.no_grad():
             y = model(tensors, x)
         model.prepare(tensors, training=mode)
+        if is_own:
+            twice = x if count(x) > 1 else tree_map(lambda v: torch.cat([v, v]), x)
+            model = model.remember(buffer_changes(model.module, twice, model.buffer_names))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
@@ -355,6 +395,7 @@ def _check_forward(model: Model, config: RunConfig, federated: FederatedData, ou
         raise ConfigError(
             f"model.name: {name} must give a tensor [rows, {outputs}] for this task; of {rows} rows it gave {form}"
         )
+    return model
 
 
 def _has_form(y: Tensor, rows: int, outputs: int, task: str) -> bool:

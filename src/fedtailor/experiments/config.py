@@ -81,6 +81,8 @@ class RunConfig(Section):
         """Equal for runs that differ in algorithm, engine, privacy and mean only: they may be compared by client."""
         rest = {k: v for k, v in self.plain().items() if k not in (*METHOD, *NO_MATTER)}
         rest["clients_per_round"] = self.federation.clients_per_round
+        if self.federation.sampler != type(self.federation)().sampler:  # older folders have none
+            rest["sampler"] = self.federation.sampler
         return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -10,6 +10,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
+from fedtailor import algorithms, models
+from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import Shape
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import model_of
@@ -17,6 +20,7 @@ from fedtailor.experiments.config import RunConfig
 
 LARGEST = 65_536  # any whole number among the options of a model, such as a width or a number of layers
 MOST = 2**28  # numbers in one sample
+MOST_OPTIONS = 1000  # numbers among the options of a model
 Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
@@ -27,6 +31,11 @@ class ModelDescription(BaseModel):
     shape: Annotated[list[Size], Field(max_length=8)] | dict[str, Annotated[list[Size], Field(max_length=8)]]
     outputs: Size
     classes: list[str]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the parts of a sample, where it has several."""
+        return tuple(self.shape) if isinstance(self.shape, dict) else ()
 
 
 def read_description(about: Any, origin: str) -> ModelDescription:
@@ -54,13 +63,30 @@ def check_options(config: RunConfig, origin: str) -> None:
             raise RunError(f"{origin}: model.{key} = {number}: larger than any model here ({LARGEST})")
 
 
+def refuse_large(config: RunConfig, shape: Shape, outputs: int, most: int, origin: str = "the configuration") -> None:
+    """Refuse a model of more than `most` numbers, or of endless options, before any of them has memory."""
+    sections = [config.model, *(config.model.at(client) for client in config.model.by_client or ())]
+    for section in sections:
+        if sum(1 for _ in _numbers(section.options)) > MOST_OPTIONS:
+            raise RunError(f"{origin}: the model has more than {MOST_OPTIONS} numbers among its options")
+        if ":" in section.name:  # code of one's own is trusted, and need not be made without numbers
+            continue
+        try:
+            with torch.device("meta"):
+                plan = model_of(config.model_copy(update={"model": section}), shape, outputs)
+        except (ConfigError, TypeError, ValueError, RuntimeError, NotImplementedError, ZeroDivisionError, IndexError):
+            continue  # it is made again, with an error for people
+        if (size := sum(v.numel() for v in plan.params.values())) > most:
+            raise RunError(f"{origin}: the model has {size} numbers, more than the {most} that are allowed")
+
+
 def make_described_model(
     config: RunConfig, about: ModelDescription, tensors: Mapping[str, Tensor], origin: str
 ) -> Model:
     """The model of a configuration, made only after its shapes, without numbers, were found to be those of the file."""
     check_options(config, origin)
     shape = {k: tuple(v) for k, v in about.shape.items()} if isinstance(about.shape, dict) else tuple(about.shape)
-    if ":" not in config.model.name:  # own classes are trusted, and need not be made without numbers
+    if not models.is_own(config.model.name):  # own classes are trusted, and need not be made without numbers
         try:
             with torch.device("meta"):
                 plan = model_of(config, shape, about.outputs)
@@ -75,7 +101,17 @@ def make_described_model(
         size, numbers = sum(v.numel() for v in plan.params.values()), sum(v.numel() for v in tensors.values())
         if size > 2 * numbers + LARGEST:
             raise RunError(f"{origin}: the model has {size} parameters, and only {numbers} numbers are there")
-    return model_of(config, shape, about.outputs)
+    model = model_of(config, shape, about.outputs)
+    for name, value in (model.params | model.private_buffers).items():
+        if name not in tensors:
+            raise RunError(f'{origin}: has no "{name}", which {config.model.name} has now')
+        if tensors[name].shape != value.shape:
+            form = f"{list(tensors[name].shape)}, in {config.model.name} now {list(value.shape)}"
+            raise RunError(f'{origin}: "{name}" has the shape {form}')
+    known = {k for k, _ in (*model.module.named_parameters(), *model.module.named_buffers())}
+    if algorithms.find(config.algorithm.name).predict is Algorithm.predict and (more := sorted(tensors.keys() - known)):
+        raise RunError(f'{origin}: has "{more[0]}", which {config.model.name} has no longer')
+    return model
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

@@ -56,7 +56,7 @@ def bars(console: Console) -> Bars:
 def _note(p: Progress) -> str:
     value = "" if math.isnan(p.value) else f"val {p.metric} {p.value:.4f}  "
     faults = f"  {p.faults} rejected" if p.faults else ""
-    spent = "" if p.epsilon is None else f"  epsilon {p.epsilon:.3g}"
+    spent = "" if p.epsilon is None else f"  epsilon {p.epsilon if isinstance(p.epsilon, str) else f'{p.epsilon:.3g}'}"
     return f"{value}{p.clients} clients{spent}{faults}"
 
 

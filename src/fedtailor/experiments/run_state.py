@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +19,22 @@ from fedtailor.core.data import FederatedData
 from fedtailor.core.engine import Engine, Losing
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.federation import Federation, Traffic
+from fedtailor.core.federation import Fault, Federation, Traffic
 from fedtailor.core.process_group import ProcessGroup
-from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree, to_device, tree_map
 from fedtailor.engines import devices
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RoundAbandoned, RunError, nearest
 from fedtailor.experiments.building import attack_of
 from fedtailor.experiments.config import RunConfig
-from fedtailor.experiments.store import RESULTS, RunFolder, write_json
+from fedtailor.experiments.sampling import cohort
+from fedtailor.experiments.store import RESULTS, KnownTensors, RunFolder, read_json, write_json
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.summary import summarise
 from fedtailor.numerics import solve_log
 
+NOISY = "noise.json"  # how many sums with noise were seen, by round
+NOT_PRIVATE = "not private: noise is reproducible"  # in place of an epsilon
 EPOCHS = 3
 """Default epochs for a newcomer to fine-tune its private parameters."""
 
@@ -57,9 +60,11 @@ class RunState:
         self.server = engine.experiment.algorithm.server_init(engine.experiment.model)
         self.round = -engine.experiment.algorithm.preparation  # the last one done
         self.abandoned = 0  # rounds in a row
+        self.known = KnownTensors()  # of personal models that are written
         self.seconds = 0.0
         self.best = BestRound()  # on validation data
         self.kept = BestRound()  # the last that was better by early_stopping.min_delta
+        self.validation: dict[str, list[float]] = {}  # by metric, of each client when it was evaluated last
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +94,7 @@ class RunState:
     def step(self, round: int) -> tuple[dict[str, Any], float]:
         """One round; returns what is recorded of it, and the mean validation metric where it was measured."""
         begun, faults = time.perf_counter(), len(self.fed.record.faults)
-        cohort = _cohort(self.config, len(self.engine.experiment.data.clients), round)
+        cohort = self._cohort(round)
         line: dict[str, Any] = {"round": round, "cohort": list(cohort)}
         chunk = getattr(self.engine, "chunk", 0)
         devices.begin_peak(self.device)
@@ -115,23 +120,32 @@ class RunState:
         if report := self.fed.record.reported | tally.figures:
             line["report"] = report
         if self.config.privacy.noise:
-            line["epsilon"] = self._privacy_cost().epsilon
-        if self.fed.record.faults[faults:]:
-            line["faults"] = [asdict(f) for f in self.fed.record.faults[faults:]]
+            line["epsilon"] = NOT_PRIVATE if self.config.privacy.repeatable_noise else self._privacy_cost().epsilon
         value = math.nan
         if round > 0 and (round % self.config.evaluation.every == 0 or round == self.config.rounds):
             splits = ["val", "test"] if self.config.evaluation.test_curve else ["val"]
             with devices.memory_errors_at(self.device, f"evaluation of round {round}"):
                 line |= measure(self.engine, round, self.server, splits)
+            self.validation = line["val"]
             value = self._select(round, line["val"][self.metric])
             if self.config.early_stopping.patience:
                 self._watch(round, line["val"])
+            for name, reason in getattr(self.engine, "disbelieved", {}).items():
+                self.fed.record.faults.append(Fault(name, round, "evaluate", reason))
+        if self.fed.record.faults[faults:]:
+            line["faults"] = [asdict(f) for f in self.fed.record.faults[faults:]]
         if (peak := self._peak_memory()) is not None:
             line["device_memory"] = peak
         self.round = round
         seconds = time.perf_counter() - begun
         self.seconds += seconds
         return line | asdict(self.fed.traffic) | {"seconds": _milliseconds(seconds)}, value
+
+    def _cohort(self, round: int) -> tuple[int, ...]:
+        """Who is asked."""
+        section, data = self.config.federation, self.engine.experiment.data
+        wanted, sizes = section.clients_per_round, data.train.sizes.numpy()
+        return cohort(section.sampler, self.config.seed, round, wanted, data.clients, sizes, self.validation)
 
     def _peak_memory(self) -> int | None:
         """The most bytes that were in use on a device, of whichever worker or rank."""
@@ -210,7 +224,9 @@ class RunState:
             self.engine.saved([tree["clients"] for _, tree in trees.values()])
 
     def load(self, folder: RunFolder) -> None:
-        """Go back to the last checkpoint, or to the start."""
+        """Go back to the last checkpoint, or to the start. Sums with noise that were seen since then count."""
+        if self.config.privacy.noise and not self.config.privacy.repeatable_noise:
+            self._count_noisy_sums(folder.path / NOISY)
         saved = folder.load_checkpoint()
         if self.ranks.rank == 0:
             folder.drop_stale()
@@ -223,13 +239,25 @@ class RunState:
         if isinstance(self.engine, Losing):
             self.engine.saved([tree["clients"] for tree in trees.values()])
         self.round, self.abandoned, self.seconds = status["round"], status["abandoned"], status["seconds"]
+        evaluated = [line["val"] for line in folder.metrics() if "val" in line] if self.ranks.rank == 0 else []
+        self.validation = self.ranks.all_gather_object(evaluated[-1] if evaluated else {})[0]
         self.best = BestRound(status["best_round"], status["best_value"], trees.get("best"))
         round, value = status.get("kept", (0, math.nan))
         self.kept = BestRound(round, value, trees.get("kept"))
         self.fed.traffic = Traffic(**status["traffic"])
         self.fed.record.gathered = set(status["looked_at"])
         self.fed.sums.moments = trees["state"].get("moments", {})
-        self.fed.sums.noisy = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
+        before = {int(round): sums for round, sums in status.get("noisy_sums", {}).items()}
+        seen = self.fed.sums.noisy
+        self.fed.sums.noisy = {r: max(before.get(r, 0), seen.get(r, 0)) for r in sorted(before.keys() | seen.keys())}
+
+    def _count_noisy_sums(self, path: Path) -> None:
+        """Those of an interrupted process, and from now on each before it is seen: fresh noise costs as much again."""
+        if path.exists():
+            self.fed.sums.noisy = {int(round): int(sums) for round, sums in read_json(path)["sums"].items()}
+        self.fed.sums.before_noise = lambda: write_json(
+            path, {"sums": {str(r): n for r, n in self.fed.sums.noisy.items()}}
+        )
 
     def _part(self, tree: Tree) -> Tree:
         """Of a whole snapshot, server and this rank's clients."""
@@ -299,20 +327,22 @@ class RunState:
                 "noisy_sums": sum(self.fed.sums.noisy.values()),
                 **asdict(self._privacy_cost()),
             }
+        if section.noise and section.repeatable_noise:
+            figures |= {"epsilon": NOT_PRIVATE, "epsilon_add_remove": NOT_PRIVATE}
         return figures
 
     def _test_metrics(self, folder: RunFolder, kind: str, round: int, server: Tree) -> dict[str, list[float]]:
         """Test metrics of all clients; their personal models are saved as they come."""
         names = self.engine.experiment.data.clients
         if self.ranks.count == 1:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 return measure(self.engine, round, server, ["test"], lambda c, m: keep(names[c], m), kind)["test"]
         mine: dict[int, Params] = {}
         test = measure(self.engine, round, server, ["test"], mine.__setitem__)["test"]
         stack = tree_map(lambda *rows: torch.stack(rows), *(mine[c] for c in sorted(mine))) if mine else None
         rows = self.ranks.gather_to_root(stack, self._everybody)
         if rows is not None:
-            with folder.personal_models(kind) as keep:
+            with folder.personal_models(kind, self.known) as keep:
                 for c in self._everybody:
                     keep(names[c], {k: v[c] for k, v in rows.items()})
         return test
@@ -330,14 +360,6 @@ class RunState:
         summary = self._summaries(test)
         gap = {k: trained[k]["mean"] - summary[k]["mean"] for k in trained}
         return {"round": self.round, "names": list(newcomers.clients), "test": summary, "clients": test, "gap": gap}
-
-
-def _cohort(config: RunConfig, clients: int, round: int) -> tuple[int, ...]:
-    wanted = config.federation.clients_per_round or clients
-    if wanted == clients:
-        return tuple(range(clients))
-    drawn = stream(config.seed, round, "cohort").choice(clients, size=wanted, replace=False)
-    return tuple(sorted(int(c) for c in drawn))
 
 
 def _milliseconds(seconds: float) -> float:

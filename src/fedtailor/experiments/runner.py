@@ -31,7 +31,7 @@ from fedtailor.engines.attacked import CHANGES, Attacked
 from fedtailor.engines.disk import Disk
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import tracking, user_code
-from fedtailor.experiments.building import architecture_notes, attack_of, build_experiment, robust_notes
+from fedtailor.experiments.building import architecture_notes, attack_of, build_experiment, head_notes, robust_notes
 from fedtailor.experiments.callbacks import Callbacks, Followed
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.run_state import RunState
@@ -53,7 +53,7 @@ class Progress:
     clients: int
     faults: int
     news: tuple[str, ...] = ()  # replies rejected in this round, or why it was abandoned
-    epsilon: float | None = None  # spent so far, where there is noise
+    epsilon: float | str | None = None  # spent so far, where there is noise; or why it protects nobody
 
 
 Listener = Callable[[Progress], None]
@@ -102,6 +102,7 @@ def about(
             *experiment.data.notes,
             *code_notes(code),
             *architecture_notes(experiment, engine),
+            *head_notes(experiment, config),
             *robust_notes(experiment),
         ],
     }
@@ -137,6 +138,8 @@ def start(
         elif name == "auto":
             choice = engines.choose(experiment, config.federation.clients_per_round, _workers(config, cores))
             name, why = choice.name, choice.why
+        elif name == "vmap":
+            engines.refuse_forced_stack(experiment)
         run = _begin_run(name, experiment, config, path, ranks, cores)
         stack.callback(run.engine.close)
         run.server = run.server if options.get("server") is None else options["server"]
@@ -206,10 +209,13 @@ def _refuse_other_streams(folder: RunFolder) -> None:
 
 
 def reload_experiment(
-    folder: RunFolder, data_root: Path | None = None, loaded: FederatedData | None = None
+    folder: RunFolder, data_root: Path | None = None, loaded: FederatedData | None = None, *, serves: bool = False
 ) -> Experiment:
-    """The experiment that a run was started with; other data or other code of the user's is a `RunError`."""
-    refuse_other_code(folder)
+    """The experiment that a run was started with; other data is a `RunError`, and other code unless it `serves`."""
+    if serves:
+        user_code.require_trusted(folder.config, str(folder.path), may_be_edited=True)
+    else:
+        refuse_other_code(folder)
     run_about = folder.about
     if data_root is None and run_about["data_root"] is not None:
         data_root = Path(run_about["data_root"])

@@ -34,7 +34,7 @@ from fedtailor.models.adapters import AdapterConfig
 from fedtailor.training.arithmetic import Arithmetic, Precision
 from fedtailor.training.optimizers import find as find_optimizer
 from fedtailor.training.solver import Solver
-from fedtailor.training.solver_options import Schedule, ScheduleName
+from fedtailor.training.solver_options import PartOptions, Schedule, ScheduleName
 
 SAME = ("buffers", "prior", "dtype")  # of the model: the same for all clients
 VALUES, RANGE = "values", "range"  # what may be searched: a list, or all numbers between two
@@ -123,12 +123,24 @@ class TaskSection(OpenSection):
     )
 
 
+class PartSection(Section):
+    """Other steps for the parameters of a part of the model, such as [local.parts.head]; what is not set is as for all.
+
+    A part is head, body, a module, or a glob of parameters.
+    """
+
+    optimizer: str | None = Field(default=None, description="As local.optimizer.")
+    lr: float | None = Field(default=None, gt=0, description="Learning rate.")
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="Momentum.")
+    weight_decay: float | None = Field(default=None, ge=0, description="Weight decay.")
+
+
 class LocalSection(Section):
     """Local training, the same for every algorithm."""
 
     optimizer: str = Field(
         default=Solver.optimizer,
-        description='sgd, nesterov, adam, adamw or your own "module:function".',
+        description='sgd, nesterov, adam, adamw, a class such as "torch.optim.RMSprop", or your own "module:function".',
     )
     lr: float = Field(default=Solver.lr, gt=0, description="Learning rate.")
     momentum: float = Field(default=Solver.momentum, ge=0, lt=1, description="Momentum (sgd and nesterov).")
@@ -183,6 +195,10 @@ class LocalSection(Section):
         default=Arithmetic.compile, description="Compile steps with torch.compile, instead of the fast kernels."
     )
 
+    parts: dict[str, PartSection] | None = Field(
+        default=None, description="Other optimizers, lr, momentum and weight_decay for parts, by head, body or module."
+    )
+
     @model_validator(mode="after")
     def _goes_together(self) -> LocalSection:
         if self.schedule == "step" and not self.lr_decay_every:
@@ -203,7 +219,18 @@ class LocalSection(Section):
         arithmetic = Arithmetic(self.kernels, self.precision, self.compile)
         same = {"optimizer", "lr", "momentum", "weight_decay", "clip", "batch_size", "augment"}
         same |= {"accumulate", "keep_state", "refit"}
-        return Solver(**self.model_dump(include=same), epoch=self.steps, schedule=schedule, arithmetic=arithmetic)
+        plain = self.model_dump(include=same)
+        return Solver(**plain, epoch=self.steps, schedule=schedule, arithmetic=arithmetic, parts=self._parts())
+
+    def _parts(self) -> tuple[PartOptions, ...]:
+        out = []
+        for name, part in (self.parts or {}).items():
+            own = {"optimizer": self.optimizer, "momentum": self.momentum, "weight_decay": self.weight_decay}
+            own |= part.model_dump(include=set(own), exclude_none=True)
+            if own["optimizer"] == "nesterov" and not own["momentum"]:
+                raise ConfigError(f'local.parts.{name}: optimizer = "nesterov" needs momentum, such as 0.9')
+            out.append(PartOptions(name, factor=(part.lr or self.lr) / self.lr, **own))
+        return tuple(out)
 
 
 class ServerSection(Section):
@@ -241,6 +268,10 @@ class FederationSection(Section):
         description="Memory budget (MB) for client states; the rest spills to disk. 0: half of the memory.",
     )
     clients_per_round: int = Field(default=0, ge=0, description="Clients sampled per round; 0: all.")
+    sampler: str = Field(
+        default="uniform",
+        description='How they are sampled: uniform, size (by samples), cycle (in turn) or your own "module:function".',
+    )
     min_replies: int = Field(
         default=Limits.min_replies, ge=1, description="A round with fewer usable replies is abandoned."
     )
@@ -317,6 +348,9 @@ class EvaluationSection(Section):
         default=(),
         description='Metrics of a client\'s split: "auroc", own "module:function"; empty: the task\'s.',
     )
+    batch_size: int = Field(
+        default=0, ge=0, description="Samples in an evaluation pass; 0: as many as need little memory."
+    )
     decide: str = Field(default="", description="Metric that selects rounds and compares; empty: the first.")
     unseen: float | None = Field(
         default=None,
@@ -362,9 +396,9 @@ class PrivacySection(Section):
         description="Noise multiplier: noise std / clip. Clients then weigh equally.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="Delta at which epsilon is reported.")
-    secret_noise: bool = Field(
+    repeatable_noise: bool = Field(
         default=False,
-        description="Draw noise from the system, not the seed; runs are then not repeatable.",
+        description="Draw noise from the seed, so that a run can be repeated; whoever has the seed can take it away.",
     )
 
     def build(self) -> Aggregation:
@@ -372,7 +406,7 @@ class PrivacySection(Section):
         return Aggregation(
             at_client=(Clip(self.clip),) if self.clip else (),
             reduction=Secure(self.fraction_bits) if self.secure_sum else Open(),
-            noise=GaussianNoise(self.noise, self.clip, self.secret_noise) if self.noise else None,
+            noise=GaussianNoise(self.noise, self.clip, self.repeatable_noise) if self.noise else None,
         )
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import tomli_w
 import torch
@@ -37,6 +38,8 @@ CONFIG, ABOUT, METRICS, RESULTS = "config.toml", "run.json", "metrics.jsonl", "r
 CHECKPOINT, PREPARATION, FIT, LOCK = "checkpoint", "preparation.json", "fit.json", ".lock"
 CURRENT, UPDATE = "current.json", "update-"  # which folder of an updated fit serves now
 CHECK = "check"  # the last key of a line of metrics.jsonl
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but tabs and ends of lines
+ESCAPES = re.compile(rb"\\u00[0189][0-9a-fA-F]|\\u007|\x7f|\xc2[\x80-\x9f]")  # as JSON has them
 CHANGED = "changed since it was written (checksum differs)"
 DTYPES = {  # as safetensors names them
     torch.float32: "F32",
@@ -44,6 +47,8 @@ DTYPES = {  # as safetensors names them
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -106,8 +111,13 @@ class RecordedObject(dict[str, Any]):
 
 def _as_recorded(content: Any, path: Path) -> Any:
     if isinstance(content, dict):
-        return RecordedObject({key: _as_recorded(value, path) for key, value in content.items()}, path)
-    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else content
+        return RecordedObject({printable(key): _as_recorded(value, path) for key, value in content.items()}, path)
+    return [_as_recorded(value, path) for value in content] if isinstance(content, list) else printable(content)
+
+
+def printable(value: Any) -> Any:
+    """Text without control characters, with which a file from somebody else could change what a terminal shows."""
+    return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else value
 
 
 def json_text(value: Any, level: int = 0) -> str:
@@ -157,18 +167,67 @@ def write_tree(path: Path, tree: Tree, touch: Touch | None = None) -> dict[str, 
 def read_tree(folder: Path, entry: dict[str, Any]) -> Tree:
     """The tree of `write_tree`; missing or changed files are a `RunError`."""
     path = folder / Path(entry["file"]).name
+    tensors = _read_tensors(path, entry["sha256"]) if entry["file"] else {}
+    for part in entry.get("parts", ()):
+        path = folder.parent / part_of(folder.parent, part["folder"]).name / Path(part["file"]).name
+        known = _read_tensors(path, part["sha256"])
+        if missing := [name for name in part["names"] if name not in known]:
+            raise RunError(f'{path}: has no "{missing[0]}", which an index looks for in it')
+        tensors |= {name: known[name] for name in part["names"]}
+    try:
+        return build(entry["tree"], tensors)
+    except (LookupError, TypeError, ValueError) as error:  # a fitting checksum of nonsense
+        raise RunError(f"{path}: not the tensors that its index tells of ({error})") from None
+
+
+def _read_tensors(path: Path, sha256: str) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
-    if digest != entry["sha256"]:
+    if digest != sha256:
         raise RunError(f"{path}: {CHANGED}", code="run.damaged")
     try:
-        aligned = {name: v.clone() for name, v in load_file(path).items()}  # or kernels may round otherwise
-        return build(entry["tree"], aligned)
-    except (SafetensorError, LookupError, TypeError, ValueError) as error:  # a fitting checksum of nonsense
+        return {name: v.clone() for name, v in load_file(path).items()}  # aligned, or kernels may round otherwise
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise RunError(f"{path}: not the tensors that its index tells of ({error})") from None
+
+
+class KnownTensors:
+    """Where the tensors of the personal models of a run are, by name and content: each is written once."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, bytes], tuple[str, str, str]] = {}  # folder, file and its checksum
+
+    def write(self, path: Path, tree: Tree) -> dict[str, Any]:
+        """A tree as `write_tree` has it, but for tensors that a file of the run has already, of which it says where."""
+        tensors = dict(items(tree))
+        keys = {name: (name, _content_digest(v)) for name, v in tensors.items()}
+        new = {name: v for name, v in tensors.items() if keys[name] not in self._places}
+        parts: dict[tuple[str, str, str], list[str]] = {}
+        for name in tensors.keys() - new.keys():
+            parts.setdefault(self._places[keys[name]], []).append(name)
+        entry: dict[str, Any] = {"file": "", "sha256": "", "tree": structure(tree)}
+        if new or not tensors:
+            written = write_tree(path, new)
+            entry |= {"file": written["file"], "sha256": written["sha256"]}
+            self._places |= dict.fromkeys(
+                (keys[name] for name in new), (path.parent.name, entry["file"], entry["sha256"])
+            )
+        if parts:
+            entry["parts"] = [
+                {"folder": folder, "file": file, "sha256": digest, "names": sorted(names)}
+                for (folder, file, digest), names in sorted(parts.items())
+            ]
+        return entry
+
+
+def _content_digest(value: Tensor) -> bytes:
+    digest = hashlib.sha256(f"{value.dtype} {list(value.shape)}".encode())
+    for piece in value.detach().reshape(-1).split(SLICE):
+        digest.update(piece.contiguous().cpu().numpy().data)
+    return digest.digest()
 
 
 # What the JSON files of a run must look like, whoever wrote them: a checksum that fits does not make them ours.
@@ -231,13 +290,24 @@ class ResultsFile(TypedDict, total=False):
     abandoned: int
 
 
+class PartEntry(TypedDict):
+    """Some of the tensors of an entry, in a file of another one."""
+
+    __pydantic_config__ = LENIENT  # type: ignore[misc]
+    folder: str
+    file: str
+    sha256: str
+    names: list[str]
+
+
 class TensorsEntry(TypedDict):
     """An entry of an index: a file of tensors."""
 
     __pydantic_config__ = LENIENT  # type: ignore[misc]
-    file: str
+    file: str  # "": all is in its parts
     sha256: str
     tree: Any
+    parts: NotRequired[list[PartEntry]]
 
 
 class ManifestFile(TypedDict, total=False):
@@ -296,7 +366,13 @@ def parse_round(line: bytes, *, are_checked: bool, where: str) -> dict[str, Any]
         raise RunError(f"{where}: damaged; it is not the JSON that was written") from None
     if (are_checked or check is not None) and check != _line_digest(json.dumps(record)):
         raise RunError(f"{where}: changed since it was written (checksum differs)")
-    return dict(record)
+    return dict(_printable_tree(record)) if ESCAPES.search(line) else dict(record)
+
+
+def _printable_tree(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {printable(key): _printable_tree(held) for key, held in value.items()}
+    return [_printable_tree(held) for held in value] if isinstance(value, list) else printable(value)
 
 
 def _line_digest(text: str) -> str:
@@ -363,15 +439,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock on this folder, until the process ends; a `RetryableError` if another process holds it."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(FileLock(self.path / LOCK).acquire(blocking=False))
-            except Timeout:
-                owner = _lock_owner(self.path / LOCK)
-                raise RetryableError(f"{self.path}: another process is working on this run{owner}") from None
-            with suppress(OSError):
-                (self.path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
+        with hold(self.path, "run"):
             yield
 
     def save_checkpoint(
@@ -439,15 +507,19 @@ class RunFolder:
         return [_as_recorded(line, path) for line in lines]
 
     @contextmanager
-    def personal_models(self, kind: str) -> Iterator[Callable[[str, Tree], None]]:
-        """Keeps personal models, one file each as they come, and in the end an index with checksums."""
+    def personal_models(self, kind: str, known: KnownTensors | None = None) -> Iterator[Callable[[str, Tree], None]]:
+        """Keeps personal models, one file each as they come, and in the end an index with checksums.
+
+        With `known`, tensors that are in files already are not written again.
+        """
+        known = known or KnownTensors()
         folder, clients = self.path / "personal" / kind, self.about["clients"]
         index: dict[str, Any] = {}
         number = {client: i for i, client in enumerate(clients)}
 
         def keep(client: str, model: Tree) -> None:
             file = f"{number.get(client, len(index)):05d}-{_file_name(client)}.safetensors"
-            index[client] = write_tree(folder / file, model)
+            index[client] = known.write(folder / file, model)
 
         yield keep
         if index:  # a site of its own keeps its model itself
@@ -497,6 +569,21 @@ class RunFolder:
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
+
+
+@contextmanager
+def hold(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock on a folder, until the process ends; a `RetryableError` if another process holds it."""
+    path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(path / LOCK).acquire(blocking=False))
+        except Timeout:
+            owner = _lock_owner(path / LOCK)
+            raise RetryableError(f"{path}: another process is working on this {what}{owner}") from None
+        with suppress(OSError):
+            (path / LOCK).write_text(json.dumps(_lock_entry()), encoding="utf-8")
+        yield
 
 
 def _lock_entry() -> dict[str, Any]:

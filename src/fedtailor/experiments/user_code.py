@@ -5,7 +5,8 @@ name, the file and a hash over it and all that it imports out of its folder. Wha
 names is imported only if that very code was remembered before, or is accepted by `--trust`: what a file says is never
 reason enough to run it. The user's configuration folder has one small file for each.
 
-Change. A run does not go on, and is not used, with other code than it began with. The files of an algorithm or model
+Change. A run does not go on with other code than it began with; predictions and exports only note it, as they need no
+more than the class and the names and shapes of its parameters. The files of an algorithm or model
 and of the modules that it imports are compared if they are in the folder from which the first was imported; of
 an installed package only the first file. A class of a notebook has no file: its methods and fields are compared, if
 they can be read. Other packages are not looked at, nor fedtailor itself, whose version is recorded.
@@ -26,19 +27,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from fedtailor import algorithms, models
 from fedtailor.core import task as tasks
 from fedtailor.errors import ConfigError, RunError
+from fedtailor.experiments import sampling
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import CONFIG, RunFolder
 from fedtailor.plugins import SEARCHED, file_of, folder_above, import_folder, import_object, locate_file, module_of
 from fedtailor.training import optimizers
 
+T = TypeVar("T")
 PLAIN = (bool, int, float, str, tuple, list)
+Wanted = Callable[[str], bool]  # of a key that names code
 Code = dict[str, dict[str, Any]]  # by the key that names it: its "name", its "folder", and "files" with their digests
 
 _remembered = set[str]()  # by this process, which may have no folder to write to
@@ -52,7 +56,9 @@ def names(config: RunConfig) -> dict[str, str]:
         "local.optimizer": config.local.optimizer,
         "task.name": config.task.name,
         "data.source": getattr(config.data, "load", ""),
+        "federation.sampler": config.federation.sampler,
     }
+    named |= {f"local.parts.{k}.optimizer": part.optimizer or "" for k, part in (config.local.parts or {}).items()}
     named |= {
         f"model.by_client.{k}.name": str(own.get("name", "")) for k, own in (config.model.by_client or {}).items()
     }
@@ -63,19 +69,27 @@ def names(config: RunConfig) -> dict[str, str]:
 
 
 def remember(config: RunConfig) -> None:
-    """Trust what the user's own command names, so that the files it writes may name it."""
+    """Trust what the user's own command names, so that the files it writes may name it.
+
+    A file of the user's own may be edited afterwards and still serve; one that was accepted by `--trust` may not.
+    """
     for key, name in names(config).items():
         if (file := locate_file(key, name)) is not None:
             _remember(name, file)
+            _write_entry(*_entry_of_place(name, file))
 
 
-def require_trusted(config: RunConfig, origin: str) -> None:
+def require_trusted(
+    config: RunConfig, origin: str, *, may_be_edited: bool = False, is_wanted: Wanted = lambda key: True
+) -> None:
     """Fail if a configuration that was read from a file names code that this user neither ran nor accepted."""
     for key, name in names(config).items():
+        if not is_wanted(key):
+            continue
         file = locate_file(key, name)
         if file is None:
             raise RunError(f'{origin}: {key} "{name}": has no source file to look at, so no file may name it')
-        if not _is_remembered(name, file):
+        if not (_is_remembered(_entry(name, file)) or (may_be_edited and _is_remembered(_entry_of_place(name, file)))):
             raise RunError(
                 f'{origin}: {key} "{name}" is code outside fedtailor that you have not run yourself: {file} '
                 f"(sha256 {fingerprint(name, file)[:16]}); nothing of it was run. "
@@ -90,7 +104,7 @@ def accept(config: RunConfig, origin: str, tell: Callable[[str], None]) -> None:
         if file is not None:  # else `require_trusted` says so
             tell(f'{origin}: trusted: {key} "{name}", {file}, sha256 {fingerprint(name, file)}')
             find = {"algorithm.name": algorithms.find, "model.name": models.find, "local.optimizer": optimizers.find}
-            find |= {"task.name": tasks.find}
+            find |= {"task.name": tasks.find, "federation.sampler": sampling.find}
             is_model = key == "model.name" or key.startswith("model.by_client.")
             kind = find.get(key, partial(import_object, key))(name)
             if is_model and not (isinstance(kind, type) and issubclass(kind, nn.Module)):
@@ -165,8 +179,17 @@ def _entry(name: str, file: Path) -> tuple[str, str]:
     return content, hashlib.sha256(content.encode()).hexdigest()
 
 
+def _entry_of_place(name: str, file: Path) -> tuple[str, str]:
+    """As `_entry`, whatever is in the file."""
+    content = json.dumps({"name": name, "file": str(file)}, indent=1)
+    return content, hashlib.sha256(content.encode()).hexdigest()
+
+
 def _remember(name: str, file: Path) -> None:
-    content, key = _entry(name, file)
+    _write_entry(*_entry(name, file))
+
+
+def _write_entry(content: str, key: str) -> None:
     _remembered.add(key)
     with suppress(OSError, RuntimeError):  # without a home it is remembered by this process only
         if not (path := _store() / f"{key}.json").exists():
@@ -174,24 +197,27 @@ def _remember(name: str, file: Path) -> None:
             path.write_text(content, encoding="utf-8")
 
 
-def _is_remembered(name: str, file: Path) -> bool:
-    key = _entry(name, file)[1]
+def _is_remembered(entry: tuple[str, str]) -> bool:
+    key = entry[1]
     try:
         return key in _remembered or (_store() / f"{key}.json").is_file()
     except (OSError, RuntimeError):
         return False
 
 
-def code_of(config: RunConfig) -> Code:
+def code_of(config: RunConfig, is_wanted: Wanted = lambda key: True) -> Code:
     """The user code that a configuration names; it is imported."""
-    named = {
-        "algorithm.name": (config.algorithm.name, algorithms.find(config.algorithm.name)),
-        "model.name": (config.model.name, models.find(config.model.name)),
-        "local.optimizer": (config.local.optimizer, optimizers.find(config.local.optimizer)),
+    find: dict[str, Callable[[str], Any]] = {
+        "algorithm.name": algorithms.find,
+        "model.name": models.find,
+        "local.optimizer": optimizers.find,
     }
-    others = {k: v for k, v in names(config).items() if k not in named}
-    named |= {key: (name, import_object(key, name)) for key, name in others.items()}
-    return {key: own for key, (name, kind) in named.items() if (own := _record_of(name, kind)) is not None}
+    chosen = {"algorithm.name": config.algorithm.name, "model.name": config.model.name}
+    chosen |= {"local.optimizer": config.local.optimizer} | names(config)
+    wanted = {key: name for key, name in chosen.items() if is_wanted(key)}
+    named = {key: (name, find.get(key, partial(import_object, key))(name)) for key, name in wanted.items()}
+    recorded = {key: _record_of(name, models.source_of(kind)) for key, (name, kind) in named.items()}
+    return {key: own for key, own in recorded.items() if own is not None}
 
 
 def named_code(config: RunConfig) -> Code:
@@ -220,14 +246,44 @@ def refuse_other_code(folder: RunFolder) -> None:
         raise RunError(f"{folder.path}: {why}", code="run.changed")
 
 
+def other_code(folder: RunFolder) -> list[str]:
+    """Notes on how the code of a run's algorithm and model has changed; it must be trusted, to be used."""
+    return _found(folder, serving_notes)
+
+
+def serving_notes(before: Any, config: RunConfig, origin: str) -> list[str]:
+    """As `other_code`, for the code that a file recorded."""
+    if before is not None and not _is_code(before):
+        raise RunError(f"{origin}: what it says of its code is damaged")
+    require_trusted(config, origin, may_be_edited=True, is_wanted=_serves)
+    if before is None:
+        return []
+    own = {k: its for k, its in before.items() if _serves(k)}
+    now = code_of(config, _serves)
+    change = code_difference(own, now)
+    if change and own.keys() != now.keys():  # another kind of code, not another text
+        raise RunError(f"{origin}: {change}", code="run.changed")
+    return [f"{origin}: {change} since the run was started"] if change else []
+
+
+def _serves(key: str) -> bool:
+    """Whether a prediction needs the code of a key."""
+    return key in ("algorithm.name", "model.name") or key.startswith("model.by_client.")
+
+
 def change_of(folder: RunFolder) -> str:
     """How user code has changed since a run, in words; empty if it has not, or if an old folder has no record of it.
 
     Missing code is a `RunError`.
     """
+    return _found(folder, change_since)
+
+
+def _found(folder: RunFolder, look: Callable[[Any, RunConfig, str], T]) -> T:
+    """What `look` says of the code that a run recorded; where code is missing, with the place where it was."""
     before = folder.about.get("code")
     try:
-        return change_since(before, folder.config, str(folder.path))
+        return look(before, folder.config, str(folder.path))
     except ConfigError as error:
         where = _where_to_find(str(error), before or {})
         raise RunError(f"{folder.path}: {str(error).removesuffix(SEARCHED) if where else error}{where}") from None
@@ -280,7 +336,8 @@ def _where_to_find(error: str, before: Code) -> str:
                 return f"; it was in {its['folder']}: go there, or set PYTHONPATH={shlex.quote(its['folder'])}"
             return (
                 f"; it was a class of the program that began the run (in {its['folder'] or 'a console or notebook'}): "
-                "call fedtailor.algorithms.register with it and then fedtailor.experiments.runner.resume, or put it "
+                f"call fedtailor.{'models' if key.startswith('model') else 'algorithms'}.register with it and then "
+                "fedtailor.experiments.runner.resume, or put it "
                 "into a file and start a new run, which any process can go on with"
             )
     return ""

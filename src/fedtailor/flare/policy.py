@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedtailor.aggregation import accountant
-from fedtailor.aggregation.dry_run import calls_made
+from fedtailor.aggregation.dry_run import calls_made, most_calls
 from fedtailor.aggregation.noise import LocalNoise, exposed_part
 from fedtailor.core.algorithm import Algorithm, reply_names
 from fedtailor.core.data import FederatedData
@@ -34,6 +35,8 @@ GRADIENTS = "gradients"  # what a taped call sends back: derivatives with respec
 EXACT = 15  # decimals: metrics are not rounded
 MINUTE = 60.0
 SPENT, ACCOUNT, OPENED = "spent.json", "epsilon.json", "sums.json"  # what is spent, in the site's own folder
+LEDGER = "booked.json"  # beside the account: what all runs may need
+ATTEMPTS, SPARE_CALLS = 4, 100  # at a round, whose calls are made again; and calls that any round may make
 COUNT = "epsilon.count"  # beside the account: how many replies it must list, so that a lost line is noticed
 LEAST_UNITS, LEAST_SHARE = 8, 0.25  # of a layer, with one direction, to be an imprint
 LEAST_INPUTS = 3  # with fewer, directions are alike by chance
@@ -73,7 +76,21 @@ class Budget(BaseModel):
     evaluations_per_run: int = Field(
         default=0, ge=0, description="Evaluations that are answered per run. 0: twice its rounds, plus 12."
     )
-    calls_per_round: int = Field(default=400, ge=1, description="Calls of the algorithm's functions per round.")
+    evaluations_per_day: int = Field(default=2500, ge=0, description="Evaluations that all runs of a day may need.")
+    evaluations_in_all: int = Field(default=50_000, ge=0, description="Evaluations that all runs ever may need.")
+    calls_per_round: int = Field(
+        default=0, ge=0, description="Calls of the algorithm's functions per round. 0: as many as it may need."
+    )
+    calls_per_day: int = Field(default=1_000_000, ge=1, description="Calls that all runs of a day may need.")
+    calls_in_all: int = Field(default=20_000_000, ge=1, description="Calls that all runs ever may need.")
+    limited_replies: int = Field(
+        default=50,
+        ge=0,
+        description="Replies per run that are limited to its bounds, or replaced, without a word to the server; then "
+        "this site withdraws from the run.",
+    )
+    parameters: int = Field(default=50_000_000, ge=1, description="Numbers of a model that a server may ask for.")
+    message_mb: int = Field(default=1024, ge=1, description="Megabytes of a request; a larger one is not read.")
     requests_per_minute: int = Field(default=6000, ge=1, description="Requests of any kind per minute.")
     decimals: int = Field(
         default=3, ge=0, le=EXACT, description=f"Decimals to which metrics are rounded; {EXACT}: not rounded."
@@ -189,21 +206,92 @@ class RequestRate:
         self._times.append(now)
 
 
+@dataclass(frozen=True)
+class RunNeed:
+    """What a run may need at a site, known before it begins."""
+
+    rounds: int
+    calls_per_round: int
+    evaluations: int
+
+    @staticmethod
+    def of(budget: Budget, experiment: Experiment, rounds: int, *, has_metrics: bool) -> RunNeed:
+        """The need of a run of so many rounds; of metrics, as many as the policy lets one run have."""
+        evaluations = budget.evaluations_per_run or 2 * rounds + 12
+        return RunNeed(
+            rounds + experiment.algorithm.preparation, most_calls(experiment), evaluations if has_metrics else 0
+        )
+
+    @property
+    def calls(self) -> int:
+        return self.rounds * self.calls_per_round
+
+    def check(self, budget: Budget) -> None:
+        """Refuse a run whose rounds cannot be as long as its algorithm may need."""
+        if 0 < budget.calls_per_round < self.calls_per_round:
+            raise Refused(
+                f"a round may need {self.calls_per_round} calls, and the policy allows {budget.calls_per_round}"
+            )
+
+
+class SiteLedger:
+    """What the runs of a site may need, booked as each begins, over all runs, names and servers."""
+
+    def __init__(self, budget: Budget, folder: Path) -> None:
+        self.budget = budget
+        self.path = folder / LEDGER
+
+    def book(self, run: str, need: RunNeed) -> None:
+        """Book what a run may need, or refuse it with the number that is missing; a run is booked once."""
+        booked: dict[str, Any] = dict(read_json(self.path)["runs"]) if self.path.exists() else {}
+        if run in booked:
+            return
+        today = datetime.now(UTC).date().isoformat()
+        for what, amount in (("calls", need.calls), ("evaluations", need.evaluations)):
+            in_all = sum(its[what] for its in booked.values())
+            of_today = sum(its[what] for its in booked.values() if its["day"] == today)
+            for limit, spent, when in (("per_day", of_today, "today"), ("in_all", in_all, "in all")):
+                most = getattr(self.budget, f"{what}_{limit}")
+                if amount and spent + amount > most:
+                    left = max(most - spent, 0)
+                    raise Refused(f"the run may need {amount} {what}; of {most} {when} the policy has {left} left")
+        booked[run] = {"day": today, "calls": need.calls, "evaluations": need.evaluations}
+        write_json(self.path, {"runs": booked})
+
+
 class RunUsage:
     """What one run has used of its limits. It is on disk: a server that is restarted gets no new limits."""
 
-    def __init__(self, budget: Budget, folder: Path, rounds: int) -> None:
+    def __init__(self, budget: Budget, folder: Path, need: RunNeed) -> None:
         self.budget = budget
         self.path = folder / SPENT
-        self.most = budget.evaluations_per_run or 2 * rounds + 12
+        self.most = need.evaluations
+        self.most_calls = budget.calls_per_round or max(SPARE_CALLS, ATTEMPTS * need.calls_per_round)
         saved: dict[str, Any] = read_json(self.path) if self.path.exists() else {}
         self.evaluations = {int(k): int(v) for k, v in saved.get("evaluations", {}).items()}  # by round
         self.calls = {int(k): int(v) for k, v in saved.get("calls", {}).items()}
+        self.begun = {int(round) for round in saved.get("begun", [])}
+        self.limited = int(saved.get("limited", 0))
 
     def save(self) -> None:
-        write_json(self.path, {"evaluations": self.evaluations, "calls": self.calls})
+        used = {"evaluations": self.evaluations, "calls": self.calls}
+        write_json(self.path, used | {"begun": sorted(self.begun), "limited": self.limited})
+
+    def begin(self, round: int) -> None:
+        """A round begins: metrics may be asked for in it."""
+        self.begun.add(round)
+        self.save()
+
+    def count_limited(self) -> bool:
+        """Count a reply that was limited; whether that was one too many."""
+        self.limited += 1
+        self.save()
+        return self.limited > self.budget.limited_replies
 
     def count_evaluation(self, round: int) -> None:
+        """Count an evaluation, or refuse it."""
+        if round not in self.begun:
+            raise Refused(f"round {round} never began at this site: there are no metrics of it")
         count, total = self.evaluations.get(round, 0), sum(self.evaluations.values())
         if count >= self.budget.evaluations_per_round:
             raise Refused(f"metrics were sent {count} times in round {round}, the limit of the policy")
@@ -215,7 +303,7 @@ class RunUsage:
     def count_call(self, round: int) -> None:
         """Count a call of a client function, or refuse it."""
         count = self.calls.get(round, 0)
-        if count >= self.budget.calls_per_round:
+        if count >= self.most_calls:
             raise Refused(f"{count} calls were answered in round {round}, the limit of the policy")
         self.calls[round] = count + 1
 

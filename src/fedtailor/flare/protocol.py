@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from dataclasses import fields
+from dataclasses import asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,6 +59,8 @@ def promise(experiment: Experiment) -> dict[str, Any]:
     options = {f.name: getattr(algorithm, f.name) for f in fields(algorithm)}
     contract = {"version": __version__, "algorithm": algorithm.title, "options": options, "sends": sends}
     contract["sums"] = declared_sums(algorithm)
+    reduction = experiment.aggregation.reduction
+    contract["bounds"] = asdict(reduction) if reduction.is_sealed and is_dataclass(reduction) else {}
     plain: dict[str, Any] = json.loads(json.dumps(contract, default=str))
     return plain
 
@@ -113,6 +115,7 @@ class StartRequest(_Operation):
     about: dict[str, Any] = Field(alias="schema")
     promise: dict[str, Any]
     first: Round
+    cohort: Annotated[list[Text], Field(max_length=100_000)] = []  # names, where there are secure sums
 
 
 class RestoreRequest(_Operation):
@@ -141,7 +144,6 @@ class CallRequest(_Form):
     call: Whole
     placed: Annotated[list[bool], Field(max_length=100)]
     taped: bool
-    sealed: float | None = None
 
 
 class CotangentRequest(_Form):
@@ -161,8 +163,6 @@ class SumStepRequest(_Form):
     step: Literal["keys", "deal", "mask", "confirm", "reveal"]
     term: SumTermFields | None = None
     clients: Places | None = None
-    threshold: Whole | None = None
-    fraction_bits: Annotated[int, Field(ge=0, le=52)] | None = None
     dealers: Places | None = None
     survivors: Places | None = None
     signers: Places | None = None
@@ -179,7 +179,7 @@ OPERATIONS: dict[str, type[_Form]] = {
 }
 NEEDED = {
     "keys": {"term"},
-    "deal": {"clients", "threshold", "fraction_bits"},
+    "deal": {"clients"},
     "mask": {"dealers"},
     "confirm": {"survivors"},
     "reveal": {"signers"},
@@ -223,7 +223,8 @@ def _training_form(header: dict[str, Any]) -> type[_Form]:
 
 
 MOST_SAMPLES, LARGEST = 10**9, 2**24  # of a site, and numbers in one sample
-MOST_NAMES = 100_000  # of classes or features
+MOST_NAMES, LONGEST_NAME = 100_000, 200  # of classes or features, and characters of each
+MOST_PARTS = 100  # of a sample
 SCHEMA = ("task", "x", "y", "outputs", "classes", "features")
 TYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
@@ -233,15 +234,23 @@ def hello_fault(about: dict[str, Any]) -> str:
     schema = about.get("schema")
     if type(about.get("samples")) is not int or not 0 < about["samples"] <= MOST_SAMPLES:
         return "number of samples"
-    if not isinstance(schema, dict) or set(schema) != set(SCHEMA) or not isinstance(schema["task"], str):
+    if not isinstance(schema, dict) or set(schema) != set(SCHEMA) or not is_name(schema["task"]):
         return "schema"
     if not isinstance(schema["x"], dict) or not all(map(_is_sample_form, [*schema["x"].values(), schema["y"]])):
+        return "form of its samples"
+    forms = [*schema["x"].values(), schema["y"]]
+    if len(forms) > MOST_PARTS or not all(map(is_name, schema["x"])) or sum(math.prod(f[0]) for f in forms) > LARGEST:
         return "form of its samples"
     if type(schema["outputs"]) is not int or not 0 < schema["outputs"] <= LARGEST:
         return "number of outputs"
     names = (schema["classes"], schema["features"])
-    is_named = all(isinstance(these, list) and all(isinstance(name, str) for name in these) for these in names)
+    is_named = all(isinstance(these, list) and all(map(is_name, these)) for these in names)
     return "" if is_named and max(map(len, names)) <= MOST_NAMES else "names of classes or features"
+
+
+def is_name(value: Any) -> bool:
+    """Whether it may be shown and stored as the name of a class, a feature or a part of a sample."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
 
 
 def _is_sample_form(form: Any) -> bool:

@@ -6,9 +6,11 @@ a client's state is that number.
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -21,7 +23,7 @@ from torch import Tensor
 from fedtailor import algorithms
 from fedtailor.aggregation.dry_run import calls_made
 from fedtailor.aggregation.noise import changed_parts
-from fedtailor.core import codec
+from fedtailor.core import border, codec
 from fedtailor.core.algorithm import COUNT, client_functions
 from fedtailor.core.client import Call
 from fedtailor.core.data import FederatedData, Rows
@@ -34,6 +36,7 @@ from fedtailor.errors import ConfigError, RetryableError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.model_description import refuse_large
 from fedtailor.experiments.sections import CheckpointSection
 from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
 from fedtailor.flare.kits import KIT, REVOKED
@@ -43,6 +46,8 @@ from fedtailor.version import __version__
 ROSTER, SITES = "federation.json", "sites.json"  # in the folder of a run
 TRIES = 3  # of a request whose connection broke; its number makes repeating it harmless
 CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
+LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
+MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
 WRITE_EVERY = 5.0  # seconds between two writes of SITES
 
 
@@ -184,6 +189,7 @@ class LastSeen:
             condition = about.pop("condition", None)
             known = condition if isinstance(condition, dict) else {}
             known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
+            known = {k: border.plain_text(v) if isinstance(v, str) else v for k, v in known.items() if _is_usual(v)}
             self.sites[site] = known | {"asked": now, "seen": now}
 
     def note_round(self, away: dict[str, str]) -> None:
@@ -274,6 +280,7 @@ class FlareEngine(Remote):
         self.first = -experiment.algorithm.preparation
         self._kept_rounds = [self.first for _ in self.everybody]
         self._needed: list[set[int]] = [set() for _ in self.everybody]
+        self._begun: list[set[int]] = [set() for _ in self.everybody]  # rounds that this engine began at each site
         self._round = self.first
         self._goal = 0  # number of replies that closes a call; 0: all
         self._late = LateReplies(config.federation.staleness)
@@ -301,11 +308,15 @@ class FlareEngine(Remote):
         self._late.counted = {}
         for client in [c for c in self._late.awaited if self._name(c) in late]:
             call, reply = self._late.awaited.pop(client), late[self._name(client)]
-            if "error" in _header(reply):
+            header, tree = self._read(reply, self._longest_reply(call))
+            if border.error_text(header):
+                continue
+            if wrong := border.call_fault(self.experiment, call, client, tree, self.config.federation.limits):
+                self._leave_out(client, f"its late reply: {wrong}")
                 continue
             ((_, answer, wrong),) = self._tell_each({client: {"op": "keep", "round": call.round}})
             if not wrong and answer.get("kept") == call.round:
-                self._late.arrived[client] = LateReply(call, self._here(self._read(reply)[1]))
+                self._late.arrived[client] = LateReply(call, self._here(tree))
 
     def carry(self, requests: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes | OSError]]:
         """Send to all clients at once."""
@@ -318,13 +329,15 @@ class FlareEngine(Remote):
         """Send each client its header; yields the answer, and the reason if it did not answer or refused."""
         for client, reply in self.carry((c, codec.encode(header, None)) for c, header in headers.items()):
             answer = {} if isinstance(reply, OSError) else _header(reply)
-            wrong = self.rpc.away[self._name(client)] if isinstance(reply, OSError) else answer.get("error", "")
+            wrong = self.rpc.away[self._name(client)] if isinstance(reply, OSError) else border.error_text(answer)
             yield client, answer, wrong
 
     def start(self) -> None:
         """Start the run at every site; one that refuses is left out of the run."""
         contract = promise(self.experiment)
         header = {"op": "start", "schema": self.schema, "promise": contract, "first": self.first}
+        if self.experiment.aggregation.reduction.is_sealed:
+            header["cohort"] = sorted(self.experiment.data.clients)
         headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
         for client, _, wrong in self._tell_each(headers):
             if wrong:
@@ -359,28 +372,45 @@ class FlareEngine(Remote):
         headers = {
             c: {"op": "begin", "round": round, "kept": rounds[c], "needed": sorted(self._needed[c])} for c in clients
         }
-        return {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
+        away = {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
+        for client in headers.keys() - away:
+            self._begun[client].add(round)
+        return away
 
     def end_round(self, clients: Sequence[int]) -> dict[int, str]:
         """Let every site store its new state; returns whose is lost. The server writes its checkpoint after that."""
         answers = list(self._tell_each({c: {"op": "keep", "round": self._round} for c in clients}))
         unsure = "did not confirm that it stored its state"
-        lost = {c: wrong or unsure for c, answer, wrong in answers if wrong or type(answer.get("kept")) is not int}
+        lost = {c: wrong or unsure for c, answer, wrong in answers if wrong or not self._is_kept(c, answer)}
         if not lost:
             for client, answer, _ in answers:
                 self._kept_rounds[client] = answer["kept"]
             self._late.commit()
         return lost
 
+    def _is_kept(self, client: int, answer: Header) -> bool:
+        """Whether a site has stored the state of this round, or still has that of before, which did not change."""
+        kept = answer.get("kept")
+        before = self._late.state_round(client, self._kept_rounds[client])
+        return type(kept) is int and kept in (self._round, before)
+
+    def distrust(self, client: int, why: str) -> None:
+        """Go on without a site for good."""
+        self.rpc.leave_out(self._name(client), why)
+
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[Evaluated]:
-        """Metrics and models of the clients; where models are kept, late sites are waited for."""
+        """Metrics and models of the clients; where models are kept, late sites are waited for.
+
+        Sites answer for rounds only that began there: one that was away begins the round now.
+        """
         if keep and self.config.federation.goal:
             away = set(self.rpc.away)
             self.rpc.wait_for_late()
             names = away - set(self.rpc.away)
             self.undo([c for c in self.everybody if self._name(c) in names])  # their late computation does not count
+        self._begin(round, [c for c in clients if round not in self._begun[c]])
         return super().evaluate(clients, round, server, splits, keep)
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
@@ -440,7 +470,9 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
         if client not in link.sites:
             rpc.leave_out(client, "is not connected")
     write_json(path / ROSTER, roster)
-    experiment = assemble(config, data_without_rows(roster))
+    data = data_without_rows(roster)
+    refuse_large(config, data.shape, data.outputs, MOST_NUMBERS, "the form of the sites' data")
+    experiment = assemble(config, data)
     if config.federation.late == "buffer":
         check_late_replies(experiment)
     torch.set_num_threads(config.federation.threads or 1)
@@ -480,17 +512,25 @@ def _hello(rpc: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
             rpc.leave_out(site, f"did not say hello: {reply}")
             continue
         greetings[site] = _header(reply)
-        if "error" in greetings[site]:
-            rpc.leave_out(site, greetings.pop(site)["error"])
+        if wrong := border.error_text(greetings[site]):
+            del greetings[site]
+            rpc.leave_out(site, wrong)
         elif wrong := hello_fault(greetings[site]):
             rpc.leave_out(site, f"its hello has no usable {wrong}")
             del greetings[site]
     return greetings
 
 
+def _is_usual(value: Any) -> bool:
+    """Whether a number may be written and shown; any text may, once it is short and plain."""
+    return isinstance(value, str) or abs(value) < 2**63
+
+
 def _header(reply: bytes) -> Header:
     """The header of a reply; one that cannot be decoded counts as an error of its site."""
     try:
+        if len(reply) > LONGEST_HEADER:
+            raise codec.BrokenMessage(f"has {len(reply)} bytes")
         return codec.decode_header(reply)
     except codec.BrokenMessage as error:
         return {"error": f"its answer {error}"}
@@ -499,23 +539,25 @@ def _header(reply: bytes) -> Header:
 def _enroll(roster: Header, greetings: dict[str, Header], rpc: SiteRpc, config: RunConfig) -> Header:
     """The clients of a run: those of before in their order, then new ones; sites that do not fit are left out."""
     clients, samples = list(roster["clients"]), list(roster["samples"])
-    schema = roster["schema"]
+    schema: Header = roster["schema"] or _usual_schema(greetings) or {}
     begun = bool(clients)
     # the algorithm is imported only after a site, by its own policy, has accepted its name
     fixed = begun and (
         algorithms.make(config.algorithm.name, config.algorithm.options).by_client or config.environment.epochs
     )
     for site, about in sorted(greetings.items()):
-        schema = schema or about["schema"]
         if about["schema"] != schema:
             part = next(k for k in schema if about["schema"].get(k) != schema[k])
-            rpc.leave_out(site, f"its {part} is {about['schema'].get(part)}, not {schema[part]}")
+            other, usual = (border.plain_text(str(its.get(part))) for its in (about["schema"], schema))
+            rpc.leave_out(site, f"its {part} is {other}, not {usual}")
         elif site in clients:
             had = samples[clients.index(site)]
             if about["samples"] != had:
                 rpc.leave_out(site, f"has {about['samples']} training samples; it had {had} when it joined")
         elif begun and fixed:
             rpc.leave_out(site, f"{config.algorithm.name} has numbers for each client: no site can join a running one")
+        elif begun and config.privacy.secure_sum:
+            rpc.leave_out(site, "the sites of a run with secure sums are fixed as it begins")
         else:
             clients.append(site)
             samples.append(about["samples"])
@@ -523,6 +565,13 @@ def _enroll(roster: Header, greetings: dict[str, Header], rpc: SiteRpc, config: 
         why = "; ".join(f"{site}: {reason}" for site, reason in rpc.away.items()) or "no site is connected"
         raise RunError(f"no site takes part: {why}")
     return roster | {"clients": clients, "samples": samples, "schema": schema}
+
+
+def _usual_schema(greetings: dict[str, Header]) -> Header | None:
+    """What most sites say of the form of their data, so that no single one decides for the others."""
+    each = {json.dumps(its["schema"], sort_keys=True): its["schema"] for its in greetings.values()}
+    counts = Counter(json.dumps(its["schema"], sort_keys=True) for _, its in sorted(greetings.items()))
+    return each[counts.most_common(1)[0][0]] if each else None
 
 
 def _two_rows(form: list[Any]) -> Tensor:

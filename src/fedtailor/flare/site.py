@@ -32,7 +32,7 @@ from fedtailor.engines.wire import Site as Client
 from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.model_description import check_options
+from fedtailor.experiments.model_description import check_options, refuse_large
 from fedtailor.experiments.store import FIT, read_json, read_tree, write_json, write_tree
 from fedtailor.flare.audit import AuditLog, read_lines
 from fedtailor.flare.kits import read_condition
@@ -41,7 +41,9 @@ from fedtailor.flare.policy import (
     Policy,
     PrivacyAccount,
     RequestRate,
+    RunNeed,
     RunUsage,
+    SiteLedger,
     check_splits,
     find_imprint,
     make_party,
@@ -194,6 +196,7 @@ class SiteJob:
     at: int  # the round whose stored state the client continues from
     changed: bool = False  # since then
     round: int | None = None  # the current one
+    is_silent: bool = False  # faults are told to the operator, not to the server
 
     def go_to(self, round: int) -> None:
         """Load the private state of a round, unless the client has it."""
@@ -239,6 +242,8 @@ class SiteService:
         """Answer a request. Never raises: an exception would carry its text to the server."""
         if len(request) < ENVELOPE.size:
             return self._refuse(request, "the request is shorter than its envelope", caller=caller)
+        if len(request) > self.site.policy.budget.message_mb * 10**6:
+            return self._refuse(b"", f"a request of {len(request)} bytes is above the limit of the policy")
         session, number = ENVELOPE.unpack_from(request)
         message = request[ENVELOPE.size :]
         if caller != SERVER:
@@ -264,8 +269,9 @@ class SiteService:
         except Refused as why:
             return self._refuse(message, str(why), run=self._run, number=number)
         except Exception as error:
-            reply = codec.encode({"error": f"{self.name}: {type(error).__name__}; see its audit log"}, None)
-            text = {"text": str(error)}
+            kind = "an error" if self._is_silent else type(error).__name__
+            reply = codec.encode({"error": f"{self.name}: {kind}; see its audit log"}, None)
+            text = {"text": f"{type(error).__name__}: {error}"}
         self.audit.write_message(message, reply, self._places, run=self._run, number=number, **text)
         return reply
 
@@ -320,6 +326,10 @@ class SiteService:
             raise Refused(str(error)) from None
         if header["schema"] != data_schema(self._data):
             raise Refused("the server's schema is not that of this site's data")
+        try:
+            refuse_large(config, self._data.shape, self._data.outputs, policy.budget.parameters)
+        except RunError as error:
+            raise Refused(str(error)) from None
         experiment = self._account.add_noise(assemble(config, self._data))
         policy.check_sends(experiment.algorithm)
         policy.check_sums(is_sealed=experiment.aggregation.reduction.is_sealed)
@@ -329,10 +339,14 @@ class SiteService:
                 raise Refused(
                     f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}"
                 )
-        folder = self.site.folder / self._run
+        folder, is_sealed = self.site.folder / self._run, experiment.aggregation.reduction.is_sealed
         states = SiteState(folder / "states")
-        identity = {"promise": digest(mine), "config": header["config"]}
+        cohort = frozenset(header.get("cohort", [])) if is_sealed else frozenset()
+        identity = {"promise": digest(mine), "config": header["config"], "cohort": sorted(cohort)}
+        need = RunNeed.of(policy.budget, experiment, config.rounds, has_metrics=policy.sends_metrics)
         if not (folder / RUN).exists():
+            need.check(policy.budget)
+            SiteLedger(policy.budget, self.site.folder).book(self._run, need)
             write_json(folder / RUN, identity)
         elif read_json(folder / RUN) != identity:
             raise Refused(
@@ -340,14 +354,30 @@ class SiteService:
             )
         torch.set_num_threads(config.federation.threads or 1)
         party = None
-        if experiment.aggregation.reduction.is_sealed:
+        if is_sealed:
             party = make_party(self.site.kit, policy, self.name, self._run, header["client"], folder)
-        client = Client(experiment, 0, self._describe_error, party)
+        is_silent = is_sealed or policy.budget.privacy.epsilon > 0
+        client = Client(experiment, 0, self._describe_error, party, cohort, self._conceal if is_silent else None)
         client.inside.start()
-        self._job = SiteJob(experiment, client, states, RunUsage(policy.budget, folder, config.rounds), header["first"])
+        usage = RunUsage(policy.budget, folder, need)
+        self._job = SiteJob(experiment, client, states, usage, header["first"], is_silent=is_silent)
         if header["first"] not in states.rounds():
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether errors say nothing to the server: what they depend on is hidden by secure sums or noise."""
+        return self._job is not None and self._job.is_silent
+
+    def _conceal(self, fault: str) -> None:
+        """A fault of a reply goes to the operator in place of the server; too many end the run here."""
+        self.audit.write_line({"run": self._run, "limited": fault})
+        if self._running_job.spent.count_limited():
+            record = read_participation(self.site.folder)
+            withdrawn = sorted({*record["withdrawn"], self._run})
+            write_json(self.site.folder / STANDING, record | {"withdrawn": withdrawn})
+            self.audit.write_line({"run": self._run, "limited": "too many replies: withdrawn from the run"})
 
     @property
     def _account(self) -> PrivacyAccount:
@@ -371,7 +401,7 @@ class SiteService:
         job = self._running_job
         self.site.policy.check_round(header["round"])
         job.round = None  # until all of this has succeeded
-        job.spent.save()
+        job.spent.begin(header["round"])
         job.go_to(header["kept"])
         job.states.forget_but({header["kept"], *header["needed"]})
         reply = job.client.answer(message)
@@ -392,14 +422,29 @@ class SiteService:
         if kind and kind not in KINDS:
             raise Refused(f'"{kind}" is not a kind of personal model')
         policy.check_round(header["round"])
-        answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
-        if kind:
-            self._keep_personal(kind, header["round"], model)  # it stays at the site
         if not policy.sends_metrics:
+            if kind:
+                try:
+                    self._evaluate_here(header, message)
+                except Exception as error:  # it may depend on the data, and no metrics leave
+                    self.audit.write_line({"run": self._run, "text": f"{type(error).__name__}: {error}"})
             raise Refused("the policy does not allow metrics to leave")
-        check_splits(policy.budget, job.experiment.data, header["splits"])
-        job.spent.count_evaluation(header["round"])
+        if not kind:
+            check_splits(policy.budget, job.experiment.data, header["splits"])
+            job.spent.count_evaluation(header["round"])
+            answer, metrics = self._evaluate_here(header, message)
+        else:  # the model stays here whether metrics leave or not
+            answer, metrics = self._evaluate_here(header, message)
+            check_splits(policy.budget, job.experiment.data, header["splits"])
+            job.spent.count_evaluation(header["round"])
         return codec.encode(answer, (round_metrics(policy.budget, metrics), {}))
+
+    def _evaluate_here(self, header: Header, message: bytes) -> tuple[Header, Tree]:
+        """Metrics; the model is kept at the site, if it is to be."""
+        answer, (metrics, model) = codec.decode(self._pass_on(header, message), self._places)
+        if header["keep"]:
+            self._keep_personal(header["keep"], header["round"], model)
+        return answer, metrics
 
     def _keep_personal(self, kind: str, round: int, model: Tree) -> None:
         assert self._data is not None

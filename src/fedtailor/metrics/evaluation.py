@@ -18,6 +18,7 @@ from fedtailor.errors import RunError
 from fedtailor.training.batches import Batch, on_device, send_samples, whole
 
 LARGE = 16 * 2**20  # bytes of samples in a pass
+OUTPUTS = 32 * 2**20  # bytes of outputs in a pass
 
 
 def evaluate(
@@ -32,12 +33,13 @@ def evaluate(
     """Per split and metric the value of each member; NaN where it has no samples or the metric is undefined."""
     out: Metrics = {}
     experiment = experiment.at(members[0])
-    batch = batch or _at_once(experiment)
+    batch = batch or experiment.evaluation_batch or _at_once(experiment, len(members))
     for split in splits:
         rows: Rows = getattr(experiment.data, split)
         starts, sizes = rows.bounds(members)
         zeros = experiment.model.like.new_zeros(len(members), dtype=widest(experiment.device))
         totals = {m.name: zeros.clone() for m in experiment.metrics if m.per_sample}
+        weights = {m.name: zeros.clone() for m in experiment.metrics if m.weight}
         kept: list[tuple[Tree, Tensor, Tensor]] = []  # outputs, targets and which of them count
         for part in on_device(whole(starts, sizes, batch, experiment.model.dtype), experiment.device, rows.home):
             outputs, y, counts = _outputs(experiment, members, model, rows, split, part, is_stacked=is_stacked)
@@ -48,18 +50,24 @@ def evaluate(
                 if metric.per_sample is not None:
                     values = wide(metric.per_sample(flat, targets).reshape(counts.shape))
                     totals[metric.name] += torch.where(counts, values, 0.0).sum(1)  # an error without limit, too
+                if metric.weight is not None:
+                    parts = wide(metric.weight(targets).reshape(counts.shape))
+                    weights[metric.name] += torch.where(counts, parts, 0.0).sum(1)
+            del outputs, flat  # or they are there beside the next ones
         samples = zeros.new_tensor(sizes)
         out[split] = {
-            m.name: _mean(m, totals[m.name], samples) if m.per_sample else _of_all(experiment, m, members, kept)
+            m.name: _mean(m, totals[m.name], weights.get(m.name, samples))
+            if m.per_sample
+            else _of_all(experiment, m, members, kept)
             for m in experiment.metrics
         }
     return out
 
 
-def _at_once(experiment: Experiment) -> int:
-    """Samples of a pass: few where they are large."""
+def _at_once(experiment: Experiment, clients: int) -> int:
+    """Samples of a pass: few where they, or what the model gives for them, are large."""
     size = sum(v.nbytes for v in leaves(experiment.data.train.first(1)))
-    return max(1, min(AT_ONCE, LARGE // max(size, 1)))
+    return max(1, min(AT_ONCE, LARGE // max(size, 1), OUTPUTS // max(experiment.output_size * clients, 1)))
 
 
 def _outputs(

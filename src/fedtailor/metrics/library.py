@@ -24,14 +24,16 @@ from fedtailor.core.task import (
     Task,
     hits,
     regression_loss,
+    token_losses,
     usual_metrics,
     with_infinity,
 )
-from fedtailor.core.trees import Tree
+from fedtailor.core.trees import Tree, wide
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.plugins import import_object
 
 ONE_CLASS = "its samples have one class only"
+NO_TOKEN = "none of its tokens counts"
 Scores = NDArray[np.float64]
 
 
@@ -76,8 +78,15 @@ def known_metrics(task: Task) -> dict[str, Metric]:
         return usual | {"c_index": Metric("c_index", True, of_all=c_index, worst=0.0, missing="no pair can be ordered")}
     if task.kind == "tokens":
         return usual | {
-            "accuracy": Metric("accuracy", True, of_all=_token_accuracy, worst=0.0),
-            "perplexity": Metric("perplexity", False, of_all=_perplexity),
+            "accuracy": Metric("accuracy", True, _right_tokens, weight=_tokens, worst=0.0, missing=NO_TOKEN),
+            "perplexity": Metric(
+                "perplexity",
+                False,
+                with_infinity(lambda o, y: wide(token_losses(o, y)).sum(-1)),
+                torch.exp,
+                weight=_tokens,
+                missing=NO_TOKEN,
+            ),
         }
     return usual
 
@@ -97,7 +106,10 @@ def _own(name: str) -> Metric:
             f'evaluation.metrics: "{name}" must be a function of outputs and targets that says which way is better: '
             f"{short}.higher_is_better = True or False"
         )
-    return Metric(name, direction, of_all=function, worst=-math.inf if direction else math.inf)
+    worst = -math.inf if direction else math.inf
+    if getattr(function, "per_sample", False):
+        return Metric(name, direction, function, worst=worst)
+    return Metric(name, direction, of_all=function, worst=worst)
 
 
 def _of_classes() -> dict[str, Metric]:
@@ -263,13 +275,9 @@ def c_index(o: Tree, y: Tensor) -> float:
     return float(ahead / pairs) if pairs else math.nan
 
 
-def _token_accuracy(o: Tensor, y: Tensor) -> float:
-    counts = y != IGNORED
-    return float((o.argmax(-1) == y)[counts].double().mean()) if bool(counts.any()) else math.nan
+def _tokens(y: Tensor) -> Tensor:
+    return (y != IGNORED).sum(-1)
 
 
-def _perplexity(o: Tensor, y: Tensor) -> float:
-    counts = y != IGNORED
-    if not bool(counts.any()):
-        return math.nan
-    return float(torch.nn.functional.cross_entropy(o[counts].double(), y[counts]).exp())
+def _right_tokens(o: Tensor, y: Tensor) -> Tensor:
+    return (hits(o, y) & (y != IGNORED)).sum(-1)

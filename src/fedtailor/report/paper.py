@@ -47,8 +47,9 @@ class Paper:
         blocks = significance.blocks_of(grid)
         tests = [] if blocks is None else significance.against(blocks, against)
         if self.latex is not None:
-            ps = {test.label: test.holm for test in tests}
-            write_atomically(self.latex, narrow(rows, self.columns, ps).encode())
+            reference = against or rows[0].label
+            over = "" if blocks is None else f"{blocks.values.shape[1]} clients"
+            write_atomically(self.latex, narrow(rows, self.columns, tests, reference, over).encode())
         if self.figure is not None:
             draw_curves(grid, self.figure)
         if self.ranks is not None and blocks is not None and (mean_ranks := significance.ranks(blocks)) is not None:
@@ -74,15 +75,20 @@ def draw_curves(grid: Sequence[Cell], path: Path) -> None:
         if not rounds:
             continue
         values = np.array([[curve[round] for round in rounds] for curve in each])
+        values = 100 * values if metric == "accuracy" else values  # as in the table
         mean = values.mean(0)
         (line,) = axes.plot(rounds, mean, LINES[i % len(LINES)], linewidth=1, label=label)
         if len(values) > 1:
             spread = values.std(0, ddof=1)
             axes.fill_between(rounds, mean - spread, mean + spread, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_xlabel("round")
-    axes.set_ylabel(f"validation {metric}")
+    axes.set_ylabel(f"validation {metric}" + (" (%)" if metric == "accuracy" else ""))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=7)
+    labels = axes.get_legend_handles_labels()[1]
+    columns = 3 if max(map(len, labels), default=0) <= 14 else 2
+    lines = -(-len(labels) // columns)
+    figure.set_figheight(2.1 + 0.16 * lines)  # the axes keep their height, whatever the number of rows
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=7)
     _save(figure, path)
 
 
@@ -101,33 +107,43 @@ def draw_ranks(mean_ranks: Ranks, path: Path) -> None:
     """Mean ranks on a line; bars join rows that do not differ significantly."""
     order = sorted(mean_ranks.by_label.items(), key=lambda item: item[1])
     rows, half, joined = len(order), (len(order) + 1) // 2, groups(mean_ranks)
-    first = 0.6 + 0.25 * len(joined)  # below the bars
-    figure, axes = _figure(0.6 + 0.2 * (half + first))
+    first = 0.9 + 0.45 * len(joined)  # below the bars
+    unit = 0.17  # inches: a line of text of 7 points and the space above it
+    texts = [f"{label} ({mean:.2f})" for label, mean in order]
+    side = 0.2 + 0.052 * max(map(len, texts))  # inches, beside the axis
+    length = max(WIDTH - 2 * side, 1.2)
+    per_inch = (rows - 1) / length
+    figure, axes = _figure(unit * (first + half + 2.2), width=length + 2 * side)
+    figure.set_layout_engine("none")
+    axes.set_position((0, 0, 1, 1))
     axes.set_axis_off()
-    axes.set_xlim(1 - 0.6 * rows, rows + 0.6 * rows)
-    axes.set_ylim(-first - half, 2.4)
+    axes.set_xlim(1 - side * per_inch, rows + side * per_inch)
+    axes.set_ylim(-first - half + 0.3, 2.5)
     axes.plot([1, rows], [0, 0], "k-", linewidth=0.8)
-    for rank in range(1, rows + 1):
-        axes.plot([rank, rank], [0, 0.15], "k-", linewidth=0.8)
-        axes.text(rank, 0.25, str(rank), ha="center", va="bottom", fontsize=7)
-    axes.plot([1, 1 + mean_ranks.critical], [1.5, 1.5], "k-", linewidth=1.2)
-    axes.text(1 + mean_ranks.critical / 2, 1.6, f"CD {mean_ranks.critical:.2f}", ha="center", va="bottom", fontsize=7)
-    for i, (label, mean) in enumerate(order):
+    step = next(s for s in (1, 2, 5, 10, 20, 50) if (rows - 1) / s * 0.2 <= length)
+    for rank in sorted({1, *range(step, rows + 1, step)} - ({step} if 1 < step < 1 + 0.2 * per_inch else set())):
+        axes.plot([rank, rank], [0, 0.2], "k-", linewidth=0.8)
+        axes.text(rank, 0.3, str(rank), ha="center", va="bottom", fontsize=7)
+    end = min(1 + mean_ranks.critical, rows + side * per_inch)
+    axes.plot([1, end], [1.5, 1.5], "k-", linewidth=1.2)
+    axes.text((1 + end) / 2, 1.6, f"CD {mean_ranks.critical:.2f}", ha="center", va="bottom", fontsize=7)
+    for i, ((_, mean), text) in enumerate(zip(order, texts, strict=True)):
         is_left = i < half
-        height, end = -first - (i if is_left else rows - 1 - i), 0.9 if is_left else rows + 0.1
-        axes.plot([mean, mean, end], [0, height, height], "k-", linewidth=0.6)
-        side = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 7}
-        axes.text(end + (-0.05 if is_left else 0.05), height, f"{label} ({mean:.2f})", **side)
+        height = -first - (i if is_left else rows - 1 - i)
+        at = 1 - 0.1 * per_inch if is_left else rows + 0.1 * per_inch
+        axes.plot([mean, mean, at], [0, height, height], "k-", linewidth=0.6)
+        place = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 7}
+        axes.text(at + (-0.04 if is_left else 0.04) * per_inch, height, text, **place)
     for i, group in enumerate(joined):
-        ends = [mean_ranks.by_label[group[0]] - 0.05, mean_ranks.by_label[group[-1]] + 0.05]
-        axes.plot(ends, [-0.3 - 0.25 * i] * 2, "k-", linewidth=2.2, solid_capstyle="butt")
+        ends = [mean_ranks.by_label[group[0]] - 0.04 * per_inch, mean_ranks.by_label[group[-1]] + 0.04 * per_inch]
+        axes.plot(ends, [-0.5 - 0.45 * i] * 2, "k-", linewidth=2.2, solid_capstyle="butt")
     _save(figure, path)
 
 
-def _figure(height: float) -> tuple[Any, Any]:
+def _figure(height: float, width: float = WIDTH) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.tick_params(labelsize=7)
     axes.xaxis.label.set_fontsize(8)

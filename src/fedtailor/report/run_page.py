@@ -17,7 +17,15 @@ from fedtailor.report.formatting import count, duration, format_gain, label, per
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
 from fedtailor.report.recorded_run import RecordedRun, finished_run_beside, gains, known, read_run
 from fedtailor.studies.explain import explain, weights
-from fedtailor.studies.result_tables import RUN_COLUMNS, number, private_words, run_rows, size
+from fedtailor.studies.result_tables import (
+    OTHER_COLUMNS,
+    RUN_COLUMNS,
+    number,
+    other_run_rows,
+    private_words,
+    run_rows,
+    size,
+)
 
 SPLITS = {"val": "validation", "test": "test"}
 WORST = 10  # clients in the table
@@ -72,6 +80,8 @@ def summary(run: RecordedRun, others: References) -> PageSection:
     if run.results is not None:
         rows = [cells(*row) for row in run_rows(run.results, others["local"].results if "local" in others else None)]
         tables = (PageTable(f"Test {label(run.metric)}".replace(" (%)", " in %"), RUN_COLUMNS, rows),)
+        if others_of := other_run_rows(run.results):
+            tables += (PageTable("Other metrics", OTHER_COLUMNS, [cells(*row) for row in others_of]),)
     return PageSection("summary", "Summary", tuple(text), key_figures(run, others), tables=tables)
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fedtailor.core.algorithm import Algorithm
+from fedtailor.core.data import between
+from fedtailor.core.model import call_module
+from fedtailor.core.trees import Tree, leaves, tree_map
 from fedtailor.data.tabular.preparation import NumberColumn
 from fedtailor.errors import RunError
 from fedtailor.experiments.building import at_client
@@ -67,15 +71,18 @@ class Served(nn.Module):
         self.network = copy.deepcopy(own.model.module).eval()
         self.plain = type(own.algorithm).predict is Algorithm.predict
         if self.plain:
-            self.network.load_state_dict(own.params, strict=False)
+            places = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
+            with torch.no_grad():
+                for name in own.params.keys() & places.keys():  # those of a state_dict lack some buffers
+                    places[name].copy_(own.params[name])
         else:
             self.own = own
             for name, value in own.params.items():
                 self.register_buffer(name.replace(".", "__"), value)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tree) -> Tree:
         if self.plain:
-            out = self.network(x)
+            out = call_module(self.network, x)
         else:
             params = {name: self.get_buffer(name.replace(".", "__")) for name in self.own.params}
             out = self.own.algorithm.predict(self.own.model, params, x)
@@ -168,31 +175,39 @@ def _onnx_of_columns(own: Personal, path: Path, x: Tensor) -> tuple[Tensor, Tens
     else:
         _trace(own, "onnx", path, x)
         path.write_bytes(with_columns(import_module("onnx").load(path), own).SerializeToString())
-    predictions = _run_onnx(path, inputs_of_columns(own.preparation, numeric, categorical))
-    return _predictions_of_columns(own, numeric, categorical), predictions
+    predictions = _run_onnx(path, inputs_of_columns(own.preparation, numeric, categorical), ["prediction"])
+    return _predictions_of_columns(own, numeric, categorical), predictions["prediction"]
 
 
-def _samples(own: Personal, folder: RunFolder, site: str, data_root: Path | None) -> Tensor:
+def _samples(own: Personal, folder: RunFolder, site: str, data_root: Path | None) -> Tree:
     """What the written model is compared on: of tables any features will do, and the files are not needed."""
     if own.preparation is not None:
         features = torch.randn((SAMPLES, len(own.preparation.features)), generator=torch.Generator().manual_seed(0))
         return features.to(own.model.dtype)
-    data = reload_experiment(folder, data_root).data
-    return data.train.of(data.clients.index(site) if site in data.clients else 0)[0][:SAMPLES]
+    data = reload_experiment(folder, data_root, serves=True).data
+    (start,), (rows,) = data.train.bounds([data.clients.index(site) if site in data.clients else 0])
+    return between(data.train.x, start, start + min(rows, SAMPLES))
 
 
-def _same(predictions: Tensor, wanted: Tensor, subject: str) -> None:
-    difference = float((predictions.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1))
+def _same(predictions: Tree, wanted: Tree, subject: str) -> None:
+    pairs = list(zip(leaves(predictions), leaves(wanted), strict=True))
+    if any(a.shape != b.shape for a, b in pairs):
+        raise RunError(f"{subject} gives other shapes than the run's; nothing was written")
+    difference = max((_difference(a.double(), b.double()) for a, b in pairs if b.numel()), default=0.0)
     if not difference <= TOLERANCE:
         raise RunError(
             f"{subject} differs from the run's by {difference:.2g}, more than {TOLERANCE:g}; nothing was written"
         )
 
 
-def _trace(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
+def _difference(value: Tensor, wanted: Tensor) -> float:
+    return float((value - wanted).abs().max() / wanted.abs().max().clamp(min=1))
+
+
+def _trace(own: Personal, to: str, path: Path, x: Tree) -> Tree:
     """Write the network as a graph, read it again, and let it predict."""
     module, rows = Served(own).eval(), torch.export.Dim("rows", min=1)
-    shapes = {"x": {0: rows}}
+    shapes = {"x": tree_map(lambda v: {0: rows}, x)}
     logging.disable(logging.CRITICAL)  # torch reports optional packages
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -214,26 +229,32 @@ def _trace(own: Personal, to: str, path: Path, x: Tensor) -> Tensor:
         logging.disable(logging.NOTSET)
 
 
-def _onnx(module: nn.Module, path: Path, x: Tensor, shapes: dict[str, Any]) -> Tensor:
+def _onnx(module: nn.Module, path: Path, x: Tree, shapes: dict[str, Any]) -> Tree:
     require_packages("onnx", "onnxscript", "onnxruntime")
+    inputs = x if isinstance(x, dict) else {"features": x}
+    with torch.no_grad():
+        form = module(x)
+    names = list(form) if isinstance(form, dict) else ["prediction"]
     program = torch.onnx.export(
         module,
-        (x,),
+        (),
+        kwargs={"x": x},  # a dict among positional arguments would be taken for keywords
         dynamo=True,
         dynamic_shapes=shapes,
-        input_names=["features"],
-        output_names=["prediction"],
+        input_names=list(inputs),
+        output_names=names,
         verbose=False,
     )
     assert program is not None
     program.save(path, external_data=False)
-    return _run_onnx(path, {"features": np.ascontiguousarray(x.numpy())})
+    predictions = _run_onnx(path, {k: np.ascontiguousarray(v.numpy()) for k, v in inputs.items()}, names)
+    return predictions if isinstance(form, dict) else predictions["prediction"]
 
 
-def _run_onnx(path: Path, inputs: dict[str, Any]) -> Tensor:
+def _run_onnx(path: Path, inputs: dict[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
     onnxruntime: Any = import_module("onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-    (outputs,) = session.run(None, inputs)
-    return torch.from_numpy(outputs)
+    outputs = session.run(list(names), inputs)
+    return {name: torch.from_numpy(value) for name, value in zip(names, outputs, strict=True)}

@@ -13,19 +13,20 @@ import safetensors.torch
 from torch import Tensor
 
 from fedtailor import algorithms
+from fedtailor.core.trees import Tree, leaves, tree_map
 from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RunError
 from fedtailor.experiments import user_code as trusting
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.model_description import ModelDescription, make_described_model, read_description
-from fedtailor.experiments.user_code import change_since, code_of
+from fedtailor.experiments.user_code import code_of
 from fedtailor.tables.boosted_trees import ON_TOP, TREES, TreeParts, Trees, validate_trees
 from fedtailor.tables.serve import Extras, Personal, extras_of
 
 LINEAR = "linear"
 
 
-def as_safetensors(own: Personal, config: dict[str, Any], x: Tensor) -> bytes:
+def as_safetensors(own: Personal, config: dict[str, Any], x: Tree) -> bytes:
     """Tensors, and in the header all that is needed to predict with them."""
     made_by: dict[str, Any] = {key: config[key] for key in ("seed", "model", "algorithm") if key in config}
     code = {key: its | {"folder": None} for key, its in code_of(parse(made_by)).items()}  # others may read the file
@@ -33,8 +34,8 @@ def as_safetensors(own: Personal, config: dict[str, Any], x: Tensor) -> bytes:
         "site": own.site,
         "task": own.task,
         "classes": list(own.classes),
-        "shape": list(x.shape[1:]),
-        "outputs": own.outputs(x[:1]).shape[1],
+        "shape": tree_map(lambda v: list(v.shape[1:]), x),
+        "outputs": _width(own.outputs(tree_map(lambda v: v[:1], x)), own.task),
         "config": made_by,
         "code": code,
         "options": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(own.algorithm).items()},
@@ -43,6 +44,12 @@ def as_safetensors(own: Personal, config: dict[str, Any], x: Tensor) -> bytes:
     }
     tensors = {name: value.detach().contiguous() for name, value in (own.model.fixed | own.params).items()}
     return safetensors.torch.save(tensors | _tree_tensors(own.extras), {"fedtailor": json.dumps(about)})
+
+
+def _width(outputs: Tree, task: str) -> int:
+    """How many numbers a model gives, as its constructor is told."""
+    first = leaves(outputs)[0]
+    return int(first.shape[-1 if task == "tokens" else 1]) if first.dim() > 1 else 1
 
 
 def _extras_record(extras: Extras) -> dict[str, Any]:
@@ -99,8 +106,7 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
         raise RunError(f"{path}: not a model that fedtailor export wrote ({error})") from None
     if trust:
         trusting.accept(config, str(path), trusting.say)
-    if change := change_since(about.get("code"), config, str(path)):
-        raise RunError(f"{path}: {change} since it was exported; put back what it was, or export it again")
+    notes = trusting.serving_notes(about.get("code"), config, str(path))
     params = {name: value for name, value in tensors.items() if not name.startswith((f"{TREES}/", f"{ON_TOP}/"))}
     return Personal(
         site=site,
@@ -111,11 +117,13 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
         classes=tuple(description.classes),
         preparation=preparation,
         source=str(path),
+        inputs=description.inputs,
+        notes=notes,
         extras=extras,
     )
 
 
-def reread_outputs(path: Path, x: Tensor) -> Tensor:
+def reread_outputs(path: Path, x: Tree) -> Tree:
     """Predictions of the model in a written file."""
     own = read_safetensors(path)
     return own.readable(own.outputs(x))

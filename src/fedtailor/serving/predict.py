@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from fedtailor.core.data import count
+from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.files import read_npz
 from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
@@ -32,12 +33,18 @@ def predict_file(model: Personal, file: Path, interval: float = 0.0) -> pl.DataF
     import polars as pl
 
     if file.suffix == ".npz":
-        x = torch.from_numpy(np.ascontiguousarray(read_npz(file, ["x"])["x"]))
-        x = x.to(model.model.dtype) if x.is_floating_point() else x
-        return _add_predictions(model, file, pl.DataFrame({"sample": range(len(x))}), x, interval)
+        x = read_inputs(model, file)
+        return _add_predictions(model, file, pl.DataFrame({"sample": range(count(x))}), x, interval)
     if client_name(file) is None:
         raise DataError(f"{file}: not a data file; known endings: {', '.join(SUFFIXES)}, .npz")
     return predict_rows(model, file, *read_rows(file), interval)
+
+
+def read_inputs(model: Personal, file: Path) -> Tree:
+    """The samples of an .npz file: an array x, or one for each input of the model, by its name."""
+    arrays = read_npz(file, list(model.inputs) or ["x"])
+    parts = {k: model.in_type(torch.from_numpy(np.ascontiguousarray(v))) for k, v in arrays.items()}
+    return parts if model.inputs else parts["x"]
 
 
 def predict_rows(
@@ -47,15 +54,18 @@ def predict_rows(
     return _add_predictions(model, file, frame, model.encode(model.table(file, values)), interval)
 
 
-def _add_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tensor, interval: float) -> pl.DataFrame:
+def _add_predictions(model: Personal, file: Path, frame: pl.DataFrame, x: Tree, interval: float) -> pl.DataFrame:
     import polars as pl
 
     try:
         predictions = model.readable(model.outputs(x))
     except RuntimeError as error:
-        raise DataError(f"{file}: its samples of shape {list(x.shape[1:])} do not fit the model: {error}") from None
+        shape = tree_map(lambda v: list(v.shape[1:]), x)
+        raise DataError(f"{file}: its samples of shape {shape} do not fit the model: {error}") from None
     columns: dict[str, Any]
-    if model.task == "classification":
+    if isinstance(predictions, dict):
+        columns = {f"prediction {name}": values.tolist() for name, values in predictions.items()}
+    elif model.task == "classification":
         names = model.classes or tuple(map(str, range(predictions.shape[1])))
         columns = {"prediction": [names[i] for i in predictions.argmax(1).tolist()]}
         columns |= {f"probability {name}": predictions[:, i].tolist() for i, name in enumerate(names)}

@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -16,12 +16,12 @@ from fedtailor.data.fingerprint import digest
 from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.config import CompareConfig, parse, with_values
 from fedtailor.experiments.sections import dotted
-from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.store import CONFIG, RESULTS, RunFolder, hold, read_json, write_json
 from fedtailor.metrics.summary import over_seeds, share_hurt
 from fedtailor.studies import search
 from fedtailor.studies.grid import Cell, CellListener, folder_name, run_cells
 
-GRID, TABLE = "compare.json", "table.md"
+GRID, TABLE, ROWS = "compare.json", "table.md", "rows.json"
 
 
 def cells(
@@ -80,14 +80,28 @@ def run_grid(
     for label in (*redo, *([config.compare.against] if config.compare.against else [])):
         if label not in labels:
             raise ConfigError(f'compare: no row "{label}" here; {nearest(label, labels)}')
-    _claim(config, folder)
-    for label in redo:
-        _remove([cell.folder for cell in grid if cell.label == label])
-        _remove([] if plan is None else search.folders(plan, label))
-    if plan is not None:
-        grid = cells(config, folder, search.run(plan, workers, data_root, listener))
-    run_cells(grid, workers, data_root, listener)
+    with hold(folder, "comparison"):
+        _claim(config, folder)
+        for label in redo:
+            _remove([cell.folder for cell in grid if cell.label == label])
+            _remove([] if plan is None else search.folders(plan, label))
+        if plan is not None:
+            grid = cells(config, folder, search.run(plan, workers, data_root, listener))
+        run_cells(grid, workers, data_root, listener)
+        write_json(folder / ROWS, [{"label": c.label, "seed": c.seed, "folder": c.folder.name} for c in grid])
     return grid
+
+
+def read_cells(folder: Path) -> list[Cell]:
+    """The finished runs of a comparison's folder, by what the folder records of its last table."""
+    if not (folder / ROWS).exists():
+        raise RunError(f"{folder}: its rows are not recorded; the same fedtailor compare records them")
+    out = []
+    for entry in read_json(folder / ROWS):
+        path = folder / Path(str(entry["folder"])).name
+        if (path / RESULTS).exists():
+            out.append(Cell(str(entry["label"]), int(entry["seed"]), path, RunFolder(path).config))
+    return out
 
 
 def _plan(config: CompareConfig, folder: Path) -> search.Plan | None:
@@ -151,6 +165,7 @@ class Row:
     cost: Cost
     means: Mapping[int, float]  # by seed: mean over clients in the last round
     higher_is_better: bool = True
+    others: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # every other metric, as `last`
 
 
 def rows(grid: list[Cell]) -> list[Row]:
@@ -190,9 +205,17 @@ def rows(grid: list[Cell]) -> list[Row]:
                 ),
                 {seed: t["mean"] for seed, t in tests.items()},
                 higher,
+                _others(list(by_seed.values()), metric),
             )
         )
     return out
+
+
+def _others(results: Sequence[Mapping[str, Any]], metric: str) -> dict[str, tuple[float, float]]:
+    """What all seeds measured besides the metric of the table, in the last round."""
+    each = [r["last"]["test"] for r in results]
+    names = [name for name in each[0] if name != metric and all(name in one for one in each)]
+    return {name: over_seeds([one[name]["mean"] for one in each]) for name in names}
 
 
 def local_reference(folder: RunFolder) -> dict[str, Any] | None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import csv
 import io
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import mean
+from typing import get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from fedtailor.core.client import shares
+from fedtailor.core.client import personal, shares
 from fedtailor.core.experiment import Experiment
-from fedtailor.core.trees import Params, flat, tree_map
+from fedtailor.core.trees import Params, Tree, flat, tree_map
 from fedtailor.data.tabular.columns import escape_formula
 from fedtailor.errors import RunError
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import RunFolder, write_atomically, write_json, write_tree
+from fedtailor.metrics.evaluation import evaluate
 from fedtailor.numerics.masks import overlap
 
 SHARES, WEIGHTS = "shares.safetensors", "weights.csv"
@@ -49,17 +52,37 @@ def explain(path: Path, data_root: Path | None = None) -> tuple[list[str], Table
 
 def _shares(path: Path, data_root: Path | None) -> tuple[Experiment, dict[str, tuple[Params, Params]]]:
     """Of every client the share and the effective degree of each parameter."""
-    folder = RunFolder.open(path)
-    saved = folder.load_checkpoint()
-    if saved is None:
-        raise RunError(f"{path}: has no checkpoint yet; nothing was learned")
-    experiment = reload_experiment(folder, data_root)
-    state = saved[1]["state"]
+    experiment, state = _reload(path, data_root)
     by_client: dict[str, tuple[Params, Params]] = {}
     for i, client in enumerate(experiment.data.clients):
         own = tree_map(lambda v, i=i: v[i], state["clients"])
         by_client[client] = shares(experiment, i, own["state"], own["buffers"], state["server"])
     return experiment, by_client
+
+
+def _reload(path: Path, data_root: Path | None) -> tuple[Experiment, Tree]:
+    """An experiment and its last state, of the server and the clients."""
+    folder = RunFolder.open(path)
+    saved = folder.load_checkpoint()
+    if saved is None:
+        raise RunError(f"{path}: has no checkpoint yet; nothing was learned")
+    return reload_experiment(folder, data_root), saved[1]["state"]
+
+
+def of_own_models(path: Path, metric: str, data_root: Path | None = None) -> float:
+    """A test metric, mean over clients, where each is served by its own model of before the last average.
+
+    Not a number for a method that has no such model.
+    """
+    experiment, state = _reload(path, data_root)
+    if "own" not in get_args(get_type_hints(type(experiment.algorithm)).get("serve")):
+        return math.nan
+    experiment, values = replace(experiment, algorithm=replace(experiment.algorithm, serve="own")), []  # type: ignore[call-arg]
+    for i in range(len(experiment.data.clients)):
+        mine = tree_map(lambda v, i=i: v[i], state["clients"])
+        own = personal(experiment, [i], 0, mine["state"], mine["buffers"], state["server"], is_stacked=False)
+        values.append(evaluate(experiment, [i], own, ["test"], is_stacked=False)["test"][metric].item())
+    return mean(v for v in values if not math.isnan(v))
 
 
 def weights(path: Path) -> dict[int, dict[str, float]]:
@@ -82,10 +105,15 @@ def weights(path: Path) -> dict[int, dict[str, float]]:
     return by_round
 
 
-def overlap_by_classes(path: Path, data_root: Path | None = None) -> dict[str, float]:
-    """Mean overlap of the masks of two clients: of pairs with a class in "common", and of pairs with "none"."""
+def overlap_by_classes(path: Path, data_root: Path | None = None, *, head: bool = False) -> dict[str, float]:
+    """Mean overlap of the masks of two clients: of pairs with a class in "common", and of pairs with "none".
+
+    With `head`, of the masks of the head.
+    """
     experiment, by_client = _shares(path, data_root)
-    pairs = overlap(torch.stack([flat(own) == 0 for own, _ in by_client.values()]))
+    some = experiment.model.head if head else experiment.model.params
+    masks = [flat({k: v for k, v in own.items() if k in some}) == 0 for own, _ in by_client.values()]
+    pairs = overlap(torch.stack(masks))
     classes = [set(experiment.data.train.of(i)[1].tolist()) for i in range(len(experiment.data.clients))]
     groups: dict[str, list[float]] = {"common": [], "none": []}
     for i, j in combinations(range(len(classes)), 2):

@@ -20,7 +20,7 @@ from fedtailor.experiments.store import RESULTS, RunFolder, read_json
 from fedtailor.metrics.memory import training_step
 from fedtailor.metrics.summary import over_seeds
 from fedtailor.studies import search
-from fedtailor.studies.explain import overlap_by_classes
+from fedtailor.studies.explain import of_own_models, overlap_by_classes
 from fedtailor.studies.grid import Cell, CellListener, folder_name, refuse_failed, run_cells, try_cells
 
 Scale = Literal["cpu", "paper"]
@@ -35,8 +35,12 @@ class Part(Section):
     name: str
     set: dict[str, Any] = Field(default_factory=dict)
     by_column: tuple[dict[str, Any], ...] = ()  # further settings of a row, one table per column
+    scale: dict[str, dict[str, Any]] = Field(default_factory=dict)  # further settings at a scale
+    by_column_at: dict[str, tuple[dict[str, Any], ...]] = Field(default_factory=dict)  # in place of by_column
     search: Space = Field(default_factory=dict)  # of a row: values to try beside those that all rows try
+    only: Scale | None = None  # a row of one scale alone
     learned_once: bool = False  # a row whose theta is learned in one run before, for all seeds
+    learned_with: dict[str, Any] = Field(default_factory=dict)  # settings of that run alone, such as less data
     paper: tuple[str, ...] = ()  # published figures of a row, one per column
     metric: str = ""  # of a column, where it is another than the table's
     unit: str = ""
@@ -53,6 +57,7 @@ class Published(Section):
     common: dict[str, Any] = Field(default_factory=dict)
     scale: dict[str, dict[str, Any]] = Field(default_factory=dict)  # settings of a scale, key by key
     search: SearchSection | None = None  # for each cell of the table; what it finds goes before what is set
+    search_at: dict[str, SearchSection | Literal[False]] = Field(default_factory=dict)  # in its place at a scale
     may_fail: bool = False  # a run that diverges is told in its cell, and the others are shown
     columns: tuple[Part, ...] = Field(min_length=1)
     rows: tuple[Part, ...] = Field(min_length=1)
@@ -73,7 +78,8 @@ class Figure(BaseModel):
 
 def available(configs: Path) -> list[str]:
     """Names such as "learn2pfed/table1" of the tables under a folder of configurations."""
-    return sorted(f"{p.parent.name}/{p.stem}" for p in configs.glob("*/*.toml") if "rows" in read_toml(p))
+    paths = (p for p in configs.rglob("*.toml") if "rows" in read_toml(p))
+    return sorted(p.relative_to(configs).with_suffix("").as_posix() for p in paths)
 
 
 def load(configs: Path, name: str) -> Published:
@@ -115,7 +121,7 @@ def grid(
     """The runs of every cell of the table, with what a search found; only of some rows if these are named."""
     out: Cells = {}
     paths: dict[str, Path] = {}  # columns may read different figures off the same run
-    for (row, column), subject in _subjects(table, scale, rows).items():
+    for (row, column), subject in subjects(table, scale, rows).items():
         tables = with_values(subject.tables, (best_settings or {}).get(subject.label, {}))
         for seed in _seeds(table, seeds):
             config: RunConfig = parse(tables | {"seed": seed}, origin=row)
@@ -129,24 +135,33 @@ def _seeds(table: Published, seeds: int) -> range:
     return range(table.first_seed, table.first_seed + seeds)
 
 
-def _subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
+def subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str, str], search.Subject]:
     """What is run, and searched, for every cell of the table; the same for cells that differ in name only."""
     unknown = [r for r in rows if r not in {part.name for part in table.rows}]
     if unknown:
         raise ConfigError(f'--rows: no row "{unknown[0]}"; {nearest(unknown[0], [p.name for p in table.rows])}')
     out = {}
     first: dict[str, search.Subject] = {}
+    section = _search_at(table, scale)
     for row in table.rows:
-        if rows and row.name not in rows:
+        if (rows and row.name not in rows) or row.only not in (None, scale):
             continue
         for i, column in enumerate(table.columns):
-            further = row.by_column[i] if row.by_column else {}
-            tables = with_values(table.common, table.scale.get(scale, {}) | column.set | row.set | further)
+            by_column = row.by_column_at.get(scale, row.by_column)
+            own = row.set | row.scale.get(scale, {}) | (by_column[i] if by_column else {})
+            at_scale = table.scale.get(scale, {}) | column.set | column.scale.get(scale, {})
+            tables = with_values(with_values(table.common, at_scale), own)
             name = parse(tables, origin=row.name).algorithm.name
-            space = {} if table.search is None else search.space_of(table.search, name, row.name) | row.search
+            space = {} if section is None else search.space_of(section, name, row.name)
+            space |= {} if scale in table.search_at else row.search
             subject = search.Subject(f"{row.name} {column.name}", tables, space)
             out[row.name, column.name] = first.setdefault(json.dumps([tables, space]), subject)
     return out
+
+
+def _search_at(table: Published, scale: Scale) -> SearchSection | None:
+    """How settings are searched at a scale; None: they are those of the table."""
+    return table.search_at.get(scale, table.search) or None
 
 
 def searched(
@@ -159,11 +174,12 @@ def searched(
     listener: CellListener,
 ) -> dict[str, search.Settings]:
     """The settings found for the cells of the table, by search or in a run that learns for all seeds."""
-    if table.search is None:
+    section = _search_at(table, scale)
+    if section is None:
         return _learned(table, folder, scale, rows, data_root, listener)
-    search.check_names(table.search, {*algorithms(), *(part.name for part in table.rows)})
-    subjects = {s.label: s for s in _subjects(table, scale, rows).values()}
-    plan = search.plan(table.search, list(subjects.values()), _seeds(table, seeds), folder)
+    search.check_names(section, {*algorithms(), *(part.name for part in table.rows)})
+    by_label = {s.label: s for s in subjects(table, scale, rows).values()}
+    plan = search.plan(section, list(by_label.values()), _seeds(table, seeds), folder)
     return search.run(plan, 0, data_root, listener)
 
 
@@ -171,11 +187,12 @@ def _learned(
     table: Published, folder: Path, scale: Scale, rows: list[str], data_root: Path | None, listener: CellListener
 ) -> dict[str, search.Settings]:
     """What rows that are `learned_once` use in all seeds: the theta that a run with a seed of its own ends with."""
-    learned_rows = {part.name for part in table.rows if part.learned_once}
+    learned_rows = {part.name: part.learned_with for part in table.rows if part.learned_once}
     grid = {}
-    for (row, _), subject in _subjects(table, scale, rows).items():
+    for (row, _), subject in subjects(table, scale, rows).items():
         if row in learned_rows:
-            config: RunConfig = parse(with_values(subject.tables, {"seed": LEARNING_SEED, "rounds": 1}), origin=row)
+            values = {"seed": LEARNING_SEED, "rounds": 1} | learned_rows[row]
+            config: RunConfig = parse(with_values(subject.tables, values), origin=row)
             path = folder / "learned" / folder_name(subject.label, LEARNING_SEED)
             grid[subject.label] = Cell(subject.label, LEARNING_SEED, path, config)
     run_cells(list(grid.values()), 0, data_root, lambda name, round, rounds: listener(f"learned/{name}", round, rounds))
@@ -219,7 +236,9 @@ def measured(cell: Cell, metric: str) -> float:
     """A figure of a finished run: a test metric of the last round, half of it ("half.mse"), that of "unseen" clients,
     kB "up" or "down" per client and round, "seconds" per round, the "memory" of a training step (MB), the last or the
     largest number that was reported under a name ("report.NAME", "largest.NAME"), or how much the masks of two clients
-    with a class in common, or with none, overlap ("overlap.common", "overlap.none")."""
+    with a class in common, or with none, overlap ("overlap.common", "overlap.none"; of the head alone
+    "overlap.head.common", "overlap.head.none"), or a test metric of the models that clients had before the last average
+    ("own.NAME"), for a method with the option `serve`."""
     kind, _, name = metric.partition(".")
     if kind in ("report", "largest"):
         values = [m["report"][name] for m in RunFolder(cell.folder).metrics() if name in m.get("report", {})]
@@ -231,8 +250,10 @@ def measured(cell: Cell, metric: str) -> float:
         return float(results["seconds"]) / cell.config.rounds
     if metric == "memory":
         return _step_memory(cell)
+    if kind == "own":
+        return of_own_models(cell.folder, name)
     if metric.startswith("overlap."):
-        return overlap_by_classes(cell.folder)[metric.removeprefix("overlap.")]
+        return overlap_by_classes(cell.folder, head=".head." in metric)[metric.rpartition(".")[2]]
     if metric in ("up", "down"):
         clients = results["last"]["test"][results["metric"]]["clients"]
         cohort_size = cell.config.federation.clients_per_round or clients
@@ -266,6 +287,8 @@ def text(figure: Figure) -> str:
     """A cell of the table."""
     if figure.failed:
         return "failed"
+    if math.isnan(figure.mean) and figure.n:
+        return "-"
     scale = 100 if figure.unit == "%" else 1
     number_format = "{:.2f}" if figure.unit == "%" else "{:.3g}"
     ours = number_format.format(scale * figure.mean)

@@ -19,11 +19,13 @@ from fedtailor.errors import ConfigError, RunError, nearest
 from fedtailor.experiments.store import CHANGED, read_json, write_atomically, write_json
 from fedtailor.metrics.summary import share_hurt
 from fedtailor.studies.compare import TABLE, Row
+from fedtailor.studies.significance import Paired
 
 COLUMNS = ("algorithm", "test {}", "selected", "client std", "worst tenth", "hurt", "up", "down", "trips", "seconds")
 ESSENTIAL = ("algorithm", "test {}", "selected", "worst tenth", "hurt", "up", "seconds")  # fit 80 columns
 NAMES = ("algorithm", "test", "selected", "std", "worst", "hurt", "up", "down", "trips", "seconds")
 RUN_COLUMNS = ("", "round", "mean", "client std", "worst tenth", "hurt")
+OTHER_COLUMNS = ("", "last round", "client std", "worst tenth", "selected")
 KINDS = {"last": "last round", "selected": "selected on validation", "unseen": "unseen clients"}
 KEYS = {name: place for place, name in enumerate(NAMES)}  # by which columns are chosen
 FIGURES: dict[str, Callable[[Row], float]] = {
@@ -100,7 +102,35 @@ def markdown(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     """The table as Markdown, and below it what there is to say of it."""
     lines = ["| " + " | ".join(header(rows)) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
     lines += ["| " + " | ".join(cells_of(row)) + " |" for row in rows]
+    lines += other_metrics(rows)
     return "\n".join([*lines, *notes]) + "\n"
+
+
+def other_metrics(rows: Sequence[Row]) -> list[str]:
+    """Lines of a second table, with every metric that is not the first one's."""
+    names = list(dict.fromkeys(name for row in rows for name in row.others))
+    if not names:
+        return []
+    lines = [
+        "",
+        "| algorithm | " + " | ".join(f"test {name}" for name in names) + " |",
+        "|---" * (1 + len(names)) + "|",
+    ]
+    for row in rows:
+        cells = [spread(name, *row.others[name]) if name in row.others else "-" for name in names]
+        lines.append("| " + " | ".join([row.label, *cells]) + " |")
+    return lines
+
+
+def other_run_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Metrics of a run beside the one in its table, under `OTHER_COLUMNS`."""
+    rows = []
+    for name in results["last"]["test"]:
+        if name != results["metric"]:
+            last, selected = (results[kind]["test"][name] for kind in ("last", "selected"))
+            figures = (last["mean"], last["std"], last["worst_tenth"], selected["mean"])
+            rows.append([f"test {name}", *(number(name, value) for value in figures)])
+    return rows
 
 
 def check_columns(columns: Sequence[str]) -> None:
@@ -110,15 +140,18 @@ def check_columns(columns: Sequence[str]) -> None:
             raise ConfigError(f'--columns: no column "{name}"; {nearest(name, [*KEYS, "p"])}')
 
 
-def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float]) -> str:
-    """Chosen columns for one column of a paper (booktabs), the best figures in bold; `ps` are p-values by row."""
-    wanted, titles = [name for name in columns if name != "algorithm" and (name != "p" or ps)], header(rows)
+def narrow(rows: Sequence[Row], columns: Sequence[str], tests: Sequence[Paired], reference: str, over: str) -> str:
+    """Chosen columns for one column of a paper (booktabs), the best figures in bold, and below what they are.
+
+    `tests` are those of the other rows against the row `reference`, and `over` says over what.
+    """
+    wanted, titles = [name for name in columns if name != "algorithm" and (name != "p" or tests)], header(rows)
     best = {name: (max if rows[0].higher_is_better else min)(of(row) for row in rows) for name, of in FIGURES.items()}
+    by_label = {test.label: test for test in tests}
 
     def cell(row: Row, name: str) -> str:
         if name == "p":
-            p = ps.get(row.label)
-            return "--" if p is None else "$<$0.001" if p < 1e-3 else f"{p:.3f}"
+            return "--" if row.label not in by_label else _latex_p(by_label[row.label])
         text = latex_escape(cells_of(row)[KEYS[name]])
         return rf"\textbf{{{text}}}" if name in best and FIGURES[name](row) == best[name] else text
 
@@ -126,7 +159,37 @@ def narrow(rows: Sequence[Row], columns: Sequence[str], ps: Mapping[str, float])
     body = [[latex_escape(row.label), *(cell(row, name) for name in wanted)] for row in rows]
     head, *lines = (" & ".join(cells) + r" \\" for cells in (heads, *body))
     begin = [r"\begingroup\small\setlength{\tabcolsep}{3pt}", r"\begin{tabular}{@{}l" + "r" * len(wanted) + "@{}}"]
-    return "\n".join([*begin, r"\toprule", head, r"\midrule", *lines, r"\bottomrule", r"\end{tabular}\endgroup"]) + "\n"
+    end = [
+        r"\bottomrule",
+        r"\end{tabular}",
+        rf"\par\smallskip{{\footnotesize {_caption(rows, wanted, reference, over)}}}",
+    ]
+    return "\n".join([*begin, r"\toprule", head, r"\midrule", *lines, *end, r"\endgroup"]) + "\n"
+
+
+def _latex_p(test: Paired) -> str:
+    """Corrected, with an arrow that says whether the row is above or below the reference."""
+    sign = "" if test.better == test.worse else r"$\downarrow$" if test.better > test.worse else r"$\uparrow$"
+    return ("$<$0.001" if test.holm < 1e-3 else f"{test.holm:.3f}") + sign
+
+
+def _caption(rows: Sequence[Row], wanted: Sequence[str], reference: str, over: str) -> str:
+    """What the columns of a narrow table are, in LaTeX."""
+    seeds = max(len(row.means) for row in rows)
+    metric = latex_escape(header(rows)[1].removeprefix("test "))
+    words = {
+        "test": f"Test {metric}: mean over clients, last round"
+        + (rf", $\pm$ spread over {seeds} seeds" if seeds > 1 else ""),
+        "selected": "selected: the same in the round selected on validation data",
+        "std": "client std: standard deviation over clients",
+        "worst": "worst tenth: mean of the tenth of clients with the worst figures",
+        "hurt": "hurt: share of clients that are better off alone",
+        "up": "up: bytes sent by all clients",
+        "p": f"$p$: the row against {latex_escape(reference)}, Wilcoxon's signed ranks over {latex_escape(over)}, "
+        rf"two-sided, Holm's correction; $\downarrow$ more clients are worse off than with {latex_escape(reference)}, "
+        r"$\uparrow$ better off",
+    }
+    return "; ".join(words[name] for name in wanted if name in words) + "."
 
 
 def latex(rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
@@ -174,7 +237,11 @@ def comma_separated(rows: Sequence[Row]) -> str:
 def strict_json(rows: Sequence[Row]) -> str:
     """Numbers as JSON, with the mean over clients of every seed; null where there is none."""
     means = [{str(seed): m if math.isfinite(m) else None for seed, m in row.means.items()} for row in rows]
-    out = [record(row) | {"means": by_seed} for row, by_seed in zip(rows, means, strict=True)]
+    others = [{name: m if math.isfinite(m) else None for name, (m, _) in row.others.items()} for row in rows]
+    out = [
+        record(row) | {"means": by_seed, "others": other}
+        for row, by_seed, other in zip(rows, means, others, strict=True)
+    ]
     return json.dumps(out, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
@@ -203,7 +270,9 @@ def private_words(privacy: dict[str, Any]) -> str:
     parts = ["secure sums"] if privacy["secure_sum"] else []
     if privacy["clip"]:
         parts.append(f"changes clipped to {privacy['clip']:g}")
-    if privacy["noise"]:
+    if privacy["noise"] and isinstance(privacy["epsilon"], str):
+        parts.append(f"noise {privacy['noise']:g}: epsilon {privacy['epsilon']}")
+    elif privacy["noise"]:
         parts.append(
             f"noise {privacy['noise']:g}: epsilon {privacy['epsilon']:.3g} at delta {privacy['delta']:g} (a client "
             f"replaced, fixed cohorts); {privacy['epsilon_add_remove']:.3g} (added or removed, Poisson)"

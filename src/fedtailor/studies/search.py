@@ -222,7 +222,9 @@ def _best(outcomes: list[dict[str, Any]]) -> Settings | None:
 
 
 def notes(folder: Path) -> list[str]:
-    """Lines that stand below a table: how its settings were found, and which they are."""
+    """Lines that stand below a table: how its settings were found, and which they are; none without a search."""
+    if not (folder / FOUND).exists():
+        return []
     record = read_json(folder / FOUND)
     rounds = f" of {record['rounds']} rounds" if record["rounds"] else ""
     seeds = record.get("seeds") or [record["seed"]]

@@ -18,7 +18,7 @@ from fedtailor import algorithms
 from fedtailor.core.algorithm import Algorithm
 from fedtailor.core.data import between, count
 from fedtailor.core.model import Model
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Params, Tree, tree_map
 from fedtailor.data.tabular.align import match_columns
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
@@ -30,7 +30,7 @@ from fedtailor.experiments.building import at_client
 from fedtailor.experiments.model_description import make_described_model, read_description
 from fedtailor.experiments.runner import reload_experiment
 from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json
-from fedtailor.experiments.user_code import refuse_other_code
+from fedtailor.experiments.user_code import other_code
 from fedtailor.tables.boosted_trees import TreeParts, tree_parts
 from fedtailor.tables.intervals import ErrorScale, interval_around
 
@@ -105,6 +105,7 @@ class Personal:
     classes: tuple[str, ...] = ()
     preparation: Preparation | None = None
     source: str = ""  # the folder of the run
+    inputs: tuple[str, ...] = ()  # names of the parts of a sample, where it has several
     notes: list[str] = field(default_factory=list)  # warnings while rows were read
     extras: Extras = field(default_factory=Extras)  # trees, calibration and intervals, where a fit has them
 
@@ -123,7 +124,7 @@ class Personal:
         # 01 and 1 are two classes
         return whole if [str(number) for number in whole] == list(self.classes) else np.array(self.classes)
 
-    def outputs(self, x: Tree) -> Tensor:
+    def outputs(self, x: Tree) -> Tree:
         """The model's outputs, as in training.
 
         Args:
@@ -137,10 +138,10 @@ class Personal:
                 self.algorithm.predict(self.model, self.params, between(x, a, a + ROWS))
                 for a in range(0, max(count(x), 1), ROWS)
             ]
-        base = torch.cat(parts)
+        base = tree_map(lambda *each: torch.cat(each), *parts)
         return self.extras.apply(x, base, self.task == "classification")
 
-    def readable(self, outputs: Tensor) -> Tensor:
+    def readable(self, outputs: Tree) -> Tree:
         """Outputs on the scale of the data.
 
         Args:
@@ -171,12 +172,14 @@ class Personal:
                 a file; or a tensor of prepared features.
 
         Returns:
-            One entry per row.
+            One entry per row; by name where the model has several outputs.
 
         Raises:
             DataError: A column is missing or cannot be read.
         """
         values = self._readable(rows)
+        if isinstance(values, dict):
+            return values
         if self.task != "classification":
             return values.squeeze(1) if values.shape[1] == 1 else values
         likely = values.argmax(1)
@@ -216,17 +219,20 @@ class Personal:
         half = self.extras.half_width(level, self.source)
         return interval_around(self._readable(rows).squeeze(1), half, self.error_scale)
 
-    def _readable(self, rows: Any) -> NDArray[np.float64]:
+    def _readable(self, rows: Any) -> Any:
         if isinstance(rows, dict) and self.preparation is None:
-            x: Tree = {k: torch.as_tensor(v) for k, v in rows.items()}
+            x: Tree = {k: self.in_type(torch.as_tensor(v)) for k, v in rows.items()}
         elif isinstance(rows, np.ndarray) and self.preparation is not None:
             x = self.encode(self.table(Path("rows"), self._as_frame(rows)))
         elif isinstance(rows, np.ndarray | Tensor):
-            x = torch.as_tensor(rows)
-            x = x.to(self.model.dtype) if x.is_floating_point() else x
+            x = self.in_type(torch.as_tensor(rows))
         else:
             x = self.encode(self.table(Path("rows"), as_frame(rows)))
-        return self.readable(self.outputs(x)).double().numpy()
+        return tree_map(lambda v: v.double().numpy(), self.readable(self.outputs(x)))
+
+    def in_type(self, x: Tensor) -> Tensor:
+        """Numbers in the type of the model; tokens as they are."""
+        return x.to(self.model.dtype) if x.is_floating_point() else x
 
     def _as_frame(self, rows: NDArray[Any]) -> pl.DataFrame:
         """An array of rows as they stand in a file: its columns are those of training, in their order."""
@@ -338,10 +344,10 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     folder, kind = run_of(path := latest(path), site)
     if site not in sites_of(folder):
         raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
-    refuse_other_code(folder)
+    notes = other_code(folder)
     config, about, preparation = folder.config, folder.about, folder.preparation
     if "shape" not in about:  # from before it was kept
-        data = reload_experiment(folder, data_root).data
+        data = reload_experiment(folder, data_root, serves=True).data
         preparation = data.preparation
         known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
         about = {"task": about["task"]} | known
@@ -371,6 +377,8 @@ def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
         classes=tuple(description.classes),
         preparation=preparation.of(site) if preparation is not None else None,
         source=str(folder.path),
+        inputs=description.inputs,
+        notes=notes,
         extras=extras,
     )
 

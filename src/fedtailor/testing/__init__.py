@@ -103,8 +103,21 @@ def _try(promise: str, where: str, attempt: Callable[[], None]) -> Finding:
         return Finding(promise, where, "broken", str(broken))
     except Exception as error:  # of the method under test, whatever it is
         text = (str(error).strip().splitlines() or [""])[0]
-        return Finding(promise, where, "broken", f"{type(error).__name__}: {text}")
+        case = CASES.get(where.partition(",")[0], {})
+        return Finding(promise, where, "broken", f"{type(error).__name__}: {text}{_unsuited(case)}")
     return Finding(promise, where, "holds")
+
+
+def _unsuited(case: contract.Case) -> str:
+    """What to define if a method is not meant for the task or model of a case."""
+    words = []
+    if "task" in case:
+        words.append(f'if task != "classification" (here it is "{case["task"]}")')
+    if "model" in case:
+        words.append("for a model that it does not support")
+    if not words:
+        return ""
+    return f". If the method is not meant for this: check(self, model, task) raises a ConfigError {' or '.join(words)}"
 
 
 def _title(algorithm: Algorithm) -> str:

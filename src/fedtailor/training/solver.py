@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
-from fedtailor.core.context import ClientContext, OwnSteps
+from fedtailor.core.context import ClientContext, OwnSteps, Setting
 from fedtailor.core.data import Rows
 from fedtailor.core.random import brief_stream
 from fedtailor.core.trees import Params, Tree
@@ -42,13 +43,7 @@ class Solver(SolverOptions):
 
     def steps(self, me: ClientContext, epochs: int) -> Tensor:
         """How many steps a training of so many epochs takes at each client."""
-        sizes = me.experiment.data.train.bounds(me.members)[1]
-        least = self._least(me)
-        counts = [
-            me.experiment.environment.passes(i, epochs)
-            * (self.epoch if self.epoch and n else len(cut(np.arange(n), self.step_size or max(1, n), least)))
-            for i, n in zip(me.members, sizes, strict=True)
-        ]
+        counts = self.count_steps(me.experiment, me.members, epochs)
 
         def make(is_stacked: bool) -> tuple[Tensor, ...]:
             numbers = me.model.like.new_tensor(counts, dtype=me.n.dtype)
@@ -56,11 +51,20 @@ class Solver(SolverOptions):
 
         return me.constants(make)[0]
 
-    def _least(self, me: ClientContext) -> int:
-        return 2 if me.model.batch_statistics else 1  # a single sample has no variance
+    def count_steps(self, setting: Setting, clients: Sequence[int], epochs: int) -> list[int]:
+        """The same of several clients, from what the server knows of them."""
+        sizes, least = setting.data.train.bounds(clients)[1], self._least(setting)
+        return [
+            setting.environment.passes(i, epochs)
+            * (self.epoch if self.epoch and n else len(cut(np.arange(n), self.step_size or max(1, n), least)))
+            for i, n in zip(clients, sizes, strict=True)
+        ]
+
+    def _least(self, setting: Setting) -> int:
+        return 2 if setting.model.batch_statistics else 1  # a single sample has no variance
 
     def _batches(self, me: ClientContext, rows: Rows, epochs: int, nth: int, is_stacked: bool) -> list[Batch]:
-        clients, least = me.experiment.data.clients, self._least(me)
+        clients, least = me.experiment.data.clients, self._least(me.experiment)
         starts, sizes = rows.bounds(me.members)
         size = self.step_size or max(1, *sizes)
         orders = []

@@ -52,6 +52,17 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class PartOptions:
+    """Where the parameters of a part of the model take other steps than the rest."""
+
+    name: str  # "head", "body", a module or a glob
+    optimizer: str = "sgd"
+    factor: float = 1.0  # of the step size
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
 class SolverOptions:
     """The fields of `Solver`, the same for every algorithm."""
 
@@ -67,6 +78,7 @@ class SolverOptions:
     epoch: int = 0  # steps that count as an epoch; 0 is a pass over the data
     accumulate: int = 1  # batches whose gradients make one step
     keep_state: bool = False  # a client's optimizer goes on in its next round where it ended
+    parts: tuple[PartOptions, ...] = ()  # the first that a parameter belongs to says how it takes its steps
     refit: int = 0  # epochs in which a private part is fitted to the newest common part before it predicts
     optimizer_state: Tree = field(default=None, compare=False)  # what optimizers remember at first; None: nothing
 
@@ -78,12 +90,13 @@ class SolverOptions:
     @property
     def keeps_state(self) -> bool:
         """Whether clients keep what an optimizer remembers; plain descent remembers nothing."""
-        return self.keep_state and not (self.optimizer == "sgd" and not self.momentum)
+        return self.keep_state and any(each.optimizer != "sgd" or bool(each.momentum) for each in (self, *self.parts))
 
     @property
     def is_plain(self) -> bool:
         """Whether a client's move is minus its step size times the sum of its gradients."""
-        return self.is_even and self.optimizer == "sgd" and not (self.momentum or self.weight_decay or self.clip)
+        is_sgd = self.optimizer == "sgd" and not (self.momentum or self.weight_decay or self.clip)
+        return self.is_even and is_sgd and not self.parts
 
     @property
     def is_even(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedtailor.core.context import AfterStep
+from fedtailor.core.model import Model
 from fedtailor.core.random import seeded
 from fedtailor.core.trees import Params, Tree, leaves, rebuild, tree_map
 from fedtailor.training import compiling, optimizers
@@ -90,7 +91,8 @@ def _general_path(training: Training, t: Tree, differentiable: bool) -> list[Ten
     memory: dict[str, list[Tensor]] = {k: [] if kept is None else list(kept["memory"][k]) for k in params}
     count = None if kept is None else kept["count"]
     drawn = training.draw(training.is_stacked)
-    factors, direction = _lr_factors(training, drawn, t["lr"]), optimizers.find(training.solver.optimizer)
+    factors = _lr_factors(training, drawn, t["lr"])
+    ways = optimizers.by_parameter(training.solver, training.model.head, params)
     scaling = training.solver.arithmetic.scaling(t["lr"])
     drawn, starts = _warm_starts(training, drawn)
     device, home = training.model.device, training.data.home
@@ -116,7 +118,9 @@ def _general_path(training: Training, t: Tree, differentiable: bool) -> list[Ten
             for k, g in gradient.items():
                 nth = number if count is None else widen(count, g).to(torch.float64)
                 known = list(memory[k])
-                step = -widen(lr, g) * direction(training.solver, params[k], g, memory[k], nth)
+                way = ways[k]
+                step = -widen(lr, g) * way.direction(way.options, params[k], g, memory[k], nth)
+                step = step if way.factor == 1 else way.factor * step
                 if known and batch.active is not None and not (kept is None and counts is None):
                     # who takes no step remembers none
                     memory[k] = [_where_active(batch.active, *pair) for pair in zip(memory[k], known, strict=True)]
@@ -226,7 +230,7 @@ def _gradient(
     with torch.enable_grad():
         params = {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
         # BatchNorm writes its statistics in place; those of a frozen part must not reach the caller
-        frozen = {k: v if k in training.model.trainable else v.detach().clone() for k, v in t["frozen"].items()}
+        frozen = {k: _frozen(training.model, k, v) for k, v in t["frozen"].items()}
         if how.compile and not differentiable and training.own_loss is None:
             args = training.model, training.loss, how, training.is_stacked, params | buffers | frozen | start
             total = compiling.batch_loss(*args, x, y, batch.weight)
@@ -248,6 +252,14 @@ def _gradient(
         return dict(zip(params, gradients, strict=True)), None
     own, counts = scaling.unscale(gradients)
     return dict(zip(params, own, strict=True)), counts
+
+
+def _frozen(model: Model, name: str, value: Tensor) -> Tensor:
+    """A frozen tensor for one step; what the model does not write need not be copied."""
+    if name in model.trainable:
+        return value
+    value = value.detach()
+    return value.clone() if name in model.params or name in model.private_buffers else value
 
 
 def _lr_factors(training: Training, batches: Sequence[Batch], like: Tensor) -> list[Tensor]:

@@ -122,13 +122,14 @@ class CandidateFederation:
 def delegate(kind: type[Algorithm], prefix: str, name: str) -> Callable[..., Any]:
     """A client function of a candidate's algorithm as one of the program, with what it declares to send."""
     declared = client_functions(kind)[name].sends  # type: ignore[attr-defined]
+    doubt = client_functions(kind)[name].doubt  # type: ignore[attr-defined]
 
     def of_candidate(spec: ReplySpec) -> ReplySpec:
         return replace(spec, example=lambda program, model: spec.example(kind(), model))
 
     sends = tuple(map(of_candidate, declared)) if isinstance(declared, tuple) else declared and of_candidate(declared)
 
-    @on_client(sends=sends)
+    @on_client(sends=sends, doubt=doubt)
     def passed(self: Any, me: ClientContext, *message: Tree) -> tuple[Tree, Tree]:
         algorithm, part = self.at_work(me)
         state, reply = getattr(algorithm, name)(part, *message)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedtailor.algorithms._programs.parts import CandidateFederation, FoldContext, delegate, folds_at
 from fedtailor.algorithms._programs.scaling_rounds import MOMENTS, agree_scales, moments_of, no_scale, unscale
+from fedtailor.algorithms._shared import doubts
 from fedtailor.algorithms.linear_alone import LinearAlone
 from fedtailor.algorithms.mixed_logit import MixedLogit
 from fedtailor.algorithms.mixed_model import MixedModel
@@ -119,6 +120,7 @@ class TableFit(Algorithm):
     private: ClassVar[str] = "models, their outputs, weights"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+    most_calls: ClassVar[int] = 5000
 
     logit_variation = delegate(MixedLogit, "logit", "variation")
     logit_begin = delegate(MixedLogit, "logit", "begin")
@@ -219,7 +221,7 @@ class TableFit(Algorithm):
         fed.map(self.keep, solved)
         return server if part else server | {"solved": server.get("solved", {}) | {effects: solved}}
 
-    @on_client(sends=MOMENTS)
+    @on_client(sends=MOMENTS, doubt=doubts.in_rows)
     def moments(self, me: ClientContext, step: Tensor, center: Tensor, unit: Tensor) -> tuple[Tree, Tree]:
         return me.state, moments_of(me, step, center, unit)
 
@@ -279,7 +281,7 @@ class TableFit(Algorithm):
         rows = self.rows(me)
         return rows._replace(counts=rows.counts * me.state["here"]).in_units_of(me.state["noise"])
 
-    @on_client(sends=(ERRORS, COUNTS))
+    @on_client(sends=(ERRORS, COUNTS), doubt=doubts.in_counts(1))
     def errors(self, me: ClientContext, allowed: Tensor) -> tuple[Tree, Tree]:
         """Losses of each candidate; a site that missed one takes no part in the choice."""
         here = (me.state["solved"] >= allowed[:, None]).all().to(me.state["noise"].dtype)
@@ -302,7 +304,7 @@ class TableFit(Algorithm):
         noise = ((total + HELP * usual) / (rows.counts.sum() + HELP)).sqrt().clamp(min=1e-150)
         return me.state | {"noise": noise}, losses_by_fold(rows, losses / noise.square(), self.folds)
 
-    @on_client(sends=(GRADIENTS, CURVATURES))
+    @on_client(sends=(GRADIENTS, CURVATURES), doubt=doubts.of_squares_in(1))
     def curvature(self, me: ClientContext, weights: Tensor) -> tuple[Tree, Tree]:
         rows = self.scaled_rows(me)
         each = [
@@ -321,13 +323,13 @@ class TableFit(Algorithm):
         ]
         return tuple(torch.stack([torch.stack([one[k] for one in row]) for row in each]) for k in (0, 1))  # type: ignore[return-value]
 
-    @on_client(sends=OWN)
+    @on_client(sends=OWN, doubt=doubts.of_squares)
     def begin_own(self, me: ClientContext, single: Tensor, common: Tensor) -> tuple[Tree, Tree]:
         """The site's weights begin at the common ones."""
         weights = torch.cat([single[:, None], common[:, None].expand(-1, OPTIONS - 1, -1)], dim=1)
         return me.state | {"weights": weights}, self.own_quadratic(self.scaled_rows(me), weights)[1]
 
-    @on_client(sends=OWN)
+    @on_client(sends=OWN, doubt=doubts.of_squares)
     def step_own(self, me: ClientContext, common: Tensor, metric: Tensor, allowed: Tensor) -> tuple[Tree, Tree]:
         """A Newton step of the site's weights, pulled towards the common ones in the norm `metric`."""
         rows, old = self.scaled_rows(me), me.state["weights"]
@@ -370,7 +372,7 @@ class TableFit(Algorithm):
     def gain_sums(self, me: ClientContext, shared: Tensor) -> tuple[Tree, Tree]:
         return me.state, site_gains.sums_of(site_gains.Gains(*me.state["gain"]), site_gains.Shared(*shared))
 
-    @on_client(sends=WEIGHTS)
+    @on_client(sends=WEIGHTS, doubt=doubts.in_shares)
     def decide(self, me: ClientContext, shared: Tensor) -> tuple[Tree, Tree]:
         """A site whose own model is significantly better keeps it."""
         mean, error = site_gains.shrunk(site_gains.Gains(*me.state["gain"]), site_gains.Shared(*shared))

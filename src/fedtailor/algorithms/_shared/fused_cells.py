@@ -73,14 +73,16 @@ def fused_epoch(algorithm: Any, state: Tree, server: Tree, samples: Callable[[],
         gradient = torch.cat([b.by_raw(totals, after) for b in blocks])
         v, z, a = (torch.cat([getattr(b, name) for b in blocks]) for name in "vza")
         largest = torch.stack([b.largest() for b in blocks]).max() * w.numel() ** 0.5  # at least the largest norm
-    learned = algorithm.step(learned, gradient)
     exchanges = [
         Exchange("cell", (w, w.new_zeros((), dtype=torch.int64)), algorithm.cells, taped=True),
         Exchange("outer_loss", (w,), 1, taped=True),
-        Exchange("learn", (), 1, taped=False),
     ]
+    shrink = algorithm.clipping((learnables.learned_entries(gradient, algorithm.learned) * gradient).square().sum())
+    exchanges += [] if shrink is None else [Exchange("slope", (), 1, taped=False)]
+    exchanges.append(Exchange("learn", () if shrink is None else (shrink,), 1, taped=False))
+    learned = algorithm.step(learned, gradient, shrink)
     replies = learnables.degrees(gradient if algorithm.pull else learned["raw"])
-    common = algorithm.common_step(server["common"], replies.sum(0) if algorithm.pull else replies.mean(0))
+    common = algorithm.common_step(server["common"], replies.sum(0) if algorithm.pull else replies.mean(0), shrink)
     if algorithm.pull:
         degrees = learnables.degrees(common["raw"])
         learned = learned | {"raw": learnables.pull_degrees(learned["raw"], degrees, algorithm.pull)}

@@ -17,6 +17,7 @@ import torch
 from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fedtailor.algorithms._shared import doubts
 from fedtailor.algorithms._shared.random_effects import WITHIN, free_entries, varying, within
 from fedtailor.core.algorithm import NUMBER, Algorithm, ReplySpec, on_client
 from fedtailor.core.context import ClientContext
@@ -66,6 +67,7 @@ class GeneralisedMixed(Algorithm, ABC):
     private: ClassVar[str] = "model"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+    most_calls: ClassVar[int] = 5000
     task: ClassVar[str]
     fixed: ClassVar[int] = 0  # outputs whose coefficients are 0
 
@@ -219,12 +221,12 @@ class GeneralisedMixed(Algorithm, ABC):
         c = (v * (b + gradient[:, None])).sum()
         return {"a": curvature, "b": b, "c": c, "z": z}, self.family.log_likelihood(x, y, mask, own)
 
-    @on_client(sends=(SQUARE.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)))
+    @on_client(sends=(SQUARE.summed(), VECTOR.summed(), *3 * (NUMBER.summed(),)), doubt=doubts.of_working_marginal)
     def marginal(self, me: ClientContext, factor: Tensor) -> tuple[Tree, Tree]:
         d = me.state
         return d, tuple(reml.marginal(d["a"], d["b"], d["c"], me.n.to(d["c"].dtype), factor))
 
-    @on_client(sends=(SQUARE.summed(), SQUARE.summed()))
+    @on_client(sends=(SQUARE.summed(), SQUARE.summed()), doubt=doubts.of_squares)
     def slope(self, me: ClientContext, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tree, Tree]:
         return me.state, reml.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedtailor.core.random import stream
 from fedtailor.core.trees import Params, Tree
 from fedtailor.training.optimizers import adam_direction
 
@@ -25,6 +26,10 @@ class Learnables:
     """What is learned: lam, and any of p, rho, eta, gamma, theta."""
     lam: float = 1.0
     """Initial degree."""
+    random_lam: bool = False
+    """Initial degrees are `lam` times U(0, 1), drawn once for all clients and seeds (released code)."""
+    weights: Literal["equal", "samples"] = "equal"
+    """Initial p: the same for all clients, or n_i / N (paper)."""
     rho: float = 1.0
     """Initial rho, eta and gamma."""
     theta: float = 1.0
@@ -38,25 +43,48 @@ class Learnables:
     the cells may diverge. 0 sets no bounds (paper)."""
     outer_lr: float = 0.3
     """Learning rate of the learned numbers."""
+    lower_after: int = 0
+    """Last round with this learning rate, counted from 0; a tenth of it from then on. 0: never (released code: 60)."""
     optimizer: Literal["adam", "sgd"] = "adam"
-    """Optimizer of the learned numbers; sgd clips the gradient to norm 1 (paper)."""
+    """Optimizer of the learned numbers; sgd clips the gradient by the numbers of all clients to norm 1 (released
+    code)."""
+
+    @property
+    def first_scalars(self) -> dict[str, float]:
+        """Initial values; of p, relative to the client's weight."""
+        return {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
 
     def first_numbers(self, like: Tensor) -> Tree:
         """Where learning starts, for parameters such as these."""
-        scalars = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
-        return start(torch.full_like(like, self.lam), scalars, self.positive, self.cells if self.per_cell else 0)
+        lam = torch.full_like(like, self.lam)
+        if self.random_lam:
+            lam = lam * torch.from_numpy(stream("Learn2pFed", "degrees").random(like.shape)).to(like)
+        return start(lam, self.first_scalars, self.positive, self.cells if self.per_cell else 0)
 
     def numbers(self, state: Tree, w: Tensor, cell: Tensor | int) -> Params:
         raw = state["learned"]["raw"]
         return positive_numbers(raw[cell] if self.per_cell else raw, w.shape, self.positive)
 
-    def step(self, learned: Tree, gradient: Tensor) -> Tree:
-        """After one step along the gradient of the outer loss; see `reach`."""
-        after = (adam if self.optimizer == "adam" else descend)(learned, gradient, self.outer_lr, self.learned)
+    def step(self, learned: Tree, gradient: Tensor, shrink: Tensor | None = None) -> Tree:
+        """After one step along the gradient of the outer loss, which plain descent is given `shrink` to clip by; see
+        `reach`."""
+        steps = learned["steps"]
+        lr = torch.full_like(steps, self.outer_lr)
+        if self.lower_after:
+            lr = torch.where(steps > self.lower_after, lr / 10, lr)
+        lr = lr.reshape(lr.shape + (1,) * (gradient.dim() - lr.dim()))  # one client or a stack
+        after = (
+            adam(learned, gradient, lr, self.learned)
+            if shrink is None
+            else descend(learned, shrink * gradient, lr, self.learned)
+        )
         if not self.reach or self.learned == ("lam",):
             return after
-        first = {"p": 1.0, "rho": self.rho, "eta": self.rho, "gamma": self.rho, "theta": self.theta}
-        return after | {"raw": bound_scalars(after["raw"], first, self.reach, self.positive)}
+        return after | {"raw": bound_scalars(after["raw"], self.first_scalars, self.reach, self.positive)}
+
+    def clipping(self, squared_norm: Tensor) -> Tensor | None:
+        """The factor that clips a gradient of this squared norm, over all clients; None where nothing is clipped."""
+        return None if self.optimizer == "adam" else 1 / squared_norm.sqrt().clamp(min=1)
 
 
 def start(lam: Tensor, scalars: dict[str, float], positive: Positive, cells: int = 0) -> Tree:
@@ -109,21 +137,23 @@ def pull_degrees(raw: Tensor, common: Tensor, pull: float) -> Tensor:
     return torch.cat([torch.lerp(degrees(raw), common, pull), raw[..., -len(SCALARS) :]], dim=-1)
 
 
-def adam(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...]) -> Tree:
+def with_weight(raw: Tensor, p: Tensor, positive: Positive) -> Tensor:
+    """With p at this value."""
+    at = raw.shape[-1] - len(SCALARS) + SCALARS.index("p")
+    value = (p.log() if positive == "exp" else p).to(raw.dtype)
+    return torch.cat([raw[..., :at], value.expand(raw[..., at : at + 1].shape), raw[..., at + 1 :]], dim=-1)
+
+
+def adam(learned: Tree, gradient: Tensor, lr: Tensor, names: tuple[str, ...]) -> Tree:
     """One step of Adam on the raw values of `names`; the others stay."""
     steps = learned["steps"] + 1
-    at = steps.reshape(steps.shape + (1,) * (gradient.dim() - steps.dim()))  # one client or a stack
+    at = steps.reshape(lr.shape)
     direction, first, second = adam_direction(gradient, learned["first"], learned["second"], at, beside=1e-12)
     raw = learned["raw"] - lr * learned_entries(gradient, names) * direction
     return {"raw": raw, "first": first, "second": second, "steps": steps}
 
 
-def descend(learned: Tree, gradient: Tensor, lr: float, names: tuple[str, ...], clip: float = 1.0) -> Tree:
-    """One step of plain gradient descent, the gradient of each client no longer than `clip`."""
-    gradient = learned_entries(gradient, names) * gradient
-    dims = tuple(range(learned["steps"].dim(), gradient.dim()))
-    norm = gradient.square().sum(dims, keepdim=True).sqrt()
-    return learned | {
-        "raw": learned["raw"] - lr * clip / norm.clamp(min=clip) * gradient,
-        "steps": learned["steps"] + 1,
-    }
+def descend(learned: Tree, gradient: Tensor, lr: Tensor, names: tuple[str, ...]) -> Tree:
+    """One step of plain gradient descent on the raw values of `names`."""
+    raw = learned["raw"] - lr * learned_entries(gradient, names) * gradient
+    return learned | {"raw": raw, "steps": learned["steps"] + 1}

@@ -24,14 +24,24 @@ class Average:
     w: Params  # the new common model
     share: Tensor  # [clients] weights
     apart: Tensor  # [clients, parameters] each client's model minus the new one; 0 for who has no weight
-    moved: Tensor  # [parameters] sum of the clients' moves
+    slope: Tensor  # [parameters] sum of the gradients of the losses on the way; empty if these are not in L
     answers: Tensor  # [all clients] how often each has answered so far
 
 
-def average(w: Params, moves: Tensor, score: Tensor, counts: Tensor, answers: Tensor, *, through: bool) -> Average:
+def average(
+    w: Params,
+    moves: Tensor,
+    score: Tensor,
+    counts: Tensor,
+    answers: Tensor,
+    rates: Tensor | None,
+    *,
+    through: bool,
+) -> Average:
     """w + sum share * move, with share = score / sum of scores over those that count.
 
-    Derivatives by the weights flow into w only if `through`; else local moves are constants of a first-order scheme.
+    A move of plain SGD is minus its step size, in `rates`, times the sum of its gradients. Derivatives by the weights
+    flow into w only if `through`; else local moves are constants of a first-order scheme.
     """
     score = score * counts.to(score.dtype)
     share = score / score.sum().clamp(min=torch.finfo(score.dtype).tiny)
@@ -39,18 +49,20 @@ def average(w: Params, moves: Tensor, score: Tensor, counts: Tensor, answers: Te
     move = used @ moves
     apart = (moves - move).detach() * counts[:, None].to(moves.dtype)
     new = unflat(flat(w) + move, w)
-    return Average(new, share, apart, moves.detach().sum(0), answers)
+    if rates is None:
+        slope = moves.new_empty(0)
+    else:
+        per_rate = torch.where(rates > 0, -1 / rates, 0).to(moves.dtype)  # who has no samples takes no steps
+        slope = per_rate @ moves.detach()
+    return Average(new, share, apart, slope, answers)
 
 
-def first_order(steps: list[Average], theta: Tensor, slope: Tree, lr: float | None) -> Tensor:
-    """The derivative of L by theta with local moves as constants; `slope` is that of L at the end by the last model.
-
-    With `lr`, L also has the losses along the way, whose gradients are the moves of plain SGD divided by lr.
-    """
+def first_order(steps: list[Average], theta: Tensor, slope: Tree) -> Tensor:
+    """The derivative of L by theta with local moves as constants; `slope` is that of L at the end by the last model."""
     a, pulls = flat(slope), []
     for step in reversed(steps):
         pulls.append((step.apart @ a).to(theta.dtype))  # dL / dTheta
-        a = a if lr is None else a - step.moved / lr
+        a = a + step.slope if len(step.slope) else a
     return torch.autograd.grad([step.share for step in reversed(steps)], theta, pulls)[0]
 
 
@@ -101,8 +113,10 @@ def place_losses(losses: Tensor | None, at: Tensor, count: int, like: Tensor) ->
     return none if losses is None else none.index_copy(0, at, losses.detach())
 
 
-def check(gradient: str, outer: str, model: Model) -> None:
+def check(gradient: str, outer: str, mu: float, model: Model) -> None:
     """Refuse what has no derivative."""
+    if outer == "path" and mu:
+        raise ConfigError('algorithm.outer = "path": with mu a move is no sum of gradients; use "final" or "holdout"')
     if outer == "path" and model.has_common_statistics:
         raise ConfigError('algorithm.outer = "path": statistics move by no gradient; set model.buffers = "private"')
     if gradient == "exact" and outer == "path":

@@ -134,13 +134,14 @@ def _federate(
     names = client_names(len(parts))
     orders = [stream(seed, name, "split").permutation(len(part)) for name, part in zip(names, parts, strict=True)]
     held = [int(len(part) * config.val) for part in parts]
+    ends = [n + config.max_train if config.max_train else len(part) for n, part in zip(held, parts, strict=True)]
     everything = np.array_split(stream(seed, "test").permutation(len(test_labels)), len(parts))
     whole = [np.sort(part) for part in everything]
     return FederatedData(
         name=config.source,
         task="classification",
         clients=names,
-        train=gather(parts, [np.sort(o[n:]) for o, n in zip(orders, held, strict=True)], convert),
+        train=gather(parts, [np.sort(o[n:m]) for o, n, m in zip(orders, held, ends, strict=True)], convert),
         val=gather(parts, [np.sort(o[:n]) for o, n in zip(orders, held, strict=True)], convert),
         test=gather(whole, [np.arange(len(part)) for part in whole], convert_test),
         outputs=len(classes),

@@ -29,10 +29,12 @@ def load(config: ElectricityConfig, *, seed: int, root: Path | None = None) -> F
         raise DataError(f"data.window = {config.window}: {path.name} has only {hours} hours; lower it")
     test_from = hours - round(config.test * hours)
     val_from = test_from - round(config.val * test_from)
-    chosen = _choose(series[:val_from], config.clients)
-    mean, sd = series[:val_from].mean(0), series[:val_from].std(0)
-    scaled = ((series - mean) / np.where(sd > 0, sd, 1.0))[:, chosen]
-    how = "all" if len(chosen) == len(names) else "the most distinct daily profiles"
+    offset, unit, scaling = _scale(series[:val_from], config.scale)
+    scaled = (series - offset) / np.where(unit > 0, unit, 1.0)
+    chosen = _choose(series[:val_from], scaled[:val_from], config)
+    scaled = scaled[:, chosen]
+    by = "the most distinct daily profiles" if config.distinct == "profile" else "the most distinct by t-SNE"
+    how = "all" if len(chosen) == len(names) else by
     return FederatedData(
         name="electricity",
         task="regression",
@@ -45,7 +47,7 @@ def load(config: ElectricityConfig, *, seed: int, root: Path | None = None) -> F
         notes=(
             f"{len(chosen)} of {len(names)} meters: {how}",
             f"{hours} hours, split in time: training to hour {val_from}, validation to {test_from}, then test",
-            "loads are scaled by mean and standard deviation of each meter's training hours; errors are in these units",
+            f"loads are scaled {scaling} of each meter's training hours; errors are in these units",
         ),
     )
 
@@ -62,20 +64,40 @@ def _parse(path: Path, content: bytes) -> tuple[list[str], Floats]:
     return names, series
 
 
-def _choose(series: Floats, clients: int) -> list[int]:
-    """All meters, or by farthest-point sampling of their daily profiles."""
-    if clients == 0 or clients == series.shape[1]:
-        return list(range(series.shape[1]))
-    if clients > series.shape[1]:
-        raise DataError(f"data.clients = {clients}: there are only {series.shape[1]} meters")
-    days = len(series) // DAY
-    profile = series[: days * DAY].reshape(days, DAY, -1).mean(0)
-    profile = (profile - profile.mean(0)) / np.where(profile.std(0) > 0, profile.std(0), 1.0)
-    chosen = [int(((profile - profile.mean(1, keepdims=True)) ** 2).sum(0).argmax())]
-    while len(chosen) < clients:
-        distance = ((profile[:, :, None] - profile[:, None, chosen]) ** 2).sum(0).min(1)
+def _scale(known: Floats, scale: str) -> tuple[Floats, Floats, str]:
+    """What is subtracted from each meter's series and by what it is divided, and that in words."""
+    if scale == "unit":
+        return known.min(0), known.max(0) - known.min(0), "to 0..1 by minimum and maximum"
+    return known.mean(0), known.std(0), "by mean and standard deviation"
+
+
+def _choose(known: Floats, scaled: Floats, config: ElectricityConfig) -> list[int]:
+    """All meters, or by farthest-point sampling of their daily profiles, or of their places by t-SNE."""
+    meters = known.shape[1]
+    if config.clients in (0, meters):
+        return list(range(meters))
+    if config.clients > meters:
+        raise DataError(f"data.clients = {config.clients}: there are only {meters} meters")
+    if config.distinct == "tsne":
+        points = _places(scaled)
+    else:
+        days = len(known) // DAY
+        profile = known[: days * DAY].reshape(days, DAY, -1).mean(0)
+        points = (profile - profile.mean(0)) / np.where(profile.std(0) > 0, profile.std(0), 1.0)
+    chosen = [int(((points - points.mean(1, keepdims=True)) ** 2).sum(0).argmax())]
+    while len(chosen) < config.clients:
+        distance = ((points[:, :, None] - points[:, None, chosen]) ** 2).sum(0).min(1)
         chosen.append(int(distance.argmax()))
     return sorted(chosen)
+
+
+def _places(scaled: Floats) -> Floats:
+    """Places of meters in the plane [2, meters] by t-SNE of their scaled training hours; the same in every run."""
+    from sklearn.manifold import TSNE  # a second to import
+
+    meters = scaled.shape[1]
+    embedding = TSNE(perplexity=min(30.0, (meters - 1) / 3), init="pca", random_state=0, n_jobs=1)
+    return np.asarray(embedding.fit_transform(np.ascontiguousarray(scaled.T)), np.float64).T
 
 
 def _windows(scaled: Floats, window: int, first: int, last: int) -> Rows:

@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from fedtailor.core.data import FederatedData
 from fedtailor.core.random import stream
 from fedtailor.data import partitions
-from fedtailor.data.configs import (
-    Cifar10Config,
-    DigitsConfig,
-    FashionMnistConfig,
-    MnistConfig,
-    PartitionConfig,
-    QmnistConfig,
-)
+from fedtailor.data.configs import Cifar10Config, DigitsConfig, FashionMnistConfig, MnistConfig, QmnistConfig
 from fedtailor.data.download import data_root, locate
 from fedtailor.data.files import check_labels, read_cifar, read_idx
 from fedtailor.data.pools import TRAIN_TEST, ImagePool, deal_pool, split_pool
@@ -31,26 +24,32 @@ DIGITS = tuple(str(k) for k in range(10))
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
+Dealt = DigitsConfig | MnistConfig | FashionMnistConfig | Cifar10Config
+
 
 def load(
-    config: PartitionConfig | QmnistConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
+    config: Dealt | QmnistConfig, *, seed: int, root: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
     """Read, distribute and split the images of a configuration."""
     folder = data_root(root)
-    match config:
-        case QmnistConfig():
-            return _qmnist(config, seed, folder, dtype)
-        case DigitsConfig():
-            pool = _digits()
-        case MnistConfig():
-            pool = mnist(folder, "MNIST", config.source, config.use, DIGITS)
-        case FashionMnistConfig():
-            pool = mnist(folder, "FashionMNIST", config.source, config.use, CLOTHES)
-        case Cifar10Config():
-            pool = _cifar10(folder, config.use)
-        case _:
-            raise TypeError(f"not an image source: {config!r}")
+    if isinstance(config, QmnistConfig):
+        return _qmnist(config, seed, folder, dtype)
+    use = "all" if isinstance(config, DigitsConfig) else config.use
+    pool = image_pool(config.source, use, folder)
     return deal_pool(config.source, replace(pool, dtype=dtype), config, seed)
+
+
+def image_pool(source: str, use: str, folder: Path) -> ImagePool:
+    """All images of a source."""
+    match source:
+        case "digits":
+            return _digits()
+        case "mnist":
+            return mnist(folder, "MNIST", source, use, DIGITS)
+        case "fashion-mnist":
+            return mnist(folder, "FashionMNIST", source, use, CLOTHES)
+        case _:
+            return _cifar10(folder, use)
 
 
 @cache

@@ -37,7 +37,7 @@ def fast_path(training: Training, t: Tree) -> FastPath | None:
     layer = structure.head_layer(training.model) if is_by_hand else None
     if layer is not None and set(t["params"]) == {layer.weight, layer.bias}:
         return head.train_head
-    return None if training.model.warm_starts else descent.descend
+    return None if training.model.warm_starts or training.model.rebound else descent.descend
 
 
 def uses_channels_last(training: Training, differentiable: bool) -> bool:
