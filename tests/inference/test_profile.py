@@ -22,7 +22,7 @@ def deviance(sites: list[Site], sd: tuple[float, float], rho: float, sigma: floa
     """Of maximum likelihood, from the rows: V of every site as it is written."""
     cross = rho * sd[0] * sd[1]
     spread = np.array([[sd[0] ** 2, cross], [cross, sd[1] ** 2]])
-    logs, a, b, c, n = 0.0, np.zeros((2, 2)), np.zeros(2), 0.0, 0
+    logs, a, b, c, n = 0.0, np.zeros((2, 2)), np.zeros(2), np.zeros(()), 0
     for x, y in sites:
         v = x @ spread @ x.T + sigma**2 * np.eye(len(y))
         inverse = np.linalg.inv(v)

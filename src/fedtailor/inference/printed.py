@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fedtailor.inference.estimates import Coefficient, Comparison, Estimates, RandomPart
+from fedtailor.inference.estimates import Coefficient, LikelihoodRatio, Estimates, RandomPart
 
 if TYPE_CHECKING:
     import polars as pl
@@ -188,7 +188,7 @@ def escaped(text: str) -> str:
     return "".join(special.get(letter, letter) for letter in text)
 
 
-def comparison_text(comparison: Comparison) -> str:
+def comparison_text(comparison: LikelihoodRatio) -> str:
     """As R's anova."""
     rows = [["", "parameters", "AIC", "BIC", "logLik", "deviance", "chi squared", "df", "p"]]
     for e in (comparison.smaller, comparison.larger):
