@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fedtailor.inference.estimates import Coefficient, LikelihoodRatio, Estimates, RandomPart
+from fedtailor.inference.estimates import Coefficient, Estimates, LikelihoodRatio, RandomPart
 
 if TYPE_CHECKING:
     import polars as pl

@@ -17,7 +17,7 @@ from fedtailor.data.tabular.formula import Design, FormulaRows
 from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.inference.estimates import LikelihoodRatio, Estimates, estimates_of, modes_of
+from fedtailor.inference.estimates import Estimates, LikelihoodRatio, estimates_of, modes_of
 from fedtailor.inference.formula_data import load_formula
 
 FamilyName = Literal["gaussian", "binomial", "poisson", "cox"]
