@@ -229,6 +229,8 @@ def tests_by_column(mixed: MixedFit, terms: list[CoefficientTerm], size: int) ->
     for term in terms:
         used = np.flatnonzero(term.weights[:-1]) if term.name != INTERCEPT else np.array([size - 1])
         features.setdefault(term.column, set()).update(int(j) for j in used)
+    # a site's level may be in the effects of its categories, which add up to an intercept
+    features[INTERCEPT] |= {int(j) for term in terms if term.reference for j in np.flatnonzero(term.weights[:-1])}
     places = {name: [o * size + j for o in outputs for j in sorted(js)] for name, js in features.items()}
     is_known = "noise" not in mixed.server  # of a working response
     like = mixed.server["factor"].double()
