@@ -34,7 +34,9 @@ def main() -> None:
 def render() -> str:
     """The page of today's docstrings."""
     intro = (REFERENCE / "python.intro.md").read_text(encoding="utf-8")
-    return ENTRY.sub(lambda match: "\n".join(entry(match[1], match[2])) + "\n", intro)
+    text = ENTRY.sub(lambda match: "\n".join(entry(match[1], match[2])) + "\n", intro)
+    text = re.sub(r"ForwardRef\('([^']*)'[^)]*\)", r"\1", text)
+    return re.sub(r"<[^<>\n]*(?:<lambda>)?[^<>\n]* at 0x[0-9a-f]+>", "...", text)  # an object has no other form
 
 
 def entry(path: str, options: str) -> Iterator[str]:
@@ -91,7 +93,7 @@ def fields(kind: type, *, inherited: bool) -> Iterator[str]:
     elif issubclass(kind, tuple):
         rows = [f"{name}: {hint}" for name, hint in kind.__annotations__.items()]
     if rows:
-        yield from ["```python", *rows, "```", ""]
+        yield from ["```text", *rows, "```", ""]
 
 
 def shown(name: str, subject: Any, level: str) -> Iterator[str]:
@@ -102,7 +104,7 @@ def shown(name: str, subject: Any, level: str) -> Iterator[str]:
     if callable(of) and not isinstance(subject, property) and not hasattr(subject, "func"):
         called = signature(name.rpartition(".")[2], of)
         if called:
-            yield from ["```python", called, "```", ""]
+            yield from ["```text", called, "```", ""]
     yield from paragraphs(inspect.getdoc(of) or "")
 
 

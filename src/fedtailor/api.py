@@ -47,7 +47,7 @@ from fedtailor.tables.serve import Personal
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Comparison", "Fit", "Personal", "Run", "RunWarning", "compare", "fit", "load", "run"]
+__all__ = ["ComparisonRuns", "Fit", "Personal", "Run", "RunWarning", "compare", "fit", "load", "run"]
 
 
 class Fit:
@@ -173,7 +173,7 @@ class Fit:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
-    def report(self: Fit | Run | Comparison, out: str | Path | None = None) -> Path:
+    def report(self: Fit | Run | ComparisonRuns, out: str | Path | None = None) -> Path:
         """Write the HTML report.
 
         Args:
@@ -286,7 +286,7 @@ class Run:
         return _html(title, ("", "round", "mean", "client std", "worst tenth"), rows)
 
 
-class Comparison:
+class ComparisonRuns:
     """Several algorithms on the same task.
 
     Args:
@@ -326,7 +326,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         labels = list(dict.fromkeys(cell.label for cell in self._cells))
-        return f"Comparison({', '.join(labels)}; in {self.path})"
+        return f"ComparisonRuns({', '.join(labels)}; in {self.path})"
 
 
 def _html(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -485,7 +485,7 @@ def compare(
     data_root: str | Path | None = None,
     out: str | Path | None = None,
     progress: bool = True,
-) -> Comparison:
+) -> ComparisonRuns:
     """Train several algorithms on the same task, as `fedtailor compare` does.
 
     Args:
@@ -509,7 +509,7 @@ def compare(
         grid = comparing.run_grid(checked, path, None if data_root is None else Path(data_root), listener)
     notes = search_notes(path) if checked.search is not None else []
     result_tables.write(path, result_tables.files(comparing.rows(grid), notes))
-    return Comparison(path)
+    return ComparisonRuns(path)
 
 
 def _setting(key: str, value: Any) -> Any:
@@ -558,7 +558,7 @@ def _tables(task: FederatedData | SourceConfig | Mapping[str, Any] | str) -> dic
     )
 
 
-def load(path: str | Path, trust: bool = False) -> Fit | Run | Comparison:
+def load(path: str | Path, trust: bool = False) -> Fit | Run | ComparisonRuns:
     """Open the folder of a fit, a run or a comparison.
 
     Args:
@@ -575,4 +575,4 @@ def load(path: str | Path, trust: bool = False) -> Fit | Run | Comparison:
         if "sites" not in read_json(path / FIT):
             raise ConfigError(f"{path}: the fit is not finished; call the same fit with out={str(path)!r}")
         return Fit(path)
-    return Comparison(path) if (path / GRID).exists() else Run(path)
+    return ComparisonRuns(path) if (path / GRID).exists() else Run(path)

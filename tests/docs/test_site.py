@@ -89,7 +89,7 @@ def test_the_python_reference_is_that_of_today_and_readable_in_a_clone() -> None
     )
     assert done.returncode == 0, done.stderr
     assert ":::" not in page
-    for name in ("Federation.map", "ClientContext.sgd", "ClientContext.features", "Run.rounds", "Comparison.table"):
+    for name in ("Federation.map", "ClientContext.sgd", "ClientContext.features", "Run.rounds", "ComparisonRuns.table"):
         assert f"#### {name}\n" in page
     assert "- `epochs`: Passes over the training samples." in page
 

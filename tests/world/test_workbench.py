@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fedtailor as ft
-from fedtailor.api import Comparison, Run, RunWarning
+from fedtailor.api import ComparisonRuns, Run, RunWarning
 from fedtailor.core.model import Model
 from fedtailor.errors import ConfigError, RetryableError, UserError
 from fedtailor.experiments import runner, sampling
@@ -249,7 +249,7 @@ def test_a_comparison_as_frames(tmp_path: Path) -> None:
     tables = TABLES | {"compare": {"name": "two", "algorithms": ["local", "fedavg"], "seeds": [0, 1], "workers": 1}}
     made = ft.compare(tables, out=tmp_path / "two", progress=False)
     opened = ft.load(tmp_path / "two")
-    assert isinstance(opened, Comparison)
+    assert isinstance(opened, ComparisonRuns)
     assert opened.table["algorithm"].to_list() == ["Local", "FedAvg"]
     assert opened.clients.shape[0] == 2 * 2 * 4
     one = made.runs["FedAvg", 1]
