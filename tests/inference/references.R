@@ -83,13 +83,14 @@ n <- 120
 i <- seq_len(n)
 small <- data.frame(
   site = paste0("s", (i - 1) %% 6 + 1), ward = paste0("w", ((i - 1) %/% 6) %% 4 + 1),
-  x = round(sin(i * 1.7) * 2 + i / 60, 3), age = 40 + (i * 37) %% 41, arm = c("a", "b", "c")[(i * 7) %% 3 + 1],
+  x = round(sin(i * 1.7) * 2 + i / 60, 3), age = 40 + (i * 37) %% 41, arm = c("a", "b", "c")[(i + i %/% 6) %% 3 + 1],
   exposure = 1 + (i * 13) %% 5
 )
 level <- c(1.2, -0.7, 0.3, 2.1, -1.5, 0.1)[(i - 1) %% 6 + 1]
-slope <- c(0.5, -0.2, 0.1, 0.3, -0.4, 0)[(i - 1) %% 6 + 1]
+slope <- c(0.5, 0.3, -0.4, 0.1, -0.2, -0.3)[(i - 1) %% 6 + 1]
 noise <- cos(i * 2.3) + sin(i * i)
-small$y <- round(10 + level + (1.5 + slope) * small$x + (small$arm == "b") + 0.6 * sin(5 * (i %/% 6)) + noise, 3)
+of_ward <- 1.5 * sin(7 * ((i - 1) %% 6) + 3 * (((i - 1) %/% 6) %% 4))
+small$y <- round(10 + 2 * level + (1.5 + 2 * slope) * small$x + (small$arm == "b") + of_ward + noise, 3)
 small$twice <- 2 * small$x
 small$sick <- as.integer(level / 2 + 0.4 * small$x + noise > 0.5)
 small$trials <- 5 + (i * 3) %% 4
@@ -111,7 +112,7 @@ for (name in names(formulas)) {
   reml <- !identical(f$reml, FALSE)
   r <- if (is.null(f[["r"]])) f[[1]] else f[["r"]]
   model <- suppressMessages(lmerTest::lmer(as.formula(r), small, REML = reml, control = tight))
-  out[[name]] <- c(of_mixed(model, f[[1]], "gaussian", "table", profile = name != "small_aliased"), list(reml = reml))
+  out[[name]] <- c(of_mixed(model, f[[1]], "gaussian", "table", profile = name == "small_ml"), list(reml = reml))
 }
 larger <- lmer(y ~ x + arm + (1 + x | site), small, REML = FALSE, control = tight)
 smaller <- lmer(y ~ x + (1 | site), small, REML = FALSE, control = tight)
@@ -127,7 +128,8 @@ for (name in names(small_counts)) {
   first <- suppressWarnings(glmer(as.formula(f[[1]]), small, f[[2]]))
   start <- list(theta = getME(first, "theta"), fixef = fixef(first))
   model <- suppressWarnings(update(first, start = start, control = control))
-  out[[name]] <- of_mixed(model, f[[1]], f[[2]], "table", profile = name != "small_slopes")
+  # confint interpolates: near 0, and of correlations of few sites, its ends are some percent off; test_profile.py has those
+  out[[name]] <- of_mixed(model, f[[1]], f[[2]], "table", profile = name == "small_poisson")
 }
 cox <- coxph(Surv(time, event) ~ x + arm + age + strata(site), small, ties = "efron", control = coxph.control(eps = 1e-12, iter.max = 60))
 out$small_cox <- list(

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from fedtailor.flare import server as flare
-from fedtailor.inference.federated import finished
+from fedtailor.inference.finished_model import finished
 from fedtailor.inference.formula_data import agreement, read_agreement
 from fedtailor.inference.statistical_model import Request, StatisticalModel, config_of, model
 from tests.flare.sites import Authority, Sites

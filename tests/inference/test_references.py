@@ -22,7 +22,7 @@ INFINITE = 10.0  # R's standard error of a coefficient that has no finite estima
 
 
 def table() -> pl.DataFrame:
-    return pl.DataFrame(REFERENCES["table"])
+    return pl.DataFrame(REFERENCES["table"], strict=False)
 
 
 @cache
@@ -70,9 +70,8 @@ def check_equal(name: str) -> None:
     if "spread" in found:
         assert sorted(p.estimate for p in ours.random) == pytest.approx(sorted(found["spread"]), abs=ERROR)
     for site, term, value, error in zip(*found.get("modes", {}).values(), strict=True):
-        (mode,) = [m for m in ours.modes if (m.site, plain(m.term)) == (site, plain(term))] or [None]
         if ":" not in site:  # groups inside a site stay there
-            assert mode is not None
+            (mode,) = [m for m in ours.modes if (m.site, plain(m.term)) == (site, plain(term))]
             assert (mode.estimate, mode.error) == pytest.approx((value, error), abs=ERROR)
     if "profile" in found:
         order = {(p.kind, p.group, p.term): (p.low, p.high) for p in ours.random}
@@ -95,7 +94,8 @@ def test_a_likelihood_ratio_is_that_of_r() -> None:
     models = [model(table(), f, site="site") for f in ("y ~ x + (1 | site)", "y ~ x + arm + (1 + x | site)")]
     test, found = anova(*models), REFERENCES["small_anova"]
     assert test.statistic == pytest.approx(found["chisq"], abs=1e-3)
-    assert (test.df, test.p) == (found["df"], pytest.approx(found["p"], rel=1e-2))
+    assert test.df == found["df"]
+    assert test.p == pytest.approx(found["p"], rel=1e-2)
 
 
 def test_what_repeats_other_columns_is_dropped_by_name() -> None:

@@ -61,13 +61,14 @@ def numbers(e: Estimates) -> Iterator[float]:
 
 @pytest.mark.parametrize("family", ["gaussian", "binomial", "cox"])  # poisson is binomial's program
 def test_engines_and_secure_sums_agree(family: Any) -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "vmap": {"engine": "vmap"},
+        "wire": {"engine": "wire"},
+        "secure": {"secure": True},
+    }
     by_way = {
         way: list(numbers(model(rows(), FORMULAS[family], family, site="site", **options).estimates))
-        for way, options in {
-            "vmap": {"engine": "vmap"},
-            "wire": {"engine": "wire"},
-            "secure": {"secure": True},
-        }.items()
+        for way, options in ways.items()
     }
     for way, found in by_way.items():
         assert found == pytest.approx(by_way["vmap"], rel=1e-6, abs=1e-9), way

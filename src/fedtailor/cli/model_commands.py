@@ -146,7 +146,7 @@ def _local_trial(data: Path, request: Any, name: str, folder: Path, say: Callabl
     """The whole federation on this machine: server and sites are processes."""
     from fedtailor.data.sources.saved_data import save
     from fedtailor.flare.local_trial import run_trial
-    from fedtailor.inference.federated import finished
+    from fedtailor.inference.finished_model import finished
     from fedtailor.inference.formula_data import load_formula
     from fedtailor.inference.statistical_model import config_of
 
@@ -163,7 +163,7 @@ def _at_sites(agreed: Path, request: Any, name: str, admin: Path, say: Callable[
     from fedtailor.experiments.store import RunFolder, read_json
     from fedtailor.flare import kits
     from fedtailor.flare.nvidia import Launcher
-    from fedtailor.inference.federated import finished
+    from fedtailor.inference.finished_model import finished
     from fedtailor.inference.formula_data import read_agreement
     from fedtailor.inference.statistical_model import config_of
 

@@ -111,7 +111,7 @@ class Estimates:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LikelihoodRatio:
     """A likelihood ratio test of two nested models."""
 
     smaller: Estimates

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fedtailor.inference.estimates import Coefficient, Comparison, Estimates, RandomPart
+from fedtailor.inference.estimates import Coefficient, Estimates, LikelihoodRatio, RandomPart
 
 if TYPE_CHECKING:
     import polars as pl
@@ -108,16 +108,17 @@ def frame_of(e: Estimates) -> pl.DataFrame:
 def random_frame_of(e: Estimates) -> pl.DataFrame:
     import polars as pl
 
-    floats = dict.fromkeys(("estimate", "low", "high"), pl.Float64)
-    texts = dict.fromkeys(("group", "term", "kind"), pl.String)
-    return pl.DataFrame([asdict(part) for part in e.random], schema=texts | floats)
+    kinds: dict[str, Any] = dict.fromkeys(("group", "term", "kind"), pl.String)
+    kinds |= dict.fromkeys(("estimate", "low", "high"), pl.Float64)
+    return pl.DataFrame([asdict(part) for part in e.random], schema=kinds)
 
 
 def modes_frame_of(e: Estimates) -> pl.DataFrame:
     import polars as pl
 
-    floats = dict.fromkeys(("estimate", "error", "low", "high", "coefficient"), pl.Float64)
-    return pl.DataFrame([asdict(mode) for mode in e.modes], schema={"site": pl.String, "term": pl.String} | floats)
+    kinds: dict[str, Any] = dict.fromkeys(("site", "term"), pl.String)
+    kinds |= dict.fromkeys(("estimate", "error", "low", "high", "coefficient"), pl.Float64)
+    return pl.DataFrame([asdict(mode) for mode in e.modes], schema=kinds)
 
 
 def modes_text(e: Estimates) -> str:
@@ -187,7 +188,7 @@ def escaped(text: str) -> str:
     return "".join(special.get(letter, letter) for letter in text)
 
 
-def comparison_text(comparison: Comparison) -> str:
+def comparison_text(comparison: LikelihoodRatio) -> str:
     """As R's anova."""
     rows = [["", "parameters", "AIC", "BIC", "logLik", "deviance", "chi squared", "df", "p"]]
     for e in (comparison.smaller, comparison.larger):

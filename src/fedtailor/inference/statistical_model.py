@@ -17,7 +17,7 @@ from fedtailor.data.tabular.formula import Design, FormulaRows
 from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.inference.estimates import Comparison, Estimates, estimates_of, modes_of
+from fedtailor.inference.estimates import Estimates, LikelihoodRatio, estimates_of, modes_of
 from fedtailor.inference.formula_data import load_formula
 
 FamilyName = Literal["gaussian", "binomial", "poisson", "cox"]
@@ -197,7 +197,7 @@ def only_sites(data: FederatedData, leaving: Sequence[str]) -> FederatedData:
     return data.only(staying)
 
 
-def anova(first: StatisticalModel, second: StatisticalModel) -> Comparison:
+def anova(first: StatisticalModel, second: StatisticalModel) -> LikelihoodRatio:
     """Compare nested models of the same rows by a likelihood ratio; linear ones are refitted by maximum likelihood.
 
     Args:
@@ -213,7 +213,7 @@ def anova(first: StatisticalModel, second: StatisticalModel) -> Comparison:
         raise ConfigError(f"anova: the models have {a.rows} and {b.rows} rows; compare models of the same rows")
     if a.parameters == b.parameters:
         raise ConfigError(f"anova: both models have {a.parameters} parameters; neither is nested in the other")
-    return Comparison(a, b)
+    return LikelihoodRatio(a, b)
 
 
 def as_ml(fitted: StatisticalModel) -> StatisticalModel:

@@ -64,6 +64,26 @@ def minimise(
     return Minimum(x, point, False, count)
 
 
+def minimise_from_several(
+    evaluate: Callable[[Floats], Point], start: Floats, lower: Floats, again: Floats, longest: float = LONGEST
+) -> Minimum:
+    """As `minimise`; one that ends on a bound is tried from other places too, for there may be a lower one elsewhere.
+
+    `again` has by number how far from its bound it begins then.
+    """
+    best = minimise(evaluate, start, lower, longest=longest)
+    count = best.evaluations
+    if not (best.at <= lower + 1e-6).any():
+        return best
+    for part in (1.0, 0.2):
+        away = np.where(np.isfinite(lower), np.maximum(best.at, lower + part * again), best.at)
+        tried = minimise(evaluate, away, lower, longest=longest)
+        count += tried.evaluations
+        if tried.point.value < best.point.value - NOISE:
+            best = tried
+    return best._replace(evaluations=count)
+
+
 def newton_step(point: Point, free: NDArray[np.bool_], longest: float = LONGEST) -> Floats:
     """Downhill among the free numbers, also where the curvature is negative."""
     step = np.zeros_like(point.gradient)

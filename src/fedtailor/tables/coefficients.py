@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtailor import algorithms
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
@@ -23,6 +24,7 @@ from fedtailor.experiments.store import RunFolder
 from fedtailor.numerics.reml import own_covariance
 from fedtailor.studies.grid import Cell
 from fedtailor.tables.candidates import ALONE, COMMON, LinearModels, delivered_models, kind_of, train
+from fedtailor.tables.variance_tests import LEVEL, difference_tests, problem_of
 
 Floats = NDArray[np.float64]
 INTERCEPT = "intercept"
@@ -104,7 +106,6 @@ def aliases(weights: Floats, hidden: Floats, features: tuple[str, ...]) -> list[
 
 Z = 1.959964  # 95 %
 AT_ONCE = 2**22  # numbers in the covariances of sites that are computed together
-SMALL = 0.02  # sd between sites per sd of a feature, in sds of the target or in log-odds: below, a term is common
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class MixedFit:
     server: Tree  # beta, factor, covariance, noise
     curvatures: Tensor  # [sites, k, k], X'X of each site
     own: Floats  # [sites, k], coefficients of each site
+    moments: tuple[Tensor, Tensor, Tensor] | None = None  # X'y and y'y of each site, and numbers in y
+    penalty: float = 0.0
 
     @property
     def noise(self) -> float:
@@ -143,7 +146,10 @@ def load_mixed_fit(cell: Cell, data: FederatedData) -> MixedFit:
     assert saved is not None
     state = saved[1]["state"]
     own = coefficient_vectors(delivered_models(cell, data.clients), data)
-    return MixedFit(state["server"], state["clients"]["state"]["a"].double(), own)
+    sites, counts = state["clients"]["state"], data.train.sizes
+    algorithm = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
+    moments = sites["b"].double(), sites["c"].double(), sites.get("count", counts).double()
+    return MixedFit(state["server"], sites["a"].double(), own, moments, float(getattr(algorithm, "penalty", 0.0)))
 
 
 def fit_one_site(config: RunConfig, data: FederatedData) -> MixedFit:
@@ -174,6 +180,7 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
     beta, covariance = mixed.server["beta"].double().reshape(-1).numpy(), mixed.server["covariance"].double()
     hidden, spread = null_projection(covariance.numpy()), mixed.spread
     size = len(terms[0].weights)
+    p_values = tests_by_column(mixed, terms, size)
     weights = np.zeros((len(beta) // size, len(terms), len(beta)))
     for j in range(len(beta) // size):
         weights[j, :, j * size : (j + 1) * size] = [term.weights for term in terms]
@@ -187,6 +194,10 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
             alias = sorted(set(aliases(w, hidden, (*data.features, INTERCEPT) * (len(beta) // size))))
             values, middle = unit * (mixed.own @ w), 0.0 if is_class or term.name != INTERCEPT else target.mean
             errors = own_errors[:, j, t].tolist()
+            ends = [
+                _confidence_interval(middle + v, unit * e, alias) for v, e in zip(values.tolist(), errors, strict=True)
+            ]
+            signs = {end["low"] > 0 for end in ends if not alias and end["low"] * end["high"] > 0}  # type: ignore[operator]
             rows.append(
                 _term_record(term)
                 | {
@@ -195,12 +206,11 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
                         middle + unit * (beta @ w), unit * _standard_error(covariance.numpy(), w), alias
                     ),
                     "spread": unit * _standard_error(spread, w),
-                    "differs": _standard_error(spread, w) > SMALL,
+                    "differs": p_values[term.column] < LEVEL,
+                    "differs_p": p_values[term.column],
+                    "crosses": len(signs) > 1,
                     "share": float(shares[:, np.flatnonzero(w)].mean()),
-                    "sites": [
-                        _confidence_interval(middle + v, unit * e, alias)
-                        for v, e in zip(values.tolist(), errors, strict=True)
-                    ],
+                    "sites": ends,
                 }
             )
         outputs.append(
@@ -222,6 +232,26 @@ def _own_errors(mixed: MixedFit, weights: Floats) -> tuple[Floats, Floats]:
         errors.append(((w @ own) * w).sum(-1).clamp(min=0).sqrt())
         shares.append(kept.clamp(0, 1))
     return torch.cat(errors).numpy(), torch.cat(shares).numpy()
+
+
+def tests_by_column(mixed: MixedFit, terms: list[CoefficientTerm], size: int) -> dict[str, float]:
+    """P-values of a column's effect differing between sites."""
+    if mixed.moments is None:
+        return {term.column: 1.0 for term in terms}
+    outputs = range(len(mixed.server["beta"].reshape(-1)) // size)
+    features: dict[str, set[int]] = {}
+    for term in terms:
+        used = np.flatnonzero(term.weights[:-1]) if term.name != INTERCEPT else np.array([size - 1])
+        features.setdefault(term.column, set()).update(int(j) for j in used)
+    # a site's level may be in the effects of its categories, which add up to an intercept
+    features[INTERCEPT] |= {int(j) for term in terms if term.reference for j in np.flatnonzero(term.weights[:-1])}
+    places = {name: [o * size + j for o in outputs for j in sorted(js)] for name, js in features.items()}
+    is_known = "noise" not in mixed.server  # of a working response
+    like = mixed.server["factor"].double()
+    penalty = torch.full_like(like[0], mixed.penalty)
+    penalty[size - 1 :: size] = 1e-6 if is_known else 0.0
+    problem = problem_of(mixed.curvatures, *mixed.moments, penalty, 1.0 if is_known else None)
+    return difference_tests(problem, like, places)
 
 
 def _standard_error(covariance: Floats, weights: Floats) -> float:

@@ -67,7 +67,7 @@ def sharing_words(term: Mapping[str, Any], sites: int) -> str:
         return f"common to {all_sites(sites)}" + ("" if term["varies"] else ", constant within each")
     factor = 1.0 if term["sd"] is None else float(term["sd"])
     spread, value = term["spread"] / factor, term["value"] / factor
-    sign = ", also in sign" if term["name"] != INTERCEPT and abs(value) < spread else ""
+    sign = ", also in sign" if term["name"] != INTERCEPT and term.get("crosses") else ""
     return f"varies between sites{sign} (sd {spread:.3g} around {value:.3g})"
 
 

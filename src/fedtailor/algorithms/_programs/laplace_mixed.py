@@ -82,7 +82,7 @@ class FormulaCounts(FormulaModel):
         found = first
         if entries:
             start = np.concatenate([first.at, unit])
-            found = bounded_newton.minimise(evaluate, start, lower, longest=1.0)
+            found = bounded_newton.minimise_from_several(evaluate, start, lower, np.ones_like(lower), longest=1.0)
         free = server["center"].new_tensor(found.at)
         fed.map(self.settle, free)
         server = server | {"free": free, "deviance": free.new_tensor(found.point.value)}

@@ -110,7 +110,7 @@ class FormulaLinear(FormulaModel):
             latest[theta.tobytes()] = terms, first, second
             return profiled_deviance.expand(terms, first, second, self.fixed, kept, rows, reml)
 
-        found = bounded_newton.minimise(evaluate, first_guess, lower)
+        found = bounded_newton.minimise_from_several(evaluate, first_guess, lower, np.ones_like(lower))
         if found.at.tobytes() not in latest:
             evaluate(found.at)
         terms, first, second = latest[found.at.tobytes()]

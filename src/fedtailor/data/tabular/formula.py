@@ -371,10 +371,9 @@ def rows_of(design: Design, table: ClientTable, site: str) -> DesignRows:
     if design.family == "cox":
         at = [i for i, name in enumerate(design.specs[0].column_names) if name != "Intercept"]
         matrices[0] = matrices[0][:, at]
-    codes = np.zeros(len(frame))
-    if group is not None:
-        _, codes = np.unique(group[keep].astype(str), return_inverse=True)
-    extras = np.column_stack([offset, weight, codes.astype(np.float64)])
+    names = np.zeros(len(frame)) if group is None else group[keep].astype(str)
+    codes = np.unique(names, return_inverse=True)[1].astype(np.float64)
+    extras = np.column_stack([offset, weight, codes])
     x = np.column_stack([*matrices, extras])
     if not np.isfinite(x).all():
         name = design.features[int(np.flatnonzero(~np.isfinite(x).all(axis=0))[0])]
