@@ -183,7 +183,7 @@ class StandIns:
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
-        module.__path__ = []  # type: ignore[attr-defined]
+        module.__path__ = []
         module.__getattr__ = _anything  # type: ignore[method-assign]
         return module
 
@@ -216,7 +216,7 @@ def _plain_network() -> type:
 
 def run_pfllib(checkout: Path, options: list[str]) -> None:
     """What `python main.py OPTIONS` does, up to its results, which are printed."""
-    sys.meta_path.append(StandIns())  # type: ignore[arg-type]
+    sys.meta_path.append(StandIns())
     sys.path.insert(0, str(checkout / "system"))
     sys.argv = ["main.py", *options]
     program: Any = importlib.import_module("main")

@@ -180,14 +180,15 @@ def table(name: str, rows: str = "", seeds: int = 0, out: Path | None = None, co
     figures = reproduce.run(published, cells, data_root(), _quiet)
     command = f"fedtailor reproduce {name}" + (" --scale paper" if of == "paper" else "")
     columns = ("", *(column.name for column in published.columns))
-    notes = tuple(search.notes(folder)) if published.search is not None else ()
+    is_searched = reproduce.search_section(published, of) is not None
+    notes = tuple(search.notes(folder)) if is_searched else ()
     title = published.title + (", at the paper's size" if of == "paper" else "")
     part = RecordedPart(name, title, command, of, columns, notes=notes)
     for row in dict.fromkeys(row for row, _ in cells):
         shown = {f.column: reproduce.text(f) for f in figures if f.row == row}
         groups = {column: group for (title, column), group in cells.items() if title == row}
         made = recorded(row, shown, folder, groups, command)
-        if published.search is not None:
+        if is_searched:
             made.settings = {c: settings[f"{row} {c}"] for c in groups if settings.get(f"{row} {c}")}
         part.rows.append(made)
     return part
@@ -296,13 +297,15 @@ def take_digests(parts: Sequence[RecordedPart]) -> None:
     for i, part in enumerate(parts):
         rows = {row.name for row in part.rows if not row.digests}
         new = {key: config for key, config in configurations(part).items() if key[0] in rows} if rows else {}
-        first = {(row, config.model_dump_json()): column for (row, column), config in reversed(new.items())}
+        first: dict[tuple[str, str], str] = {}
+        for (row, column), config in new.items():
+            first.setdefault((row, config.model_dump_json()), column)
         wanted |= {(i, row, column): new[row, column] for (row, _), column in first.items()}
     found, now = miniature.digests(wanted, data_root()), records.commit()
     for (i, name, column), digest in found.items():
         if digest is not None:
-            row = parts[i].row(name)
-            row.digests[column], row.digest_commit = digest, now
+            recorded_row = parts[i].row(name)
+            recorded_row.digests[column], recorded_row.digest_commit = digest, now
 
 
 def attempted(part: RecordedPart) -> dict[Key, RunConfig]:
@@ -315,16 +318,13 @@ def attempted(part: RecordedPart) -> dict[Key, RunConfig]:
 
 def write_figures() -> None:
     """Every algorithm's page gets its rows of the comparison of all algorithms."""
-    tables = {}
-    for config in PAGES["baselines"]:
-        checked: CompareConfig = parse(read_toml(ROOT / config), CompareConfig, config)
-        rows = json.loads((ROOT / "runs" / checked.compare.name / "table.json").read_text(encoding="utf-8"))
-        tables[checked.data.source] = {row["algorithm"]: row for row in rows}
+    every = {part.title: {row.name: row.cells for row in part.rows} for part in records.read("baselines")}
+    tables = {data: {title: cells["test accuracy %"] for title, cells in rows.items()} for data, rows in every.items()}
     for page in sorted((ROOT / "docs" / "algorithms").glob("*.md")):
         before, begin, rest = page.read_text(encoding="utf-8").partition(FIGURES[0])
         titles = SEVERAL.get(page.stem, ()) or tuple(t for t in next(iter(tables.values())) if t.lower() == page.stem)
         lines = [
-            f"| {title} | {source} | " + " | ".join(_percent(rows[t]) for t in (title, "Local", "FedAvg")) + " |"
+            f"| {title} | {source} | " + " | ".join(rows[t] for t in (title, "Local", "FedAvg")) + " |"
             for title in titles
             for source, rows in tables.items()
             if title in rows
@@ -370,10 +370,6 @@ def ranked(title: str, board: dict[str, list[dict[str, Any]]]) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     return "\n".join([*head, *lines]) if lines else ""
-
-
-def _percent(row: dict[str, Any]) -> str:
-    return f"{100 * row['mean']:.2f} ± {100 * row['spread']:.2f}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 A row of a results page keeps the digest. Where the code computes other numbers later, the row was made by something
 else. Names, files and speed do not matter; an update rule, a default, a first value or a random stream does.
+What two rounds of three clients do not exercise goes unnoticed: a late split of clusters, the length of an Adam step.
 """
 
 from __future__ import annotations

@@ -262,8 +262,8 @@ def main() -> None:
             write_atomically(kept, json.dumps(found, indent=1).encode())
         print(part, found[part], flush=True)
     intro = given.page.with_suffix(".intro.md")
-    made = records.note("networks", "python -m benchmarks.networks", [0])
-    write_atomically(given.page, ((intro.read_text() + "\n" if intro.exists() else "") + page(found, made)).encode())
+    told = records.note("networks", "python -m benchmarks.networks", [0])
+    write_atomically(given.page, ((intro.read_text() + "\n" if intro.exists() else "") + page(found, told)).encode())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ ROUNDS = 3
 class Echo(Algorithm):
     """Clients send back what they were sent."""
 
-    @on_client(sends=(MODEL, COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
     def echo(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, (w, me.n)
 

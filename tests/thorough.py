@@ -47,6 +47,7 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/docs/test_new_algorithm.py",
     "tests/docs/test_notebooks.py",
     "tests/docs/test_onboard.py::test_the_page_runs",
+    "tests/docs/test_readme.py::test_first_block_in_a_fresh_clone",
     "tests/docs/test_readme.py::test_readme_runs",
     "tests/docs/test_site.py",
     "tests/docs/test_start.py::test_agents",

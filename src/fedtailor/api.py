@@ -60,6 +60,7 @@ class Fit:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.record: dict[str, Any] = read_json(path / FIT)
+        self._served: serving.ServedModels | None = None
 
     @property
     def sites(self) -> list[str]:
@@ -82,7 +83,10 @@ class Fit:
         Returns:
             A model that predicts frames and arrays.
         """
-        return serving.personal(self.path, site)
+        now = latest(self.path)
+        if self._served is None or self._served.path != now:  # of an update, or the first
+            self._served = serving.ServedModels(now)
+        return self._served.personal(site)
 
     def explain(self, site: str = "") -> dict[str, Any]:
         """What the models mean, as `fedtailor explain --json` prints it.
@@ -169,7 +173,7 @@ class Fit:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
 
-    def report(self: Fit | Run, out: str | Path | None = None) -> Path:
+    def report(self: Fit | Run | Comparison, out: str | Path | None = None) -> Path:
         """Write the HTML report.
 
         Args:
@@ -318,16 +322,7 @@ class Comparison:
     def _folders(self) -> list[tuple[str, int, RunFolder]]:
         return [(cell.label, cell.seed, RunFolder(cell.folder)) for cell in self._cells]
 
-    def report(self, out: str | Path | None = None) -> Path:
-        """Write the HTML report.
-
-        Args:
-            out: Output file; default: report.html in the folder.
-
-        Returns:
-            Its path.
-        """
-        return write_report(self.path, None if out is None else Path(out))
+    report = Fit.report
 
     def __repr__(self) -> str:
         labels = list(dict.fromkeys(cell.label for cell in self._cells))

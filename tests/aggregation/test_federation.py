@@ -37,7 +37,9 @@ VARIANTS = variants()
 LOOKS = {
     "cfl": 'CFL looks at single replies ("cluster of each client")',
     "duw-fedavg": 'DUW-FedAvg looks at single replies ("model of each client")',
-    "duw-fednova": 'DUW-FedNova looks at single replies ("steps of each client")',
+    "duw-fedavg:paper": 'DUW-FedAvg looks at single replies ("model of each client")',
+    "duw-fednova": 'DUW-FedNova looks at single replies ("model of each client")',
+    "duw-fednova:paper": 'DUW-FedNova looks at single replies ("model of each client")',
     "fedadp": 'FedAdp looks at single replies ("models")',
     "fedamp": 'FedAMP looks at single replies ("model of each client")',
     "fedamp:heuristic": 'FedAMP looks at single replies ("model of each client")',

@@ -368,9 +368,9 @@ def test_learn2pfed_two_epochs(kind: str, engine: str) -> None:
         by_v = []
         for h, (_, y), one in zip(inputs, each, v, strict=True):
             if is_linear:
-                by_v.append(2 * h.T @ (h @ one - y[:, 0]) / sum(COUNTS))
+                by_v.append(2 * h.T @ (h @ one - y[:, 0]))  # (13) is a sum
             else:
-                d = slopes_of_logits(h @ one[3:].reshape(3, -1).T + one[:3], y)[1] * len(y) / sum(COUNTS)
+                d = slopes_of_logits(h @ one[3:].reshape(3, -1).T + one[:3], y)[1] * len(y)
                 by_v.append(np.concatenate([d.sum(0), (d.T @ h).ravel()]))
         slopes = net.back(kept, by_v)
         shrink = 1 / max(1.0, float(np.sqrt(sum((s**2).sum() for s in slopes))))

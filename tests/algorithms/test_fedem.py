@@ -7,7 +7,7 @@ from torch import nn
 from fedtailor.algorithms.fedem import FedEM
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
-from tests.helpers import F64, FULL_BATCH, assert_equal, federate, make_data, make_model, models, run, states
+from tests.helpers import F64, FULL_BATCH, assert_equal, federate, make_data, make_model, models, run, states, weighted
 
 COUNTS = [9, 1, 6, 13]
 
@@ -36,9 +36,7 @@ def test_rounds_by_hand(engine: str) -> None:
                     (each * torch.tensor([row[m] for row in q], dtype=F64)).mean().backward()
                     w = {k: (v - 0.1 * v.grad).detach() for k, v in leaf.items() if v.grad is not None}
                 trained[m].append(w)
-        theta = [
-            {k: sum(n / 29 * w[k] for n, w in zip(COUNTS, each, strict=True)) for k in model.params} for each in trained
-        ]  # type: ignore[misc]
+        theta = [weighted(each, COUNTS) for each in trained]
     fed = federate(algorithm, data, model, engine, FULL_BATCH)
     server = run(fed, rounds=2)
     assert_equal(server, {f"{m}.{k}": v for m in range(2) for k, v in theta[m].items()})

@@ -149,7 +149,7 @@ def test_federated_gradient_is_finite_differences(engine: str) -> None:
     torch.testing.assert_close(found, clip(wanted), rtol=1e-5, atol=1e-8)
 
 
-COLD = make("learn2pfed", {"preset": "paper", "cells": 2, "lam": 0.5, "rho": 0.7, "theta": 0.4, "spread": 0.3})
+COLD: Any = make("learn2pfed", {"preset": "paper", "cells": 2, "lam": 0.5, "rho": 0.7, "theta": 0.4, "spread": 0.3})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -233,8 +233,9 @@ def slopes_of_a_cold_round(preset: str) -> tuple[Tensor, Tensor, Any, FederatedD
 def test_where_a_round_starts() -> None:
     """At the last round's end; at one place; at another place in every round, which is the same on every engine."""
     data = make_data("regression")
-    ends = {}
-    for start in ("last", "fixed", "drawn"):
+    ends: dict[tuple[str, str], list[Tensor]] = {}
+    starts: tuple[Any, ...] = ("last", "fixed", "drawn")
+    for start in starts:
         algorithm = replace(UNROLLED, start=start, positive="relu", weights="samples")
         for engine in ENGINES:
             fed = federate(algorithm, data, make_model("linear", data), engine)
@@ -243,9 +244,9 @@ def test_where_a_round_starts() -> None:
                 server = fed.run_round(round, range(4), server)
                 ends[start, engine].append(server["w"])
             torch.testing.assert_close(ends[start, engine], ends[start, "loop"], rtol=0, atol=1e-10)
-    assert torch.equal(*ends["fixed", "loop"])
-    assert not torch.allclose(*ends["drawn", "loop"])
-    assert not torch.allclose(*ends["last", "loop"])
+    for start, is_same in (("fixed", True), ("drawn", False), ("last", False)):
+        first, second = ends[start, "loop"]
+        assert torch.allclose(first, second) is is_same, start
 
 
 def test_first_numbers_as_in_the_released_code() -> None:

@@ -1,5 +1,6 @@
 """Learn2pFed on the head of a network: its gradient through all cells, an outer epoch by hand, what it sends."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,16 @@ from fedtailor.errors import ConfigError
 from tests.helpers import ENGINES, F64, FULL_BATCH, assert_equal, descend, federate, make_data, make_model, models, run
 
 ALL = ("lam", *SCALARS)
-OPEN = {"learned": ALL, "reach": 0.0, "pull": 0.0, "cells": 3, "lam": 0.3, "rho": 0.2, "theta": 0.5, "v_lr": 0.4}
+OPEN: dict[str, Any] = {
+    "learned": ALL,
+    "reach": 0.0,
+    "pull": 0.0,
+    "cells": 3,
+    "lam": 0.3,
+    "rho": 0.2,
+    "theta": 0.5,
+    "v_lr": 0.4,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "joint": {"outer": "train", "serve": "own", "body": "joint", "per_cell": True, "positive": "relu"},
     "held out": {"outer": "holdout", "serve": "shrunk", "positive": "relu"},
@@ -54,36 +64,44 @@ def outer_loss(fed: Federation, rows: Tree) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradient_through_all_cells_is_finite_differences(variant: str, engine: str) -> None:
-    """Of Lambda, p, rho, eta, gamma and theta of every client (and cell), and of the body where it is trained so."""
-    options = VARIANTS[variant] | {"optimizer": "sgd", "epochs": 1}
-    fed = federation(**options, outer_lr=0.0)
+@cache
+def slopes_by_learned_numbers(variant: str) -> tuple[Tree, list[tuple[Tensor, float]]]:
+    """The states at which a round begins, and how its outer loss changes along some directions of the raw numbers."""
+    fed = federation(**VARIANTS[variant], optimizer="sgd", epochs=1, outer_lr=0.0)
     rows = tree_map(torch.clone, fed.engine.get_states())
     generator = torch.Generator().manual_seed(0)
     raw = rows["state"]["learned"]["raw"]
     raw *= 1 + 0.2 * torch.rand(raw.shape, dtype=F64, generator=generator)  # no two alike
     rows["state"]["learned"]["steps"] += 1  # p is as it is
-
-    rate = 1e-3
-    taped = federation(engine, **options, outer_lr=rate)
-    one_round(taped, rows)
-    gradient = (raw - taped.engine.get_states()["state"]["learned"]["raw"]) / rate
-
-    def slope(direction: Tensor) -> float:
+    found = []
+    for place in [
+        0,
+        7,
+        14,
+        *range(-5, 0),
+    ]:  # some of the degrees, and all scalars; of two clients and all cells at once
+        direction = torch.zeros_like(raw)
+        direction[[0, 3], ..., place] = torch.randn(raw[[0, 3], ..., place].shape, dtype=F64, generator=generator)
         ends = []
         for sign in (1, -1):
             learned = rows["state"]["learned"] | {"raw": raw + sign * 1e-5 * direction}
             ends.append(outer_loss(fed, rows | {"state": rows["state"] | {"learned": learned}}))
-        return (ends[0] - ends[1]) / 2e-5
+        found.append((direction, (ends[0] - ends[1]) / 2e-5))
+    return rows, found
 
-    for place in [*range(0, raw.shape[-1] - 5, 5), *range(-5, 0)]:  # some of the degrees, and all scalars
-        for client in (0, 3):
-            direction = torch.zeros_like(raw)
-            direction[client, ..., place] = torch.randn(raw[client, ..., place].shape, dtype=F64, generator=generator)
-            found = float((gradient * direction).sum())
-            assert found == pytest.approx(slope(direction), rel=1e-6, abs=1e-9), (client, place)
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "wire"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_through_all_cells_is_finite_differences(variant: str, engine: str) -> None:
+    """Of Lambda, p, rho, eta, gamma and theta of clients and cells."""
+    rows, slopes = slopes_by_learned_numbers(variant)
+    raw, rate = rows["state"]["learned"]["raw"], 1e-3
+    fed = federation(engine, **VARIANTS[variant], optimizer="sgd", epochs=1, outer_lr=rate)
+    one_round(fed, rows)
+    gradient = (raw - fed.engine.get_states()["state"]["learned"]["raw"]) / rate
+    assert float(gradient.norm()) < 1  # not clipped
+    for direction, slope in slopes:
+        assert float((gradient * direction).sum()) == pytest.approx(slope, rel=1e-6, abs=1e-9)
     least = gradient[[0, 2, 3]].abs().amax((0, *range(1, gradient.dim() - 1)))[-5:]
     assert float(least.min()) > 1e-6  # no number is without effect
 
@@ -107,7 +125,7 @@ def test_a_joint_body_goes_along_the_gradient_through_all_cells(engine: str) -> 
             body = rows["state"]["body"] | {k: rows["state"]["body"][k] + sign * 1e-5 * direction}
             ends.append(outer_loss(fed, rows | {"state": rows["state"] | {"body": body}}))
         wanted = (ends[0] - ends[1]) / 2e-5
-        assert 10 * float((moment * direction).sum()) == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+        assert 10 * float((moment * direction).sum()) == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
 def test_a_round_of_two_cells_by_hand() -> None:

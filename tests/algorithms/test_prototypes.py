@@ -63,8 +63,8 @@ def test_rounds_of_fedproto_by_hand(engine: str) -> None:
         x, y = data.test.of(i)
         if not len(y):
             continue
-        nearest = [min(range(3), key=lambda c, f=f: float((f - known[c]).norm())) for f in features(own[i], x)]
-        right = sum(int(a) == b for a, b in zip(nearest, y.tolist(), strict=True)) / len(y)
+        away = [[float((f - known[c]).norm()) for c in range(3)] for f in features(own[i], x)]
+        right = sum(row.index(min(row)) == b for row, b in zip(away, y.tolist(), strict=True)) / len(y)
         assert float(metrics[name]["test/accuracy"]) == pytest.approx(right)
 
 

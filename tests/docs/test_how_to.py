@@ -204,3 +204,19 @@ def test_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / "docs/how-to/optimizers.md", monkeypatch)
+
+
+def test_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/sampling.md", monkeypatch)
+
+
+def test_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/frames.md", monkeypatch)
+
+
+def test_short_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/short-methods.md", monkeypatch)
+
+
+def test_algorithm_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_page(ROOT / "docs/how-to/algorithm-members.md", monkeypatch)

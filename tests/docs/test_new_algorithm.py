@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedtailor.algorithms import algorithms
+from fedtailor.core.algorithm import Algorithm
 from fedtailor.experiments.store import read_json
 from tests.docs.pages import ROOT, run_page
 
@@ -26,3 +27,9 @@ def test_the_page_imports_public_names_only() -> None:
     """What a method needs is in `fedtailor` itself and in `fedtailor.testing`."""
     imports = re.findall(r"^(?:from|import) (fedtailor[\w.]*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(imports) == {"fedtailor", "fedtailor.testing"}
+
+
+def test_everything_that_an_algorithm_may_define_is_on_its_page() -> None:
+    page = (ROOT / "docs/how-to/algorithm-members.md").read_text(encoding="utf-8")
+    members = {name for name in vars(Algorithm) if not name.startswith("_")}
+    assert not {name for name in members if not re.search(rf"\b{name}\b", page)}

@@ -1,6 +1,9 @@
 """The README works as it stands, and all links between pages lead somewhere."""
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -40,7 +43,41 @@ def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_the_library_counts_its_own_methods_right() -> None:
     ours = [kind for kind in algorithms().values() if kind.__module__.startswith("fedtailor.")]
     personal = [kind for kind in ours if kind.keeps != "nothing"]
-    assert f"| {len(personal)} of {len(ours)} |" in README.read_text(encoding="utf-8")
+    table = (ROOT / "docs/explanation/libraries.md").read_text(encoding="utf-8")
+    assert f"| {len(personal)} of {len(ours)} |" in table
+    for page in (README, ROOT / "docs/methods.md"):
+        text = page.read_text(encoding="utf-8")
+        assert re.search(rf"\b{len(ours)} methods\b", text), page
+        assert f"{len(personal)} of them personalized" in text, page
+
+
+def test_readme_is_two_screens_before_its_first_list() -> None:
+    text = README.read_text(encoding="utf-8")
+    before = re.split(r"^(?:[-*] |\|)", text, maxsplit=1, flags=re.MULTILINE)[0]
+    assert "make demo" in before
+    assert "## Three stories" in before
+    assert len(re.findall(r"^- |^\|", text, re.MULTILINE)) <= 12  # lists and tables are on pages
+
+
+def test_first_block_in_a_fresh_clone(tmp_path: Path) -> None:
+    """With an environment that is set up already: which versions it has is what `make setup` pins."""
+    first = next(block for block in blocks(README) if block.language == "sh")
+    assert first.text.splitlines() == ["make demo", "make test"]
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    (clone / ".venv/bin").mkdir(parents=True)
+    for name, command in {"python": "", "fedtailor": "-m fedtailor"}.items():
+        (clone / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+        (clone / ".venv/bin" / name).chmod(0o755)
+    for ready in (".ready", ".all-ready"):
+        (clone / ".venv" / ready).touch()
+    environment = os.environ | {"PYTHONPATH": str(clone / "src")}
+    done = subprocess.run(["make", "demo"], cwd=clone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "FedRep" in done.stdout
+    assert (clone / "runs/demo/report.html").is_file()
+    listed = subprocess.run(["make", "-n", "test"], cwd=clone, env=environment, capture_output=True, text=True)
+    assert "-m pytest" in listed.stdout
 
 
 def rows(text: str) -> dict[str, list[float]]:
@@ -50,12 +87,12 @@ def rows(text: str) -> dict[str, list[float]]:
 
 
 def test_algorithms_and_engines_are_named() -> None:
-    text = README.read_text(encoding="utf-8")
+    text = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
     for kind in algorithms().values():
         if kind.__module__.startswith("fedtailor."):
             assert kind.title in text
     for engine in ENGINES:
-        assert f"`{engine}`" in text
+        assert f"`{engine}`" in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -71,7 +108,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_on_the_map() -> None:
     listed = re.findall(r"\]\(([^)#]+\.md)\)", (ROOT / "docs/index.md").read_text(encoding="utf-8"))
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
-    assert {page for page in there if not page.startswith("results/")} <= set(listed)
+    assert {page for page in there if not page.startswith("results/") and not page.endswith(".intro.md")} <= set(listed)
 
 
 def test_contributing_names_targets_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedtailor.algorithms import algorithms
 from fedtailor.cli.main import app
 from fedtailor.experiments.config import parse, read_toml
 from tests.docs.pages import ROOT, run_page
@@ -16,6 +17,40 @@ from tests.docs.pages import ROOT, run_page
 def test_other_libraries(page: str, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(ROOT / f"docs/how-to/{page}.md", monkeypatch)
     assert Path(made).exists()
+
+
+PFLLIB = {  # options of its main.py at commit d832e76, and the values that its model and algorithm branches know
+    *("-go", "-dev", "-did", "-data", "-ncl", "-m", "-lbs", "-lr", "-ld", "-ldg", "-gr", "-tc", "-ls", "-algo", "-jr"),
+    *("-rjr", "-nc", "-pv", "-t", "-eg", "-sfn", "-ab", "-dlg", "-dlgg", "-bnpc", "-nnc", "-ften", "-fd", "-vs", "-ml"),
+    *("-fs", "-cdr", "-tsr", "-ssr", "-ts", "-tth", "-bt", "-lam", "-mu", "-K", "-lrp", "-M", "-itk", "-alk", "-sg"),
+    *("-al", "-pls", "-tau", "-fte", "-dlr", "-L", "-nd", "-glr", "-hd", "-se", "-lf", "-slr", "-et", "-s", "-p"),
+    *("-mlr", "-Ts", "-Te", "-mo", "-klw", "-fsb", "-ca", "-cmss"),
+}
+PFLLIB_MODELS = {"MLR", "CNN", "DNN", "ResNet18", "ResNet10", "ResNet34", "AlexNet", "GoogleNet", "MobileNet", "LSTM"}
+PFLLIB_ALGORITHMS = {
+    *("FedAvg", "Local", "FedMTL", "PerAvg", "pFedMe", "FedProx", "FedFomo", "FedAMP", "APFL", "FedPer", "Ditto"),
+    *("FedRep", "FedPHP", "FedBN", "FedROD", "FedProto", "FedDyn", "MOON", "FedBABU", "APPLE", "FedGen", "SCAFFOLD"),
+    *("FD", "FedALA", "FedPAC", "LG-FedAvg", "FedGC", "FML", "FedKD", "FedPCL", "FedCP", "GPFL", "FedNTD", "FedGH"),
+    *("FedDBE", "FedCAC", "PFL-DA", "FedLC", "FedAS", "FedCross"),
+}
+
+
+def test_options_of_pfllib_are_those_of_its_parser() -> None:
+    page = (ROOT / "docs/how-to/from-pfllib.md").read_text(encoding="utf-8")
+    command = re.search(r"python main\.py (.*)", page)
+    assert command is not None
+    given = command[1].split()
+    assert set(given[::2]) <= PFLLIB
+    values = dict(zip(given[::2], given[1::2], strict=True))
+    assert values["-m"] in PFLLIB_MODELS
+    assert values["-algo"] in PFLLIB_ALGORITHMS
+    table = page.split("## Equivalent terms")[1].split("##")[0]
+    assert set(re.findall(r"`(-\w+)", table)) <= PFLLIB
+    ours = {name.replace("-", "").lower() for name in algorithms()}
+    names = {"PerAvg": "perfedavg", "LG-FedAvg": "lgfedavg"}
+    not_ours = {n for n in PFLLIB_ALGORITHMS if names.get(n, n.lower().replace("-", "")) not in ours}
+    missing = page.split("## Methods that are not included")[1]
+    assert not {n for n in not_ours if n not in missing}
 
 
 def test_flower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ def faults(engine: str) -> Iterator[Case]:
     for way in ("message", "mean"):
         yield Case(f"loses, {way}", Loses(way), [ALL], linear)
     unsure = Environment(answer=(0.5, 0.6, 0.7, 0.5), missing="stale", seed=2)
-    for name in ("fedavg", "fednova", "duw-fedavg"):
+    for name in ("fedavg", "fednova", "duw-fedavg", "duw-fednova"):
         yield Case(f"{name}, stale", variants()[name], [ALL, ALL, (2, 1), (0, 3), ALL], environment=unsure)
 
 

@@ -14,7 +14,9 @@ import torch
 
 from fedtailor.core.trees import Tree, items
 from fedtailor.errors import RunError
+from fedtailor.experiments import store
 from fedtailor.experiments.store import (
+    KnownTensors,
     RunFolder,
     new_path,
     read_json,
@@ -206,6 +208,26 @@ def test_personal_models_by_client(tmp_path: Path) -> None:
         folder.personal(names[0])
 
 
+def test_small_models_of_many_clients_share_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "MANY", 3)
+    monkeypatch.setattr(store, "TOGETHER", 6 * 8)  # of three models
+    folder, names = RunFolder(tmp_path), [f"c{i}" for i in range(8)]
+    write_json(tmp_path / "run.json", {"clients": names})
+    models = {name: {"w": torch.tensor([float(i), -1.0], dtype=torch.float64)} for i, name in enumerate(names)}
+    models["c7"] = {"w": torch.zeros(5)}  # of another form
+    with folder.personal_models("last") as keep:
+        for name in names:
+            keep(name, models[name])
+    assert len(list((tmp_path / "personal/last").glob("*.safetensors"))) == 4  # 3, 3, 1 and the other one
+    for name in names:
+        assert torch.equal(folder.personal(name, "last")["w"], models[name]["w"])
+    index = read_json(tmp_path / "personal/last/index.json")
+    for row in (3, -1):
+        write_json(tmp_path / "personal/last/index.json", index | {"c0": index["c0"] | {"row": row}})
+        with pytest.raises(RunError, match=r"names model -?\d of 3"):
+            folder.personal("c0", "last")
+
+
 def test_fingerprint_sees_one_bit_and_one_name(tmp_path: Path) -> None:
     folder, w = RunFolder(tmp_path), torch.linspace(0, 1, 5)
     write_json(tmp_path / "run.json", {"clients": ["ada"]})
@@ -226,3 +248,47 @@ def test_new_path_is_free(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run-2").touch()
     assert new_path(tmp_path, "run") == tmp_path / "run-3"
+
+
+def personal_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path / "personal").rglob("*.safetensors"))
+
+
+def test_tensors_that_models_have_in_common_are_stored_once(tmp_path: Path) -> None:
+    common = {"w": torch.arange(5000.0), "b": torch.zeros(3, dtype=torch.int64)}
+    sizes = {}
+    for clients in (2, 6):
+        names = [f"c{i}" for i in range(clients)]
+        folder = RunFolder.create(tmp_path / str(clients), config(), {"clients": names})
+        known = KnownTensors()
+        for kind in ("last", "selected"):
+            with folder.personal_models(kind, known) as keep:
+                for i, name in enumerate(names):
+                    keep(name, common | {"own": torch.full((4,), float(i)), "kind": torch.tensor(kind == "last")})
+        for kind in ("last", "selected"):
+            for i, name in enumerate(names):
+                found = folder.personal(name, kind)
+                assert list(found) == ["w", "b", "own", "kind"]
+                assert torch.equal(found["w"], common["w"])
+                assert found["own"].tolist() == [float(i)] * 4
+                assert bool(found["kind"]) == (kind == "last")
+        sizes[clients] = personal_bytes(folder.path)
+    assert sizes[2] < 1.2 * common["w"].nbytes  # before: 4 times
+    assert sizes[6] - sizes[2] < 0.1 * common["w"].nbytes
+    first = next((tmp_path / "2/personal/last").glob("00000*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    with pytest.raises(RunError, match="checksum differs"):
+        RunFolder(tmp_path / "2").personal("c1", "selected")
+
+
+def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", config(), {"clients": ["a"]})
+    with folder.personal_models("last") as keep:
+        keep("a", {"w": torch.ones(2)})
+    index = tmp_path / "run/personal/last/index.json"
+    entry = read_json(index)["a"]
+    for other in ("..", "../../elsewhere", "/etc", ""):
+        parts = [{"folder": other, "file": entry["file"], "sha256": entry["sha256"], "names": ["w"]}]
+        write_json(index, {"a": dict(entry) | {"file": "", "sha256": "", "parts": parts}})
+        with pytest.raises(RunError, match="no folder in it"):
+            folder.personal("a", "last")

@@ -21,6 +21,7 @@ from fedtailor.core.experiment import Experiment
 from fedtailor.core.task import IGNORED, Classification, Regression, Tokens, make
 from fedtailor.metrics.evaluation import evaluate
 from fedtailor.metrics.library import metrics_of
+from fedtailor.metrics.memory import Live
 from fedtailor.training.solver import Solver
 
 
@@ -142,7 +143,7 @@ print(json.dumps([value, before / 1024, resource.getrusage(resource.RUSAGE_SELF)
 
 
 def peak(how: str, sequences: int, length: int) -> tuple[float, float, float]:
-    """Perplexity, and megabytes of the process before and at the peak."""
+    """Perplexity, and megabytes of the process before and at the peak, which importing everything has, too."""
     command = [sys.executable, "-c", PROGRAM, how, str(sequences), str(length)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     value, before, most = json.loads(done.stdout)
@@ -155,4 +156,23 @@ def test_memory_of_evaluation_does_not_grow_with_the_samples() -> None:
     ours, plain = peak("ours", 128, 128), peak("plain", 128, 128)
     assert ours[0] == pytest.approx(plain[0], rel=1e-6)
     assert ours[2] <= 2 * plain[2]
-    assert ours[2] - ours[1] <= 2 * (plain[2] - plain[1])
+
+
+def peak_of_tensors(made: Experiment) -> int:
+    with Live() as live:
+        evaluate(made, [0], made.model.params, ["val"], is_stacked=False)
+    return live.peak
+
+
+def test_tensors_of_evaluation_are_those_of_a_batch() -> None:
+    names = ("perplexity", "accuracy", "loss")
+    few, many = (experiment(Bigram(8000), texts(8000, n, 64), Tokens(), names, batch=4) for n in (8, 32))
+    assert peak_of_tensors(many) <= 1.1 * peak_of_tensors(few)
+    x, y = few.data.val.of(0)
+    with Live() as live, torch.no_grad():
+        for i in range(0, len(x), 4):
+            outputs = few.model.module(x[i : i + 4])
+            F.cross_entropy(outputs.flatten(0, 1), y[i : i + 4].flatten(), ignore_index=IGNORED, reduction="sum")
+            del outputs
+    assert peak_of_tensors(few) <= 2 * live.peak
+    assert experiment(Bigram(8000), texts(8000, 8, 64), Tokens(), names).output_size == 64 * 8000 * 4

@@ -108,7 +108,10 @@ def test_an_equilibrium_is_written_with_all_its_iterations(tmp_path: Path, to: F
     runner.start(config("rounds=1", "algorithm.name=fedeq", task=DIGITS | {"model": model}), tmp_path / "run")
     (file,) = export(tmp_path / "run", "client-00", to, tmp_path / f"model{ENDINGS[to]}")
     own, x = personal(tmp_path / "run", "client-00"), rows(tmp_path / "run")[:7]
-    found = torch.export.load(file).module()(x) if to == "torch" else exporting._run_onnx(file, {"features": x.numpy()})
+    if to == "torch":
+        found = torch.export.load(file).module()(x)
+    else:
+        found = exporting._run_onnx(file, {"features": x.numpy()}, ["prediction"])["prediction"]
     torch.testing.assert_close(found, own.readable(own.outputs(x)), rtol=0, atol=1e-5)
 
 

@@ -321,15 +321,15 @@ def test_a_class_of_a_program_serves_other_processes(monkeypatch: pytest.MonkeyP
     run_program("here/my_program_for_a_test.py", 'if __name__ == "__main__":\n    ')
     assert RunFolder(Path("run")).config.algorithm.name == "my_program_for_a_test:Mine"
     with pytest.raises(RunError, match=r"'my_program_for_a_test'.*PYTHONPATH"):
-        ft.load("run").personal("client-00")
+        ft.load("run").personal("client-00")  # type: ignore[union-attr]
     monkeypatch.syspath_prepend("here")
-    assert vars(ft.load("run").personal("client-00").algorithm) == {"epochs": 2}
+    assert vars(ft.load("run").personal("client-00").algorithm) == {"epochs": 2}  # type: ignore[union-attr]
 
 
 def test_a_program_that_trains_when_it_is_imported_does_not() -> None:
     run_program("my_other_program.py", "")
     with pytest.raises(RunError, match=r'my_other_program.*__name__.*"__main__"'):
-        ft.load("run").personal("client-00")
+        ft.load("run").personal("client-00")  # type: ignore[union-attr]
 
 
 def test_a_class_that_nobody_can_import_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fedtailor.engines.inprocess import InProcess
 from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.config import CompareConfig, parse, with_settings
-from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_json
+from fedtailor.experiments.store import LOCK, RESULTS, RunFolder, read_json, write_json
 from fedtailor.studies.compare import Cost, Row, cells, local_reference, rows, run_grid
 from fedtailor.studies.grid import Cell
 from fedtailor.studies.result_tables import files, latex_escape, markdown, number, size, spread, terminal
@@ -123,13 +123,13 @@ def test_grid_may_grow(tmp_path: Path) -> None:
 
 def test_folder_of_another_task_is_refused(tmp_path: Path) -> None:
     run(grid_config("compare.seeds=[0]"), tmp_path)
-    kept = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    kept = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != LOCK}
     for setting in ("local.lr=0.2", "data.clients=3", "rounds=3"):
         with pytest.raises(RunError, match=r"another task.* --fresh"):
             run(grid_config("compare.seeds=[0]", setting), tmp_path)
     with pytest.raises(RunError, match="local-seed0"):
         run(grid_config("compare.seeds=[0]", "federation.clients_per_round=2"), tmp_path)
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == kept
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != LOCK} == kept
 
 
 def test_finished_cell_with_other_hyper_parameters_is_not_taken_for_this_one(tmp_path: Path) -> None:
@@ -222,6 +222,7 @@ def test_table_in_every_format() -> None:
 
     first, second = json.loads(made["table.json"], parse_constant=refuse)
     assert first == {
+        "others": {},
         "algorithm": "Local",
         "metric": "accuracy",
         "seeds": 2,
@@ -241,7 +242,7 @@ def test_table_in_every_format() -> None:
     assert (second["mean"], second["hurt"], second["means"]) == (None, None, {"0": None})
 
     read = list(csv.DictReader(made["table.csv"].splitlines()))
-    assert [list(row) for row in read] == [[k for k in first if k != "means"]] * 2
+    assert [list(row) for row in read] == [[k for k in first if k not in ("means", "others")]] * 2
     assert [row["algorithm"] for row in read] == ["Local", 'My_FT, "a & b"']
     assert (read[0]["mean"], read[0]["selected_spread"], read[1]["hurt"]) == ("0.6", "", "")
 

@@ -103,7 +103,10 @@ def test_rows_are_paired_by_client(tmp_path: Path) -> None:
         assert test.startswith(r"\textbf{") == (means[label] == max(means.values()))
         assert (p == "--") == (label == "Local")
     widest = [
-        max(len(re.sub(r"\\textbf|[${}\\]", "", cell)) for cell in column)
+        max(
+            len(re.sub(r"\\textbf|\\pm|[${}\\]", "", cell.replace("downarrow", ".").replace("uparrow", ".")))
+            for cell in column
+        )
         for column in zip(*(line.removesuffix(r" \\").split(" & ") for line in table), strict=True)
     ]
     assert sum(widest) + 2 * len(widest) <= 52  # characters of a column of 84 mm in small type

@@ -19,12 +19,15 @@ from fedtailor.serving.predict import predict_by_site
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import boosted_trees
 from fedtailor.tables import candidates as linear
+from fedtailor.tables import fit as fitting
 from fedtailor.tables.blend import Candidates, common_weights, stack
 from fedtailor.tables.boosted_trees import Trees, trees_of
 from fedtailor.tables.candidates import all_in_training, folds_of, train
 from fedtailor.tables.fit import fit
-from fedtailor.tables.fit_sources import read_source
+from fedtailor.tables.fit_sources import is_table_fit, read_source
 from fedtailor.tables.serve import personal
+from fedtailor.tables.stacked_sites import StackedSites
+from fedtailor.tables.words import fit_sentences
 
 
 def table(seed: int, sizes: list[int], slope: float = 0.5, big: bool = False) -> pl.DataFrame:
@@ -120,6 +123,30 @@ def test_a_candidate_that_fails_is_dropped_and_named(tmp_path: Path, monkeypatch
     assert np.isfinite(made.personal("s0").predict({"x1": [0.1], "x2": [0.0]})).all()
 
 
+def test_a_fit_goes_on_without_repeating_folds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, whole, cut = list[str](), linear.train, fitting.select
+
+    def counting(config: Any, *args: Any) -> Any:
+        trained.append(config.algorithm.name)
+        return whole(config, *args)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(linear, "train", counting)
+    monkeypatch.setattr(fitting, "select", interrupted)
+    made: dict[str, Any] = {"client_column": "site", "out": tmp_path / "out", "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        ft.fit(table(3, [12, 9, 10]), "y", **made)
+    assert len(trained) == 5 * 5  # folds of alone, common and three mixed models
+    trained.clear()
+    monkeypatch.setattr(fitting, "select", cut)
+    again = ft.fit(table(3, [12, 9, 10]), "y", **made)
+    assert trained == []
+    fresh = ft.fit(table(3, [12, 9, 10]), "y", client_column="site", out=tmp_path / "fresh", progress=False)
+    assert again.record["sites"] == fresh.record["sites"]
+
+
 def test_without_time_the_sites_keep_their_own_models(tmp_path: Path) -> None:
     table(4, [12, 9, 10]).write_csv(tmp_path / "all.csv")
     source = {"source": "folder", "path": str(tmp_path / "all.csv"), "target": "y", "client_column": "site"}
@@ -127,6 +154,46 @@ def test_without_time_the_sites_keep_their_own_models(tmp_path: Path) -> None:
     assert {row["served"] for row in record["sites"].values()} == {"alone"}
     assert {d["why"] for d in record["dropped"]} == {"the time limit"}
     assert "common" in {d["label"] for d in record["dropped"]}
+    assert "common" not in record["differences"]  # nothing is better than a model that is not there
+    assert np.isnan(record["means"]["common"])
+    assert ("gain", "one common model was left out: the time limit") in fit_sentences(record)
+
+
+@pytest.mark.parametrize("effects", ["none", "intercept", "diagonal"])
+def test_stacked_sites_compute_what_a_federation_does(
+    effects: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, cells = candidates_of(table(5, [30, 1, 28, 90, 7]), tmp_path)
+    data = all_in_training(loaded).to(torch.float64)
+    config = next(cell.config for cell in cells if cell.config.algorithm.options.get("effects") == effects)
+    server, models = train(config, data)
+    monkeypatch.setattr(StackedSites, "suits", staticmethod(lambda experiment: False))
+    wanted, of_federation = train(config, data)
+    torch.testing.assert_close(server["beta"], wanted["beta"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(models.weight, of_federation.weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(models.bias, of_federation.bias, rtol=0, atol=1e-6)
+
+
+def test_many_coefficients_leave_out_candidates_by_name(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    columns = {f"x{j}": rng.normal(size=40) for j in range(420)}
+    frame = pl.DataFrame(columns | {"y": rng.normal(size=40), "site": ["a", "b"] * 20})
+    frame.write_csv(tmp_path / "wide.csv")
+    source = {"source": "folder", "path": str(tmp_path / "wide.csv"), "target": "y", "client_column": "site"}
+    tables, loaded = read_source(source)
+    assert is_table_fit(loaded, tables, "auto")
+    assert [cell.label for cell in linear.cells_of(tables, loaded, tmp_path / "out")] == ["alone", "common"]
+    assert [each["label"] for each in linear.unaffordable(loaded)] == ["mixed, intercept", "mixed, slopes"]
+
+
+def test_a_rare_class_is_shown_by_the_roc_curve(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=400)
+    y = np.where(x + 0.3 * rng.normal(size=400) > 2.0, "dead", "alive")
+    frame = pl.DataFrame({"x": x, "y": y, "site": ["a", "b"] * 200})
+    assert 5 < (y == "dead").sum() < 20
+    record = ft.fit(frame, "y", client_column="site", out=tmp_path / "out", progress=False).record
+    assert record["metric"] == "auroc"
 
 
 def test_folds_of_a_large_site_learn_from_some_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +320,9 @@ def test_with_a_time_limit_that_suffices_the_same_is_said_out_of_fold(tmp_path: 
         loaded, cells = candidates_of(table(5, [30, 25, 28, 20]), tmp_path / folder)
         data = all_in_training(loaded).to(torch.float64)
         clock = linear.Clock(limit)
-        spoken, dropped = linear.cross_fit(cells, data, folds_of(data, 0), None, lambda *a: None, clock)
-        assert not dropped
-        said.append(spoken)
+        found = linear.cross_fit(cells, data, folds_of(data, 0), None, lambda *a: None, clock)
+        assert not found.dropped
+        said.append(found.outputs)
     for label, outputs in said[0].items():
         assert torch.allclose(outputs, said[1][label], atol=1e-3), label
 

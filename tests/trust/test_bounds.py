@@ -15,6 +15,7 @@ from fedtailor.core.trees import Tree, tree_map
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.store import RunFolder, round_line, write_json
+from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
 from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
@@ -93,6 +94,7 @@ def test_b1_a_reply_beyond_the_bound_is_answered_as_any_other(
     assert beyond.raw(0, CALL, message) == usual.raw(0, CALL, message)
     assert ["limited" in line for line in usual.lines(0)].count(True) == 0
     assert ["limited" in line for line in beyond.lines(0)].count(True) == 1
+    assert "  limited once: " in "\n".join(audit_lines(beyond.folders[0] / AUDIT))
 
 
 def test_b1_what_is_limited_is_bounded_and_then_the_site_is_away(tmp_path: Path) -> None:
@@ -153,6 +155,19 @@ def test_b2_bounds_are_in_the_promise(tmp_path: Path) -> None:
     )
     assert promise(made.experiment)["bounds"] == {"fraction_bits": 32, "max_norm": 1e8}
     assert promise(other)["bounds"]["max_norm"] == 7
+
+
+def test_b2_a_run_that_goes_on_has_the_bounds_that_it_began_with(tmp_path: Path) -> None:
+    """A server that starts the same run again with another norm, or with fewer sites, could compare its sums."""
+    made = Sealed(tmp_path)
+    for settings, cohort in ((("federation.max_norm=7",), NAMES), ((), NAMES[:2])):
+        other = config(
+            *("algorithm.name=fedavg", "data={source='sites'}", "model.dtype=float64", "privacy.secure_sum=true"),
+            *settings,
+        )
+        about = {"schema": data_schema(made.data), "promise": promise(assemble(other, made.data)), "first": 0}
+        start = {"op": "start", "config": config_for(other, 0), "client": 0, "cohort": list(cohort)} | about
+        assert "another configuration" in made.ask(0, start)[0]["refused"]
 
 
 def test_b2_a_partner_that_was_not_in_the_run_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def everything(run: Path) -> dict[str, Callable[[], Any]]:
     return {
         "resume": lambda: runner.resume(run),
         "personal": lambda: personal(run, "client-00"),
-        "load": lambda: ft.load(run).personal("client-00"),
+        "load": lambda: ft.load(run).personal("client-00"),  # type: ignore[union-attr]
         "export": lambda: export(run, "client-00", "safetensors"),
         "explain": lambda: explain(run),
         "onboard": lambda: onboard(run, Path("late.toml"), "late"),

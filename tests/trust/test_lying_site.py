@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from fedtailor.cli.federation_fit import fit_config
 from fedtailor.core import codec
 from fedtailor.core.border import plain_text
 from fedtailor.core.trees import Tree, tree_map
+from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
 from fedtailor.flare.protocol import ENVELOPE, PING
@@ -230,3 +233,44 @@ def test_l8_a_fit_of_tables_goes_on_without_terms_that_no_rows_give(factor: floa
         _, record = fit_results(tmp_path / "sites" / name / "site.toml")
         figures = record["sites"][name]
         assert figures["personal"] <= figures["alone"] * 1.05
+
+
+def test_l9_a_late_reply_is_checked_as_any_other(tmp_path: Path) -> None:
+    """It arrives after its round has closed, and would be counted in a later one."""
+    federated = Federated(tmp_path, configured("fedrep", "federation.goal=3", "federation.late=buffer", "rounds=5"))
+    link, is_over = LyingSites(federated.files), threading.Event()
+
+    def before(site: str, header: Header) -> None:
+        if site == LIAR and "function" in header and header["round"] == 1:
+            assert is_over.wait(30)
+
+    def lie(asked: Header, answer: Header, tree: Tree) -> tuple[Header, Tree]:
+        is_late = "function" in asked and asked["round"] == 1
+        return (answer, ({"nothing": torch.zeros(2)}, torch.ones(()))) if is_late else (answer, tree)
+
+    def over(progress: runner.Progress) -> None:
+        is_over.set()
+        time.sleep(0.3)
+
+    link.before, link.lie, federated.link = before, lie, link
+    folder = federated.run(over)
+    assert folder.results is not None
+    assert {client for _, client in faults(folder)} == {LIAR}
+
+
+def test_l10_a_secure_mean_whose_weights_are_above_all_samples_is_abandoned(tmp_path: Path) -> None:
+    """Nobody sees whose weight it is; the sum shows that one of them lies."""
+    federated = Federated(tmp_path, configured("fedavg", "privacy.secure_sum=true", "rounds=2"))
+
+    def heavy(name: str, header: Header) -> None:
+        job = federated.link.services[name]._job
+        if header.get("step") == "keys" and header["round"] == 2 and name == LIAR and job is not None:
+            assert job.client.sums is not None
+            for number, kept in job.client.sums._replies.items():
+                grown = {k: v * 1e4 if k == "1" else v for k, v in kept.reply.items()}
+                job.client.sums._replies[number] = type(kept)(kept.function, grown, kept.message)
+
+    federated.link.before = heavy
+    lines = federated.run().metrics()
+    assert "abandoned" not in lines[0]
+    assert "samples" in lines[1]["abandoned"]

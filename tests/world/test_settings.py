@@ -184,7 +184,7 @@ def test_a_torch_dataset_of_samples_with_two_parts(tmp_path: Path) -> None:
     wanted = plain.fedavg(module, data, lambda o, y: F.cross_entropy(o, y, reduction="none"), rounds=ROUNDS, lr=0.1)
     for run in runs.values():
         assert_as_plain(run, wanted)
-    assert ft.load(tmp_path / "loop").personal("ada").params.keys() == wanted.keys()
+    assert ft.load(tmp_path / "loop").personal("ada").params.keys() == wanted.keys()  # type: ignore[union-attr]
 
 
 def test_a_dataset_may_be_read_batch_by_batch(tmp_path: Path) -> None:

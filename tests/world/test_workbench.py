@@ -62,7 +62,7 @@ def test_an_optimizer_of_another_form_is_refused_with_the_form_it_should_have(tm
 def test_classes_of_torch_take_torch_s_steps(kind: str) -> None:
     data = make_data("regression")
     model = make_model("mlp", data)
-    given = {"momentum": 0.5} if kind in ("SGD", "RMSprop") else {}
+    given: dict[str, Any] = {"momentum": 0.5} if kind in ("SGD", "RMSprop") else {}
     solver = Solver(optimizer=f"torch.optim.{kind}", lr=0.03, batch_size=0, weight_decay=0.01, **given)
     trained = make_me(data, model, 2, solver).sgd(model.params, epochs=4)
     params = {k: v.clone().requires_grad_() for k, v in model.params.items()}
@@ -115,7 +115,9 @@ def test_two_optimizers_by_part(tmp_path: Path) -> None:
     assert_equal({k: together[k] for k in model.head}, {k: params[k].detach() for k in model.head}, 1e-6)
     tables = TABLES | {"local": TABLES["local"] | {"parts": {"head": {"optimizer": "adam", "lr": 0.01}}}}
     made = ft.run("fedavg", tables, out=tmp_path / "run", **QUIET)
-    assert made.config.local.build(2).parts == (PartOptions("head", "adam", factor=pytest.approx(0.1)),)
+    (part,) = made.config.local.build(2).parts
+    assert (part.name, part.optimizer) == ("head", "adam")
+    assert part.factor == pytest.approx(0.1)
     again = ft.run("fedavg", tables, out=tmp_path / "stack", engine="vmap", progress=False)
     assert_equal(made.folder.personal("client-00"), again.folder.personal("client-00"), 1e-5)
     with pytest.raises(ConfigError, match='no part "haed"'):
@@ -147,6 +149,17 @@ def test_newcomers_of_a_method_that_predicts_with_more_than_the_model() -> None:
     assert next(f for f in findings if f.promise == "newcomers are served").verdict == "holds"
 
 
+@pytest.mark.parametrize("name", ["fedproto", "fedtgp"])
+def test_prototypes_of_clients_with_different_models(name: str, tmp_path: Path) -> None:
+    model = {"name": "mlp", "hidden": [8], "by_client": {"client-0[01]": {"hidden": [12, 8]}}}
+    made = ft.run(name, TABLES | {"model": model}, out=tmp_path / "run", **QUIET)
+    found = {client: made.folder.personal(client) for client in made.clients}
+    assert found["client-00"]["hidden.0.weight"].shape[0] == 12
+    assert found["client-02"]["hidden.0.weight"].shape[0] == 8
+    assert torch.equal(found["client-00"]["prototypes"], found["client-02"]["prototypes"])
+    assert made.results["faults"] == 0
+
+
 # samplers
 
 
@@ -166,9 +179,9 @@ def test_samplers(name: str, tmp_path: Path) -> None:
 
 def test_samplers_by_what_they_know() -> None:
     samples, random = np.array([1, 1, 1, 997]), np.random.default_rng(0)
-    among = sampling.Candidates(1, ("a", "b", "c", "d"), 2, samples, random, {"loss": [0.1, 9.0, 0.2, 0.3]})
+    among = sampling.SamplingCandidates(1, ("a", "b", "c", "d"), 2, samples, random, {"loss": [0.1, 9.0, 0.2, 0.3]})
     assert all(3 in sampling.by_size(among) for _ in range(50))
-    everybody = sampling.Candidates(1, ("a", "b", "c", "d"), 2, np.ones(4), random, among.validation)
+    everybody = sampling.SamplingCandidates(1, ("a", "b", "c", "d"), 2, np.ones(4), random, among.validation)
     assert sorted(workbench.power_of_choice(everybody)) == [1, 3]  # the largest losses of all four
     times = np.zeros(4)
     for _ in range(400):

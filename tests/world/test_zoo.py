@@ -105,7 +105,7 @@ def logits(outputs: Any) -> Any:
 def assert_as_plain(run: Run, name: str) -> None:
     for i, (client, module) in enumerate(by_hand(name).items()):
         params = run.folder.personal(client, "last")
-        values = {k: v for k, v in module.named_parameters() if v.requires_grad}
+        values: dict[str, Any] = {k: v for k, v in module.named_parameters() if v.requires_grad}
         values |= {
             k: v for k, v in module.named_buffers() if k in params or ("num_batches" not in k and k not in CONSTANT)
         }

@@ -14,7 +14,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 WIDTH = 6
 REFUSED: dict[str, str] = {  # and the name in the message
     "ComplexWeight": "w",
-    "PythonCounter": "calls",
+    "PythonCounter": "passes",
     "PlainTensorState": "seen",
     "PlainTensorMemory": "PlainTensorMemory",
     "CountsInEvaluation": "calls",
@@ -34,6 +34,21 @@ class Base(nn.Module):
     """Two dense layers; others change something about them."""
 
     head: tuple[str, ...] = ("out",)
+    first: nn.Module
+    ema: Tensor
+    calls: Tensor
+    samples: Tensor
+    queue: Tensor
+    queue_ptr: Tensor
+    is_set: Tensor
+    shift: Tensor
+    order: Tensor
+    mask: Tensor
+    turn: Tensor
+    phase: Tensor
+    store: Tensor
+    cache: Tensor | None
+    count: Tensor
 
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__()
@@ -293,12 +308,12 @@ class Dropped(Base):
 
 class _Clipped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x.clamp(-0.5, 0.5)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * 0.7
 
 
@@ -313,7 +328,7 @@ class _Straight(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor) -> Tensor:
         return x.sign()
 
     @staticmethod
@@ -321,7 +336,7 @@ class _Straight(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * 0.5
 
 
@@ -357,12 +372,16 @@ class ForwardHook(Base):
         self.out.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
 
 
+def _double(module: nn.Module, given: Any, out: Any) -> Any:
+    return tuple(2 * g for g in given)
+
+
 class BackwardHook(Base):
     """A hook on a gradient."""
 
     def __init__(self, shape: tuple[int, ...], outputs: int) -> None:
         super().__init__(shape, outputs)
-        self.first.register_full_backward_hook(lambda module, given, out: tuple(2 * g for g in given if g is not None))
+        self.first.register_full_backward_hook(_double)
 
     def hidden(self, x: Tensor) -> Tensor:
         return torch.tanh(self.first(x + 0.0 * self.out.weight.sum()))
@@ -502,12 +521,12 @@ class ComplexState(Base):
 class PythonCounter(Base):
     """A counter that is no buffer."""
 
-    calls = 0
+    passes = 0
 
     def hidden(self, x: Tensor) -> Tensor:
         if self.training:
-            self.calls = self.calls + 1
-        return super().hidden(x) / (1 + self.calls)
+            self.passes = self.passes + 1
+        return super().hidden(x) / (1 + self.passes)
 
 
 class PlainTensorState(Base):

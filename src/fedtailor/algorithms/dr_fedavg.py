@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fedtailor.algorithms.fedavg import FedAvg
@@ -38,7 +38,7 @@ class DRFedAvg(Algorithm):
 
     server_init = FedAvg.server_init
 
-    @on_client(sends=(MODEL.weighted_by(COUNT), COUNT))
+    @on_client(sends=(MODEL.weighted_by(COUNT), replace(COUNT, is_free=True)))  # by the loss, which has no bound
     def local(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         loss = me.loss(w) * (me.steps(self.epochs) if self.summed else 1)
         return {}, (me.sgd(w, epochs=self.epochs), me.n * loss.clamp(min=1e-6) ** (self.q + 1))

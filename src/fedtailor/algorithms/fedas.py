@@ -5,7 +5,7 @@ Symbols: theta common body; theta_i own body as last trained, phi_i head; mu cla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -61,11 +61,11 @@ class FedAS(Algorithm):
     def onboard_init(self, me: ClientContext, theta: Params) -> Params:
         return me.model.params | theta
 
-    @on_client(sends=(BODY.weighted_by(COUNT), COUNT))
+    @on_client(sends=(BODY.weighted_by(COUNT), replace(COUNT, is_free=True)))  # by the Fisher trace
     def local(self, me: ClientContext, theta: Params) -> tuple[Tree, Tree]:
         phi = {k: me.state[k] for k in me.model.head}
         if self.align_epochs:
-            sums, _, counts = class_sums(me, me.state)
+            sums, counts, _ = class_sums(me, me.state)
             mu = sums / counts.clamp(min=1)[:, None]
 
             def away(tensors: Params, x: Tensor, y: Tensor) -> Tensor:

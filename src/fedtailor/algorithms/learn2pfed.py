@@ -35,7 +35,7 @@ UNROLLED: dict[str, Any] = (  # what presets have in common
 
 
 @dataclass(frozen=True)
-class Learn2pFed(UnrolledCells, Algorithm):
+class Learn2pFed(UnrolledCells, Algorithm):  # type: ignore[override]  # counts_all
     """Unrolled ADMM whose degrees are learned by the error of every sample predicted without it."""
 
     title: ClassVar[str] = "Learn2pFed"
@@ -45,7 +45,8 @@ class Learn2pFed(UnrolledCells, Algorithm):
     onboards_fitted: ClassVar[bool] = True
     at_once: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": UNROLLED | {"start": "fixed", "per_cell": True, "lam": 0.2, "rho": 0.15, "theta": 0.15},
+        "paper": UNROLLED
+        | {"start": "fixed", "per_cell": True, "sum_loss": True, "lam": 0.2, "rho": 0.15, "theta": 0.15},
         "released": UNROLLED | {"start": "drawn", "lam": 0.001, "rho": 0.01, "theta": 0.01},
         "warm": UNROLLED
         | {"lam": 5e-4, "rho": 0.01, "theta": 0.01, "random_lam": False, "weights": "equal", "lower_after": 0},

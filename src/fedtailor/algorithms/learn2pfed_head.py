@@ -29,7 +29,7 @@ VECTOR = ReplySpec("head", lambda algorithm, model: column(head_of(model)))
 
 
 @dataclass(frozen=True)
-class Learn2pFedHead(UnrolledCells, Algorithm):
+class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # counts_all
     """Unrolled ADMM with gradient steps on the head; the degrees, weights and steps of its cells are learned."""
 
     outer: Literal["holdout", "train"] = "holdout"
@@ -37,7 +37,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):
     validation samples, nothing is learned from them."""
     serve: Literal["shrunk", "own"] = "shrunk"
     """Predict with the shrunk head w + z, or with v (paper). The outer loss is that of what is served."""
-    v_lr: float = 0.5
+    v_lr: float = 0.1
     """Step size of (14)."""
     body: Literal["epochs", "joint"] = "epochs"
     """Train the body for local epochs under the head v before the cells; or by one step of Adam, with the run's
@@ -53,7 +53,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": TRAINING_LOSS
         | {"serve": "own", "body": "joint", "positive": "relu", "weights": "samples", "per_cell": True}
-        | {"start": "fixed", "spread": 0.1, "lam": 0.1, "rho": 0.1, "theta": 0.1}
+        | {"start": "fixed", "spread": 0.1, "sum_loss": True, "lam": 0.1, "rho": 0.1, "theta": 0.1}
         | DESCENT
     }
     citation: ClassVar[str] = Learn2pFed.citation

@@ -119,7 +119,8 @@ def reproduce(
     with progress_to_stderr(is_printed), resumable(again, path, begun_by=""), show_grid(console) as progress:
         settings = published.searched(*which, data_root, progress)
         figures = published.run(wanted, published.grid(*which, settings), data_root, progress)
-    text = published.markdown(wanted, figures, notes(path) if wanted.search is not None else [])
+    found = notes(path) if published.search_section(wanted, of) is not None else []
+    text = published.markdown(wanted, figures, found)
     result_tables.write(path, {"table.md": text})
     if is_printed:
         print_json([f.model_dump() for f in figures])

@@ -300,7 +300,8 @@ def print_fit(record: dict[str, Any]) -> None:
             print(f"left out   {each['label']}: {each['why']}")
     for label, parts in record["shared"].items():
         print(f"shared     {label}: sends {parts['sent']}; keeps {parts['private']}")
-    print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
+    if "differences" not in record:  # of a table the line `sites` says it, with what chance does
+        print(f"hurt       {100 * record['hurt']:.0f} % of the sites are worse off than alone, on test data")
 
 
 def print_update(changes: dict[str, Any]) -> None:

@@ -94,16 +94,9 @@ def run_record(path: Path) -> dict[str, Any]:
 def print_run(path: Path, clients: bool = False) -> None:
     """Print a run in a few lines: task, results, traffic, rejected replies; with `clients` every client's metrics."""
     from fedtailor.experiments.store import RunFolder
+    from fedtailor.studies import result_tables
     from fedtailor.studies.compare import local_reference
-    from fedtailor.studies.result_tables import (
-        OTHER_COLUMNS,
-        RUN_COLUMNS,
-        number,
-        other_run_rows,
-        private_words,
-        run_rows,
-        size,
-    )
+    from fedtailor.studies.result_tables import RUN_COLUMNS, number, private_words, run_rows, size
 
     folder = RunFolder.open(path)
     config, about, results = folder.config, folder.about, folder.results
@@ -124,8 +117,8 @@ def print_run(path: Path, clients: bool = False) -> None:
         return
     local = local_reference(folder)
     print_table(f"test {results['metric']}{unit(results['metric'])}", RUN_COLUMNS, run_rows(results, local))
-    if others := other_run_rows(results):
-        print_table("other metrics", OTHER_COLUMNS, others)
+    if others := result_tables.other_run_rows(results):
+        print_table("other metrics", result_tables.OTHER_COLUMNS, others)
     if "unseen" in results:
         gap = number(results["metric"], results["unseen"]["gap"][results["metric"]])
         print(f"gap        {gap}: mean of the clients that trained minus that of the unseen ones, last round")

@@ -30,6 +30,7 @@ class ReplySpec:
             of such parts may be a step of the server's optimizer.
         sums: Which sums of a secure federation the part may enter: "" is the plain sum, a name is the sum weighted by
             the part of the same reply with that name. Each may be opened once per call; a site refuses any other.
+        is_free: Whether a weight may be above the client's samples. Another weight that is does not count.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ReplySpec:
     positive: bool = False
     is_model: bool = False  # a new version of a model that was sent, or of a part; its mean may be a server's step
     sums: tuple[str, ...] = ()
+    is_free: bool = False
 
     def summed(self) -> ReplySpec:
         """This part, with permission to enter a plain sum."""
@@ -384,7 +386,12 @@ def weight_parts(algorithm: Algorithm, name: str) -> list[str]:
     parts = _parts(client_functions(algorithm)[name].sends)  # type: ignore[attr-defined]
     weights = {COUNT.name, *(weight for part in parts for weight in part.sums if weight)}
     is_tuple = isinstance(client_functions(algorithm)[name].sends, tuple)  # type: ignore[attr-defined]
-    return [str(i) if is_tuple else "" for i, part in enumerate(parts) if part.name in weights]
+    return [str(i) if is_tuple else "" for i, part in enumerate(parts) if part.name in weights and not part.is_free]
+
+
+def may_doubt(algorithm: Algorithm, name: str) -> bool:
+    """Whether the client function declares what its reply cannot be."""
+    return getattr(client_functions(algorithm)[name], "doubt", None) is not None
 
 
 def doubt_of(algorithm: Algorithm, name: str, model: Model, samples: int, reply: Tree) -> str:

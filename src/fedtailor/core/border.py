@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedtailor.core import codec
-from fedtailor.core.algorithm import doubt_of, reply_example, reply_positive, weight_parts
+from fedtailor.core.algorithm import doubt_of, may_doubt, reply_example, reply_positive, weight_parts
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.reduce import Call, Limits, reply_faults
-from fedtailor.core.trees import Tree, items, leaves, schema, schema_difference, tree_map
+from fedtailor.core.trees import Tree, leaves, schema, schema_difference, tree_map
 
 LONGEST_TEXT = 300  # characters of what a client says in words
 SPARE = 2**16  # bytes of a message beside its tensors
@@ -58,6 +58,9 @@ def call_fault(experiment: Experiment, call: Call, client: int, reply: Tree, lim
     samples have. With `limits` the others as well.
     """
     algorithm, model = experiment.algorithm, experiment.model
+    weights, has_doubts = weight_parts(algorithm, call.function), may_doubt(algorithm, call.function)
+    if limits is None and not (weights or has_doubts):
+        return ""
     example = reply_example(algorithm, call.function, model)
     if wrong := schema_difference(schema(reply), schema(example)):
         return f"reply {wrong}" if limits is not None else ""
@@ -66,12 +69,11 @@ def call_fault(experiment: Experiment, call: Call, client: int, reply: Tree, lim
         if wrong := reply_faults(stack, 1, positive, limits.max_norm)[0]:
             return wrong
     sizes = experiment.data.train.bounds([client])[1]
-    for part in weight_parts(algorithm, call.function):
-        for path, leaf in items(reply):
-            if path == part or path.startswith(f"{part}/"):
-                low, high = float(leaf.amin()), float(leaf.amax())
-                if not 0 <= low <= high <= sizes[0] * (1 + ROUNDING):
-                    return f"reply counts {high:.6g} samples; the client has {sizes[0]}"
+    for part in weights:
+        for leaf in leaves(reply[int(part)] if part else reply):
+            low, high = (float(leaf), float(leaf)) if not leaf.dim() else (float(leaf.amin()), float(leaf.amax()))
+            if not 0 <= low <= high <= sizes[0] * (1 + ROUNDING):
+                return f"reply counts {high:.6g} samples; the client has {sizes[0]}"
     return doubt_of(algorithm, call.function, model, sizes[0], reply)
 
 

@@ -107,6 +107,7 @@ class Model:
         # parts in evaluation mode, such as a frozen BatchNorm, stay so; if all are, nobody has chosen
         self._always_evaluating = [m for m in module.modules() if not m.training] if module.training else []
         self.rebound = frozenset[str]()  # buffers that a forward pass replaces by new tensors
+        self._watched = tuple(all_buffers)  # those that it may replace: all, until `remember` tells
         self.differing = frozenset[str]()  # parameters that not all clients have, by name and shape
         self.architectures: Architectures | None = None  # of clients that differ; this one is the server's
         self._make = make
@@ -152,19 +153,13 @@ class Model:
         Returns:
             A copy.
         """
-        if not any(changes):
-            return self
         kept = {k: v.detach().clone() for k, v in self.module.named_buffers() if k in changes.counted}
         model = copy(self)
-        for cached in ("_needed", "_statistics", "constants"):
+        for cached in ("_needed", "constants"):
             vars(model).pop(cached, None)
         model.private_buffers, model.rebound = self.private_buffers | kept, changes.rebound
+        model._watched = tuple(changes.rebound)
         return model
-
-    @cached_property
-    def _statistics(self) -> set[str]:
-        """The names of buffers, its own and those among `params`."""
-        return self._needed - self.trainable.keys()
 
     def common(self, part: Params) -> Params:
         """The entries of a part that all clients have; all of them, unless architectures differ.
@@ -292,15 +287,17 @@ class Model:
             Outputs, one row per sample.
         """
         args, named = ((), x) if isinstance(x, dict) else ((x,), {})
+        if not self._watched:
+            return plain_outputs(torch.func.functional_call(self.module, params, args, named))
         # a copy, as the backward pass may need what the forward pass replaces
         held = params | {k: params[k].clone() for k in self.rebound if k in params}
         outputs = torch.func.functional_call(self.module, held, args, named)
         self._write_back(params, held)
-        return plain_outputs(outputs)  # type: ignore[no-any-return]
+        return plain_outputs(outputs)
 
     def _write_back(self, tensors: Params, held: Params) -> None:
         """A forward pass may have put new tensors in the place of buffers: the caller's have their values then."""
-        for name in self._statistics:
+        for name in self._watched:
             if (new := held.get(name)) is not None and new is not tensors[name]:
                 if new.shape != tensors[name].shape:
                     raise ValueError(f'forward changes the shape of the buffer "{name}" to {list(new.shape)}')

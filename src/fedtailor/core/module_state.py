@@ -46,7 +46,7 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     def convert(value: Tensor) -> Tensor:
         return value.to(dtype.to_complex()) if value.is_complex() else value.to(dtype)
 
-    return module._apply(lambda v: convert(v) if v.is_floating_point() or v.is_complex() else v)  # type: ignore[no-untyped-call]
+    return module._apply(lambda v: convert(v) if v.is_floating_point() or v.is_complex() else v)
 
 
 def buffer_changes(module: nn.Module, x: Tree, known: frozenset[str]) -> BufferChanges:
@@ -70,9 +70,9 @@ def _changes(module: nn.Module, x: Tree, kept: list[nn.Module], known: frozenset
     again = _pass(module, before, x, kept, training=True)
     for name in first.after:
         _refuse_other_form(name, before[name], first.after[name])
-    if (name := _what_changed(noted, _attributes(module))) is not None:
+    if (attribute := _what_changed(noted, _attributes(module))) is not None:
         raise ConfigError(
-            f'model.name: forward changes "{name}", which all clients would share; register it as a buffer, and '
+            f'model.name: forward changes "{attribute}", which all clients would share; register it as a buffer, and '
             "change it only if self.training"
         )
     if not _are_close(first.outputs, again.outputs):

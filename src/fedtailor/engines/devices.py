@@ -106,7 +106,9 @@ def must_spawn(device: torch.device) -> bool:
     Where there are devices, autograd has threads for them once it has computed any gradient; then none can be computed
     in a process that is forked, not even on the CPU.
     """
-    return device.type != "cpu" or (torch.accelerator.device_count() > 0 and not _has_gradients_when_forked())
+    # a build for CUDA counts devices by asking a driver, which may not be there
+    has_devices = torch.accelerator.is_available() and torch.accelerator.device_count() > 0
+    return device.type != "cpu" or (has_devices and not _has_gradients_when_forked())
 
 
 def _has_gradients_when_forked() -> bool:

@@ -206,7 +206,7 @@ class Remote:
         """One request per client, one reply each."""
         if call.taped:
             self._calls[call.number] = call
-        own = any(call.placed)
+        own, longest = any(call.placed), self._longest_reply(call)
         common = b"" if own else codec.encode(call.header, call.args)
         requests = (
             codec.encode(call.header, row(call.args, call.placed, i)) if own else common for i in range(len(clients))
@@ -215,7 +215,7 @@ class Remote:
             if isinstance(reply, OSError):
                 yield Reply((client,), error=ClientUnreachable(f"{self._name(client)} cannot be reached: {reply}"))
                 continue
-            header, tree = self._read(reply, self._longest_reply(call))
+            header, tree = self._read(reply, longest)
             wrong = border.error_text(header)
             if not wrong and not call.is_sealed:
                 wrong = border.call_fault(self.experiment, call, client, tree)

@@ -14,7 +14,7 @@ from fedtailor.plugins import import_object
 
 
 @dataclass(frozen=True)
-class Candidates:
+class SamplingCandidates:
     """What a sampler knows; it returns the positions of `wanted` different clients."""
 
     round: int
@@ -25,16 +25,16 @@ class Candidates:
     validation: Mapping[str, Sequence[float]]  # by metric, of each client in the last evaluation; empty before one
 
 
-Sampler = Callable[[Candidates], Sequence[int]]
+Sampler = Callable[[SamplingCandidates], Sequence[int]]
 
 
-def uniform(among: Candidates) -> Sequence[int]:
+def uniform(among: SamplingCandidates) -> Sequence[int]:
     """All clients alike."""
     chosen: list[int] = among.random.choice(len(among.names), size=among.wanted, replace=False).tolist()
     return chosen
 
 
-def by_size(among: Candidates) -> Sequence[int]:
+def by_size(among: SamplingCandidates) -> Sequence[int]:
     """One after the other, with probabilities proportional to numbers of samples."""
     with_samples = int((among.samples > 0).sum())
     if with_samples < among.wanted:
@@ -44,7 +44,7 @@ def by_size(among: Candidates) -> Sequence[int]:
     return chosen
 
 
-def in_turn(among: Candidates) -> Sequence[int]:
+def in_turn(among: SamplingCandidates) -> Sequence[int]:
     """In the order of the clients' names, each round where the last one ended."""
     start = (among.round - 1) * among.wanted
     return [(start + i) % len(among.names) for i in range(among.wanted)]
@@ -84,7 +84,7 @@ def cohort(
     if wanted == len(names) or wanted == 0:
         return tuple(range(len(names)))
     random = stream(seed, round, "cohort")
-    chosen = find(name)(Candidates(round, tuple(names), wanted, samples, random, validation))
+    chosen = find(name)(SamplingCandidates(round, tuple(names), wanted, samples, random, validation))
     try:
         positions = sorted({int(c) for c in chosen})
     except (TypeError, ValueError):

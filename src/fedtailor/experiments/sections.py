@@ -225,7 +225,11 @@ class LocalSection(Section):
     def _parts(self) -> tuple[PartOptions, ...]:
         out = []
         for name, part in (self.parts or {}).items():
-            own = {"optimizer": self.optimizer, "momentum": self.momentum, "weight_decay": self.weight_decay}
+            own: dict[str, Any] = {
+                "optimizer": self.optimizer,
+                "momentum": self.momentum,
+                "weight_decay": self.weight_decay,
+            }
             own |= part.model_dump(include=set(own), exclude_none=True)
             if own["optimizer"] == "nesterov" and not own["momentum"]:
                 raise ConfigError(f'local.parts.{name}: optimizer = "nesterov" needs momentum, such as 0.9')

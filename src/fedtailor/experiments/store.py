@@ -7,6 +7,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -29,7 +31,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from fedtailor.core.codec import build, structure
-from fedtailor.core.trees import Tree, items
+from fedtailor.core.trees import Tree, items, leaves, schema, tree_map
 from fedtailor.data.tabular.preparation import Preparation
 from fedtailor.errors import RetryableError, RunError, nearest
 from fedtailor.experiments.config import RunConfig, parse, read_toml
@@ -53,6 +55,9 @@ DTYPES = {  # as safetensors names them
     torch.bool: "BOOL",
 }
 SLICE = 2**24  # numbers that are written at once
+MANY = 100  # clients, above which small personal models share files
+SMALL = 2**16  # bytes of such a model
+TOGETHER = 2**24  # bytes of such a file
 Touch = Callable[[int], None]  # told how many bytes were read
 
 
@@ -131,12 +136,18 @@ def json_text(value: Any, level: int = 0) -> str:
         pairs = [f"{_key(key)}: {json_text(held, level + 1)}" for key, held in value.items()]
         return "{" + inner + ("," + inner).join(pairs) + outer + "}"
     if isinstance(value, list | tuple) and value:
-        return "[" + inner + ("," + inner).join(json_text(held, level + 1) for held in value) + outer + "]"
+        return "[" + inner + ("," + inner).join([json_text(held, level + 1) for held in value]) + outer + "]"
+    if type(value) is str:
+        return encode_basestring_ascii(value)
+    if type(value) is float and math.isfinite(value):
+        return float.__repr__(value)
     return json.dumps(value)
 
 
 def _key(key: Any) -> str:
     """Names are text; numbers, true, false and null are put in quotes."""
+    if type(key) is str:
+        return encode_basestring_ascii(key)
     if not isinstance(key, str):
         key = next(iter(json.loads(json.dumps({key: None}))))
     return json.dumps(key)
@@ -307,6 +318,7 @@ class TensorsEntry(TypedDict):
     file: str  # "": all is in its parts
     sha256: str
     tree: Any
+    row: NotRequired[int]  # of a file that holds several trees stacked
     parts: NotRequired[list[PartEntry]]
 
 
@@ -510,28 +522,43 @@ class RunFolder:
     def personal_models(self, kind: str, known: KnownTensors | None = None) -> Iterator[Callable[[str, Tree], None]]:
         """Keeps personal models, one file each as they come, and in the end an index with checksums.
 
-        With `known`, tensors that are in files already are not written again.
+        With `known`, tensors that are in files already are not written again. Of many clients small models share files.
         """
         known = known or KnownTensors()
         folder, clients = self.path / "personal" / kind, self.about["clients"]
         index: dict[str, Any] = {}
         number = {client: i for i, client in enumerate(clients)}
+        waiting: dict[str, Tree] = {}
+
+        def write_waiting() -> None:
+            if not waiting:
+                return
+            first = next(iter(waiting))
+            stack = tree_map(lambda *rows: torch.stack(rows), *waiting.values())
+            entry = known.write(folder / f"{number.get(first, len(index)):05d}-and-others.safetensors", stack)
+            index.update({client: entry | {"row": row} for row, client in enumerate(waiting)})
+            waiting.clear()
 
         def keep(client: str, model: Tree) -> None:
-            file = f"{number.get(client, len(index)):05d}-{_file_name(client)}.safetensors"
-            index[client] = known.write(folder / file, model)
+            size = sum(leaf.nbytes for leaf in leaves(model))
+            if len(clients) <= MANY or not 0 < size <= SMALL:
+                file = f"{number.get(client, len(index)):05d}-{_file_name(client)}.safetensors"
+                index[client] = known.write(folder / file, model)
+                return
+            if waiting and schema(model) != schema(next(iter(waiting.values()))):
+                write_waiting()
+            waiting[client] = model
+            if len(waiting) * size >= TOGETHER:
+                write_waiting()
 
         yield keep
+        write_waiting()
         if index:  # a site of its own keeps its model itself
             write_json(folder / "index.json", {c: index[c] for c in [*clients, *index] if c in index})
 
     def personal(self, client: str, kind: str = "selected") -> Tree:
         """The personal model of a client, of the validation-selected round or the last one."""
-        folder = self.path / "personal" / kind
-        index = _validate(read_json(folder / "index.json"), INDEX_FORM, folder / "index.json")
-        if client not in index:
-            raise RunError(f'{self.path}: no client "{client}"; {nearest(client, index)}')
-        return read_tree(folder, index[client])
+        return PersonalModels(self.path, kind).of(client)
 
     def new_newcomer(self, name: str) -> Path:
         """Where a newcomer of this name would be kept; refused if it cannot be the name of a folder, or is there."""
@@ -569,6 +596,32 @@ class RunFolder:
                 digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
                 digest.update(value.numpy().tobytes())
         return digest.hexdigest()
+
+
+class PersonalModels:
+    """The personal models of a run; the index is read once, and a file of several models too."""
+
+    def __init__(self, run: Path, kind: str) -> None:
+        self.run, self.folder = run, run / "personal" / kind
+        self.index: dict[str, Any] = _validate(
+            read_json(self.folder / "index.json"), INDEX_FORM, self.folder / "index.json"
+        )
+        self._stack: tuple[str, Tree] = ("", None)
+
+    def of(self, client: str) -> Tree:
+        """The model of a client."""
+        if client not in self.index:
+            raise RunError(f'{self.run}: no client "{client}"; {nearest(client, self.index)}')
+        entry = self.index[client]
+        if "row" not in entry:
+            return read_tree(self.folder, entry)
+        place = json.dumps([entry["file"], entry["sha256"], entry.get("parts")])
+        if self._stack[0] != place:
+            self._stack = place, read_tree(self.folder, entry)
+        row, rows = entry["row"], min(len(v) if v.dim() else 0 for v in leaves(self._stack[1]))
+        if not 0 <= row < rows:
+            raise RunError(f"{self.folder}: the index names model {row} of {rows} in a file", code="run.damaged")
+        return tree_map(lambda v: v[row].clone(), self._stack[1])  # aligned, or kernels may round otherwise
 
 
 @contextmanager

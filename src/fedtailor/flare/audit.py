@@ -79,6 +79,7 @@ class RunRecord:
     rounds: int
     kinds: list[MessageKind]
     refused: list[tuple[str, int]]  # why, how often
+    limited: list[tuple[str, int]]  # replies that left within the bounds of the run, and not as they were
 
     @property
     def left(self) -> int:
@@ -123,7 +124,8 @@ def _summarize_run(run: str, lines: list[dict[str, Any]]) -> RunRecord:
         summaries.append(MessageKind(name, len(messages), received, sent, messages[-1]["left"]["keys"]))
     rounds = {line["round"] for line in lines if line.get("round") is not None}
     refused = Counter(line["refused"] for line in lines if "refused" in line).most_common()
-    return RunRecord(run, lines[0]["time"], lines[-1]["time"], len(lines), len(rounds), summaries, refused)
+    limited = Counter(line["limited"] for line in lines if "limited" in line).most_common()
+    return RunRecord(run, lines[0]["time"], lines[-1]["time"], len(lines), len(rounds), summaries, refused, limited)
 
 
 def inferences(record: RunRecord) -> list[str]:
@@ -168,4 +170,5 @@ def audit_lines(path: Path) -> list[str]:
         ]
         text += [f"  could be inferred: {conclusion}" for conclusion in inferences(record)]
         text += [f"  refused {times_in_words(times)}: {why}" for why, times in record.refused]
+        text += [f"  limited {times_in_words(times)}: {why}" for why, times in record.limited]
     return text

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from fedtailor.core.data import Shape
 from fedtailor.core.model import BufferPolicy, Model, add_label_prior, call_module, is_under
-from fedtailor.core.module_state import cast, refuse_types
+from fedtailor.core.module_state import BufferChanges, cast, refuse_types
 from fedtailor.core.random import torch_stream
 from fedtailor.errors import ConfigError, nearest
 from fedtailor.models import adapters
@@ -96,12 +96,8 @@ def build(
     make = (
         None if isinstance(kind, ModelCopies) else partial(_initialise, kind, shape, outputs, options, adapter, dtype)
     )
-    return Model(
-        cast(module, dtype),
-        head=head or own_head,
-        buffers=buffers,
-        make=None if isinstance(kind, ModelCopies) else make,
-    )
+    model = Model(cast(module, dtype), head=head or own_head, buffers=buffers, make=make)
+    return model if is_own(name) else model.remember(BufferChanges(frozenset(), frozenset()))
 
 
 def _initialise(
@@ -176,14 +172,14 @@ def _refuse_no_module(name: str, module: Any) -> None:
 
 def _fill_lazy_parts(module: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
     """Let layers such as LazyLinear see a sample of zeros, from which they take their shapes."""
-    if not any(isinstance(v, UninitializedTensorMixin) for v in (*module.parameters(), *module.buffers())):
+    if not any(is_lazy(v) for v in (*module.parameters(), *module.buffers())):
         return
     for of in (dtype, torch.int64):
         sizes = shape if isinstance(shape, dict) else {"": shape}
-        parts = {k: torch.zeros(2, *size, dtype=of) for k, size in sizes.items()}
+        parts = {k: torch.zeros(2, *size, dtype=of, device="cpu") for k, size in sizes.items()}
         try:
             with torch.no_grad():
-                call_module(module.to(dtype), parts if isinstance(shape, dict) else parts[""])
+                call_module(cast(module, dtype), parts if isinstance(shape, dict) else parts[""])
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0]
         else:

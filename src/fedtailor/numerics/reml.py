@@ -36,10 +36,22 @@ class Marginal(NamedTuple):
 
 def posterior(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     """L (I + L'AL)^-1 L', by which v - beta answers to X'(y - X beta); and log|I + L'AL|."""
+    half, logdet = _half_posterior(a, factor)
+    return half.mT @ half, logdet
+
+
+def _half_posterior(a: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """H with H'H as in `posterior`, a row for every column of the factor."""
     inner = factor.mT @ a @ factor + torch.eye(factor.shape[-1], dtype=a.dtype, device=a.device)
     root = torch.linalg.cholesky(inner)
     half = torch.linalg.solve_triangular(root, factor.mT, upper=False)
-    return half.mT @ half, 2 * torch.diagonal(root, dim1=-2, dim2=-1).log().sum(-1)
+    return half, 2 * torch.diagonal(root, dim1=-2, dim2=-1).log().sum(-1)
+
+
+def _used(factor: Tensor) -> Tensor:
+    """The columns that are not 0: of a random intercept there is one, and the work of a site grows with them."""
+    used = factor.any(0)
+    return factor if bool(used.all()) else factor[:, used]
 
 
 def own_covariance(a: Tensor, factor: Tensor, covariance: Tensor, noise: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -54,17 +66,18 @@ def own_covariance(a: Tensor, factor: Tensor, covariance: Tensor, noise: Tensor 
 
 def marginal(a: Tensor, b: Tensor, c: Tensor, count: Tensor, factor: Tensor) -> Marginal:
     """What a site adds to the deviance, from A = X'X, b = X'y and c = y'y."""
-    cov, logdet = posterior(a, factor)
-    shrunk = cov @ b
-    return Marginal(a - a @ cov @ a, b - a @ shrunk, c - (b * shrunk).sum(), logdet * b.shape[-1], count)
+    half, logdet = _half_posterior(a, _used(factor))
+    explained, shrunk = half @ a, half @ b
+    rest = c - shrunk.square().sum()
+    return Marginal(a - explained.mT @ explained, b - explained.mT @ shrunk, rest, logdet * b.shape[-1], count)
 
 
 def slope(a: Tensor, b: Tensor, factor: Tensor, beta: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """What a site adds to the gradient at `beta`; `inverse` is that of the summed X'V^-1 X."""
-    cov, _ = posterior(a, factor)
-    rest = b - a @ beta
-    w = rest - a @ (cov @ rest)
-    m = a - a @ cov @ a
+    half, _ = _half_posterior(a, _used(factor))
+    explained, rest = half @ a, b - a @ beta
+    w = rest - explained.mT @ (half @ rest)
+    m = a - explained.mT @ explained
     return w @ w.mT, m @ inverse @ m
 
 

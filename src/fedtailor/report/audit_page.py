@@ -38,5 +38,7 @@ def _section(record: RunRecord) -> PageSection:
     refused = [(*cells(why), TableCell(f"{times:,}", times)) for why, times in record.refused]
     tables = [PageTable("Messages", columns, rows, words=True)]
     tables += [PageTable("Refused", ("why", "times"), refused, words=True)] if refused else []
+    limited = [(*cells(why), TableCell(f"{times:,}", times)) for why, times in record.limited]
+    tables += [PageTable("Limited replies", ("why", "times"), limited, words=True)] if limited else []
     words = tuple(f"Could be inferred: {inference}." for inference in inferences(record))
     return PageSection(f"run-{crc32(record.run.encode())}", record.run, words, figures, tables=tuple(tables))

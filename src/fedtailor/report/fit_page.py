@@ -34,6 +34,7 @@ WORDS = {
     "mixed": "a mixed model, which is partly common and partly the site's own",
     "common": "the common model",
     "trees on the shared model": "trees on top of the shared model",
+    "boosted": "a mixed model with boosted trees that all sites share",
 }
 NAMES = {"baseline": "baseline", "alone": "alone", "common": "in common", "personal": "personal models"}
 NAMED = 3  # sites that are named
@@ -86,11 +87,16 @@ def story(record: dict[str, Any], effects: dict[str, Any], more: Sequence[str] =
     metric, means = record["metric"], record["means"]
     rows = [row for row in record["sites"].values() if row.get("gain_ci")]
     better, worse = (sum(sign * row["gain_ci"][k] > 0 for row in rows) for k, sign in ((0, 1), (1, -1)))
+    tiles = {
+        "personal": ("Personal models", f"mean test {metric} over sites"),
+        "alone": ("Alone", "each site's best own model"),
+        "common": ("In common", "one model for all"),
+        "baseline": ("Baseline", "each site's mean, or shares of its classes"),
+    }
     figures = [
-        KeyFigure("Personal models", value(metric, means["personal"]), f"mean test {metric} over sites"),
-        KeyFigure("Alone", value(metric, means["alone"]), "each site's best own model"),
-        KeyFigure("In common", value(metric, means["common"]), "one model for all"),
-        KeyFigure("Baseline", value(metric, means["baseline"]), "each site's mean, or shares of its classes"),
+        KeyFigure(title, value(metric, means[key]), note)
+        for key, (title, note) in tiles.items()
+        if math.isfinite(means[key])  # there may be no test rows
     ]
     if len(record["sites"]) > 1 and rows:
         figures.append(KeyFigure("Gain, lose", f"{better}, {worse}", f"sites beyond noise, of {len(rows)}"))

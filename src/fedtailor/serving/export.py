@@ -30,7 +30,7 @@ from fedtailor.experiments.store import RunFolder, write_atomically
 from fedtailor.serving.linear_json import has_linear_base, linear_record, predict_by_hand
 from fedtailor.serving.model_file import as_safetensors, read_safetensors, reread_outputs
 from fedtailor.serving.onnx_table import inputs_of_columns, require_packages, solved_graph, with_columns
-from fedtailor.tables.boosted_trees import NAMES, ON_TOP, TREES, TreeParts, Trees
+from fedtailor.tables.boosted_trees import KINDS, NAMES, TreeParts, Trees
 from fedtailor.tables.serve import Personal, personal, run_of
 
 __all__ = ["ENDINGS", "Format", "export", "read_safetensors"]
@@ -64,7 +64,7 @@ class Served(nn.Module):
         if parts is not None:
             modules = {kind: (w, TreeModule(t)) for kind, (w, t) in parts.by_kind.items() if isinstance(t, Trees)}
             self.trees.extend(module for _, module in modules.values())
-            as_modules = TreeParts(parts.linear, modules.get(TREES), modules.get(ON_TOP))
+            as_modules = TreeParts(parts.linear, *(modules.get(kind) for kind in KINDS))
             self.extras = replace(own.extras, trees=as_modules)
         self.is_class = own.task == "classification"
         self.readable = own.readable

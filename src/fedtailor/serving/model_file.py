@@ -20,7 +20,7 @@ from fedtailor.experiments import user_code as trusting
 from fedtailor.experiments.config import parse
 from fedtailor.experiments.model_description import ModelDescription, make_described_model, read_description
 from fedtailor.experiments.user_code import code_of
-from fedtailor.tables.boosted_trees import ON_TOP, TREES, TreeParts, Trees, validate_trees
+from fedtailor.tables.boosted_trees import KINDS, ON_TOP, SHARED, TREES, TreeParts, Trees, validate_trees
 from fedtailor.tables.serve import Extras, Personal, extras_of
 
 LINEAR = "linear"
@@ -77,14 +77,14 @@ def _extras_in(
     parts, trees = record["parts"], None
     if parts and isinstance(description.shape, list):
         by_kind = {}
-        for kind, extra in ((TREES, 0), (ON_TOP, description.outputs)):
+        for kind, extra in ((TREES, 0), (ON_TOP, description.outputs), (SHARED, 0)):
             if kind in parts:
                 own = {name.removeprefix(f"{kind}/"): v for name, v in tensors.items() if name.startswith(f"{kind}/")}
                 by_kind[kind] = (
                     float(parts[kind]),
                     validate_trees(own, description.shape[0] + extra, description.outputs, origin),
                 )
-        trees = TreeParts(float(parts.get(LINEAR, 0.0)), by_kind.get(TREES), by_kind.get(ON_TOP))
+        trees = TreeParts(float(parts.get(LINEAR, 0.0)), *(by_kind.get(kind) for kind in KINDS))
     return extras_of(record, record, trees)
 
 
@@ -107,7 +107,9 @@ def read_safetensors(path: Path, trust: bool = False) -> Personal:
     if trust:
         trusting.accept(config, str(path), trusting.say)
     notes = trusting.serving_notes(about.get("code"), config, str(path))
-    params = {name: value for name, value in tensors.items() if not name.startswith((f"{TREES}/", f"{ON_TOP}/"))}
+    params = {
+        name: value for name, value in tensors.items() if not name.startswith(tuple(f"{kind}/" for kind in KINDS))
+    }
     return Personal(
         site=site,
         algorithm=algorithms.make(config.algorithm.name, options),

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedtailor.data.tabular.preparation import MISSING, OTHER, CategoryColumn, NumberColumn, Preparation
 from fedtailor.errors import RunError
 from fedtailor.serving.linear_json import weights_of
-from fedtailor.tables.boosted_trees import ON_TOP, Trees
+from fedtailor.tables.boosted_trees import ON_TOP, SHARED, Trees
 from fedtailor.tables.serve import Personal
 
 ML, ML_VERSION, VERSION, IR = "ai.onnx.ml", 3, 18, 10
@@ -158,9 +158,15 @@ def add_outputs(graph: Graph, own: Personal, features: str) -> str:
     w, b = weights_of(own)
     out = graph.add("Add", graph.add("MatMul", features, graph.constant(w.T.copy())), graph.constant(b[None]))
     if own.extras.trees is not None:
+        if own.extras.trees.shared is not None:
+            weight, trees = own.extras.trees.shared
+            assert isinstance(trees, Trees)
+            out = graph.add("Add", out, graph.add("Mul", add_trees(graph, trees, features), graph.constant(weight)))
         base = graph.add("LogSoftmax", out, axis=1) if is_class else out
         out = graph.add("Mul", base, graph.constant(own.extras.trees.linear))
         for kind, (weight, trees) in own.extras.trees.by_kind.items():
+            if kind == SHARED:
+                continue
             assert isinstance(trees, Trees)
             on_top = kind == ON_TOP
             inputs = graph.add("Concat", features, base, axis=1) if on_top else features

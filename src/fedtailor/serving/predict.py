@@ -13,12 +13,12 @@ import torch
 from fedtailor.core.data import count
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.data.files import read_npz
-from fedtailor.data.tabular.columns import escape_formula
+from fedtailor.data.tabular.columns import ClientTable, escape_formula
 from fedtailor.data.tabular.read import SUFFIXES, client_name, read_rows
 from fedtailor.errors import DataError, RunError, nearest
-from fedtailor.experiments.store import FIT, RunFolder, part_of, read_json, write_atomically
+from fedtailor.experiments.store import FIT, RunFolder, latest, part_of, read_json, write_atomically
 from fedtailor.tables.intervals import interval_around
-from fedtailor.tables.serve import Personal, personal
+from fedtailor.tables.serve import Personal, ServedModels, personal
 
 if TYPE_CHECKING:
     import polars as pl
@@ -133,21 +133,45 @@ def predict_by_site(path: Path, file: Path, column: str, interval: float = 0.0) 
     names = frame[column].cast(pl.String)
     if names.null_count():
         raise DataError(f'{file}: column "{column}" names no site in {names.null_count()} of {frame.height} rows')
-    known = _sites(path)
+    served = ServedModels(latest(path))
+    known = dict.fromkeys(_sites(path))
     parts, notes, strangers = [], list[str](), list[str]()
-    for name in names.unique(maintain_order=True).to_list():
-        at = names == name
+    rows_of = names.to_frame("name").with_row_index("row").group_by("name", maintain_order=True).agg("row")
+    frame = frame.with_columns(pl.Series(ORDER, range(frame.height)))
+    common: Personal | None = None
+    table: ClientTable | None = None
+    is_first = True
+    for name, at in rows_of.iter_rows():
         if name in known:
-            model = personal(path, name)
+            model = served.personal(name)
         else:
             strangers.append(name)
-            model = _common(path, known)
-        rows = frame.filter(at).with_columns(pl.Series(ORDER, at.arg_true()))
-        parts.append(predict_rows(model, file, rows, values.filter(at), interval))
+            model = common = common or _common(path, list(known))
+        if is_first:
+            table, is_first = _read_at_once(model, file, values), False
+        parts.append(_add_predictions(model, file, frame[at], _encode(model, file, table, values, at), interval))
         notes += model.notes
     if strangers:
         notes.append(f"{len(strangers)} sites are not in the fit and got the common model: {', '.join(strangers[:5])}")
     return pl.concat(parts).sort(ORDER).drop(ORDER), notes
+
+
+def _read_at_once(model: Personal, file: Path, values: pl.DataFrame) -> ClientTable | None:
+    """The columns of all sites together; None where they can only be read site by site."""
+    try:
+        return model.table(file, values)
+    except DataError:
+        return None
+
+
+def _encode(model: Personal, file: Path, table: ClientTable | None, values: pl.DataFrame, rows: list[int]) -> Tree:
+    """A site's rows; on its own its column may be of another kind than with others, such as dates in another form."""
+    if table is not None:
+        try:
+            return model.encode(table.rows_at(rows))
+        except DataError:
+            pass
+    return model.encode(model.table(file, values[rows]))
 
 
 def _sites(path: Path) -> list[str]:

@@ -142,7 +142,7 @@ def subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str,
         raise ConfigError(f'--rows: no row "{unknown[0]}"; {nearest(unknown[0], [p.name for p in table.rows])}')
     out = {}
     first: dict[str, search.Subject] = {}
-    section = _search_at(table, scale)
+    section = search_section(table, scale)
     for row in table.rows:
         if (rows and row.name not in rows) or row.only not in (None, scale):
             continue
@@ -159,7 +159,7 @@ def subjects(table: Published, scale: Scale, rows: list[str]) -> dict[tuple[str,
     return out
 
 
-def _search_at(table: Published, scale: Scale) -> SearchSection | None:
+def search_section(table: Published, scale: Scale) -> SearchSection | None:
     """How settings are searched at a scale; None: they are those of the table."""
     return table.search_at.get(scale, table.search) or None
 
@@ -174,7 +174,7 @@ def searched(
     listener: CellListener,
 ) -> dict[str, search.Settings]:
     """The settings found for the cells of the table, by search or in a run that learns for all seeds."""
-    section = _search_at(table, scale)
+    section = search_section(table, scale)
     if section is None:
         return _learned(table, folder, scale, rows, data_root, listener)
     search.check_names(section, {*algorithms(), *(part.name for part in table.rows)})

@@ -11,6 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from fedtailor.algorithms import algorithms
+from fedtailor.core.task import TASKS
 from fedtailor.data import SOURCES
 from fedtailor.experiments.config import CompareConfig
 from fedtailor.experiments.sections import SearchSection
@@ -137,11 +138,12 @@ def _kind(annotation: Any, default: Any) -> Schema:
 
 
 def _all_options() -> dict[str, Schema]:
-    """Of data, models and algorithms, whichever they belong to."""
+    """Of data, models, algorithms and tasks, whichever they belong to."""
     data: Schema = {key: {} for info in SOURCES.values() for key in info.config.model_fields}
     model: Schema = {key: {} for options in _models().values() for key in options}
     algorithm: Schema = {key: {} for options in _algorithms().values() for key in options}
-    return {"data": data, "model": model, "algorithm": algorithm}
+    task: Schema = {field.name: {} for kind in TASKS.values() for field in dataclasses.fields(kind)}
+    return {"data": data, "model": model, "algorithm": algorithm, "task": task}
 
 
 def _keys() -> set[str]:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.numerics.blending import HELP, KNOWN, NEWTON, OWN_PULLS, ROUNDING, SURELY, on_simplex, row_losses
-from fedtailor.studies.grid import Cell
+from fedtailor.studies.grid import Cell, CellListener
 from fedtailor.tables import boosted_trees
 from fedtailor.tables.boosted_trees import ON_TOP, TREES, TREES_FOLDER, Trees, tree_outputs
-from fedtailor.tables.candidates import ALONE, COMMON, Clock, OutOfTime, delivered_models, outputs_of, site_of_rows
+from fedtailor.tables.candidates import ALONE, COMMON, Clock, OutOfTime, delivered_models, site_of_rows
 from fedtailor.tables.model_selection import chance, gains
+from fedtailor.tables.shared_trees import SharedTrees
 
 LEAST = 0.01  # weights below this are left out
 
@@ -40,6 +41,7 @@ class Selection:
     gains: list[tuple[float, float]]  # over that, out of fold: mean and standard error
     out_of_fold: Tensor  # of the served models
     dropped: list[dict[str, Any]]
+    shared: NDArray[np.float64] | None = None  # per site the weight of the trees of all sites, on the linear part
 
 
 def select(
@@ -50,6 +52,8 @@ def select(
     seed: int,
     clock: Clock,
     out: Path,
+    shared: Boosted | None = None,
+    progress: CellListener = lambda cell, done, of: None,
 ) -> Selection:
     """Choose weights and trees; a site whose own model is significantly better keeps that."""
     is_class = data.task == "classification"
@@ -69,8 +73,36 @@ def select(
             linear[0],
             [],
         )
-    first = stack(Candidates(linear, y, site, len(data.clients), is_class), folds[held.numpy()])
-    return blend_trees(used, data, folds, linear[0], first.held_out, first.weights.numpy(), seed, clock, out)
+    at, boosted = _boosted(used, data, outputs, shared)
+    tried = linear if boosted is None else torch.cat([linear, boosted[held][None]])
+    first = stack(Candidates(tried, y, site, len(data.clients), is_class), folds[held.numpy()])
+    weights = first.weights.numpy()
+    of_shared = None
+    if boosted is not None:
+        of_shared, weights = weights[:, -1].copy(), weights[:, :-1].copy()
+        weights[:, at] += of_shared
+    return blend_trees(
+        used, data, folds, linear[0], first.held_out, weights, seed, clock, out, shared=of_shared, progress=progress
+    )
+
+
+def _boosted(
+    used: list[Cell], data: FederatedData, outputs: dict[str, Tensor], shared: Boosted | None
+) -> tuple[int, Tensor | None]:
+    """Which candidate the trees of all sites are on, and the outputs of both together out of fold."""
+    if shared is None:
+        return 0, None
+    at = [cell.label for cell in used].index(shared.label)
+    both = outputs[shared.label] + shared.trees.out_of_fold
+    return at, both.log_softmax(1) if data.task == "classification" else both
+
+
+@dataclass(frozen=True)
+class Boosted:
+    """The trees of all sites, and the label of the candidate on whose residuals they were grown."""
+
+    label: str
+    trees: SharedTrees
 
 
 def blend_trees(
@@ -83,6 +115,9 @@ def blend_trees(
     seed: int,
     clock: Clock,
     out: Path,
+    *,
+    shared: NDArray[np.float64] | None = None,
+    progress: CellListener = lambda cell, done, of: None,
 ) -> Selection:
     """Add trees to the linear blend; a site whose own model is significantly better keeps that.
 
@@ -91,7 +126,7 @@ def blend_trees(
     is_class, held, sites = data.task == "classification", torch.from_numpy(folds >= 0), len(data.clients)
     y, site = data.train.y[held], torch.from_numpy(site_of_rows(data.train))[held]
     dropped: list[dict[str, Any]] = []
-    trees = _fit_site_trees(data, folds, held, linear, seed, out, clock, dropped) if clock.has_time() else {}
+    trees = _fit_site_trees(data, folds, held, linear, seed, out, clock, dropped, progress) if clock.has_time() else {}
     own_label = [ALONE] * sites
     served, kinds = linear, [{"linear": 1.0} for _ in data.clients]
     if trees:
@@ -106,9 +141,11 @@ def blend_trees(
             is_tree = own_label[i] == TREES
             kinds[i] = {TREES: 1.0} if is_tree else {"linear": 1.0}
             weights[i] = weights[i] if is_tree else only_own
+            if shared is not None and not is_tree:
+                shared[i] = 0.0
             at = site == i
             served[at] = own[at]
-    return Selection(used, weights, kinds, own_label, gained, served, dropped)
+    return Selection(used, weights, kinds, own_label, gained, served, dropped, shared)
 
 
 def _estimate_gains(
@@ -121,9 +158,10 @@ def _estimate_gains(
         at = site.numpy()
         by_chance = np.bincount(at, chance(served.numpy(), own.numpy()), sites)
         least = (by_chance / np.maximum(np.bincount(at, minlength=sites), 1)).tolist()
+    ends = np.cumsum(np.bincount(site.numpy(), minlength=sites))[:-1]  # rows are in the order of their sites
     site_gains = gains(
-        [better[site == i].numpy() for i in range(sites)],
-        [worse[site == i].numpy() for i in range(sites)],
+        np.split(better.numpy(), ends),
+        np.split(worse.numpy(), ends),
         is_bounded=False,
         least=least,
     )
@@ -150,22 +188,23 @@ def _fit_site_trees(
     out: Path,
     clock: Clock,
     dropped: list[dict[str, Any]],
+    progress: CellListener,
 ) -> dict[str, Tensor]:
     """Fit and save trees for sites with enough rows, within the time limit; out-of-fold outputs, NaN at other sites."""
     is_class = data.task == "classification"
     all_rows = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     all_rows[held] = base
     outputs = {TREES: torch.full_like(all_rows, torch.nan), ON_TOP: torch.full_like(all_rows, torch.nan)}
-    for i in range(len(data.clients)):
+    large = [i for i in range(len(data.clients)) if boosted_trees.has_enough_rows(data.train.targets(i), is_class)]
+    for i in large:
         a, b = int(data.train.starts[i]), int(data.train.starts[i + 1])
         x, y = data.train.of(i)
-        if not boosted_trees.has_enough_rows(y, is_class):
-            continue
         try:
             for kind, start in ((TREES, None), (ON_TOP, all_rows[a:b])):
                 of_site = ((x, y), folds[a:b], start, data.outputs, is_class, seed, clock.check)
                 outputs[kind][a:b], trees = boosted_trees.load_or_fit_trees(out / TREES_FOLDER, *of_site)
                 trees.save(trees_path(out, i, kind))
+            progress("trees of single sites", large.index(i) + 1, len(large))
         except OutOfTime:
             for values in outputs.values():
                 values[a:b] = torch.nan
@@ -203,16 +242,27 @@ def _blend_at_sites(
     return served, kinds
 
 
+def shared_trees_path(out: Path) -> Path:
+    return out / TREES_FOLDER / "of-all-sites.safetensors"
+
+
+def read_shared_trees(out: Path, data: FederatedData) -> Trees:
+    """The trees of all sites."""
+    return Trees.read(shared_trees_path(out), data.shape[0], data.outputs)
+
+
 def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out: Path) -> dict[str, Tensor]:
-    """Outputs of the delivered models for rows: personal, alone (the best own one) and common."""
+    """Outputs of the delivered models for rows: personal, alone (the best own one) and, if there is one, common."""
     is_class = data.task == "classification"
     linear = {}
     for cell in selection.cells:
-        models = delivered_models(cell, data.clients)
-        linear[cell.label] = outputs_of(cell.config, data, models, rows)
+        linear[cell.label] = delivered_models(cell, data.clients).outputs(rows, is_class)
     stacked = torch.stack([linear[cell.label] for cell in selection.cells])
     site = torch.from_numpy(site_of_rows(rows))
     base = (torch.from_numpy(selection.weights)[site].mT[:, :, None] * stacked).sum(0)
+    if selection.shared is not None and selection.shared.any():
+        of_all = read_shared_trees(out, data)
+        base = base + torch.from_numpy(selection.shared)[site][:, None] * of_all(rows.x)
     base = base.log_softmax(1) if is_class else base
     served, alone = base.clone(), linear[ALONE].clone()
     for i, kinds in enumerate(selection.trees):
@@ -230,7 +280,8 @@ def delivered_outputs(selection: Selection, data: FederatedData, rows: Rows, out
         served[a:b] = mixed.log_softmax(1) if is_class else mixed  # type: ignore[union-attr]
         if selection.alone[i] == TREES:
             alone[a:b] = parts[TREES]
-    return {"personal": served, "alone": alone, "common": linear.get(COMMON, linear[ALONE])}
+    common = linear.get(COMMON, linear[ALONE] if len(data.clients) == 1 else None)
+    return {"personal": served, "alone": alone} | ({} if common is None else {"common": common})
 
 
 ALL = float("inf")  # the pull of one blend for all sites

@@ -7,7 +7,7 @@ factor by which the shared model's rate is multiplied. They are stored as plain 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -29,6 +29,8 @@ NAMES = ("feature", "threshold", "left", "right", "value", "missing_left", "root
 DEEPEST = 64
 Ensemble = Callable[[Tensor], Tensor]  # trees, or an equivalent module
 TREES, ON_TOP, TREES_FOLDER = "trees alone", "trees on the shared model", "trees"
+SHARED = "trees of all sites"
+KINDS = (TREES, ON_TOP, SHARED)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,46 @@ class Trees:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, outputs]: numbers, or logits."""
-        return self.sum_to_depth(x, self.depth)
+        if self.compiled is None or x.device.type != "cpu" or x.shape[1] <= self.largest_feature:
+            return self.sum_to_depth(x, self.depth)
+        rows, none = x.detach().double().numpy(), np.zeros((0, 8), dtype=np.uint32)
+        threads = 1 if len(rows) < WORTH_THREADS else torch.get_num_threads()
+        places = np.zeros(rows.shape[1], dtype=np.uint32)
+        out = np.tile(self.baseline.numpy(), (len(rows), 1))
+        for output, tree in zip(self.output.tolist(), self.compiled, strict=True):
+            out[:, output] += tree.predict(rows, none, places, threads)
+        return torch.from_numpy(out)
+
+    @cached_property
+    def largest_feature(self) -> int:
+        return int(self.feature.max()) if len(self.feature) else 0
+
+    @cached_property
+    def compiled(self) -> list[Any] | None:
+        """The trees as scikit-learn predicts them; None where they do not stand one after another, parents first.
+
+        Its code checks nothing: it would follow any node.
+        """
+        from sklearn.ensemble._hist_gradient_boosting.common import PREDICTOR_RECORD_DTYPE
+        from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
+
+        left, right, root = self.left.numpy(), self.right.numpy(), self.root.numpy()
+        own, is_leaf = np.arange(len(left)), left == np.arange(len(left))
+        ends = np.append(root[1:], len(left))
+        if (len(root) and root[0] != 0) or (ends <= root).any() or (is_leaf != (right == own)).any():
+            return None
+        last = np.repeat(ends, ends - root)
+        is_inside = (left > own) & (right > own) & (left < last) & (right < last) & (self.feature.numpy() >= 0)
+        if not (is_leaf | is_inside).all():
+            return None
+        nodes = np.zeros(len(left), dtype=PREDICTOR_RECORD_DTYPE)
+        first = np.repeat(root, ends - root)
+        nodes["feature_idx"], nodes["num_threshold"] = self.feature.numpy(), self.threshold.numpy()
+        nodes["left"], nodes["right"] = left - first, right - first
+        nodes["missing_go_to_left"], nodes["is_leaf"] = self.missing_left.numpy() > 0, is_leaf
+        nodes["value"] = self.value.numpy()
+        none = np.zeros((0, 8), dtype=np.uint32)
+        return [TreePredictor(nodes[a:b], none, none) for a, b in zip(root, ends, strict=True)]
 
     def sum_to_depth(self, x: Tensor, depth: int) -> Tensor:
         """The outputs at a fixed depth, which an exported graph needs."""
@@ -117,27 +158,20 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def trees_of(model: Any, outputs: int) -> Trees:
-    """The trees of a HistGradientBoosting model on numbers; the logit of two classes becomes that of the second."""
+def join_trees(nodes_of_trees: Sequence[Any], outputs_of_trees: Sequence[int], outputs: int) -> Trees:
+    """Trees of scikit-learn, by the output to which each adds, without a baseline."""
     held: dict[str, list[Any]] = {name: [] for name in NAMES[:6]}
-    roots, places, count = [], [], 0
-    for stage in model._predictors:
-        for output, predictor in enumerate(stage):
-            nodes = predictor.nodes
-            own = np.arange(len(nodes))
-            leaf = nodes["is_leaf"].astype(bool)
-            held["feature"].append(np.where(leaf, 0, nodes["feature_idx"]))
-            held["threshold"].append(np.where(leaf, 0.0, nodes["num_threshold"]))
-            held["left"].append(count + np.where(leaf, own, nodes["left"]))
-            held["right"].append(count + np.where(leaf, own, nodes["right"]))
-            held["value"].append(np.where(leaf, nodes["value"], 0.0))
-            held["missing_left"].append(nodes["missing_go_to_left"])
-            roots.append(count)
-            places.append(1 if outputs == 2 and len(stage) == 1 else output)
-            count += len(nodes)
-    baseline = np.zeros(outputs)
-    first = np.ravel(model._baseline_prediction)
-    baseline[-len(first) :] = first
+    roots, count = [], 0
+    for nodes in nodes_of_trees:
+        own, leaf = np.arange(len(nodes)), nodes["is_leaf"].astype(bool)
+        held["feature"].append(np.where(leaf, 0, nodes["feature_idx"]))
+        held["threshold"].append(np.where(leaf, 0.0, nodes["num_threshold"]))
+        held["left"].append(count + np.where(leaf, own, nodes["left"]))
+        held["right"].append(count + np.where(leaf, own, nodes["right"]))
+        held["value"].append(np.where(leaf, nodes["value"], 0.0))
+        held["missing_left"].append(nodes["missing_go_to_left"])
+        roots.append(count)
+        count += len(nodes)
     arrays = {
         name: torch.from_numpy(np.concatenate(parts).astype(np.float64 if name in ("threshold", "value") else np.int64))
         for name, parts in held.items()
@@ -145,27 +179,43 @@ def trees_of(model: Any, outputs: int) -> Trees:
     return Trees(
         **arrays,
         root=torch.tensor(roots, dtype=torch.int64),
-        output=torch.tensor(places, dtype=torch.int64),
-        baseline=torch.from_numpy(baseline),
+        output=torch.tensor(list(outputs_of_trees), dtype=torch.int64),
+        baseline=torch.zeros(outputs, dtype=torch.float64, device="cpu"),
     )
+
+
+def trees_of(model: Any, outputs: int) -> Trees:
+    """The trees of a HistGradientBoosting model on numbers; the logit of two classes becomes that of the second."""
+    nodes = [predictor.nodes for stage in model._predictors for predictor in stage]
+    places = [
+        1 if outputs == 2 and len(stage) == 1 else output for stage in model._predictors for output in range(len(stage))
+    ]
+    baseline = np.zeros(outputs)
+    first = np.ravel(model._baseline_prediction)
+    baseline[-len(first) :] = first
+    return replace(join_trees(nodes, places, outputs), baseline=torch.from_numpy(baseline))
 
 
 @dataclass(frozen=True)
 class TreeParts:
-    """Trees beside a linear model, and the weight of each part."""
+    """Trees beside a linear model, and the weight of each part; those of all sites are added to the linear model."""
 
     linear: float
     alone: tuple[float, Ensemble] | None = None
     on_top: tuple[float, Ensemble] | None = None
+    shared: tuple[float, Ensemble] | None = None
 
     @property
     def by_kind(self) -> dict[str, tuple[float, Ensemble]]:
-        parts = {TREES: self.alone, ON_TOP: self.on_top}
+        parts = {TREES: self.alone, ON_TOP: self.on_top, SHARED: self.shared}
         return {kind: part for kind, part in parts.items() if part is not None}
 
     def mix(self, x: Tensor, base: Tensor, is_class: bool) -> Tensor:
         """Outputs of all parts together; `base`: outputs of the linear model."""
-        base = base.double().log_softmax(1) if is_class else base.double()
+        base = base.double()
+        if self.shared is not None:
+            base = base + self.shared[0] * self.shared[1](x.double())
+        base = base.log_softmax(1) if is_class else base
         out = self.linear * base
         for part, above in ((self.alone, None), (self.on_top, base)):
             if part is not None:
@@ -173,16 +223,20 @@ class TreeParts:
         return out
 
 
-def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int) -> TreeParts | None:
+def tree_parts(path: Path, row: dict[str, Any], features: int, outputs: int, shared: Trees | None) -> TreeParts | None:
     """The trees of a site, as the record of a fit names them; none if it is served by a linear model."""
-    if not row["trees"]:
+    weight = float(row.get("shared_trees", 0.0))
+    if not row["trees"] and not weight:
         return None
     by_kind: dict[str, tuple[float, Trees]] = {}
     for kind, name in row["trees"].items():
         extra = outputs if kind == ON_TOP else 0
         trees = Trees.read(part_of(path / TREES_FOLDER, name), features + extra, outputs)
         by_kind[kind] = (float(row["parts"][kind]), trees)
-    return TreeParts(float(row["parts"].get("linear", 0.0)), by_kind.get(TREES), by_kind.get(ON_TOP))
+    if weight and shared is None:
+        raise RunError(f"{path}: names no file of the trees of all sites", code="run.damaged")
+    of_all = (weight, shared) if weight and shared is not None else None
+    return TreeParts(float(row["parts"].get("linear", 0.0)), by_kind.get(TREES), by_kind.get(ON_TOP), of_all)
 
 
 def inputs_of(x: Tensor, base: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,16 +21,18 @@ from torch import Tensor
 
 from fedtailor import engines
 from fedtailor.algorithms._programs.parts import folds_of_rows
-from fedtailor.algorithms._programs.table_fit import is_usable
+from fedtailor.algorithms._programs.table_fit import MOST_SLOPES, MOST_WITH_INTERCEPT, is_usable
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
 from fedtailor.core.reduce import PerClient
 from fedtailor.core.trees import Params, Tree
+from fedtailor.engines.machine import training_settings
 from fedtailor.errors import ClientError, RoundAbandoned, UserError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.store import RunFolder, read_json, read_tree
+from fedtailor.experiments.store import PersonalModels, RunFolder, read_json, read_tree, write_json, write_tree
 from fedtailor.studies.grid import Cell, CellListener, start_or_resume
+from fedtailor.tables.stacked_sites import NotUsable, StackedSites
 
 MORE_ROWS = 1.5  # training on all rows, and what is saved of it, in times of the first fold
 ALONE, COMMON = "alone", "common"
@@ -65,6 +68,17 @@ def cells_of(tables: dict[str, Any], data: FederatedData, out: Path) -> list[Cel
     return [candidate_cell(tables | solved, kind, effect, out) for effect in effects]
 
 
+def unaffordable(data: FederatedData) -> list[dict[str, Any]]:
+    """Candidates that so many coefficients leave no time for, as the record names them."""
+    size = (data.shape[0] + 1) * max(data.outputs - 1, 1)
+    limits = {"intercept": MOST_WITH_INTERCEPT, "diagonal": MOST_SLOPES}
+    return [
+        {"label": LABELS[effects], "round": 0, "val": None, "why": f"{size} coefficients; it is tried up to {most}"}
+        for effects, most in limits.items()
+        if size > most and len(data.clients) > 1
+    ]
+
+
 def candidate_cell(tables: Mapping[str, Any], kind: str, effects: str, out: Path) -> Cell:
     """The run of a mixed model with these effects or, with none named, of the sites' own models."""
     algorithm = {"name": kind, "effects": effects} if effects else {"name": "linearalone"}
@@ -93,6 +107,49 @@ class Clock:
         return not self.limit or time.monotonic() - self.begun < part * self.limit
 
 
+@dataclass(frozen=True)
+class LinearModels:
+    """The linear models of all sites."""
+
+    weight: Tensor  # [sites, outputs, features]
+    bias: Tensor  # [sites, outputs]
+
+    @staticmethod
+    def of(models: Params) -> LinearModels:
+        """From stacked parameters."""
+        weight = next(v for v in models.values() if v.dim() == 3).double()
+        bias = next((v.double() for v in models.values() if v.dim() == 2), weight.new_zeros(weight.shape[:2]))
+        return LinearModels(weight, bias)
+
+    def outputs(self, rows: Rows, is_class: bool) -> Tensor:
+        """Outputs of every site's model for its rows: log-probabilities of classes, or numbers."""
+        out = torch.zeros((len(rows.x), self.bias.shape[1]), dtype=torch.float64, device="cpu")
+        starts = rows.starts.tolist()
+        if len(rows.x) > FEW_ROWS * len(rows.sizes):
+            for i, (a, b) in enumerate(pairwise(starts)):
+                out[a:b] = rows.x[a:b].double() @ self.weight[i].mT + self.bias[i]
+        else:
+            site = torch.from_numpy(site_of_rows(rows))
+            for a in range(0, len(rows.x), AT_ONCE):
+                at = site[a : a + AT_ONCE]
+                x = rows.x[a : a + AT_ONCE].double()
+                out[a : a + AT_ONCE] = torch.einsum("nd,nod->no", x, self.weight[at]) + self.bias[at]
+        return out.log_softmax(1) if is_class else out
+
+
+FEW_ROWS = 500  # of a site, below which rows of all sites are predicted together
+AT_ONCE = 2**16  # of these
+
+
+@dataclass
+class CrossFitted:
+    """Of every candidate its out-of-fold outputs and the models of each fold; dropped candidates with the reason."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    models: dict[str, list[LinearModels]] = field(default_factory=dict)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+
+
 def cross_fit(
     cells: list[Cell],
     data: FederatedData,
@@ -100,18 +157,15 @@ def cross_fit(
     root: Path | None,
     listener: CellListener,
     clock: Clock,
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Train every linear candidate on all rows, then without each fold.
-
-    Returns out-of-fold outputs by label, and dropped candidates with the reason. The sites' own models are never
-    dropped.
-    """
-    outputs: dict[str, Tensor] = {}
-    dropped: list[dict[str, Any]] = []
+) -> CrossFitted:
+    """Train every linear candidate on all rows, then without each fold. The sites' own models are never dropped."""
+    found = CrossFitted()
     for cell in cells:
         why = "the time limit"
+        own_clock, models = clock if found.outputs else Clock(0.0), list[LinearModels]()
         try:
-            outputs[cell.label] = _cross_fit_cell(cell, data, folds, root, listener, clock if outputs else Clock(0.0))
+            found.outputs[cell.label] = _cross_fit_cell(cell, data, folds, root, listener, own_clock, models)
+            found.models[cell.label] = models
             continue
         except OutOfTime:
             pass
@@ -119,31 +173,67 @@ def cross_fit(
             if cell.label == ALONE:
                 raise
             why = str(error).splitlines()[0]
-        dropped.append({"label": cell.label, "round": 0, "val": None, "why": why})
-    return outputs, dropped
+        found.dropped.append({"label": cell.label, "round": 0, "val": None, "why": why})
+    return found
 
 
 def _cross_fit_cell(
-    cell: Cell, data: FederatedData, folds: NDArray[np.int64], root: Path | None, listener: CellListener, clock: Clock
+    cell: Cell,
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    root: Path | None,
+    listener: CellListener,
+    clock: Clock,
+    models: list[LinearModels],
 ) -> Tensor:
     """Folds begin where the training on all rows ended. With a time limit they come first, since they can be ended at
     any exchange, and show how long the training on all rows will take."""
+
+    seconds: list[float] = []
 
     def fold_done(fold: int) -> None:
         listener(f"{cell.folder.name}, folds", fold, int(folds.max()) + 1)
         seconds.append(time.monotonic() - clock.begun)
 
+    def no_check() -> None:
+        """Without a limit there is nothing to end it."""
+
+    if (kept := _kept_folds(cell)) is not None:  # of a fit that was interrupted later
+        models.extend(kept[1])
+        fold_done(int(folds.max()))
+        return kept[0]
     clock.check()
-    seconds = [time.monotonic() - clock.begun]
+    seconds[:] = [time.monotonic() - clock.begun]
     if not clock.limit:
         start_or_resume(cell, root, listener, loaded=data, server=start_state(cell))
         saved = RunFolder(cell.folder).load_checkpoint()
         assert saved is not None
-        return out_of_fold(cell.config, data, folds, saved[1]["state"]["server"] or None, fold_done)
-    outputs = out_of_fold(cell.config, data, folds, start_state(cell), fold_done, clock.check)
+        start = saved[1]["state"]["server"] or None
+        outputs = out_of_fold(cell.config, data, folds, start, fold_done, no_check, models)
+        _keep_folds(cell, outputs, models)
+        return outputs
+    outputs = out_of_fold(cell.config, data, folds, start_state(cell), fold_done, clock.check, models)
     clock.check(MORE_ROWS * (seconds[min(1, len(seconds) - 1)] - seconds[0]))
     start_or_resume(cell, root, listener, loaded=data, server=start_state(cell))
+    _keep_folds(cell, outputs, models)
     return outputs
+
+
+KEPT_FOLDS = "folds.json"
+
+
+def _keep_folds(cell: Cell, outputs: Tensor, models: list[LinearModels]) -> None:
+    """Beside the run, so that a fit that is interrupted does not cross-fit it again."""
+    tree = {"outputs": outputs, "models": [{"weight": each.weight, "bias": each.bias} for each in models]}
+    write_json(cell.folder / KEPT_FOLDS, write_tree(cell.folder / "folds.safetensors", tree))
+
+
+def _kept_folds(cell: Cell) -> tuple[Tensor, list[LinearModels]] | None:
+    entry = cell.folder / KEPT_FOLDS
+    if not entry.exists():
+        return None
+    tree = read_tree(cell.folder, read_json(entry))
+    return tree["outputs"], [LinearModels(each["weight"], each["bias"]) for each in tree["models"]]
 
 
 def start_state(cell: Cell) -> Tree:
@@ -152,11 +242,11 @@ def start_state(cell: Cell) -> Tree:
     return read_tree(entry.parent, read_json(entry)) if entry.exists() else None
 
 
-def delivered_models(cell: Cell, sites: Sequence[str]) -> list[Params]:
-    """The models of a candidate that was trained on all rows, one for each site."""
-    folder = cell.folder / "personal" / "last"
-    index = read_json(folder / "index.json")
-    return [read_tree(folder, index[site]) for site in sites]
+def delivered_models(cell: Cell, sites: Sequence[str]) -> LinearModels:
+    """The models of a candidate that was trained on all rows."""
+    models = PersonalModels(cell.folder, "last")
+    each = [models.of(site) for site in sites]
+    return LinearModels.of({name: torch.stack([model[name] for model in each]) for name in each[0]})
 
 
 FOLDS = 5
@@ -207,9 +297,16 @@ class WatchedFederation(Federation):
 
 def train(
     config: RunConfig, data: FederatedData, start: Tree = None, check: Callable[[], None] = lambda: None
-) -> tuple[Tree, list[Params]]:
+) -> tuple[Tree, LinearModels]:
     """The server's state and every site's model after the rounds of a configuration, in this process."""
     experiment = assemble(config, data)
+    if StackedSites.suits(experiment):
+        with suppress(NotUsable), training_settings(1), torch.no_grad():
+            sites = StackedSites(experiment, config.federation.limits.max_norm, check)
+            server = experiment.algorithm.server_init(experiment.model) if start is None else start
+            for round in range(1, config.rounds + 1):
+                server = sites.run_round(round, server)
+            return server, LinearModels.of(sites.models(config.rounds, server))
     with engines.open_engine(config.federation.engine, experiment) as engine:
         fed = WatchedFederation(engine, config.federation.limits)
         fed.check = check
@@ -221,20 +318,7 @@ def train(
         for group, _, stack in engine.evaluate(everybody, config.rounds, server, ()):
             for row, client in enumerate(group):
                 models[client] = {name: value[row].clone() for name, value in stack.items()}
-    return server, [models[i] for i in everybody]
-
-
-def outputs_of(config: RunConfig, data: FederatedData, models: list[Params], rows: Rows) -> Tensor:
-    """Outputs of every site's model for its rows: log-probabilities of classes, or numbers."""
-    experiment = assemble(config, replace(data, train=rows if len(rows.x) else data.train))
-    out = torch.zeros((len(rows.x), data.outputs), dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        for i, params in enumerate(models):
-            a, b = int(rows.starts[i]), int(rows.starts[i + 1])
-            if b > a:
-                x = rows.x[a:b].to(experiment.model.dtype)
-                out[a:b] = experiment.algorithm.predict(experiment.model, params, x).double()
-    return out.log_softmax(1) if data.task == "classification" else out
+    return server, LinearModels.of({name: torch.stack([models[i][name] for i in everybody]) for name in models[0]})
 
 
 def out_of_fold(
@@ -244,18 +328,23 @@ def out_of_fold(
     start: Tree = None,
     fold_done: Callable[[int], None] = lambda fold: None,
     check: Callable[[], None] = lambda: None,
+    models: list[LinearModels] | None = None,
 ) -> Tensor:
     """Outputs for each training row from models trained without its fold; NaN where there is no fold.
 
-    Every fold begins at `start`; without one, at the result of the first fold.
+    Every fold begins at `start`; without one, at the result of the first fold. The models go into a list, if one is
+    given.
     """
     out = torch.full((len(data.train.x), data.outputs), torch.nan, dtype=torch.float64, device="cpu")
     for fold in range(int(folds.max()) + 1):
         held = folds == fold
         if held.any():
-            server, models = train(config, subset_rows(data, ~held), start, check)
+            server, own = train(config, subset_rows(data, ~held), start, check)
             start = start or server
-            out[torch.from_numpy(held)] = outputs_of(config, data, models, subset_rows(data, held).train)
+            if models is not None:
+                models.append(own)
+            rows = subset_rows(data, held).train
+            out[torch.from_numpy(held)] = own.outputs(rows, data.task == "classification")
             fold_done(fold + 1)
     return out
 

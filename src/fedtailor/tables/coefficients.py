@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core.data import FederatedData, Rows
-from fedtailor.core.trees import Params, Tree
+from fedtailor.core.trees import Tree
 from fedtailor.data.tabular.preparation import NumberColumn, Preparation
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.store import RunFolder
 from fedtailor.numerics.reml import own_covariance
 from fedtailor.studies.grid import Cell
-from fedtailor.tables.candidates import ALONE, COMMON, delivered_models, kind_of, train
+from fedtailor.tables.candidates import ALONE, COMMON, LinearModels, delivered_models, kind_of, train
 from fedtailor.tables.variance_tests import LEVEL, difference_tests, problem_of
 
 Floats = NDArray[np.float64]
@@ -105,6 +105,7 @@ def aliases(weights: Floats, hidden: Floats, features: tuple[str, ...]) -> list[
 
 
 Z = 1.959964  # 95 %
+AT_ONCE = 2**22  # numbers in the covariances of sites that are computed together
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def load_mixed_fit(cell: Cell, data: FederatedData) -> MixedFit:
     saved = RunFolder(cell.folder).load_checkpoint()
     assert saved is not None
     state = saved[1]["state"]
-    own = np.stack([coefficient_vector(model, data) for model in delivered_models(cell, data.clients)])
+    own = coefficient_vectors(delivered_models(cell, data.clients), data)
     sites, counts = state["clients"]["state"], data.train.sizes
     algorithm = algorithms.make(cell.config.algorithm.name, cell.config.algorithm.options)
     moments = sites["b"].double(), sites["c"].double(), sites.get("count", counts).double()
@@ -158,17 +159,16 @@ def fit_one_site(config: RunConfig, data: FederatedData) -> MixedFit:
     server, models = train(own, data)
     k = len(server["beta"])
     return MixedFit(
-        server, torch.zeros((1, k, k), dtype=torch.float64, device="cpu"), coefficient_vector(models[0], data)[None]
+        server, torch.zeros((1, k, k), dtype=torch.float64, device="cpu"), coefficient_vectors(models, data)
     )
 
 
-def coefficient_vector(model: Params, data: FederatedData) -> Floats:
-    """A linear model as a vector: by class against the first, its features and then its intercept."""
-    weight = next(v for v in model.values() if v.dim() == 2).double()
-    bias = next((v.double() for v in model.values() if v.dim() == 1), weight.new_zeros(len(weight)))
-    rows = torch.cat([weight, bias[:, None]], dim=1)
-    vector: Floats = (rows[1:] - rows[:1] if data.task == "classification" else rows).reshape(-1).numpy()
-    return vector
+def coefficient_vectors(models: LinearModels, data: FederatedData) -> Floats:
+    """Linear models as vectors [sites, k]: by class against the first, its features and then its intercept."""
+    rows = torch.cat([models.weight, models.bias[:, :, None]], dim=2)
+    is_class = data.task == "classification"
+    vectors: Floats = (rows[:, 1:] - rows[:, :1] if is_class else rows).flatten(1).numpy()
+    return vectors
 
 
 def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict[str, Any]:
@@ -178,21 +178,22 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
     unit = 1.0 if is_class else float(target.sd)
     terms, names = terms_of(data), data.classes or tuple(map(str, range(data.outputs)))
     beta, covariance = mixed.server["beta"].double().reshape(-1).numpy(), mixed.server["covariance"].double()
-    factor, hidden = mixed.server["factor"].double(), null_projection(covariance.numpy())
+    hidden, spread = null_projection(covariance.numpy()), mixed.spread
     size = len(terms[0].weights)
     p_values = tests_by_column(mixed, terms, size)
-    by_site = [own_covariance(a, factor, covariance, mixed.noise) for a in mixed.curvatures]
-    own_covariances, shares = [v.numpy() for v, _ in by_site], np.stack([s.numpy() for _, s in by_site]).clip(0, 1)
+    weights = np.zeros((len(beta) // size, len(terms), len(beta)))
+    for j in range(len(beta) // size):
+        weights[j, :, j * size : (j + 1) * size] = [term.weights for term in terms]
+    own_errors, shares = _own_errors(mixed, weights.reshape(-1, len(beta)))
+    own_errors = own_errors.reshape(len(own_errors), *weights.shape[:2])
     outputs = []
     for j in range(len(beta) // size):
-        at = slice(j * size, (j + 1) * size)
         rows = []
-        for term in terms:
-            w = np.zeros(len(beta))
-            w[at] = term.weights
+        for t, term in enumerate(terms):
+            w = weights[j, t]
             alias = sorted(set(aliases(w, hidden, (*data.features, INTERCEPT) * (len(beta) // size))))
             values, middle = unit * (mixed.own @ w), 0.0 if is_class or term.name != INTERCEPT else target.mean
-            errors = [_standard_error(cov, w) for cov in own_covariances]
+            errors = own_errors[:, j, t].tolist()
             ends = [
                 _confidence_interval(middle + v, unit * e, alias) for v, e in zip(values.tolist(), errors, strict=True)
             ]
@@ -204,7 +205,7 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
                     **_confidence_interval(
                         middle + unit * (beta @ w), unit * _standard_error(covariance.numpy(), w), alias
                     ),
-                    "spread": unit * _standard_error(mixed.spread, w),
+                    "spread": unit * _standard_error(spread, w),
                     "differs": p_values[term.column] < LEVEL,
                     "differs_p": p_values[term.column],
                     "crosses": len(signs) > 1,
@@ -218,6 +219,19 @@ def coefficient_record(mixed: MixedFit, data: FederatedData, label: str) -> dict
     of_numbers = f"log of {target.name}" if target.is_log or data.task == "count" else target.name
     scale = "log-odds" if is_class else of_numbers
     return {"model": label, "scale": scale, "sites": list(data.clients), "outputs": outputs}
+
+
+def _own_errors(mixed: MixedFit, weights: Floats) -> tuple[Floats, Floats]:
+    """Standard errors of combinations of each site's coefficients [sites, combinations], and the share of the common
+    coefficient in each [sites, k]."""
+    factor, covariance = mixed.server["factor"].double(), mixed.server["covariance"].double()
+    w, errors, shares = torch.from_numpy(weights), [], []
+    together = max(1, AT_ONCE // len(covariance) ** 2)
+    for a in range(0, len(mixed.curvatures), together):
+        own, kept = own_covariance(mixed.curvatures[a : a + together], factor, covariance, mixed.noise)
+        errors.append(((w @ own) * w).sum(-1).clamp(min=0).sqrt())
+        shares.append(kept.clamp(0, 1))
+    return torch.cat(errors).numpy(), torch.cat(shares).numpy()
 
 
 def tests_by_column(mixed: MixedFit, terms: list[CoefficientTerm], size: int) -> dict[str, float]:

@@ -23,9 +23,9 @@ from fedtailor.data.tabular.preparation import MISSING, NumberColumn
 from fedtailor.data.tabular.read import read_rows
 from fedtailor.data.tabular.target import numeric_values
 from fedtailor.errors import DataError, RunError, nearest
-from fedtailor.experiments.store import FIT, read_json
+from fedtailor.experiments.store import FIT, latest, read_json
 from fedtailor.tables.effects import places_of
-from fedtailor.tables.serve import Personal, personal, site_column
+from fedtailor.tables.serve import Personal, ServedModels, site_column
 
 if TYPE_CHECKING:
     import polars as pl
@@ -89,9 +89,9 @@ def drift_of_rows(
         parts = {name: rows for name, rows in parts.items() if name not in strangers}
     if site and site not in card["sites"]:
         raise RunError(f'{path}: no site "{site}" whose training rows are known; {nearest(site, card["sites"])}')
-    sites = {}
+    sites, served = {}, ServedModels(latest(path), data_root)
     for name, rows in parts.items():
-        model = personal(path, name, data_root)
+        model = served.personal(name)
         sites[name] = site_drift(
             model, model.table(file, rows), card["columns"], card["prediction"], card["sites"][name]
         )

@@ -14,13 +14,13 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.errors import RunError, nearest
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.store import ABOUT, FIT, RunFolder, part_of, read_json, write_json
+from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json, write_json
 from fedtailor.metrics.library import find
 from fedtailor.studies.grid import Cell
 from fedtailor.tables.candidates import LABELS
 from fedtailor.tables.coefficients import fit_coefficients
 from fedtailor.tables.effects import EFFECTS, prediction_effects
-from fedtailor.tables.serve import Personal, personal
+from fedtailor.tables.serve import ServedModels
 from fedtailor.tables.update import rows_of_update
 from fedtailor.tables.words import effect_sentences
 
@@ -63,9 +63,7 @@ def _compute_effects(path: Path, record: dict[str, Any], data_root: Path | None)
     if not data.is_plain or len(data.shape) != 1 or data.task not in ("classification", "regression", "count"):
         raise RunError(f"{path}: not a fit of tables; explain one of its runs, such as {folder.path}")
 
-    @cache
-    def model(site: str) -> Personal:
-        return personal(path, site, data_root)
+    model = cache(ServedModels(latest(path), data_root).personal)
 
     def predict(rows: Rows) -> Tensor:
         parts = [

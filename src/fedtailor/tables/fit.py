@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.fingerprint import digest
@@ -20,18 +22,34 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.building import task_of
 from fedtailor.experiments.store import CONFIG, FIT, read_json, write_json
 from fedtailor.experiments.user_code import code_difference, code_of
+from fedtailor.numerics.blending import row_losses
 from fedtailor.studies.grid import Cell, CellListener
 from fedtailor.tables import candidates, fit_sources
-from fedtailor.tables.blend import Selection, select
-from fedtailor.tables.candidates import Clock, all_in_training, cross_fit, folds_of
+from fedtailor.tables.blend import Boosted, Selection, select, shared_trees_path
+from fedtailor.tables.boosted_trees import SHARED
+from fedtailor.tables.candidates import (
+    ALONE,
+    FOLDS,
+    Clock,
+    CrossFitted,
+    OutOfTime,
+    all_in_training,
+    cross_fit,
+    delivered_models,
+    folds_of,
+    site_of_rows,
+    unaffordable,
+)
 from fedtailor.tables.drift import CARD, training_card
 from fedtailor.tables.effects import EFFECTS, out_of_fold_predictions, table_effects
 from fedtailor.tables.fit_record import table_record
 from fedtailor.tables.fit_sources import read_source
 from fedtailor.tables.halving import choose_models, plan, run_plan
 from fedtailor.tables.model_selection import CAUTION
+from fedtailor.tables.shared_trees import FEWEST_ROWS, fit_shared_trees
 from fedtailor.tables.site_metrics import select_metric
 
+RARE = 0.05  # share of a class of two below which figures show the area under the ROC curve in place of accuracy
 FOR_CANDIDATES = 0.75  # of a time limit, with reading; the rest is for choosing and for the record
 ROWS = "rows.json"  # which rows are for training and which for testing, by their hashes
 
@@ -85,6 +103,8 @@ def fit_table(
     cells = candidates.cells_of(tables, loaded, out)
     if not metric and loaded.preparation.target.is_log:
         metric = "mae"  # medians are what it measures
+    if not metric and _is_rare(loaded):
+        metric = "auroc"  # whoever says that it never happens is nearly always right
     metric_name = select_metric(task_of(cells[0].config, loaded), metric).name  # refused before anything is written
     claim = claim_folder(out, "auto", cells)
     held = read_json(out / FIT)
@@ -104,6 +124,14 @@ def fit_table(
     if clock.has_time(0.5):  # else `explain` computes them when somebody asks
         write_json(out / EFFECTS, table_effects(selection, data, out, cells[0].seed, record))
     return record
+
+
+def _is_rare(data: FederatedData) -> bool:
+    """Whether one of two classes is so rare that accuracy says nothing."""
+    if data.task != "classification" or data.outputs != 2:
+        return False
+    counts = torch.bincount(data.train.y, minlength=2)
+    return float(counts.min()) < RARE * float(counts.sum())
 
 
 def claim_folder(out: Path, algorithm: str, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -147,7 +175,52 @@ def train_and_select(
     """Train and cross-fit the candidates, then select."""
     data, clock = all_in_training(loaded).to(torch.float64), Clock(limit)
     folds = folds_of(data, seed)
-    outputs, dropped = cross_fit(cells, data, folds, root, listener, clock)
-    selection = select(cells, data, folds, outputs, seed, clock, out)
-    selection.dropped.extend(dropped)
+    found = cross_fit(cells, data, folds, root, listener, clock)
+    shared = boost_shared_trees(cells, data, folds, found, out, clock, listener)
+    selection = select(cells, data, folds, found.outputs, seed, clock, out, shared, listener)
+    selection.dropped.extend([*found.dropped, *unaffordable(data)])
     return selection, data
+
+
+def boost_shared_trees(
+    cells: list[Cell],
+    data: FederatedData,
+    folds: NDArray[np.int64],
+    found: CrossFitted,
+    out: Path,
+    clock: Clock,
+    listener: CellListener,
+) -> Boosted | None:
+    """Trees of all sites on what the best shared linear model leaves; None where they do not help, or for no time."""
+    held = torch.from_numpy(folds >= 0)
+    losses = {
+        label: float(row_losses(outputs[held], data.train.y[held], data.task == "classification").sum())
+        for label, outputs in found.outputs.items()
+        if label != ALONE
+    }
+    is_complete = int(folds.max()) + 1 == FOLDS  # else a fold has no rows, and no model
+    if not losses or len(folds) < FEWEST_ROWS or not is_complete:
+        return None
+    label = min(losses, key=lambda each: losses[each])
+    cell, is_class = next(cell for cell in cells if cell.label == label), data.task == "classification"
+    models = [delivered_models(cell, data.clients), *found.models[label]]
+    bases = [model.outputs(data.train, is_class) for model in models]
+    try:
+        clock.check()
+        trees = fit_shared_trees(
+            data.train.x,
+            data.train.y,
+            bases,
+            folds,
+            site_of_rows(data.train),
+            is_class,
+            clock.check,
+            lambda done, of: listener(SHARED, done, of),
+        )
+    except OutOfTime:
+        found.dropped.append({"label": SHARED, "round": 0, "val": None, "why": "the time limit"})
+        return None
+    if trees is None:
+        return None
+    trees.trees.save(shared_trees_path(out))
+    return Boosted(label, trees)

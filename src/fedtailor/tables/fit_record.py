@@ -21,7 +21,7 @@ from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.studies.grid import Cell
 from fedtailor.tables import blend
 from fedtailor.tables.blend import LEAST, Selection
-from fedtailor.tables.boosted_trees import ON_TOP, TREES
+from fedtailor.tables.boosted_trees import KINDS, ON_TOP, TREES
 from fedtailor.tables.calibration import calibrate, fit_calibration
 from fedtailor.tables.candidates import ALONE, COMMON, folds_of, site_of_rows
 from fedtailor.tables.intervals import LEVELS, half_widths, interval_errors
@@ -48,11 +48,15 @@ def table_record(
         outputs, per_unit = {key: target.readable(output) for key, output in outputs.items()}, 1.0
         rows = Rows(rows.x, target.readable(rows.y), rows.starts)
     metrics = site_metrics(task, main_metric, outputs, rows, per_unit)
+    if "common" not in outputs:  # there was no time for it
+        nowhere = [float("nan")] * len(data.clients)
+        metrics = {name: each | {"common": nowhere} for name, each in metrics.items()}
     figures = metrics[metric]
     bounds = bootstrap_intervals(
         main_metric, figures, bootstrap_rows(main_metric, outputs, rows, per_unit, seed), data.test.sizes.tolist(), seed
     )
     sites: dict[str, dict[str, Any]] = {}
+    of_shared = np.zeros(len(data.clients)) if selection.shared is None else selection.shared
     for i, name in enumerate(data.clients):
         weights = {
             cell.folder.name: float(weight)
@@ -67,6 +71,7 @@ def table_record(
             "weights": weights,
             "parts": {kind: weight / sum(trees.values()) for kind, weight in trees.items()},
             "trees": {kind: blend.trees_path(out, i, kind).name for kind in trees if kind in (TREES, ON_TOP)},
+            **({"shared_trees": float(of_shared[i])} if of_shared[i] >= LEAST else {}),
             "served": describe_served(selection, i),
             "alone_by": selection.alone[i],
             "train": int(data.train.sizes[i]),
@@ -92,7 +97,8 @@ def table_record(
         "higher_is_better": higher,
         "task": data.task,
         "data": data.name,
-        "model": "linear and trees" if any(s["trees"] for s in sites.values()) else "linear",
+        "model": "linear and trees" if any(s["trees"] or "shared_trees" in s for s in sites.values()) else "linear",
+        **({"shared_trees": blend.shared_trees_path(out).name} if (of_shared >= LEAST).any() else {}),
         "rounds": 1,
         "target": data.preparation.target.name,
         "sites": sites,
@@ -147,6 +153,9 @@ def certainty(selection: Selection, data: FederatedData, seed: int) -> Certainty
     return Certainty(np.tile([1.0, 0.0], (sites, 1)), half_widths(distance[:, 0], site, folds[held], sites))
 
 
+BOOSTED = "boosted"  # a mixed model with the trees of all sites on it
+
+
 def describe_served(selection: Selection, site: int) -> str:
     """The parts of a site's model, largest first."""
     linear = selection.trees[site].get("linear", 0.0)
@@ -154,6 +163,10 @@ def describe_served(selection: Selection, site: int) -> str:
     for cell, weight in zip(selection.cells, selection.weights[site], strict=True):
         name = cell.label.partition(",")[0]  # mixed models of several kinds are one
         parts[name] = parts.get(name, 0.0) + linear * float(weight)
+    if selection.shared is not None and selection.shared[site]:
+        boosted = linear * float(selection.shared[site])  # of the linear part of these candidates
+        at = max((name for name in parts if name not in KINDS), key=lambda name: parts[name])
+        parts[BOOSTED], parts[at] = boosted, parts[at] - boosted
     parts = {name: weight for name, weight in parts.items() if weight >= 0.05} or parts
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     if len(ordered) == 1 or ordered[0][1] > 0.95:

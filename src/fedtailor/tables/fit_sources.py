@@ -51,7 +51,7 @@ def source_of(
     return files if client_column is None else files | {"client_column": client_column}
 
 
-MOST_COEFFICIENTS = 400
+MOST_COEFFICIENTS = 4000  # above, every site would solve for longer than a network trains
 
 
 def is_table_fit(data: FederatedData, tables: Mapping[str, Any], algorithm: str) -> bool:

@@ -38,6 +38,7 @@ USUAL = LEVELS.index(0.9)
 PULLS = (10.0, 30.0, 100.0, math.inf)  # rows that the errors of all sites are worth
 HELP = 3.0  # typical rows beside a site's own, where the size of its errors is estimated
 GRID = 1000  # quantiles that stand for the errors of all sites
+TOGETHER = 2**21  # errors that are sorted together
 SMALL = 30  # rows of a small site
 ENOUGH = 50  # held-out rows of small or of large sites that give these a factor of their own
 FEWEST = 10  # rows in all, below which there are no intervals
@@ -75,17 +76,18 @@ def _widths(errors: Floats, site: NDArray[np.int64], sites: int, pull: float) ->
     common = np.quantile(errors / size[site], (np.arange(GRID) + 0.5) / GRID)
     out = np.empty((sites + 1, len(LEVELS)))
     out[sites] = np.quantile(errors, LEVELS)
-    order = np.argsort(site, kind="stable")
-    own = np.split(errors[order], np.cumsum(count)[:-1])
-    for i in range(sites):
-        if not len(own[i]) or math.isinf(pull):
-            out[i] = size[i] * np.quantile(common, LEVELS)
-            continue
-        values = np.concatenate([own[i], size[i] * common])
-        weights = np.concatenate([np.ones(len(own[i])), np.full(GRID, pull / GRID)])
-        by_size = np.argsort(values, kind="stable")
-        share = np.cumsum(weights[by_size]) / weights.sum()
-        out[i] = values[by_size][np.minimum(np.searchsorted(share, LEVELS), len(values) - 1)]
+    out[:sites] = size[:, None] * np.quantile(common, LEVELS)
+    ordered, first = errors[np.argsort(site, kind="stable")], np.cumsum(count) - count
+    for rows in np.unique(count[count > 0]) if math.isfinite(pull) else ():  # sites of as many rows together
+        weights = np.concatenate([np.ones(rows), np.full(GRID, pull / GRID)])
+        alike = np.flatnonzero(count == rows)
+        for some in np.array_split(alike, -(-len(alike) * len(weights) // TOGETHER)):
+            own = ordered[first[some, None] + np.arange(rows)]
+            values = np.concatenate([own, size[some, None] * common], axis=1)
+            by_size = np.argsort(values, axis=1, kind="stable")
+            share = np.cumsum(weights[by_size], axis=1) / weights.sum()
+            at = np.stack([(share < level).sum(1) for level in LEVELS], axis=1).clip(max=len(weights) - 1)
+            out[some] = np.take_along_axis(np.take_along_axis(values, by_size, 1), at, 1)
     return np.maximum(out, 1e-12 * usual)
 
 

@@ -27,11 +27,12 @@ from fedtailor.data.tabular.read import as_frame, table_from_frame
 from fedtailor.data.tabular.target import numeric_values
 from fedtailor.errors import DataError, RunError, nearest
 from fedtailor.experiments.building import at_client
-from fedtailor.experiments.model_description import make_described_model, read_description
+from fedtailor.experiments.config import RunConfig
+from fedtailor.experiments.model_description import ModelDescription, make_described_model, read_description
 from fedtailor.experiments.runner import reload_experiment
-from fedtailor.experiments.store import ABOUT, FIT, RunFolder, latest, part_of, read_json
+from fedtailor.experiments.store import ABOUT, FIT, PersonalModels, RunFolder, latest, part_of, read_json
 from fedtailor.experiments.user_code import other_code
-from fedtailor.tables.boosted_trees import TreeParts, tree_parts
+from fedtailor.tables.boosted_trees import TREES_FOLDER, TreeParts, Trees, tree_parts
 from fedtailor.tables.intervals import ErrorScale, interval_around
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class Personal:
         """
         values = self._readable(rows)
         if isinstance(values, dict):
-            return values
+            return values  # type: ignore[return-value]
         if self.task != "classification":
             return values.squeeze(1) if values.shape[1] == 1 else values
         likely = values.argmax(1)
@@ -231,7 +232,14 @@ class Personal:
         return tree_map(lambda v: v.double().numpy(), self.readable(self.outputs(x)))
 
     def in_type(self, x: Tensor) -> Tensor:
-        """Numbers in the type of the model; tokens as they are."""
+        """Samples in the type of the model.
+
+        Args:
+            x: Numbers, or tokens, which stay as they are.
+
+        Returns:
+            The same numbers.
+        """
         return x.to(self.model.dtype) if x.is_floating_point() else x
 
     def _as_frame(self, rows: NDArray[Any]) -> pl.DataFrame:
@@ -275,6 +283,7 @@ class Personal:
             raise DataError(
                 f"{table.path}: this run does not read tables; give an .npz file with an array x of samples"
             )
+        table = table.in_order({c.name: c.date_order for c in self.preparation.columns if isinstance(c, NumberColumn)})
         absent = {c.name for c in self.preparation.columns if self.site in c.absent and c.name not in table.columns}
         for column in self.preparation.columns:
             if column.name in absent:
@@ -308,26 +317,7 @@ Floats = NDArray[np.float64]
 
 def run_of(path: Path, site: str) -> tuple[RunFolder, str]:
     """The run that serves a site, the one that a fit chose for it or the only one, and which of its two models."""
-    kind = "selected"
-    if not (path / FIT).exists():
-        folder = RunFolder.open(path)
-    else:
-        chosen = read_json(path / FIT)
-        if "sites" not in chosen:
-            raise RunError(
-                f"{path}: not finished yet; continue with the same fedtailor fit and --out {shlex.quote(str(path))}"
-            )
-        source = part_of(path, chosen["newcomers"])
-        known = {name: part_of(path, row["run"]) for name, row in chosen["sites"].items()}
-        known |= dict.fromkeys(_newcomers(source), source)
-        if site not in known:
-            raise RunError(f'{path}: no site "{site}"; {nearest(site, known)}')
-        folder, kind = RunFolder.open(known[site]), chosen["kind"]
-    if folder.results is None:
-        raise RunError(
-            f"{folder.path}: not finished yet; continue it with: fedtailor resume {shlex.quote(str(folder.path))}"
-        )
-    return folder, kind
+    return ServedModels(path).run_of(site)
 
 
 def _newcomers(run: Path) -> list[str]:
@@ -341,53 +331,136 @@ def sites_of(folder: RunFolder) -> list[str]:
 
 def personal(path: Path, site: str, data_root: Path | None = None) -> Personal:
     """The model of a site in the folder of a fit, or of a run: there of the round selected on validation data."""
-    folder, kind = run_of(path := latest(path), site)
-    if site not in sites_of(folder):
-        raise RunError(f'{path}: no site "{site}"; {nearest(site, sites_of(folder))}')
-    notes = other_code(folder)
-    config, about, preparation = folder.config, folder.about, folder.preparation
-    if "shape" not in about:  # from before it was kept
-        data = reload_experiment(folder, data_root, serves=True).data
-        preparation = data.preparation
-        known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
-        about = {"task": about["task"]} | known
-    description = read_description(about, str(folder.path / ABOUT))
-    newcomer = site in _newcomers(folder.path)
-    if newcomer and (own := read_json(folder.path / "newcomers" / site / "newcomer.json").get("preparation")):
-        preparation = Preparation.model_validate(own)
-    if preparation is not None and preparation.sites and site not in preparation.sites:
-        raise RunError(f'{folder.path}: how rows of "{site}" are prepared was not kept then; onboard it again')
-    params = folder.newcomer(site) if newcomer else folder.personal(site, kind)
-    extras = Extras()
-    if (path / FIT).exists():
-        record = read_json(path / FIT)
-        row = {} if newcomer else record["sites"].get(site, {})
-        trees = None
-        if "weights" in row:
-            params = _blend_params(path, site, row["weights"], kind)
-            assert isinstance(description.shape, list)  # of a table
-            trees = tree_parts(path, row, description.shape[0], description.outputs)
-        params, extras = fold_calibration(params, extras_of(row, record, trees))
-    return Personal(
-        site=site,
-        algorithm=algorithms.make(config.algorithm.name, config.algorithm.options),
-        model=make_described_model(at_client(config, site), description, params, str(folder.path)),
-        params=params,
-        task=description.task,
-        classes=tuple(description.classes),
-        preparation=preparation.of(site) if preparation is not None else None,
-        source=str(folder.path),
-        inputs=description.inputs,
-        notes=notes,
-        extras=extras,
-    )
+    return ServedModels(latest(path), data_root).personal(site)
 
 
-def _blend_params(path: Path, site: str, weights: dict[str, float], kind: str) -> Params:
-    """The weighted mean of linear models, which predicts the weighted mean of what they predict."""
-    parts = [(weight, RunFolder.open(part_of(path, run)).personal(site, kind)) for run, weight in weights.items()]
-    first = parts[0][1]
-    return {name: sum((w * m[name] for w, m in parts), torch.zeros_like(first[name])) for name in first}
+@dataclass(frozen=True)
+class _ServedRun:
+    """What all models of a run have in common."""
+
+    folder: RunFolder
+    config: RunConfig
+    preparation: Preparation | None
+    description: ModelDescription
+    algorithm: Algorithm
+    clients: frozenset[str]
+    notes: tuple[str, ...]
+
+    @staticmethod
+    def open(folder: RunFolder, data_root: Path | None) -> _ServedRun:
+        if folder.results is None:
+            raise RunError(
+                f"{folder.path}: not finished yet; continue it with: fedtailor resume {shlex.quote(str(folder.path))}"
+            )
+        notes = other_code(folder)
+        about, preparation = folder.about, folder.preparation
+        if "shape" not in about:  # from before it was kept
+            data = reload_experiment(folder, data_root, serves=True).data
+            preparation = data.preparation
+            known = {"shape": list(data.shape), "outputs": data.outputs, "classes": list(data.classes)}
+            about = {"task": about["task"]} | known
+        description = read_description(about, str(folder.path / ABOUT))
+        config = folder.config
+        algorithm = algorithms.make(config.algorithm.name, config.algorithm.options)
+        clients = frozenset(folder.about["clients"])
+        return _ServedRun(folder, config, preparation, description, algorithm, clients, tuple(notes))
+
+
+class ServedModels:
+    """The models of a fit or a run; what sites have in common is read once."""
+
+    def __init__(self, path: Path, data_root: Path | None = None) -> None:
+        self.path, self.data_root = path, data_root
+        self.record: dict[str, Any] | None = read_json(path / FIT) if (path / FIT).exists() else None
+        self._shared: Trees | None = None  # trees of all sites
+        self._runs: dict[Path, _ServedRun] = {}
+        self._models: dict[Path, tuple[Model, dict[str, torch.Size]]] = {}
+        self._params: dict[tuple[Path, str], PersonalModels] = {}
+
+    def run_of(self, site: str) -> tuple[RunFolder, str]:
+        """The run that serves a site, and which of its two models."""
+        if self.record is None:
+            return self._finished(RunFolder.open(self.path)), "selected"
+        if "sites" not in self.record:
+            raise RunError(
+                f"{self.path}: not finished yet; continue with the same fedtailor fit and "
+                f"--out {shlex.quote(str(self.path))}"
+            )
+        if site in self.record["sites"]:
+            run = part_of(self.path, self.record["sites"][site]["run"])
+        else:
+            run = part_of(self.path, self.record["newcomers"])
+            if site not in (newcomers := _newcomers(run)):
+                raise RunError(f'{self.path}: no site "{site}"; {nearest(site, [*self.record["sites"], *newcomers])}')
+        return self._finished(RunFolder.open(run)), self.record["kind"]
+
+    def _finished(self, folder: RunFolder) -> RunFolder:
+        if folder.path not in self._runs:
+            self._runs[folder.path] = _ServedRun.open(folder, self.data_root)
+        return folder
+
+    def _kept(self, run: Path, kind: str, site: str) -> Params:
+        if (run, kind) not in self._params:
+            self._params[run, kind] = PersonalModels(run, kind)
+        model: Params = self._params[run, kind].of(site)
+        return model
+
+    def personal(self, site: str) -> Personal:
+        """The model of a site."""
+        folder, kind = self.run_of(site)
+        run, path = self._runs[folder.path], folder.path
+        newcomer = site not in run.clients
+        if newcomer and site not in _newcomers(path):
+            raise RunError(f'{self.path}: no site "{site}"; {nearest(site, sites_of(folder))}')
+        preparation = run.preparation
+        if newcomer and (own := read_json(path / "newcomers" / site / "newcomer.json").get("preparation")):
+            preparation = Preparation.model_validate(own)
+        if preparation is not None and preparation.sites and site not in preparation.sites:
+            raise RunError(f'{path}: how rows of "{site}" are prepared was not kept then; onboard it again')
+        params = folder.newcomer(site) if newcomer else self._kept(path, kind, site)
+        extras = Extras()
+        if self.record is not None:
+            row = {} if newcomer else self.record["sites"].get(site, {})
+            trees = None
+            if "weights" in row:
+                params = self._blend(site, row["weights"], kind)
+                assert isinstance(run.description.shape, list)  # of a table
+                features, outputs = run.description.shape[0], run.description.outputs
+                if row.get("shared_trees") and self._shared is None:
+                    file = part_of(self.path / TREES_FOLDER, self.record["shared_trees"])
+                    self._shared = Trees.read(file, features, outputs)
+                trees = tree_parts(self.path, row, features, outputs, self._shared)
+            params, extras = fold_calibration(params, extras_of(row, self.record, trees))
+        return Personal(
+            site=site,
+            algorithm=run.algorithm,
+            model=self._model(run, site, params),
+            params=params,
+            task=run.description.task,
+            classes=tuple(run.description.classes),
+            preparation=preparation.of(site) if preparation is not None else None,
+            source=str(path),
+            inputs=run.description.inputs,
+            notes=list(run.notes),
+            extras=extras,
+        )
+
+    def _model(self, run: _ServedRun, site: str, params: Params) -> Model:
+        """One for all clients with the same architecture."""
+        config, sizes = at_client(run.config, site), {name: value.shape for name, value in params.items()}
+        path = run.folder.path
+        if config == run.config and path in self._models and self._models[path][1] == sizes:
+            return self._models[path][0]
+        model = make_described_model(config, run.description, params, str(path))
+        if config == run.config:
+            self._models[path] = model, sizes
+        return model
+
+    def _blend(self, site: str, weights: dict[str, float], kind: str) -> Params:
+        """The weighted mean of linear models, which predicts the weighted mean of what they predict."""
+        parts = [(w, self._kept(part_of(self.path, run), kind, site)) for run, w in weights.items()]
+        first = parts[0][1]
+        return {name: sum((w * m[name] for w, m in parts), torch.zeros_like(first[name])) for name in first}
 
 
 def site_column(path: Path) -> str | None:

@@ -42,10 +42,17 @@ def site_metrics(
     sites = len(rows.sizes)
     known = {metric.name: metric} | known_metrics(task)
     wanted = [m for m in known.values() if m.per_sample is not None or m.name == metric.name or sites <= MANY]
-    return {
-        m.name: {key: [at_site(m, values, rows, i, unit) for i in range(sites)] for key, values in outputs.items()}
-        for m in wanted
-    }
+    return {m.name: {key: at_sites(m, values, rows, unit) for key, values in outputs.items()} for m in wanted}
+
+
+def at_sites(metric: Metric, outputs: Tensor, rows: Rows, unit: float) -> list[float]:
+    """One metric of every site's rows."""
+    if metric.per_sample is None or not len(outputs):
+        return [at_site(metric, outputs, rows, i, unit) for i in range(len(rows.sizes))]
+    losses = metric.per_sample(outputs, rows.y).double()
+    means = torch.segment_reduce(losses, "sum", lengths=rows.sizes) / rows.sizes
+    values = means if metric.finish is None else metric.finish(means)
+    return (values * unit ** OF_UNITS.get(metric.name, 0)).tolist()
 
 
 def at_site(metric: Metric, outputs: Tensor, rows: Rows, site: int, unit: float) -> float:

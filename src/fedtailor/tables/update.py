@@ -45,7 +45,7 @@ from fedtailor.tables.boosted_trees import KEPT, TREES_FOLDER
 from fedtailor.tables.candidates import START
 from fedtailor.tables.fit import ROWS, fit_table
 from fedtailor.tables.fit_sources import append_rows
-from fedtailor.tables.serve import personal
+from fedtailor.tables.serve import Personal, ServedModels
 from fedtailor.tables.site_metrics import at_site, select_metric
 
 OF_CANDIDATES = ("algorithm", "model", "evaluation", "rounds")  # set by the fit itself
@@ -170,13 +170,14 @@ def _changes(
     """Changed rows, and the test figures of the earlier and the new models on the same rows."""
     config = RunFolder(out / new["common"]).config
     metric = select_metric(task_of(config, loaded), new["metric"])
-    sites = {}
+    sites, served = {}, {"before": ServedModels(before), "after": ServedModels(out)}
     for name in loaded.clients:
         change = earlier.changes[name]
         figures = {"before": float("nan"), "after": float("nan")}
         if len(change.kept_test):
-            for key, folder in (("before", before), ("after", out)):
-                figures[key] = _metric_on_kept_rows(folder, name, earlier.raw[name], change, metric, loaded.classes)
+            for key, models in served.items():
+                own = models.personal(name)
+                figures[key] = _metric_on_kept_rows(own, name, earlier.raw[name], change, metric, loaded.classes)
         sites[name] = {
             "rows_before": change.before,
             "rows_after": change.after,
@@ -197,10 +198,10 @@ def _changes(
 
 
 def _metric_on_kept_rows(
-    folder: Path, name: str, site: Any, change: SiteChange, metric: Metric, classes: tuple[str, ...]
+    own: Personal, name: str, site: Any, change: SiteChange, metric: Metric, classes: tuple[str, ...]
 ) -> float:
     """The metric of a site's model on the test rows that the earlier fit had too, in units of the target."""
-    own, at = personal(folder, name), change.kept_test
+    at = change.kept_test
     assert own.preparation is not None
     numeric = {column: values[at] for column, values in site.numeric.items()}
     categorical = {column: [values[int(i)] for i in at] for column, values in site.categorical.items()}

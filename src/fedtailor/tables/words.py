@@ -167,6 +167,9 @@ def fit_sentences(record: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     metric = record["metric"]
     out = [("gain", gain_sentence(record, key)) for key in OTHERS if key in record["differences"]]
+    left_out = next((each for each in record.get("dropped", ()) if each["label"] == "common"), None)
+    if left_out and "common" not in record["differences"]:
+        out.append(("gain", f"{OTHERS['common']} was left out: {left_out['why']}"))
     if sites := site_gain_sentence(record):
         out.append(("sites", sites))
     if mixed := variation_sentence(record):
@@ -200,6 +203,8 @@ def gain_sentence(record: dict[str, Any], key: str) -> str:
     if estimate["ci"] is None or not math.isfinite(gain):
         return f"personal models against {OTHERS[key]}: too few test rows to compare"
     low, high = estimate["ci"]
+    if low == high == gain == 0:
+        return f"personal models predict as {OTHERS[key]} do, on every test row"
     size, bounds = number(metric, abs(gain)), f"95 % CI {number(metric, low)} to {number(metric, high)}"
     points = " points" if metric == "accuracy" else ""
     how = "better" if gain >= 0 else "worse"

@@ -142,7 +142,7 @@ def _torch_direction(
     if memory or kind != "SGD":  # which has no momentum before its first step; the others' begins at 0
         known = memory or [torch.zeros_like(param) for _ in names]
         # torch would count in float32, in which 1 - 0.999 is off by 5e-5
-        steps = {} if kind == "SGD" else {"step": torch.tensor(float(number) - 1, dtype=torch.float64)}
+        steps = {} if kind == "SGD" else {"step": torch.tensor(float(number) - 1, dtype=torch.float64, device="cpu")}
         optimizer.state[new] = steps | {k: v.clone() for k, v in zip(names, known, strict=True)}
     optimizer.step()
     memory[:] = [optimizer.state[new][k] for k in names]

@@ -90,7 +90,8 @@ class SolverOptions:
     @property
     def keeps_state(self) -> bool:
         """Whether clients keep what an optimizer remembers; plain descent remembers nothing."""
-        return self.keep_state and any(each.optimizer != "sgd" or bool(each.momentum) for each in (self, *self.parts))
+        remembers = [p.optimizer != "sgd" or p.momentum > 0 for p in self.parts]
+        return self.keep_state and any([self.optimizer != "sgd" or self.momentum > 0, *remembers])
 
     @property
     def is_plain(self) -> bool:

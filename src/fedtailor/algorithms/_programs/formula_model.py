@@ -101,6 +101,7 @@ class FormulaModel(Algorithm, ABC):
     private: ClassVar[str] = "modes of random effects"
     onboards_fitted: ClassVar[bool] = True
     settles: ClassVar[bool] = True
+    most_calls: ClassVar[int] = 20_000  # intervals by profiles ask for many sums
     needs_tensor: ClassVar[bool] = True
     scales_response: ClassVar[bool] = False
     counts: ClassVar[int] = 3

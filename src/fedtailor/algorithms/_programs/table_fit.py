@@ -33,6 +33,7 @@ from fedtailor.numerics import blending, ridge, site_gains
 from fedtailor.numerics.blending import HELP, KNOWN, NEWTON, OWN_PULLS, ROUNDING, SURELY
 
 MOST_SLOPES, MOST_TOGETHER = 150, 8  # coefficients that may differ between sites, and together
+MOST_WITH_INTERCEPT = 400  # coefficients beside a random intercept
 ALONE = 0  # the place of a site's own model among the candidates
 Effects = Literal["none", "intercept", "diagonal", "full"]
 
@@ -84,7 +85,7 @@ def is_usable(effects: str, coefficients: int, is_gaussian: bool) -> bool:
     """Whether a mixed model of so many coefficients is tried with these effects."""
     if effects == "full":
         return coefficients <= MOST_TOGETHER and is_gaussian
-    return effects != "diagonal" or coefficients <= MOST_SLOPES
+    return coefficients <= {"diagonal": MOST_SLOPES, "intercept": MOST_WITH_INTERCEPT}.get(effects, coefficients)
 
 
 def held_out(rows: CandidateRows, weights: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ def fused_epoch(algorithm: Any, state: Tree, server: Tree, samples: Callable[[],
     count = data["n"].sum()
     if count == 0:
         return None
+    count = algorithm.divisor(count)
     both = {"state": state, "samples": tuple(samples()) if algorithm.outer == "loo" else ()}
     with torch.no_grad():
         parts = list(_blocks_of(both))

@@ -29,6 +29,7 @@ from fedtailor.numerics import reml, ridge
 from fedtailor.numerics.newton import Family, flat, mode, newton_step, unflat
 
 AUTO = ("intercept", "diagonal")
+CLOSE, NEAR = 1e-14, 1e-12  # relative change of the likelihood at which it is at its maximum; begun near it
 WIDEST = 5.0  # standard deviation of a coefficient between clients, in logits or logarithms of rates
 
 
@@ -120,6 +121,8 @@ class GeneralisedMixed(Algorithm, ABC):
             noise=1.0,
             widest=WIDEST,
         )
+        if self.laplace and len(at[0]) and factor.any():  # where an earlier fit ended
+            return self.judge(fed, self.refine(fed, *self.restart(fed, beta, factor, penalty, at)), penalty, at)
         fitted = None
         for step in range(self.steps):
             if step == 0 and not beta.any():
@@ -133,7 +136,13 @@ class GeneralisedMixed(Algorithm, ABC):
                 break
         assert fitted is not None
         if self.laplace and len(at[0]):
-            fitted = self.refine(fed, fitted, penalty, at)
+            fitted = self.refine(fed, fitted, penalty, at, CLOSE)
+        return self.judge(fed, fitted, penalty, at)
+
+    def judge(
+        self, fed: Federation, fitted: reml.Fitted, penalty: Tensor, at: reml.Entries
+    ) -> tuple[float, reml.Fitted]:
+        """Schwarz's criterion of what was fitted."""
         evidence = self.penalised(fed.sum(fed.map(self.evidence, fitted.beta, fitted.factor)), fitted.beta, penalty)
         return -2 * evidence + len(at[0]) * math.log(max(len(fed.cohort), 2)), fitted
 
@@ -141,7 +150,23 @@ class GeneralisedMixed(Algorithm, ABC):
     def penalised(evidence: Tensor, beta: Tensor, penalty: Tensor) -> float:
         return float(evidence) - float((penalty * beta[:, 0] ** 2).sum()) / 2
 
-    def refine(self, fed: Federation, start: reml.Fitted, penalty: Tensor, at: reml.Entries) -> reml.Fitted:
+    def restart(
+        self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor, at: reml.Entries
+    ) -> tuple[reml.Fitted, Tensor, reml.Entries, float]:
+        """From coefficients near the maximum, of these rows or of nearly all of them."""
+        covariance = self.covariance(fed, beta, factor, penalty)
+        start = reml.Fitted(factor, beta, torch.ones_like(beta[0, 0]), covariance, math.nan, len(at[0]), 0)
+        return start, penalty, at, NEAR
+
+    def covariance(self, fed: Federation, beta: Tensor, factor: Tensor, penalty: Tensor) -> Tensor:
+        """Of beta, by the working responses at these coefficients."""
+        fed.map(self.linearise, beta, factor)
+        total = reml.Marginal(*fed.sum(fed.map(self.marginal, factor)))
+        return torch.linalg.pinv(total.a + torch.diag(penalty), hermitian=True)
+
+    def refine(
+        self, fed: Federation, start: reml.Fitted, penalty: Tensor, at: reml.Entries, close: float
+    ) -> reml.Fitted:
         """The maximum of Laplace's approximation near a start, by L-BFGS over beta and the factor together."""
         size, like = len(start.beta), start.beta
         rows, columns = (torch.from_numpy(np.ascontiguousarray(v)).to(like.device) for v in at)
@@ -163,11 +188,9 @@ class GeneralisedMixed(Algorithm, ABC):
             [start.beta[:, 0].double().cpu().numpy() / scale, start.factor[rows, columns].double().cpu().numpy()]
         )
         bounds = [(None, None)] * size + reml.limits(at, WIDEST)
-        options = {"maxiter": self.laplace_steps, "ftol": 1e-14, "gtol": 1e-6}
+        options = {"maxiter": self.laplace_steps, "ftol": close, "gtol": 1e8 * close}
         beta, factor = parts(minimize(objective, first, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
-        fed.map(self.linearise, beta, factor)
-        total = reml.Marginal(*fed.sum(fed.map(self.marginal, factor)))
-        covariance = torch.linalg.pinv(total.a + torch.diag(penalty), hermitian=True)
+        covariance = self.covariance(fed, beta, factor, penalty)
         return reml.Fitted(factor, beta, start.noise, covariance, start.deviance, start.parameters, start.exchanges)
 
     @on_client(sends=WITHIN.summed())

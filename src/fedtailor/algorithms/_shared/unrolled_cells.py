@@ -31,6 +31,8 @@ class UnrolledCells(learnables.Learnables):
     """Degrees: 0 private, 1 common to all; in between, private and pulled towards the common ones."""
     gradient: Literal["exact", "local"] = "exact"
     """Differentiate through the whole federation, or treat the common model as constant."""
+    sum_loss: bool = False
+    """The outer loss is the sum over all samples, as in (13), not their mean (released code); the same for Adam."""
     start: Literal["last", "fixed", "drawn"] = "last"
     """Where a round's first cell starts: where the last round ended; at v and w drawn once (paper); or drawn anew in
     every round (released code)."""
@@ -105,13 +107,17 @@ class UnrolledCells(learnables.Learnables):
             yield w
 
     def mean_outer_loss(self, fed: Federation, w: Tensor, *, may_be_empty: bool = False) -> Tensor:
-        """(13), divided by the number of samples."""
+        """(13), divided by the number of samples unless it is to be a sum."""
         wrong, count = fed.map(self.outer_loss, w)
         samples = fed.sum(count)
         if samples == 0 and not may_be_empty:
             raise ConfigError('algorithm.outer = "holdout": no client has validation samples; raise data.val')
-        loss: Tensor = fed.sum(wrong) / samples.clamp(min=1)
+        loss: Tensor = fed.sum(wrong) / self.divisor(samples)
         return loss
+
+    def divisor(self, samples: Tensor) -> Tensor:
+        """What the sum of the outer loss over samples is divided by."""
+        return torch.ones_like(samples) if self.sum_loss else samples.clamp(min=1)
 
     def learn_from(self, fed: Federation, server: Tree, loss: Tensor) -> Tree:
         """The common degrees after the gradient of `loss` has gone back to all clients, and each has taken a step."""

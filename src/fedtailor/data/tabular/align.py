@@ -21,6 +21,8 @@ FEW_LABELS = 12  # numbers and texts in one column are categories if there are a
 MAX_CATEGORIES = 50  # of a column of texts; a column of more is encoded by the target
 UNIQUE = 0.9  # share of distinct values in a column of names or ids
 FEWEST_IDS = 20
+LEADING_ZERO = r"^0\d{2,}$"
+SHORT = {"y": "yes", "n": "no", "t": "true", "f": "false"}
 _ID = re.compile(
     r"(?i:(^|[_\W])(id|ids|uuid|guid|mrn|ssn|key|index|row|rownames|nr|no|patient|subject|case|record|participant)$)"
     r"|[a-z]I[dD]$|^Unnamed: \d+$"
@@ -36,16 +38,18 @@ class AlignedTables:
     notes: tuple[str, ...]
     absent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # column -> sites that do not have it
     many: tuple[str, ...] = ()  # columns with too many texts for a feature each: encoded by the target
+    orders: Mapping[str, str] = field(default_factory=dict)  # column -> "day" or "month", where dates showed it
 
 
 def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
     """Align tables as far as it is safe; what remains different is refused later, with an error."""
     tables, renamed = _unify_names(tables, config)
-    tables = _unify_dates(tables)
+    tables, orders = _settle_dates(tables)
+    tables = _unify_dates(_keep_codes(tables, config))
     tables, absent, gaps = _add_absent_columns(tables, config)
     features = _features(tables, config)
-    ids = [c for c in features if c not in config.categorical and _is_id(c, [t.columns[c] for t in tables.values()])]
-    notes = [*renamed, *gaps]
+    ids = [c for c in features if c not in config.categorical and is_id(c, [t.columns[c] for t in tables.values()])]
+    notes = [*renamed, *gaps, *(f'column "{c}": dates begin with the {order}' for c, order in orders.items())]
     if ids:
         notes.append(
             f"left out as they identify rows: {', '.join(ids)}; to keep one: data.categorical = {_quote_list(ids[:1])}"
@@ -57,7 +61,7 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
         tables, rewritten = _unify_spelling(tables, column)
         notes += rewritten
     many = tuple(c for c in features if c not in (*ids, *config.categorical) and _has_many(tables.values(), c))
-    return AlignedTables(tables, config, tuple(notes), absent, many)
+    return AlignedTables(tables, config, tuple(notes), absent, many, orders)
 
 
 def normalise_name(name: str) -> str:
@@ -98,6 +102,34 @@ def _unify_names(tables: Tables, config: FolderConfig) -> tuple[Tables, list[str
         names = tuple(new.get(name, name) for name in table.names)
         out[site] = replace(table, names=names, columns=columns) if new else table
     return out, [f'column "{old}" at {_name_some(sites)} is read as "{new}"' for (old, new), sites in renamed.items()]
+
+
+def _settle_dates(tables: Tables) -> tuple[Tables, dict[str, str]]:
+    """Dates such as 05/20/2024 are read where some value of the column, at any site, shows which part is the day."""
+    orders: dict[str, str] = {}
+    for name in dict.fromkeys(name for table in tables.values() for name in table.columns):
+        shown = {t.columns[name].date_order for t in tables.values() if name in t.columns} - {""}
+        if shown in ({"day"}, {"month"}):
+            orders[name] = shown.pop()
+    return {site: table.in_order(orders) for site, table in tables.items()}, orders
+
+
+def _keep_codes(tables: Tables, config: FolderConfig) -> Tables:
+    """Digits of one length of which some begin with 0, such as postal codes, are no numbers."""
+    names = dict.fromkeys(name for table in tables.values() for name in table.columns if name != config.target)
+    for name in names:
+        texts = [table.columns[name].text.drop_nulls() for table in tables.values() if name in table.columns]
+        if not any(len(t) and t.str.contains(LEADING_ZERO).any() for t in texts):
+            continue
+        lengths = {n for t in texts for n in t.str.len_chars().unique().to_list()}
+        if len(lengths) > 1 or not all(t.str.contains(r"^\d+$").all() for t in texts):
+            continue
+        for site, table in tables.items():
+            if name in table.columns:
+                column = table.columns[name]
+                code = Column(column.text, column.number.clear(len(column.number)))
+                tables = tables | {site: _set_column(table, name, code)}
+    return tables
 
 
 def _unify_dates(tables: Tables) -> Tables:
@@ -151,19 +183,26 @@ def _features(tables: Tables, config: FolderConfig) -> list[str]:
     return [c for c in common if c != config.target and c not in config.ignore]
 
 
-def _is_id(name: str, columns: Sequence[Column]) -> bool:
-    """Whether a column identifies rows: nearly all values are distinct, and its name or its many texts suggest it."""
+def is_id(name: str, columns: Sequence[Column]) -> bool:
+    """Whether a column identifies rows: nearly all values are distinct, and its name or its many texts suggest it.
+
+    Judged over all sites, which may share products or wards; the rows of each may be numbered from 1.
+    """
+    import polars as pl
+
     if any(c.is_date for c in columns):
         return False
     rows = sum(c.text.count() for c in columns)
     by_site = sum(c.text.drop_nulls().n_unique() for c in columns)
     if rows < FEWEST_IDS or by_site < UNIQUE * rows:
         return False
+    distinct = pl.concat([c.text.drop_nulls() for c in columns]).n_unique()
     is_whole = all(bool((c.number.drop_nulls() % 1 == 0).all()) for c in columns)
+    is_numbered = distinct <= max(c.text.count() for c in columns) / UNIQUE
     if _ID.search(name) and is_whole:
-        return True
+        return distinct >= UNIQUE * rows or is_numbered
     is_text = sum(int(c.is_text.sum()) for c in columns) > rows / 2
-    return is_text and by_site > MAX_CATEGORIES
+    return is_text and distinct >= UNIQUE * rows and distinct > MAX_CATEGORIES
 
 
 def is_mixed(tables: Collection[ClientTable], name: str) -> bool:
@@ -198,6 +237,10 @@ def _unify_spelling(tables: Tables, name: str) -> tuple[Tables, list[str]]:
         form = " ".join(text.casefold().split())
         if best.setdefault(form, text) != text:
             other[text] = best[form]
+    if set(best) <= {*SHORT, *SHORT.values()}:  # Y beside Yes
+        for short, long in SHORT.items():
+            if short in best and long in best:
+                other |= dict.fromkeys([best[short], *(t for t, b in other.items() if b == best[short])], best[long])
     notes = [f'column "{name}": "{old}" is read as "{new}"' for old, new in list(other.items())[:5]]
     return _replace_values(tables, name, other), notes
 

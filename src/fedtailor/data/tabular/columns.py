@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +14,13 @@ from fedtailor.errors import DataError
 if TYPE_CHECKING:
     import polars as pl
 
-_UNITS = r"^\s*([$€£¥])?\s*([+-]?)\s*([$€£¥])?\s*([\d.,\s']*\d)\s*([$€£¥%])?\s*$"  # before, sign, before, digits, after
+_MONEY = r"[$€£¥]|EUR|USD|GBP|CHF|JPY"
+# before, sign, before, digits, after
+_UNITS = rf"^\s*({_MONEY})?\s*([+-]?)\s*({_MONEY})?\s*([\d.,\s']*\d)\s*({_MONEY}|%)?\s*$"
 _THOUSANDS = r"^\d{1,3}(?:,\d{3})+(?:\.\d+)?$"
 _DECIMALS = r"^\d+,\d+$"
+_EUROPEAN = r"^\d{1,3}(?:\.\d{3})+,\d+$"
+_POINTS = r"^\d{1,3}(?:\.\d{3})+$"  # thousands, where another value is European
 _THREE = r"^\d{1,3},\d{3}$"  # a thousand, or a number with three decimals
 _PLAIN = r"^\d+(?:\.\d+)?$"
 _COMPACT = r"^(?:19|20)\d{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])$"
@@ -25,7 +31,7 @@ MISSING_VALUES = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"]
 _CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?$"
 # dates whose parts cannot be mistaken, and which part is year, month and day
 _DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
-_DOUBTFUL_DATE = r"^\d{1,2}[-/]\d{1,2}[-/]\d{2,4}\b"  # which of them is the day?
+_DOUBTFUL_DATE = r"^(\d{1,2})[-/](\d{1,2})[-/](\d{2}|\d{4})\b"  # which of them is the day?
 # digits that are a code: leading zeros, more digits than a float64 has, 12E4
 _CODE = r"^(?:[+-]?0\d|[+-]?\d{16}|\d+[eE]\d)"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -52,7 +58,12 @@ def parse_amounts(text: pl.Series) -> tuple[pl.Series, str] | None:
     has_comma = known.str.contains(",", literal=True)
     if len(units) > 1:  # such as 45 % beside 0.45
         return None
-    if (known.str.contains(_THOUSANDS) | known.str.contains(_PLAIN)).all():
+    if known.str.contains(_EUROPEAN).any():
+        forms = (_EUROPEAN, _POINTS, _DECIMALS, r"^\d+$")
+        if not known.str.contains("|".join(f"(?:{form})" for form in forms)).all():
+            return None
+        plain = digits.str.replace_all(".", "", literal=True).str.replace(",", ".")
+    elif (known.str.contains(_THOUSANDS) | known.str.contains(_PLAIN)).all():
         if not units[0] and known.filter(has_comma).str.contains(_THREE).all() and has_comma.any():
             return None  # ambiguous: see `doubtful_number`
         plain = digits.str.replace_all(",", "")
@@ -116,7 +127,7 @@ class Column:
     is_date: bool = False  # numbers are days since 1970-01-01
     unit: str = ""  # a currency or %, where values are written with one
 
-    @property
+    @cached_property
     def is_text(self) -> pl.Series:
         """Where there is a value that is not a number."""
         return self.number.is_null() & self.text.is_not_null()
@@ -125,7 +136,7 @@ class Column:
     def doubtful_date(self) -> str | None:
         """A value, if all look like dates whose day and month cannot be told apart."""
         first = first_value(self.text)
-        if first is None or not re.search(_DOUBTFUL_DATE, first):
+        if self.is_date or first is None or not re.search(_DOUBTFUL_DATE, first):
             return None
         return first if self.text.drop_nulls().str.contains(_DOUBTFUL_DATE).all() else None
 
@@ -133,6 +144,33 @@ class Column:
     def doubtful_number(self) -> str | None:
         """A value such as 1,200, if its comma may separate thousands or decimals."""
         return doubtful_number(self.text) if self.is_text.any() else None
+
+    @property
+    def date_order(self) -> str:
+        """Which part comes first, where a doubtful date shows it: 20 is no month; "both" if some show each."""
+        import polars as pl
+
+        if self.doubtful_date is None:
+            return ""
+        is_first, is_second = (
+            bool((self.text.str.extract(_DOUBTFUL_DATE, i).cast(pl.Int64, strict=False) > 12).any()) for i in (1, 2)
+        )
+        return "both" if is_first and is_second else "day" if is_first else "month" if is_second else ""
+
+    def in_order(self, order: str) -> Column:
+        """Doubtful dates as days, where it is known which part comes first."""
+        import polars as pl
+
+        if not order or self.doubtful_date is None:
+            return self
+        parts = [self.text.str.extract(_DOUBTFUL_DATE, i) for i in (1, 2, 3)]
+        day, month = (parts[0], parts[1]) if order == "day" else (parts[1], parts[0])
+        year = parts[2].str.len_chars().eq(2).fill_null(False)
+        whole = parts[2].zip_with(~year, "20" + parts[2])
+        days = (whole + "-" + month.str.zfill(2) + "-" + day.str.zfill(2)).str.to_date("%Y-%m-%d", strict=False)
+        if days.null_count() > self.text.null_count():
+            return self
+        return Column(self.text, days.cast(pl.Int32).cast(pl.Float64), is_date=True)
 
     def of_kind(self, is_date: bool) -> Column:
         """The column with numbers of eight digits as dates or as plain numbers; other columns are unchanged."""
@@ -167,13 +205,31 @@ class ClientTable:
     names: tuple[str, ...]  # including ignored columns
     columns: dict[str, Column]
     rows: int
+    numbers: pl.Series | None = None  # of the rows in their file, where that has the rows of others too
+
+    def place(self, row: int) -> str:
+        """Where a row stands in its file."""
+        return f"data row {row + 1 if self.numbers is None else self.numbers[row] + 1}"
+
+    def in_order(self, orders: Mapping[str, str]) -> ClientTable:
+        """With doubtful dates as days, by column."""
+        known = {name: c.in_order(orders[name]) for name, c in self.columns.items() if orders.get(name)}
+        return replace(self, columns=self.columns | known) if known else self
 
     def only(self, keep: pl.Series) -> ClientTable:
+        return self.rows_at(keep.arg_true().to_list())
+
+    def rows_at(self, rows: list[int]) -> ClientTable:
+        """Some rows, by number."""
+        import polars as pl
+
+        at = pl.Series(rows, dtype=pl.UInt32)
         columns = {
-            name: replace(column, text=column.text.filter(keep), number=column.number.filter(keep))
+            name: replace(column, text=column.text.gather(at), number=column.number.gather(at))
             for name, column in self.columns.items()
         }
-        return ClientTable(self.path, self.names, columns, int(keep.sum()))
+        numbers = at if self.numbers is None else self.numbers.gather(at)
+        return ClientTable(self.path, self.names, columns, len(rows), numbers)
 
 
 def column_from_series(path: Path, series: pl.Series) -> Column:

@@ -102,6 +102,7 @@ def encode_sites(
                 NumberColumn(
                     name=column,
                     is_date=column in dates,
+                    date_order=dates[column] if isinstance(dates, Mapping) and column in dates else "",
                     zero_is_missing=column in zero_is_missing,
                     sites=scales,
                     absent=absent_at,
@@ -179,14 +180,16 @@ def _scales(
     if how == "none":
         plain = zip(names, medians, gaps, strict=True)
         return {name: Scale(median=median, missing=gap) for name, median, gap in plain}, filled, []
-    limits = [_limits(pooled, own) for own in known]
+    of_all = _widen(pooled, 0.05, 2.0)
+    limits = [_limits(of_all, own) for own in known]
     outliers = _note_outliers(column, sites, values, limits)
     train = [
         np.where(np.isnan(v), median, v if limit is None else np.clip(v, *limit))
         for v, median, limit in zip(train, medians, limits, strict=True)
     ]
-    groups = [[own] for own in train] if how == "client" else [train[:founders]] * len(train)
-    moments = [pooled_moments(group) for group in groups]
+    moments = (
+        [pooled_moments([own]) for own in train] if how == "client" else [pooled_moments(train[:founders])] * len(train)
+    )
     scales = {
         name: Scale(median=median, mean=mean, sd=sd, low=limit and limit[0], high=limit and limit[1], missing=gap)
         for name, median, (mean, sd), limit, gap in zip(names, medians, moments, limits, gaps, strict=True)
@@ -194,18 +197,18 @@ def _scales(
     return scales, filled, outliers
 
 
-def _limits(pooled: Floats, own: Floats) -> tuple[float, float] | None:
+def _widen(values: Floats, tail: float, times: float) -> tuple[float, float]:
+    low, high = (float(q) for q in np.quantile(values, [tail, 1 - tail]))
+    return low - times * (high - low), high + times * (high - low)
+
+
+def _limits(of_all: tuple[float, float], own: Floats) -> tuple[float, float] | None:
     """Bounds beyond which a value is an outlier, by all sites and by the site itself, whose units may differ."""
-
-    def widen(values: Floats, tail: float, times: float) -> tuple[float, float]:
-        low, high = (float(q) for q in np.quantile(values, [tail, 1 - tail]))
-        return low - times * (high - low), high + times * (high - low)
-
-    low, high = widen(pooled, 0.05, 2.0)
+    low, high = of_all
     if low == high:  # mostly one value, such as 0: anything else may be meant
         return None
     if len(own) >= 10:
-        own_low, own_high = widen(own, 0.1, 3.0)
+        own_low, own_high = _widen(own, 0.1, 3.0)
         low, high = min(low, own_low), max(high, own_high)
     return low, high
 

@@ -43,6 +43,7 @@ class NumberColumn(_Plain):
     kind: Literal["number"] = "number"
     name: str
     is_date: bool = False
+    date_order: str = ""  # "day" or "month", where dates are written as 05/20/2024
     zero_is_missing: bool = False
     sites: dict[str, Scale]
     absent: tuple[str, ...] = ()  # sites that do not have the column

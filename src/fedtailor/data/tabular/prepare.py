@@ -43,10 +43,14 @@ def prepare_tables(
     target, targets, reason = read_target(tables, config)
     forced = (*config.categorical, *tidy.many)
     kinds = {column: column in forced or is_categorical(tables.values(), column) for column in columns}
-    newcomers = {name: rename_columns(table, (config.target, *columns)) for name, table in (newcomers or {}).items()}
-    dates = [c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values())]
+    newcomers = {
+        name: rename_columns(table, (config.target, *columns)).in_order(tidy.orders)
+        for name, table in (newcomers or {}).items()
+    }
+    with_dates = (c for c in columns if not kinds[c] and any(t.columns[c].is_date for t in tables.values()))
+    dates = {c: tidy.orders.get(c, "") for c in with_dates}
     for table in newcomers.values():
-        check_newcomer(table, config.target, kinds, dates)
+        check_newcomer(table, config.target, kinds, tuple(dates))
     targets += [newcomer_target(table, config.target, target) for table in newcomers.values()]
     tables = tables | newcomers
     if config.missing == "error":

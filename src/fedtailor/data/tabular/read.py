@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.files import expand_home, read_bytes
-from fedtailor.data.tabular.columns import MISSING_VALUES, ClientTable, column_from_series
+from fedtailor.data.tabular.columns import MISSING_VALUES, ClientTable, Column, column_from_series
 from fedtailor.data.tabular.parquet_check import check as check_parquet
 from fedtailor.errors import DataError, nearest
 
@@ -91,11 +91,46 @@ def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict
         raise DataError(
             f'{path}: client column "{column}" has no value in {gaps} of {frame.height} rows; complete or remove them'
         )
+    _refuse_twin_names(path, column, names)
     frame = frame.drop(column)
+    whole = {s.name: column_from_series(path, s) for s in frame if s.name not in ignore}
+    plain = [name for name, held in whole.items() if _is_plain(held)]  # read alike at every site
+    at_once = ClientTable(path, tuple(plain), {name: whole[name] for name in plain}, frame.height)
+    rest = frame.select([name for name in frame.columns if name not in plain])
+    rows_of = names.alias("name").to_frame().with_row_index("row").group_by("name").agg("row").sort("name")
     out = {}
-    for name in sorted(names.unique().to_list()):
-        out[name] = table_from_frame(Path(f"{path}[{name}]"), frame.filter(pl.lit(names == name)), ignore)
+    for name, rows in rows_of.iter_rows():
+        file = Path(f"{path}[{name}]")
+        read = at_once.rows_at(rows).columns
+        if rest.width:
+            read |= table_from_frame(file, rest[rows], ignore).columns
+        columns = {s: read[s] for s in frame.columns if s in read}
+        numbers = pl.Series(rows, dtype=pl.UInt32)
+        out[name] = ClientTable(file, tuple(frame.columns), columns, len(rows), numbers)
     return out
+
+
+def _refuse_twin_names(path: Path, column: str, names: pl.Series) -> None:
+    """Two names that differ in capitals or blanks alone are most often one site."""
+    first: dict[str, str] = {}
+    for name in names.unique(maintain_order=True).to_list():
+        other = first.setdefault(" ".join(name.casefold().split()), name)
+        if other != name:
+            row = int((names == name).arg_true()[0]) + 1
+            raise DataError(
+                f'{path}: client column "{column}" has "{other}" and, in data row {row}, "{name}"; write the site in '
+                "one way, or give them names that differ in more than capitals and blanks"
+            )
+
+
+def _is_plain(column: Column) -> bool:
+    """Whether a column is of numbers alone, none of which may be a date."""
+    return (
+        not column.is_date
+        and column.number.null_count() == column.text.null_count()
+        and not column.unit
+        and not column.text.str.contains(r"^\d{8}$").any()
+    )
 
 
 def _read_parquet(path: Path, content: bytes) -> pl.DataFrame:
@@ -115,16 +150,20 @@ def _read_csv(path: Path, content: bytes) -> tuple[pl.DataFrame, str]:
     text = _decode(path, content)
     lines = _normalise_lines(text)
     separator = _find_separator(lines.split("\n", 1)[0])
-    header = _read_header(path, lines, separator)
+    header, empty = _read_header(path, lines, separator)
     marked = io.BytesIO(
         lines.encode("utf-8-sig")
     )  # or polars takes a first column "x^2" for the start of a zlib stream
     try:
-        frame = pl.read_csv(marked, separator=separator, infer_schema=False, new_columns=header)
+        frame = pl.read_csv(marked, separator=separator, infer_schema=False, new_columns=[*header, *empty])
     except pl.exceptions.PolarsError as e:
-        raise DataError(f"{path}: {_find_bad_line(text, separator, len(header)) or _first_line(e)}") from e
+        raise DataError(f"{path}: {_find_bad_line(text, separator, len(header) + len(empty)) or _first_line(e)}") from e
+    for name in empty:  # spreadsheets end lines with separators
+        if frame[name].null_count() < frame.height:
+            raise DataError(_without_name(path, len(header) + 1))
+    frame = frame.drop(empty)
     # polars silently fills short lines; they show as gaps in the last column
-    if frame[header[-1]].null_count() and (bad := _find_bad_line(text, separator, len(header))):
+    if frame[header[-1]].null_count() and (bad := _find_bad_line(text, separator, len(header) + len(empty))):
         raise DataError(f"{path}: {bad}")
     return frame, separator
 
@@ -162,16 +201,22 @@ def _find_separator(header: str) -> str:
     return max(SEPARATORS, key=bare.count)
 
 
-def _read_header(path: Path, text: str, separator: str) -> list[str]:
+def _without_name(path: Path, number: int) -> str:
+    return f"{path}: column {number} has no name (a row index?); name it or write the file without it"
+
+
+def _read_header(path: Path, text: str, separator: str) -> tuple[list[str], list[str]]:
+    """The names of the columns, and names for columns without one at the end, which may be empty."""
     names = [name.strip() for name in next(_csv_reader(text, separator))]
+    width = len(names)
+    while names and not names[-1]:
+        names.pop()
     twice = [name for name, count in Counter(names).items() if count > 1 and name]
     if twice:
         raise DataError(f'{path}: column "{twice[0]}" appears more than once; rename or remove one')
-    if "" in names:
-        raise DataError(
-            f"{path}: column {names.index('') + 1} has no name (a row index?); name it or write the file without it"
-        )
-    return names
+    if "" in names or not names:
+        raise DataError(_without_name(path, names.index("") + 1 if names else 1))
+    return names, [f"\0{i}" for i in range(len(names), width)]
 
 
 def _csv_reader(text: str, separator: str) -> Any:
@@ -183,6 +228,8 @@ def _find_bad_line(text: str, separator: str, width: int) -> str | None:
     """Describe the first line with more or fewer fields than the header."""
     reader = _csv_reader(text, separator)
     for row in reader:
+        if row and len(row) > width == 1:
+            return f"line 1 has one field, line {reader.line_num} has {len(row)}; remove a title above the header"
         if row and len(row) != width:
             return f"line {reader.line_num} has {len(row)} fields, the header has {width}; correct it"
     return None

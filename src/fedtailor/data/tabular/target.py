@@ -107,7 +107,7 @@ def _check_numbers(table: ClientTable, target: str, y: Floats, task: str, is_log
         if wrong.any():
             row = int(np.argmax(wrong))
             raise DataError(
-                f'{table.path}: target column "{target}" has {y[row]:g} in data row {row + 1}, {fault}; correct it, or '
+                f'{table.path}: target column "{target}" has {y[row]:g} in {table.place(row)}, {fault}; correct it, or '
                 f"{remedy}"
             )
 
@@ -189,7 +189,7 @@ def refuse_text(tables: Collection[ClientTable], column: str, remedy: str) -> No
             row = int(rows[0])
             value = table.columns[column].text[row]
             raise DataError(
-                f'{table.path}: column "{column}" has the text "{value}" in data row {row + 1} '
+                f'{table.path}: column "{column}" has the text "{value}" in {table.place(row)} '
                 f"where a number is expected; correct the value, or {remedy}"
             )
 
