@@ -231,9 +231,11 @@ def rows_here(data: FederatedData | FormulaRows) -> FederatedData:
 
 def write_model(fitted: StatisticalModel, folder: Path) -> None:
     """Text, JSON and LaTeX of a model."""
-    from fedtailor.experiments.store import write_atomically, write_json
+    import json
+
+    from fedtailor.experiments.store import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "model.json", fitted.json())
+    write_atomically(folder / "model.json", f"{json.dumps(fitted.json(), indent=1, allow_nan=False)}\n".encode())
     write_atomically(folder / "model.txt", f"{fitted.text()}\n".encode())
     write_atomically(folder / "model.tex", f"{fitted.latex()}\n".encode())

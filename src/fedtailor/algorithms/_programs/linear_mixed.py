@@ -62,7 +62,7 @@ class FormulaLinear(FormulaModel):
         settled = found.theta.new_tensor(float(found.is_settled))
         server |= {"settled": settled, "exchanges": found.theta.new_tensor(float(found.evaluations))}
         state = profiled_deviance.solve(found.terms, self.fixed, kept, rows, self.reml)
-        if not state.variance > 1e-18:
+        if not state.variance > 1e-13:  # of a variance of 1; sums of squares round so much
             raise DataError("formula: the fixed effects explain the response exactly; there is no residual variance")
         fed.map(self.settle, state.beta, found.theta, state.variance)
         if self.profile:
