@@ -44,6 +44,7 @@ COMMANDS = (
     "export",
     "onboard",
     "update",
+    "model",
     "check",
     "run",
     "resume",
@@ -139,7 +140,7 @@ def test_list_searches_in_what_is_learned_and_kept(call: Call) -> None:
     assert titles == list(LEARNS)
     assert {"duw-fedavg", "fedlaw", "pfedla"} <= set(found("--learns", "weights"))
     assert {"fedper", "fedrep", "fedpac"} <= set(found("--keeps", "head"))
-    assert found("--learns", "groups") == ["cfl", "ifca"]
+    assert found("--learns", "groups") == ["cfl", "fedem", "ifca"]
     assert found("--learns", "masks", "--keeps", "entries") == ["fedcac", "fedselect"]
     assert sorted(name for key in LEARNS for name in found("--learns", key)) == list(algorithms.algorithms())
     for options, message in (

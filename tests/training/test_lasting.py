@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedtailor import algorithms
 from fedtailor.aggregation.server_step import ServerOptimizer
-from fedtailor.core.algorithm import COUNT, MODEL, Algorithm, on_client
+from fedtailor.core.algorithm import COUNT, MODEL, NUMBER, Algorithm, on_client
 from fedtailor.core.client import OPTIMIZER
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -265,7 +265,7 @@ class Taped(Algorithm):
     def server_init(self, model: Any) -> Tree:
         return {"w": model.params}
 
-    @on_client(sends=COUNT)
+    @on_client(sends=NUMBER)
     def judge(self, me: ClientContext, w: Params) -> tuple[Tree, Tree]:
         return {}, me.loss(w) + 1
 

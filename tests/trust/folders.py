@@ -26,7 +26,7 @@ from fedtailor.flare.server import SITES
 from fedtailor.flare.site import RUN, SiteState, read_participation, set_participation
 from fedtailor.report.recorded_run import read_run
 from fedtailor.serving.onboard import onboard
-from fedtailor.studies.compare import GRID
+from fedtailor.studies.compare import GRID, ROWS
 from fedtailor.studies.explain import explain
 from fedtailor.tables.boosted_trees import TREES_FOLDER, Trees
 from fedtailor.tables.fit import fit
@@ -149,6 +149,7 @@ def make_comparison(root: Path) -> tuple[Path, dict[str, Reader]]:
     (root / "grid.toml").write_text(tomli_w.dumps(tables | {"rounds": 1, "compare": about}))
     said(["compare", str(root / "grid.toml"), "--out", str(root / "grid")])
     readers: dict[str, Reader] = {"grid": lambda path: read_json(path / GRID), "json": folder_record}
+    readers["rows"] = lambda path: read_json(path / ROWS)
     return root / "grid", readers | SHOWN | inside(OF_A_RUN, "local-seed0")
 
 

@@ -172,6 +172,6 @@ def test_a_fit_names_only_folders_in_it(run: Path) -> None:
     Path("fit").mkdir()
     for name in ("../run", "/etc", "", 3):
         write_json(Path("fit/fit.json"), {"newcomers": name, "sites": {"s": {"run": "run"}}, "kind": "last"})
-        for use in (lambda: run_of(Path("fit"), "s"), lambda: source_run(Path("fit"))):
+        for use in (lambda: run_of(Path("fit"), "other"), lambda: source_run(Path("fit"))):
             with pytest.raises(UserError, match="which is no folder in it"):
                 use()

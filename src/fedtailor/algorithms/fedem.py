@@ -37,7 +37,7 @@ class FedEM(Algorithm):
     """Number of common models (M), all of which are sent to every client; 1 is FedAvg."""
 
     title: ClassVar[str] = "FedEM"
-    learns: ClassVar[str] = "weights"
+    learns: ClassVar[str] = "groups"
     keeps: ClassVar[str] = "group"
     private: ClassVar[str] = "weights of the components"
     onboards_fitted: ClassVar[bool] = True
