@@ -18,6 +18,7 @@ PROGRAMS = {
     "formulalinear": ("fedtailor.algorithms._programs.linear_mixed", "FormulaLinear"),
     "formulacounts": ("fedtailor.algorithms._programs.laplace_mixed", "FormulaCounts"),
     "formulacox": ("fedtailor.algorithms._programs.stratified_cox", "FormulaCox"),
+    "sitemoments": ("fedtailor.algorithms._programs.site_moments", "SiteMoments"),
 }
 """Made of several algorithms, not one to list or to compare: known by name, with the module and the class."""
 

@@ -17,6 +17,7 @@ from fedtailor.cli import (
     folder_commands,
     model_commands,
     run_commands,
+    sharing_commands,
 )
 from fedtailor.cli.interruptions import print_error
 from fedtailor.errors import RankLost, UserError
@@ -52,6 +53,8 @@ for _command in (
     fit_commands.onboard,
     fit_commands.update,
     model_commands.model,
+    sharing_commands.advise,
+    sharing_commands.leave,
     check_command.check,
     run_commands.run,
     run_commands.resume,

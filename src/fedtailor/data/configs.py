@@ -334,6 +334,7 @@ class FolderConfig(SplitConfig):
         description="log: fit the logarithm of a positive number; predictions are medians, in its units.",
     )
     ignore: tuple[str, ...] = Field(default=(), description="Columns to leave out.")
+    without: tuple[str, ...] = Field(default=(), description="Sites to leave out; fedtailor leave sets it.")
     categorical: tuple[str, ...] = Field(
         default=(), description="Columns to treat as categories even if they are numbers."
     )

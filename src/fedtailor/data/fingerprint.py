@@ -20,6 +20,8 @@ def digest(config: SourceConfig) -> str | None:
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if f.is_file() and is_read(f))
     if isinstance(config, ImageFolderConfig):
         files = [*([path] if path.is_file() else []), *(entry.path for entry in list_images(config))]
+    if isinstance(config, FolderConfig) and path.is_dir():
+        files = [file for file in files if client_name(file) not in config.without]
     hasher = hashlib.blake2b(digest_size=16)
     for file in files:
         with file.open("rb") as content:

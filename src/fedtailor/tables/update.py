@@ -77,7 +77,7 @@ def update(
         raise ConfigError("update: give all rows with --data, or new ones with --rows, not both")
     root = root_of(path)
     before, number = latest(root), number_of(root) + 1
-    record, config = _read_earlier(before)
+    record, config = read_earlier(before)
     out = root / f"{UPDATE}{number}"
     source = config.data
     assert isinstance(source, FolderConfig)
@@ -119,7 +119,7 @@ def rows_of_update(fit: Path, run: RunFolder) -> FederatedData:
     return prepare_tables(read_client_tables(config.data), config.data, data_seed(config), earlier=earlier)
 
 
-def _read_earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
+def read_earlier(folder: Path) -> tuple[dict[str, Any], RunConfig]:
     """The record of a finished fit of tables, and the configuration of one of its runs."""
     if not (folder / FIT).exists():
         raise RunError(f"{folder}: not a fit; fedtailor update is for the folder of fedtailor fit")

@@ -278,9 +278,16 @@ def _series_from_values(name: str, values: list[Any]) -> pl.Series:
 
 
 def read_client_tables(config: FolderConfig) -> dict[str, ClientTable]:
+    tables = {name: table for name, table in _read_all(config).items() if name not in config.without}
+    if not tables:
+        raise DataError(f"{config.path}: data.without leaves no site")
+    return tables
+
+
+def _read_all(config: FolderConfig) -> dict[str, ClientTable]:
     path = expand_home(config.path)
     if config.client_column is None:
-        return _read_folder(path, config.ignore)
+        return _read_folder(path, config.ignore, config.without)
     if not path.is_file():
         problem = "a folder; data.client_column is for one file" if path.is_dir() else "no such file"
         raise DataError(f"{path}: {problem} that holds all clients")
@@ -291,8 +298,8 @@ def read_client_tables(config: FolderConfig) -> dict[str, ClientTable]:
     return split_by_client(path, config.client_column, config.ignore)
 
 
-def _read_folder(folder: Path, ignore: Sequence[str]) -> dict[str, ClientTable]:
-    return {name: read_table(path, ignore) for name, path in client_files(folder).items()}
+def _read_folder(folder: Path, ignore: Sequence[str], without: Sequence[str]) -> dict[str, ClientTable]:
+    return {name: read_table(path, ignore) for name, path in client_files(folder).items() if name not in without}
 
 
 def client_files(folder: Path) -> dict[str, Path]:
