@@ -44,7 +44,10 @@ def read(name: str, seed: int) -> FederatedData:
     frame, site, target = TABLES[name]()
     with TemporaryDirectory() as folder:
         kept = keep_frames(frame, Path(folder) / "rows", site)
-        return load(parse({"seed": seed, "rounds": 1, "data": source_of(kept, target, site) | {"val": 0.0}}, origin="advise"), None)
+        return load(
+            parse({"seed": seed, "rounds": 1, "data": source_of(kept, target, site) | {"val": 0.0}}, origin="advise"),
+            None,
+        )
 
 
 def moved(drawn: SharedFit, all_sites: SharedFit, without: SharedFit, others: SiteSums) -> SharedFit:
@@ -104,15 +107,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", default=list(NAMES), choices=list(TABLES))
     parser.add_argument("--draws", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="Of the split into training and test.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     records = []
     for name in options.tables:
-        records.append(measure(name, options.seed, options.draws))
-        print(json.dumps(records[-1]), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+        for seed in options.seeds:
+            records.append(measure(name, seed, options.draws))
+            print(json.dumps(records[-1]), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

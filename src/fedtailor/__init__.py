@@ -14,6 +14,7 @@ from fedtailor.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fedtailor.algorithms import register as register
+    from fedtailor.api import advise as advise
     from fedtailor.api import compare as compare
     from fedtailor.api import fit as fit
     from fedtailor.api import load as load
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from fedtailor.inference.statistical_model import model as model
 
 _PUBLIC = {  # by module: torch is imported by the first use
-    "fedtailor.api": ("compare", "fit", "load", "run"),
+    "fedtailor.api": ("advise", "compare", "fit", "load", "run"),
     "fedtailor.algorithms": ("register",),
     "fedtailor.inference.statistical_model": ("anova", "model"),
     "fedtailor.data.federated": ("federated",),

@@ -37,6 +37,7 @@ from fedtailor.studies.compare import GRID
 from fedtailor.studies.result_tables import number
 from fedtailor.studies.search import notes as search_notes
 from fedtailor.tables import fit as fitting
+from fedtailor.tables import leave as leaving
 from fedtailor.tables import serve as serving
 from fedtailor.tables import update as updating
 from fedtailor.tables.drift import drift_of, drift_of_rows
@@ -172,6 +173,19 @@ class Fit:
         with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
             result = updating.update(self.path, data=None if data is None else Path(data), rows=rows, listener=listener)
         return Fit(result.folder)
+
+    def leave(self, *sites: str, progress: bool = True) -> Fit:
+        """Fit the other sites anew and delete all that was fitted to the rows of those who leave.
+
+        Args:
+            sites: Who leaves.
+            progress: Show a progress bar.
+
+        Returns:
+            The new fit.
+        """
+        with show_grid(Console()) if progress else nullcontext(lambda cell, round, rounds: None) as listener:
+            return Fit(leaving.leave(self.path, sites, listener=listener).folder)
 
     def report(self: Fit | Run | ComparisonRuns, out: str | Path | None = None) -> Path:
         """Write the HTML report.
@@ -387,6 +401,42 @@ def fit(
         if is_new and not (path / FIT).exists():  # refused before it began
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def advise(
+    sites: Any,
+    target: str,
+    *,
+    client_column: str | None = None,
+    newcomer: str = "",
+    worth: bool = False,
+    level: float = 0.9,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Compute the expected gain of sharing of each site from one exchange of sums, before any training.
+
+    Args:
+        sites: A folder with one file per site; or frames by the name of the site; or one file or frame with a column
+            that names the site.
+        target: The column to predict: a number, a count or one of two classes.
+        client_column: The column that names the site.
+        newcomer: A site that considers joining; the others are fitted without it.
+        worth: Also what each site's rows are worth to every other one.
+        level: Of the intervals, which are for the expected gain.
+        seed: Of the bootstrap.
+
+    Returns:
+        The record, as `fedtailor advise --json` prints it.
+    """
+    from fedtailor.tables.advice import advise as advised
+    from fedtailor.tables.advice import read_sites
+    from fedtailor.tables.worth import worth as worth_matrix
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = sites if isinstance(sites, str | Path) else keep_frames(sites, Path(folder) / "data", client_column)
+        rows = read_sites(path, target, client_column)
+    record = advised(rows, newcomer=newcomer, level=level, seed=seed)
+    return record | ({"worth": worth_matrix(rows)} if worth else {})
 
 
 def _fit(source: dict[str, Any], path: Path, options: dict[str, Any], progress: bool) -> Fit:

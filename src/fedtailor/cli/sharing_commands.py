@@ -23,7 +23,8 @@ def advise(
         str | None, typer.Option("--client-column", help="Column that names the site, if DATA is one file.")
     ] = None,
     newcomer: Annotated[
-        str, typer.Option("--newcomer", metavar="SITE", help="Advice for this site, which considers joining the others.")
+        str,
+        typer.Option("--newcomer", metavar="SITE", help="Advice for this site, which considers joining the others."),
     ] = "",
     worth: Annotated[
         bool, typer.Option("--worth", help="Also what each site's rows are worth to every other one.")
@@ -40,8 +41,8 @@ def advise(
     of all sites; its interval is for that expectation.
     """
     from fedtailor.report.advice_page import write_advice
-    from fedtailor.tables.advice import read_sites
     from fedtailor.tables.advice import advise as advised
+    from fedtailor.tables.advice import read_sites
     from fedtailor.tables.worth import worth as worth_matrix
 
     if not 0 < level < 1:
@@ -58,18 +59,21 @@ def advise(
     if as_json:
         print_json(record)
         return
-    percent = f"{100 * level:g} % interval"
     lines = [
-        [name, str(row["rows"]), f"{row['own_error']:.3g}", f"{row['gain']:.3g}", f"{row['low']:.3g} to {row['high']:.3g}"]
+        [name, str(row["rows"]), *(f"{row[key]:.3g}" for key in ("own_error", "gain", "low", "high"))]
         + [f"{row['percent']['gain']:+.1f} %", row["verdict"]]
         for name, row in record["sites"].items()
     ]
-    columns = ("site", "rows", "error alone", "gain", percent, "of its error", "advice")
+    columns = ("site", "rows", "error alone", "gain", f"{100 * level:g} % from", "to", "of its error", "advice")
     print_table(f"expected gain of sharing in squared error of {record['target']}", columns, lines)
     print(f"differs    {record['random']}")
     if worth:
         given = record["worth"]["given"]
-        print_table("worth of a site's rows to the others, added up", ("site", "worth"), [[n, f"{v:.3g}"] for n, v in given.items()])
+        print_table(
+            "worth of a site's rows to the others, added up",
+            ("site", "worth"),
+            [[n, f"{v:.3g}"] for n, v in given.items()],
+        )
     if out is not None:
         print(f"written    {out / FILE}, {out / PAGE}")
 
@@ -78,7 +82,8 @@ def leave(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a fit of your own tables.")],
     site: Annotated[list[str], typer.Option("--site", metavar="SITE", help="Who leaves; repeatable.")],
     identity: Annotated[
-        Path | None, typer.Option("--identity", metavar="KIT", help="Folder with client.crt and client.key: sign by it.")
+        Path | None,
+        typer.Option("--identity", metavar="KIT", help="Folder with client.crt and client.key: sign by it."),
     ] = None,
     data_root: DataRoot = None,
     as_json: AsJson = False,
@@ -88,8 +93,8 @@ def leave(
     What serves afterwards is what a fresh fit of the sites that stay would be. A record, signed if there is a
     certificate, says who left and which files went.
     """
-    from fedtailor.experiments.progress import show_grid
     from fedtailor.cli.output import console
+    from fedtailor.experiments.progress import show_grid
     from fedtailor.report.write import write
     from fedtailor.tables.leave import leave as left
 

@@ -34,7 +34,7 @@ class SiteSums:
     n: Tensor  # [sites]
 
     def only(self, sites: Sequence[int]) -> SiteSums:
-        at = torch.as_tensor(list(sites), dtype=torch.int64)
+        at = torch.as_tensor(list(sites), dtype=torch.int64, device=self.n.device)
         return SiteSums(self.a[at], self.b[at], self.c[at], self.n[at])
 
     def without(self, site: int) -> SiteSums:
@@ -66,7 +66,7 @@ class SharedFit:
         """Coefficients of every site given its sums, and their covariance; a site may be new."""
         answer, _ = reml.posterior(sums.a, self.factor)
         rest = sums.b - sums.a @ self.beta
-        kept = torch.eye(len(self.beta), dtype=self.beta.dtype) - answer @ sums.a
+        kept = torch.eye(len(self.beta), dtype=answer.dtype, device=answer.device) - answer @ sums.a
         mean = self.beta + (answer @ rest[:, :, None])[:, :, 0]
         return mean, self.noise * answer + kept @ self.covariance @ kept.mT
 
@@ -78,7 +78,7 @@ def _problem(sums: SiteSums) -> reml.Problem:
 
     def marginal(factor: Tensor) -> reml.Marginal:
         used = factor[:, factor.any(0)]
-        inner = used.mT @ sums.a @ used + torch.eye(used.shape[1], dtype=used.dtype)
+        inner = used.mT @ sums.a @ used + torch.eye(used.shape[1], dtype=used.dtype, device=used.device)
         root = torch.linalg.cholesky(inner)
         half = torch.linalg.solve_triangular(root, used.mT, upper=False)
         explained, shrunk = half @ sums.a, (half @ sums.b[:, :, None])[:, :, 0]
@@ -144,7 +144,9 @@ def _with_curvature(sums: SiteSums, shared: SharedFit) -> SharedFit:
     return replace(shared, curvature=(inverse + inverse.T) / 2)
 
 
-def _settle(objective: Callable[[Floats], tuple[float, Floats]], theta: Floats, curvature: Floats, close: float) -> Floats:
+def _settle(
+    objective: Callable[[Floats], tuple[float, Floats]], theta: Floats, curvature: Floats, close: float
+) -> Floats:
     """Newton steps with the second derivatives of a fit nearby; where these do not lead on, BFGS."""
     slope = objective(theta)[1]
     for _ in range(STEPS):
@@ -217,25 +219,29 @@ def own_models(sums: SiteSums) -> Tensor:
     s, q = torch.linalg.eigh(square)
     s = s.clamp(min=0)
     turned = (q.mT @ product[:, :, None])[:, :, 0]
-    penalty = torch.tensor(PENALTIES, dtype=s.dtype)[:, None, None]
+    penalty = s.new_tensor(PENALTIES)[:, None, None]
     v = turned / (s + penalty)  # [penalties, sites, k - 1]
     rest = (total - 2 * (v * turned).sum(-1) + (v.square() * s).sum(-1)).clamp(min=0)
     freedom = n[:, 0] - 1 - (s / (s + penalty)).sum(-1)
     errors = torch.where(freedom > 0.01 * n[:, 0], rest / freedom.clamp(min=1e-12).square(), torch.inf)
     best = errors.argmin(0)  # the strongest penalty where none has freedom
     best = torch.where(torch.isfinite(errors).any(0), best, len(PENALTIES) - 1)
-    slopes = (q @ v[best, torch.arange(len(best))][:, :, None])[:, :, 0]
+    slopes = (q @ v[best, torch.arange(len(best), device=best.device)][:, :, None])[:, :, 0]
     return torch.cat([slopes, level - (center * slopes).sum(1, keepdim=True)], dim=1)
 
 
 def simulate(sums: SiteSums, shared: SharedFit, draw: torch.Generator) -> SiteSums:
     """Sums that the model could have given to the same columns."""
     sites, k = sums.b.shape
-    like: dict[str, torch.dtype] = {"dtype": sums.b.dtype}
-    v = shared.beta + torch.randn((sites, k), generator=draw, **like) @ shared.factor.mT * shared.noise.sqrt()
+    v = (
+        shared.beta
+        + torch.randn((sites, k), generator=draw, dtype=sums.b.dtype, device=draw.device)
+        @ shared.factor.mT
+        * shared.noise.sqrt()
+    )
     s, q = torch.linalg.eigh(sums.a)
     s = torch.where(s > 1e-10 * s[:, -1:], s, 0)
-    z = torch.randn((sites, k), generator=draw, **like)
+    z = torch.randn((sites, k), generator=draw, dtype=sums.b.dtype, device=draw.device)
     seen = (z * (s > 0)).square().sum(1)
     error = shared.noise.sqrt() * (q @ (s.sqrt() * z)[:, :, None])[:, :, 0]  # X'e
     freedom = (sums.n - (s > 0).sum(1)).clamp(min=0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedtailor.experiments.store import write_atomically, write_json
+from fedtailor.experiments.store import write_atomically
 from fedtailor.report.formatting import count
 from fedtailor.report.page import Chart, Page, PageSection, PageTable, TableCell, cells, render_html
 
@@ -14,7 +15,8 @@ from fedtailor.report.page import Chart, Page, PageSection, PageTable, TableCell
 def write_advice(record: Mapping[str, Any], folder: Path) -> None:
     """Write advice.json and advice.html."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "advice.json", dict(record))
+    text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False)
+    write_atomically(folder / "advice.json", f"{text}\n".encode())
     write_atomically(folder / "advice.html", render_html(advice_page(record)).encode())
 
 

@@ -104,9 +104,7 @@ def quadratic(at: Tensor, square: Tensor) -> Tensor:
     return (at[:, None, :] @ square @ at[:, :, None])[:, 0, 0]
 
 
-def gains_of(
-    sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], pooled: Tensor, level: float = 0.9
-) -> Gains:
+def gains_of(sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], pooled: Tensor, level: float = 0.9) -> Gains:
     """Of sites with these sums, which may be new, by the models that they would have."""
     square = moments_of_new_rows(sums, pooled)
     own, (ours, covariance) = own_models(sums), shared.models(sums)
@@ -139,7 +137,7 @@ def advise(
 ) -> dict[str, Any]:
     """The record: for each site, or for the one that considers joining, its expected gain and what to do."""
     if newcomer and newcomer not in data.clients:
-        raise DataError(f'--newcomer {newcomer}: no such site; there are: {", ".join(data.clients)}')
+        raise DataError(f"--newcomer {newcomer}: no such site; there are: {', '.join(data.clients)}")
     if len(data.clients) < (4 if newcomer else 3):
         raise DataError(f"advise: {len(data.clients)} sites are too few to see how sites differ; three are needed")
     unit, of_target = unit_of(data)
