@@ -41,6 +41,16 @@ def test_from_lme4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert out.rstrip().endswith(r"\end{table}")
 
 
+def test_advise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(ROOT / "docs/how-to/advise.md", monkeypatch)
+    advice = json.loads(Path("advice/advice.json").read_text())
+    assert list(advice["sites"]) == ["aachen", "bern", "cork", "delft", "essen", "faro"]
+    assert advice["worth"]["worth"]["aachen"]["essen"] > 0
+    assert len(Path("bern.csv").read_text().splitlines()) == 21
+    assert not Path("runs/clinics/fit.json").exists()
+    assert "departures/0001.json (checksum)" in capsys.readouterr().out
+
+
 def test_images_and_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("PIL.Image", reason="needs Pillow, of the extra images")
     run_page(ROOT / "docs/how-to/images-and-text.md", monkeypatch)

@@ -59,11 +59,10 @@ def advise(
     if as_json:
         print_json(record)
         return
-    lines = [
-        [name, str(row["rows"]), *(f"{row[key]:.3g}" for key in ("own_error", "gain", "low", "high"))]
-        + [f"{row['percent']['gain']:+.1f} %", row["verdict"]]
-        for name, row in record["sites"].items()
-    ]
+    lines = []
+    for name, row in record["sites"].items():
+        numbers = [f"{row[key]:.3g}" for key in ("own_error", "gain", "low", "high")]
+        lines.append([name, str(row["rows"]), *numbers, f"{row['percent']['gain']:+.1f} %", row["verdict"]])
     columns = ("site", "rows", "error alone", "gain", f"{100 * level:g} % from", "to", "of its error", "advice")
     print_table(f"expected gain of sharing in squared error of {record['target']}", columns, lines)
     print(f"differs    {record['random']}")
@@ -95,13 +94,15 @@ def leave(
     """
     from fedtailor.cli.output import console
     from fedtailor.experiments.progress import show_grid
+    from fedtailor.experiments.store import root_of
+    from fedtailor.report.write import FILE as REPORT
     from fedtailor.report.write import write
     from fedtailor.tables.leave import leave as left
 
     with progress_to_stderr(as_json), show_grid(console) as listener:
         result = left(run, site, identity=identity, data_root=data_root, listener=listener)
     page = write(result.folder)
-    write(result.folder, run / "report.html")
+    write(result.folder, root_of(run) / REPORT)
     if as_json:
         print_json({"folder": result.folder, "report": page, "departure": result.departure})
         return
