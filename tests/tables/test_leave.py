@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from pathlib import Path
@@ -11,11 +12,12 @@ import polars as pl
 import pytest
 
 import fedtailor as ft
-from fedtailor.aggregation.identity import statement_of
+from fedtailor.aggregation.identity import read_identity, statement_of
 from fedtailor.api import Fit
 from fedtailor.errors import RunError
 from fedtailor.experiments.store import read_json
 from fedtailor.tables.leave import leave
+from tests.flare.sites import Authority
 
 SITES = ("east", "north", "south", "west")
 
@@ -64,3 +66,17 @@ def test_leaving_is_a_fresh_fit_without_the_site(tmp_path: Path) -> None:
     assert list(ft.load(tmp_path / "fit").sites) == ["east", "south"]  # type: ignore[union-attr]
     (tmp_path / "all" / "west.csv").unlink()  # its rows are not needed any more
     assert ft.load(tmp_path / "fit").update().path == second.folder  # type: ignore[union-attr]
+
+
+def test_a_certificate_signs_the_record(tmp_path: Path) -> None:
+    startup = Authority().write_kit(tmp_path / "kit", "east")
+    fit = ft.fit(tables(tmp_path / "all"), "y", out=tmp_path / "fit", progress=False)
+    result = leave(fit.path, ["west"], identity=startup)
+    record = dict(read_json(result.file))
+    signature = record.pop("signature")
+    identity = read_identity(startup, ())
+    assert identity is not None
+    parts = base64.b64decode(signature["certificate"]), base64.b64decode(signature["signature"])
+    assert identity.check(*parts, statement_of(record), "record") == "east"
+    with pytest.raises(ValueError, match="not signed"):
+        identity.check(*parts, statement_of(record | {"left": []}), "record")
