@@ -43,7 +43,7 @@ NEGLIGIBLE = 0.02  # of a site's error
 
 
 @dataclass(frozen=True)
-class Gains:
+class SharingGains:
     """Expected gains of sites, in squared units of the sums."""
 
     mean: Tensor
@@ -104,7 +104,7 @@ def quadratic(at: Tensor, square: Tensor) -> Tensor:
     return (at[:, None, :] @ square @ at[:, :, None])[:, 0, 0]
 
 
-def gains_of(sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], pooled: Tensor, level: float = 0.9) -> Gains:
+def gains_of(sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], pooled: Tensor, level: float = 0.9) -> SharingGains:
     """Of sites with these sums, which may be new, by the models that they would have."""
     square = moments_of_new_rows(sums, pooled)
     own, (ours, covariance) = own_models(sums), shared.models(sums)
@@ -122,10 +122,10 @@ def gains_of(sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], poole
     low, high = values.quantile(tails, dim=1)
     doubt = (square @ covariance).diagonal(dim1=-2, dim2=-1).sum(-1)
     error = shared.noise + quadratic(own - ours, square) + doubt
-    return Gains(level_part - 2 * (turned * ours).sum(1), low, high, error)
+    return SharingGains(level_part - 2 * (turned * ours).sum(1), low, high, error)
 
 
-def as_newcomer(sums: SiteSums, site: int, shared: SharedFit, draws: int = DRAWS, seed: int = 0) -> Gains:
+def as_newcomer(sums: SiteSums, site: int, shared: SharedFit, draws: int = DRAWS, seed: int = 0) -> SharingGains:
     """Of one site that is not in yet: by the others' fit, and its own sums."""
     others = sums.without(site)
     without = refit(others, shared)
@@ -162,7 +162,7 @@ def advise(
     }
 
 
-def site_record(gains: Gains, i: int, unit: float, rows: int) -> Mapping[str, Any]:
+def site_record(gains: SharingGains, i: int, unit: float, rows: int) -> Mapping[str, Any]:
     mean, low, high = (float(part[i]) * unit**2 for part in (gains.mean, gains.low, gains.high))
     error = float(gains.error[i]) * unit**2
     percent = {key: 100 * value / error for key, value in (("gain", mean), ("low", low), ("high", high))}
