@@ -45,6 +45,8 @@ COMMANDS = (
     "onboard",
     "update",
     "model",
+    "advise",
+    "leave",
     "check",
     "run",
     "resume",

@@ -104,7 +104,9 @@ def quadratic(at: Tensor, square: Tensor) -> Tensor:
     return (at[:, None, :] @ square @ at[:, :, None])[:, 0, 0]
 
 
-def gains_of(sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], pooled: Tensor, level: float = 0.9) -> SharingGains:
+def gains_of(
+    sums: SiteSums, shared: SharedFit, fits: Sequence[SharedFit], pooled: Tensor, level: float = 0.9
+) -> SharingGains:
     """Of sites with these sums, which may be new, by the models that they would have."""
     square = moments_of_new_rows(sums, pooled)
     own, (ours, covariance) = own_models(sums), shared.models(sums)
