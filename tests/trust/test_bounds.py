@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from fedtailor.core import codec
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.store import RunFolder, round_line, write_json
+from fedtailor.flare import server as flare
 from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
 from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.version import __version__
-from tests.flare.sites import write_sites
+from tests.flare.sites import Sites, write_sites
 from tests.flare.test_flare import Federated, configured
 from tests.flare.test_site import SESSION, Asked
 from tests.helpers import make_data
@@ -263,6 +265,34 @@ def test_b7_a_mixed_model_runs_under_the_default_policy(algorithm: str, tmp_path
     results = federated.run().results
     assert results is not None
     assert results["faults"] == 0
+
+
+def slow_to_settle() -> FederatedData:
+    """Sites whose slopes vary together, in units far apart: a mixed model makes some 660 calls of each of them."""
+    draw, names, features = torch.Generator().manual_seed(0), ("ada", "bo", "cy"), 5
+    spread = torch.randn(3, features + 1, 1, generator=draw, dtype=torch.float64)
+    own = torch.randn(features + 1, features + 1, generator=draw, dtype=torch.float64) @ spread
+    parts = []
+    for rows in (30, 12, 12):
+        x = torch.randn(3, rows, features, generator=draw, dtype=torch.float64)
+        y = x @ own[:, :-1] + own[:, -1:] + torch.randn(3, rows, 1, generator=draw, dtype=torch.float64)
+        x = x * torch.logspace(-1.5, 1.5, features, dtype=torch.float64)
+        parts.append(Rows(x.flatten(0, 1), y.flatten(0, 1), torch.arange(4) * rows))
+    return FederatedData("made", "regression", names, *parts, 1)
+
+
+def test_b7_a_round_of_more_than_400_calls_fits_the_default_policy(tmp_path: Path) -> None:
+    files = write_sites(tmp_path / "sites", slow_to_settle(), budget=Budget().model_dump())
+    made = config(
+        "algorithm.name=mixedmodel",
+        "data={source='sites'}",
+        "model={name='linear', dtype='float64'}",
+        "rounds=1",
+    )
+    results = flare.coordinate(Sites(files), made, "run", tmp_path / "server", None).results
+    assert results is not None
+    assert results["traffic"]["trips"] > 400
+    assert (results["faults"], results["abandoned"]) == (0, 0)
 
 
 def test_b7_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ LIES: dict[str, Lie] = {
     "no tree": said("call", lambda answer, tree: (answer, None)),
     "no message": said("call", lambda answer, tree: (answer, b"\xff" * 99)),
     "a long message": said("call", lambda answer, tree: (answer, {"w": torch.zeros(10**6)})),
+    "an infinite metric": metric(torch.tensor(torch.inf)),
+    "a metric below all others": metric(torch.tensor(-torch.inf)),
 }
 
 
@@ -107,6 +109,25 @@ def test_l1_a_run_goes_on_without_a_site_that_lies_and_names_it(lie: Lie, tmp_pa
     assert folder.results is not None
     assert {client for _, client in faults(folder)} == {LIAR}
     assert {round for round, _ in faults(folder)} <= {2, 3}
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_l1_an_infinite_metric_is_absent_from_every_mean(value: float, tmp_path: Path) -> None:
+    """Whether its model diverged or it lies: the others' mean is a number, and the best round is theirs."""
+
+    def change(answer: Header, tree: Tree) -> tuple[Header, Tree]:
+        return answer, (tree_map(lambda v: torch.full_like(v, value), tree[0]), tree[1])
+
+    _, folder = run_with(tmp_path, said("evaluate", change))
+    assert folder.results is not None
+    for kind in ("last", "selected"):
+        name = folder.results["metric"]
+        each, at = folder.results[kind]["clients"][name], folder.about["clients"].index(LIAR)
+        others = [v for i, v in enumerate(each) if i != at]
+        assert each[at] is None or each[at] != each[at]
+        assert folder.results[kind]["test"][name]["mean"] == pytest.approx(sum(others) / len(others))
+    told = [fault for line in folder.metrics() for fault in line.get("faults", [])]
+    assert {(fault["client"], fault["function"]) for fault in told} == {(LIAR, "evaluate")}
 
 
 def test_l2_a_count_above_the_samples_does_not_move_the_mean(tmp_path: Path) -> None:

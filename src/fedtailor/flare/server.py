@@ -413,6 +413,13 @@ class FlareEngine(Remote):
         self._begin(round, [c for c in clients if round not in self._begun[c]])
         return super().evaluate(clients, round, server, splits, keep)
 
+    def usable_metrics(self, client: int, tree: Tree) -> Tree:
+        """Without what is infinite, which is recorded."""
+        usable, wrong = border.infinite_metrics(tree)
+        if wrong:
+            self.disbelieved[self._name(client)] = wrong
+        return usable
+
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Return sites to their stored state; a site that cannot be reached returns when its next round begins."""
         chosen = self.everybody if clients is None else clients
