@@ -287,9 +287,9 @@ def setting(name: str, root: Path) -> Setting:
 OF: dict[str, tuple[str, ...]] = {
     "mean": ("fedavg", "rounds=1", f"federation.max_norm={BOUND}", "evaluation.every=1"),
     "private": ("fedrep", "rounds=2"),
-    "tape": ("learn2pfed", "rounds=2"),
+    "tape": ("learn2pfed", "rounds=4", "evaluation.every=4"),
     "late": ("fedrep", "rounds=3", "federation.goal=3", "federation.late=buffer"),
-    "sealed": ("fedavg", "rounds=2", "privacy.secure_sum=true"),
+    "sealed": ("fedavg", "rounds=4", "privacy.secure_sum=true", "evaluation.every=4"),
 }
 NAMES = (*OF, "mixed")
 

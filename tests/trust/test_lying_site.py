@@ -15,6 +15,7 @@ from fedtailor.cli.federation_fit import fit_config
 from fedtailor.core import codec
 from fedtailor.core.border import plain_text
 from fedtailor.core.trees import Tree, tree_map
+from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
@@ -295,3 +296,30 @@ def test_l10_a_secure_mean_whose_weights_are_above_all_samples_is_abandoned(tmp_
     lines = federated.run().metrics()
     assert "abandoned" not in lines[0]
     assert "samples" in lines[1]["abandoned"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "settings"),
+    [
+        ("learn2pfed", "call", ()),
+        ("fedavg", "mask", ("privacy.secure_sum=true", "federation.min_replies=4")),
+    ],
+)
+def test_l11_a_site_that_spoils_every_round_is_named_and_left_out(
+    algorithm: str, kind: str, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Where a round cannot go on without it, the run does: a taped round needs all, the other so many replies."""
+
+    def lie(asked: Header, answer: Header, tree: Tree) -> tuple[Header, Tree]:
+        is_asked = kind == ("call" if "function" in asked else asked.get("step"))
+        return (answer, tree_map(lambda v: v.to(torch.float16), tree)) if is_asked else (answer, tree)
+
+    if "federation.min_replies=4" in settings:  # as many as there are: nobody can be left out, and the last words name it
+        with pytest.raises(RunError, match=LIAR):
+            run_with(tmp_path, lie, algorithm, "rounds=4", *settings)
+        return
+    _, folder = run_with(tmp_path, lie, algorithm, "rounds=4", *settings)
+    assert folder.results is not None
+    lines = folder.metrics()
+    assert ["abandoned" in line for line in lines if line["round"] > 0] == [True, True, False, False]
+    assert {client for _, client in faults(folder)} == {LIAR}

@@ -48,6 +48,7 @@ TRIES = 3  # of a request whose connection broke; its number makes repeating it 
 CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
 LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
 MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
+SPOILED = 2  # rounds that are abandoned for a site's answers, until the run goes on without it
 WRITE_EVERY = 5.0  # seconds between two writes of SITES
 
 
@@ -133,6 +134,10 @@ class SiteRpc:
                     raise
                 time.sleep(0.2)
         raise AssertionError
+
+    def is_out(self, site: str) -> bool:
+        """Whether it is left out for good."""
+        return site in self._out
 
     def leave_out(self, site: str, why: str) -> None:
         """Exclude a site for good, whatever it answers later."""
@@ -284,6 +289,7 @@ class FlareEngine(Remote):
         self._round = self.first
         self._goal = 0  # number of replies that closes a call; 0: all
         self._late = LateReplies(config.federation.staleness)
+        self._spoiled = Counter[int]()  # rounds that were abandoned for a client's answers
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One reply per client; with `federation.goal`, late ones of earlier rounds first, and none of slow clients."""
@@ -397,6 +403,16 @@ class FlareEngine(Remote):
     def distrust(self, client: int, why: str) -> None:
         """Go on without a site for good."""
         self.rpc.leave_out(self._name(client), why)
+
+    def blame(self, clients: Sequence[int], why: str) -> None:
+        """A site that answers, and has spoiled several rounds, is left out if enough others are there."""
+        self._spoiled.update(c for c in clients if self._name(c) not in self.rpc.away)
+        there = [c for c in self.everybody if not self.rpc.is_out(self._name(c))]
+        least = max(3 if self.experiment.aggregation.reduction.is_sealed else 1, self.config.federation.min_replies)
+        spoilers = [c for c in there if self._spoiled[c] >= SPOILED]
+        if 2 * len(spoilers) < len(there) and len(there) - len(spoilers) >= least:
+            for client in spoilers:
+                self._leave_out(client, f"spoiled {self._spoiled[client]} rounds; the last: {why}")
 
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
