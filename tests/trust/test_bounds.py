@@ -332,6 +332,34 @@ def test_b8_a_long_request_is_not_read(tmp_path: Path) -> None:
     assert "error" not in made.call()[0]
 
 
+def test_b8_there_is_no_room_for_a_reply_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE hands out memory for as many bytes as a message says that it has."""
+    pytest.importorskip("nvflare")
+    from nvflare.fuel.f3.streaming import blob_streamer
+    from nvflare.fuel.f3.streaming.stream_types import BlobSizeError, Stream, StreamFuture
+
+    from fedtailor.flare.nvidia import LimitedBlob
+
+    federated = Federated(tmp_path, configured("fedavg", "rounds=1"))
+    federated.run()
+    most = federated.link.most
+    model = sum(v.numel() for k, v in federated.tensors().items() if k.startswith("server"))
+    assert 4 * model < most < 2**24 + 2**20 + 100 * model
+    monkeypatch.setattr(LimitedBlob, "most", most)
+
+    class Announced(Stream):  # type: ignore[misc]
+        def read(self, chunk_size: int) -> bytes:
+            return b""
+
+    tracemalloc.start()
+    for whole in (False, True):
+        with pytest.raises(BlobSizeError):
+            blob_streamer.BlobTask(StreamFuture(1), Announced(400_000_000, {}), 0, preserve_chunks=whole)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert len(blob_streamer.BlobTask(StreamFuture(1), Announced(most, {}), 0).buffer) == most
+
+
 def test_b8_a_long_header_is_not_parsed() -> None:
     message = codec._LENGTH.pack(2**25) + b"{" * 2**20
     with pytest.raises(codec.BrokenMessage, match=str(2**25)):

@@ -24,7 +24,7 @@ from fedtailor import algorithms
 from fedtailor.aggregation.dry_run import calls_made
 from fedtailor.aggregation.noise import changed_parts
 from fedtailor.core import border, codec
-from fedtailor.core.algorithm import COUNT, client_functions
+from fedtailor.core.algorithm import COUNT, client_functions, reply_example
 from fedtailor.core.client import Call
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.engine import Evaluated, Reply
@@ -58,6 +58,9 @@ class Link(Protocol):
     sites: tuple[str, ...]
 
     def send(self, site: str, request: bytes, seconds: float) -> bytes: ...
+
+    def limit(self, most: int) -> None:
+        """No answer has more bytes: a longer one need not be received."""
 
 
 class SiteRpc:
@@ -502,8 +505,17 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
+    link.limit(longest_answer(experiment))
     engine = FlareEngine(experiment, config, rpc, roster["schema"], last_seen)
     return runner.train_on(engine, "flare", config, path, listener)
+
+
+def longest_answer(experiment: Experiment) -> int:
+    """Bytes that no answer of a site exceeds: a reply, the way back of a message, a personal model, a header."""
+    algorithm, model = experiment.algorithm, experiment.model
+    replies = [border.longest(reply_example(algorithm, name, model)) for name in client_functions(algorithm)]
+    state = border.longest(model.params, algorithm.server_init(model), times=4)
+    return LONGEST_HEADER + max([state, *replies])
 
 
 def _revoked_names(folder: Path) -> list[str]:
