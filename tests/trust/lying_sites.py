@@ -1,7 +1,7 @@
-"""What one site of a federation may say, in any order: the plans of `lying.py --site`, and what must hold whatever they are.
+"""What one site of a federation may say, in any order: the plans of `lying.py --site`, and what must hold in each.
 
-A plan is a list of lies. Each is told from the n-th answer of one kind on, once or always: another header, another tree,
-other bytes, an answer of before, none at all; or rows that nobody has, which the site then computes with honestly.
+A plan is a list of lies. Each is told from the n-th answer of one kind on, once or always: another header or tree, other
+bytes, an answer of before, none at all; or rows that nobody has, which the site then computes with honestly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from fedtailor import data as sources
-from fedtailor.cli.federation_fit import fit_config
 from fedtailor.core import codec
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree, tree_map
@@ -29,7 +28,6 @@ from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
 from fedtailor.flare.protocol import ENVELOPE, PING
 from tests.flare.sites import Sites, tensors, write_sites
-from tests.flare.test_federated_fit import SETTINGS
 from tests.flare.test_flare import configured
 from tests.small import config
 
@@ -40,7 +38,7 @@ BOUND = 40.0  # the norm of a reply has that of its count in it
 WORSE = 1.05  # than its own model alone: what a mixed model may be at a site
 FEATURES, TRAIN, HELD = 2, 300, 2000
 
-ODD = st.one_of(
+ODD: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(
         [None, True, False, 0, -1, 1, 2, 10**30, -(2**63), 1e308, "", "x", "\x1b[2J", [], {}, [[]], {"a": 1}]
     ),
@@ -100,13 +98,14 @@ def regression(seed: int = 0) -> FederatedData:
     names = tuple(f"client-{i:02}" for i in range(4))
     common = torch.randn(FEATURES, 1, generator=draw, dtype=torch.float64)
     own = [common + 0.3 * torch.randn(FEATURES, 1, generator=draw, dtype=torch.float64) for _ in names]
-    parts = []
+    parts = list[Rows]()
     for rows in (TRAIN, HELD, HELD):
         x = torch.randn(len(names), rows, FEATURES, generator=draw, dtype=torch.float64)
         noise = torch.randn(len(names), rows, 1, generator=draw, dtype=torch.float64)
         y = torch.stack([x[i] @ own[i] for i in range(len(names))]) + noise
         parts.append(Rows(x.flatten(0, 1), y.flatten(0, 1), torch.arange(len(names) + 1) * rows))
-    return FederatedData("made", "regression", names, *parts, 1)
+    train, val, test = parts
+    return FederatedData("made", "regression", names, train, val, test, 1)
 
 
 class Liar(Sites):
@@ -252,7 +251,8 @@ def forged(data: FederatedData, client: int, of_x: float, of_y: float, shift: fl
     x[at] = (x[at] * of_x).to(x)
     if y.is_floating_point():
         other = torch.randn(x[at].flatten(1).shape[1], y.shape[1], generator=draw, dtype=torch.float64)
-        y[at] = (of_y * (x[at].double().flatten(1) @ other) / of_x + shift).to(y)
+        noise = torch.randn(y[at].shape, generator=draw, dtype=torch.float64)
+        y[at] = (of_y * ((x[at].double().flatten(1) @ other) / of_x + seed % 3 * noise) + shift).to(y)
     else:
         y[at] = y[at][torch.randperm(len(y[at]), generator=draw)]
     return replace(data, train=Rows(x, y, data.train.starts))
@@ -263,22 +263,26 @@ def without_rows(made: RunConfig) -> RunConfig:
     return plain
 
 
+def of_sites(*settings: str) -> RunConfig:
+    return config(
+        *settings,
+        "model={name='linear', dtype='float64'}",
+        "rounds=1",
+        "data={source='sites'}",
+        "federation.silence=0.2",
+        "federation.deadline=5",
+    )
+
+
+def mixed_config(*, keep_own: bool) -> RunConfig:
+    guard = f"algorithm.keep_own={str(keep_own).lower()}"
+    return of_sites("algorithm.name=mixedmodel", "algorithm.effects=diagonal", guard)
+
+
 def setting(name: str, root: Path) -> Setting:
-    """Of one of SETTINGS_OF, with the sites' folders under `root`."""
-    if name in ("mixed", "fit"):
-        made = config(
-            "algorithm.name=mixedmodel",
-            "algorithm.keep_own=true",
-            "algorithm.effects=diagonal",
-            "model={name='linear', dtype='float64'}",
-            "rounds=1",
-            "data={source='sites'}",
-            "federation.silence=0.2",
-            "federation.deadline=5",
-        )
-        if name == "fit":
-            made = fit_config({"source": "sites"}, 0, SETTINGS)
-        return Setting(name, root / name, regression(), made)
+    """One of NAMES, with the sites' folders under `root`."""
+    if name == "mixed":
+        return Setting(name, root / name, regression(), mixed_config(keep_own=True))
     algorithm, *options = OF[name]
     made = configured(algorithm, *options)
     return Setting(name, root / name, sources.load(made.data, seed=made.seed), without_rows(made))
@@ -303,7 +307,7 @@ class Judge:
         if name == "mean":
             self.wanted = self.setting.mean()
         if name == "mixed":
-            self.alone = self.others(self.setting.run([], alone_config()))
+            self.alone = self.others(self.setting.run([], of_sites("algorithm.name=linearalone")))
 
     def others(self, folder: RunFolder) -> list[float]:
         """Each other site's error on rows that nobody has trained on."""
@@ -324,17 +328,6 @@ class Judge:
         if self.setting.name == "mixed":
             for found, alone in zip(self.others(folder), self.alone, strict=True):
                 assert found <= WORSE * alone, (found, alone)
-
-
-def alone_config() -> RunConfig:
-    return config(
-        "algorithm.name=linearalone",
-        "model={name='linear', dtype='float64'}",
-        "rounds=1",
-        "data={source='sites'}",
-        "federation.silence=0.2",
-        "federation.deadline=5",
-    )
 
 
 def search_site(judge: Judge, seed: int, examples: int) -> None:

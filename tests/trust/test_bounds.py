@@ -272,13 +272,14 @@ def slow_to_settle() -> FederatedData:
     draw, names, features = torch.Generator().manual_seed(0), ("ada", "bo", "cy"), 5
     spread = torch.randn(3, features + 1, 1, generator=draw, dtype=torch.float64)
     own = torch.randn(features + 1, features + 1, generator=draw, dtype=torch.float64) @ spread
-    parts = []
+    parts = list[Rows]()
     for rows in (30, 12, 12):
         x = torch.randn(3, rows, features, generator=draw, dtype=torch.float64)
         y = x @ own[:, :-1] + own[:, -1:] + torch.randn(3, rows, 1, generator=draw, dtype=torch.float64)
         x = x * torch.logspace(-1.5, 1.5, features, dtype=torch.float64)
         parts.append(Rows(x.flatten(0, 1), y.flatten(0, 1), torch.arange(4) * rows))
-    return FederatedData("made", "regression", names, *parts, 1)
+    train, val, test = parts
+    return FederatedData("made", "regression", names, train, val, test, 1)
 
 
 def test_b7_a_round_of_more_than_400_calls_fits_the_default_policy(tmp_path: Path) -> None:
@@ -347,7 +348,7 @@ def test_b8_there_is_no_room_for_a_reply_that_is_too_long(tmp_path: Path, monkey
     assert 4 * model < most < 2**24 + 2**20 + 100 * model
     monkeypatch.setattr(LimitedBlob, "most", most)
 
-    class Announced(Stream):  # type: ignore[misc]
+    class Announced(Stream):
         def read(self, chunk_size: int) -> bytes:
             return b""
 

@@ -314,7 +314,9 @@ def test_l11_a_site_that_spoils_every_round_is_named_and_left_out(
         is_asked = kind == ("call" if "function" in asked else asked.get("step"))
         return (answer, tree_map(lambda v: v.to(torch.float16), tree)) if is_asked else (answer, tree)
 
-    if "federation.min_replies=4" in settings:  # as many as there are: nobody can be left out, and the last words name it
+    if (
+        "federation.min_replies=4" in settings
+    ):  # as many as there are: nobody can be left out, and the last words name it
         with pytest.raises(RunError, match=LIAR):
             run_with(tmp_path, lie, algorithm, "rounds=4", *settings)
         return

@@ -136,7 +136,7 @@ class GarbageCollector:
 byte_receiver.threading = threading_with_shared_timers()  # or each reply leaves a thread that sleeps for a minute
 
 
-class LimitedBlob(blob_streamer.BlobTask):  # type: ignore[misc]
+class LimitedBlob(blob_streamer.BlobTask):
     """An incoming message; one that says it is too long is refused before there is room for it."""
 
     most = 0  # bytes; 0: FLARE's own limit, streaming_max_blob_size
