@@ -1,7 +1,7 @@
 """What one site of a federation may say, in any order: the plans of `lying.py --site`, and what must hold in each.
 
-A plan is a list of lies. Each is told from the n-th answer of one kind on, once or always: another header or tree, other
-bytes, an answer of before, none at all; or rows that nobody has, which the site then computes with honestly.
+A plan is a list of lies. Each is told from the n-th answer of one kind on, once or always: another header or tree,
+other bytes, an answer of before, none at all; or rows that nobody has, which the site then computes with honestly.
 """
 
 from __future__ import annotations
