@@ -174,6 +174,9 @@ class _Direct:
         self._services = {name: SiteService(read_site(folder / name / SITE), name) for name in names}
         self._lock = threading.Lock()  # models draw their first values from torch's one generator
 
+    def limit(self, most: int) -> None:
+        """Nothing is received."""
+
     def send(self, site: str, request: bytes, seconds: float) -> bytes:
         with self._lock:
             return self._services[site].answer(SERVER, request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -275,3 +276,41 @@ def test_logit_by_laplace_is_that_of_pooled_rows() -> None:
     assert float(server["factor"][-1, -1]) == pytest.approx(sd, abs=2e-3)
     ours = np.array([float(own[name]["out.bias"][1]) - float(server["beta"][-1]) for name in names])
     assert ours == pytest.approx(sd * u, abs=5e-3)
+
+
+def left_out(z: Floats, y: Floats, fit_rest: Callable[[Floats, Floats], Floats]) -> float:
+    """Squared errors of rows that are predicted from the others, one by one."""
+    each = np.arange(len(y))
+    return float(sum((y[i] - z[i] @ fit_rest(z[each != i], y[each != i])) ** 2 for i in each))
+
+
+def test_a_client_keeps_its_own_model_where_that_predicts_its_left_out_rows_better() -> None:
+    """Rows of one client are of another world; what is kept follows from a plain leave-one-out."""
+    x, y, site = made(3, sites=6, rows=12)
+    y[site == "s00"] = 300 * np.random.default_rng(0).normal(size=12)
+    data, model = federated(x, y, site)
+    server, plain = fitted(MixedModel(effects="intercept"), data, model)
+    guarded_server, guarded = fitted(MixedModel(effects="intercept", keep_own=True), data, model)
+    alone = fitted(LinearAlone(), data, model)[1]
+    assert torch.equal(server["beta"], guarded_server["beta"])
+    factor, beta, kept = server["factor"].numpy(), server["beta"][:, 0].numpy(), []
+    for name in sorted(set(site)):
+        z, own_y = np.column_stack([x[site == name], np.ones(12)]), y[site == name]
+
+        def shared(a: Floats, b: Floats) -> Floats:
+            cov = factor @ np.linalg.inv(np.eye(4) + factor.T @ a.T @ a @ factor) @ factor.T
+            return np.asarray(beta + cov @ a.T @ (b - a @ beta))
+
+        def own(a: Floats, b: Floats) -> Floats:
+            center, level = a[:, :3].mean(0), b.mean()
+            v = np.linalg.solve(
+                (a[:, :3] - center).T @ (a[:, :3] - center) + 1e-4 * np.eye(3), (a[:, :3] - center).T @ (b - level)
+            )
+            return np.append(v, level - center @ v)
+
+        is_own = left_out(z, own_y, own) < left_out(z, own_y, shared)
+        kept.append(is_own)
+        wanted = alone[name] if is_own else plain[name]
+        for key, value in wanted.items():
+            torch.testing.assert_close(guarded[name][key], value)
+    assert any(kept[1:])

@@ -101,6 +101,7 @@ class Sites:
         self.before: Callable[[str, dict[str, Any]], None] = lambda site, header: None
         self.after: Callable[[str, dict[str, Any]], None] = lambda site, header: None
         self.seen: list[tuple[str, bytes, bytes]] = []
+        self.most = 0  # bytes that no answer exceeds
         self._lock = threading.Lock()
         self.restart()
 
@@ -109,6 +110,9 @@ class Sites:
         for name in names or self.sites:
             self.services[name] = SiteService(read_site(self.files[name]), name)
 
+    def limit(self, most: int) -> None:
+        self.most = most
+
     def send(self, site: str, request: bytes, seconds: float) -> bytes:
         """Call the site, unless `before` raises; `after` may lose the reply."""
         ping = ENVELOPE.unpack_from(request)[1] == PING
@@ -116,6 +120,7 @@ class Sites:
         self.before(site, header)
         with self._lock:  # models draw their first values from torch's one generator: a process has one site
             reply = self.services[site].answer(SERVER, request)
+            assert len(reply) <= (self.most or len(reply))  # or a real link would not have received it
             self.seen.append((site, request, reply))
         self.after(site, header)
         return reply

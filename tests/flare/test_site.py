@@ -269,6 +269,9 @@ class Slow:
         self.alive = {"ada": True, "bo": True}
         self.pings = 0
 
+    def limit(self, most: int) -> None:
+        """Nothing is received."""
+
     def send(self, site: str, request: bytes, seconds: float) -> bytes:
         if len(request) == ENVELOPE.size:
             self.pings += 1

@@ -1,10 +1,11 @@
 """A search in place of examples: a server, or a site, that says anything in any order.
 
     python -m tests.trust.lying --seconds 600
+    python -m tests.trust.lying --seconds 600 --site
 
 The server talks to three sites in two worlds. In the second, rows have moved from one site to another, so that the sums
 that the algorithm declares are the same, and what every single site has is not. Whatever the server says, it must hear
-the same in both: every sum that opens, every refusal, every length.
+the same in both: every sum that opens, every refusal, every length. What a lying site may do is in `lying_sites.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from fedtailor.version import __version__
 from tests.flare.sites import write_sites
 from tests.flare.test_site import SESSION
 from tests.small import config
+from tests.trust.lying_sites import NAMES as NAMES_OF_SETTINGS
+from tests.trust.lying_sites import Judge, search_site
 from tests.trust.test_sums import Refusal
 from tests.trust.test_sums import Server as Protocol
 
@@ -255,10 +258,21 @@ def search_server(worlds: tuple[World, World], seed: int, examples: int, length:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--site", action="store_true", help="a site lies, not the server")
     wanted = parser.parse_args()
     os.fsync = lambda file: None  # type: ignore[assignment]  # nothing here outlives the process
     until, plans, opened = time.monotonic() + wanted.seconds, 0, 0
     with tempfile.TemporaryDirectory() as root:
+        if wanted.site:
+            judges = {name: Judge(name, Path(root)) for name in NAMES_OF_SETTINGS}
+            done = dict.fromkeys(judges, 0)
+            for seed in itertools.count():
+                for name, judge in judges.items():
+                    if time.monotonic() > until:
+                        print(f"plans of a lying site: {done}: no run ended, no bound was passed")
+                        return
+                    search_site(judge, seed, 5)
+                    done[name] += 5
         worlds = World(Path(root) / "0", 0), World(Path(root) / "1", 1)
         for seed in itertools.count():
             if time.monotonic() > until:

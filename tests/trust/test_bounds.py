@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from fedtailor.core import codec
+from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.trees import Tree, tree_map
 from fedtailor.experiments import runner
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.store import RunFolder, round_line, write_json
+from fedtailor.flare import server as flare
 from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
 from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.version import __version__
-from tests.flare.sites import write_sites
+from tests.flare.sites import Sites, write_sites
 from tests.flare.test_flare import Federated, configured
 from tests.flare.test_site import SESSION, Asked
 from tests.helpers import make_data
@@ -265,6 +267,35 @@ def test_b7_a_mixed_model_runs_under_the_default_policy(algorithm: str, tmp_path
     assert results["faults"] == 0
 
 
+def slow_to_settle() -> FederatedData:
+    """Sites whose slopes vary together, in units far apart: a mixed model makes some 660 calls of each of them."""
+    draw, names, features = torch.Generator().manual_seed(0), ("ada", "bo", "cy"), 5
+    spread = torch.randn(3, features + 1, 1, generator=draw, dtype=torch.float64)
+    own = torch.randn(features + 1, features + 1, generator=draw, dtype=torch.float64) @ spread
+    parts = list[Rows]()
+    for rows in (30, 12, 12):
+        x = torch.randn(3, rows, features, generator=draw, dtype=torch.float64)
+        y = x @ own[:, :-1] + own[:, -1:] + torch.randn(3, rows, 1, generator=draw, dtype=torch.float64)
+        x = x * torch.logspace(-1.5, 1.5, features, dtype=torch.float64)
+        parts.append(Rows(x.flatten(0, 1), y.flatten(0, 1), torch.arange(4) * rows))
+    train, val, test = parts
+    return FederatedData("made", "regression", names, train, val, test, 1)
+
+
+def test_b7_a_round_of_more_than_400_calls_fits_the_default_policy(tmp_path: Path) -> None:
+    files = write_sites(tmp_path / "sites", slow_to_settle(), budget=Budget().model_dump())
+    made = config(
+        "algorithm.name=mixedmodel",
+        "data={source='sites'}",
+        "model={name='linear', dtype='float64'}",
+        "rounds=1",
+    )
+    results = flare.coordinate(Sites(files), made, "run", tmp_path / "server", None).results
+    assert results is not None
+    assert results["traffic"]["trips"] > 400
+    assert (results["faults"], results["abandoned"]) == (0, 0)
+
+
 def test_b7_a_run_that_cannot_fit_is_refused_before_it_begins(tmp_path: Path) -> None:
     made = Asked(tmp_path, "mixedmodel", budget={"min_rows": 1, "calls_per_round": 400})
     made.config = configured("mixedmodel").model_copy(update={"data": made.config.data})
@@ -300,6 +331,34 @@ def test_b8_a_long_request_is_not_read(tmp_path: Path) -> None:
     answer, _ = made.ask({"op": "keep", "round": 1}, {"w": torch.zeros(10**6)})
     assert "bytes" in answer["refused"]
     assert "error" not in made.call()[0]
+
+
+def test_b8_there_is_no_room_for_a_reply_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE hands out memory for as many bytes as a message says that it has."""
+    pytest.importorskip("nvflare")
+    from nvflare.fuel.f3.streaming import blob_streamer
+    from nvflare.fuel.f3.streaming.stream_types import BlobSizeError, Stream, StreamFuture
+
+    from fedtailor.flare.nvidia import LimitedBlob
+
+    federated = Federated(tmp_path, configured("fedavg", "rounds=1"))
+    federated.run()
+    most = federated.link.most
+    model = sum(v.numel() for k, v in federated.tensors().items() if k.startswith("server"))
+    assert 4 * model < most < 2**24 + 2**20 + 100 * model
+    monkeypatch.setattr(LimitedBlob, "most", most)
+
+    class Announced(Stream):
+        def read(self, chunk_size: int) -> bytes:
+            return b""
+
+    tracemalloc.start()
+    for whole in (False, True):
+        with pytest.raises(BlobSizeError):
+            blob_streamer.BlobTask(StreamFuture(1), Announced(400_000_000, {}), 0, preserve_chunks=whole)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert len(blob_streamer.BlobTask(StreamFuture(1), Announced(most, {}), 0).buffer) == most
 
 
 def test_b8_a_long_header_is_not_parsed() -> None:

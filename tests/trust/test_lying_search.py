@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from fedtailor.core.trees import Tree, tree_map
 from tests.flare.test_flare import Federated, configured
 from tests.trust.lying import World, compare, search_server
+from tests.trust.lying_sites import Judge, mixed_config, search_site
 from tests.trust.test_lying_site import LIAR, Header, LyingSites
 
 BOUND = 40.0  # the norm of a reply has that of its count in it, 26 samples
@@ -114,3 +116,22 @@ def test_a_site_that_says_anything_moves_the_mean_by_its_samples_at_most(
     wanted, samples = honest
     most = 2 * BOUND * samples[LIAR] / sum(samples.values())
     assert (model_of(federated) - wanted).norm() <= most * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", ["private", "late", "sealed"])
+def test_a_site_that_says_anything_ends_no_run(name: str, tmp_path: Path) -> None:
+    search_site(Judge(name, tmp_path), seed=1, examples=3)
+
+
+@pytest.mark.parametrize("name", ["mean", "tape", "mixed"])
+def test_a_site_that_says_anything_passes_no_bound(name: str, tmp_path: Path) -> None:
+    search_site(Judge(name, tmp_path), seed=2, examples=8)
+
+
+def test_the_search_finds_a_site_with_rows_of_another_world(tmp_path: Path) -> None:
+    """Its noise hides the others' slopes: 8 % worse than alone without `keep_own`, and no worse with it."""
+    judge, plan = Judge("mixed", tmp_path), [("rows", 30.0, 10.0, 0.0, 2)]
+    judge.check(plan)
+    judge.setting.config = mixed_config(keep_own=False)
+    with pytest.raises(AssertionError):
+        judge.check(plan)

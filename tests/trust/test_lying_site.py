@@ -15,6 +15,7 @@ from fedtailor.cli.federation_fit import fit_config
 from fedtailor.core import codec
 from fedtailor.core.border import plain_text
 from fedtailor.core.trees import Tree, tree_map
+from fedtailor.errors import RunError
 from fedtailor.experiments import runner
 from fedtailor.experiments.store import RunFolder
 from fedtailor.flare import server as flare
@@ -98,6 +99,8 @@ LIES: dict[str, Lie] = {
     "no tree": said("call", lambda answer, tree: (answer, None)),
     "no message": said("call", lambda answer, tree: (answer, b"\xff" * 99)),
     "a long message": said("call", lambda answer, tree: (answer, {"w": torch.zeros(10**6)})),
+    "an infinite metric": metric(torch.tensor(torch.inf)),
+    "a metric below all others": metric(torch.tensor(-torch.inf)),
 }
 
 
@@ -107,6 +110,25 @@ def test_l1_a_run_goes_on_without_a_site_that_lies_and_names_it(lie: Lie, tmp_pa
     assert folder.results is not None
     assert {client for _, client in faults(folder)} == {LIAR}
     assert {round for round, _ in faults(folder)} <= {2, 3}
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+def test_l1_an_infinite_metric_is_absent_from_every_mean(value: float, tmp_path: Path) -> None:
+    """Whether its model diverged or it lies: the others' mean is a number, and the best round is theirs."""
+
+    def change(answer: Header, tree: Tree) -> tuple[Header, Tree]:
+        return answer, (tree_map(lambda v: torch.full_like(v, value), tree[0]), tree[1])
+
+    _, folder = run_with(tmp_path, said("evaluate", change))
+    assert folder.results is not None
+    for kind in ("last", "selected"):
+        name = folder.results["metric"]
+        each, at = folder.results[kind]["clients"][name], folder.about["clients"].index(LIAR)
+        others = [v for i, v in enumerate(each) if i != at]
+        assert each[at] is None or each[at] != each[at]
+        assert folder.results[kind]["test"][name]["mean"] == pytest.approx(sum(others) / len(others))
+    told = [fault for line in folder.metrics() for fault in line.get("faults", [])]
+    assert {(fault["client"], fault["function"]) for fault in told} == {(LIAR, "evaluate")}
 
 
 def test_l2_a_count_above_the_samples_does_not_move_the_mean(tmp_path: Path) -> None:
@@ -274,3 +296,32 @@ def test_l10_a_secure_mean_whose_weights_are_above_all_samples_is_abandoned(tmp_
     lines = federated.run().metrics()
     assert "abandoned" not in lines[0]
     assert "samples" in lines[1]["abandoned"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "settings"),
+    [
+        ("learn2pfed", "call", ()),
+        ("fedavg", "mask", ("privacy.secure_sum=true", "federation.min_replies=4")),
+    ],
+)
+def test_l11_a_site_that_spoils_every_round_is_named_and_left_out(
+    algorithm: str, kind: str, settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Where a round cannot go on without it, the run does: a taped round needs all, the other so many replies."""
+
+    def lie(asked: Header, answer: Header, tree: Tree) -> tuple[Header, Tree]:
+        is_asked = kind == ("call" if "function" in asked else asked.get("step"))
+        return (answer, tree_map(lambda v: v.to(torch.float16), tree)) if is_asked else (answer, tree)
+
+    if (
+        "federation.min_replies=4" in settings
+    ):  # as many as there are: nobody can be left out, and the last words name it
+        with pytest.raises(RunError, match=LIAR):
+            run_with(tmp_path, lie, algorithm, "rounds=4", *settings)
+        return
+    _, folder = run_with(tmp_path, lie, algorithm, "rounds=4", *settings)
+    assert folder.results is not None
+    lines = folder.metrics()
+    assert ["abandoned" in line for line in lines if line["round"] > 0] == [True, True, False, False]
+    assert {client for _, client in faults(folder)} == {LIAR}

@@ -84,6 +84,10 @@ class LinearAlone(Algorithm):
 
     def numbers(self, x: Tensor, y: Tensor, mask: Tensor, has_bias: bool) -> Tensor:
         """[features (+ 1), outputs]"""
+        return self.numbers_and_errors(x, y, mask, has_bias)[0]
+
+    def numbers_and_errors(self, x: Tensor, y: Tensor, mask: Tensor, has_bias: bool) -> tuple[Tensor, Tensor]:
+        """The same, and the squared errors of rows that are left out [rows, outputs]."""
         count, share = mask.sum().clamp(min=1), mask[:, None]
         y = y * share
         center, level = (x.sum(0) / count, y.sum(0) / count) if has_bias else (x[0] * 0, y[0] * 0)
@@ -96,9 +100,10 @@ class LinearAlone(Algorithm):
             leverage = (xq.square() / (s + penalty)).sum(1, keepdim=True) + (1 / count if has_bias else 0)
             rest = (y - xq @ v) / (1 - leverage).clamp(min=1e-3)
             tried.append(q @ v)
-            errors.append((rest.square() * share).sum())
-        v = _best_of(tried, -torch.stack(errors))
-        return torch.cat([v[:-1], (level - center[:-1] @ v[:-1])[None]]) if has_bias else v
+            errors.append(rest.square() * share)
+        scores = -torch.stack(errors).sum((1, 2))
+        v, error = _best_of(tried, scores), _best_of(errors, scores)
+        return (torch.cat([v[:-1], (level - center[:-1] @ v[:-1])[None]]) if has_bias else v), error
 
     def choose_penalised(self, family: Family, x: Tensor, y: Tensor, mask: Tensor, center: Tensor) -> Tensor:
         """[features (+ 1), outputs] near a center, from strong penalties to weak ones."""

@@ -16,6 +16,7 @@ from fedtailor.algorithms._shared import doubts
 from fedtailor.algorithms._shared.random_coefficients import NORMAL
 from fedtailor.algorithms._shared.random_effects import WITHIN, free_entries, varying, within
 from fedtailor.algorithms.joint_ls import VECTOR
+from fedtailor.algorithms.linear_alone import LinearAlone
 from fedtailor.core.algorithm import NUMBER, Algorithm, on_client
 from fedtailor.core.context import ClientContext
 from fedtailor.core.federation import Federation
@@ -36,6 +37,9 @@ class MixedModel(Algorithm):
 
     penalty: float = 0.0
     """Ridge penalty on the common coefficients, in units of the noise; not on the intercept."""
+
+    keep_own: bool = False
+    """A client serves its own ridge regression where that predicts its left-out rows better: no other can harm it."""
 
     title: ClassVar[str] = "MixedModel"
     learns: ClassVar[str] = "degrees"
@@ -94,12 +98,25 @@ class MixedModel(Algorithm):
         return me.state, reml.slope(me.state["a"], me.state["b"], factor, beta, inverse)
 
     def personal(self, me: ClientContext, server: Tree) -> Params:
+        common, own, is_own = self.candidates(me, server)
+        return ridge.as_params(me.model, torch.where(is_own, own, common) if self.keep_own else common)
+
+    def candidates(self, me: ClientContext, server: Tree) -> tuple[Tensor, Tensor, Tensor]:
+        """The client's coefficients given all data, those of its own rows, and whether the latter are kept."""
         d, beta = me.state, server["beta"]
         cov, _ = reml.posterior(d["a"], server["factor"])
-        return ridge.as_params(me.model, beta + cov @ (d["b"] - d["a"] @ beta))
+        common = beta + cov @ (d["b"] - d["a"] @ beta)
+        if not self.keep_own:
+            return common, common, beta.new_zeros((), dtype=torch.bool)
+        x, (_, y, mask) = ridge.design_of(me.model, me.train), me.train
+        own, errors = LinearAlone().numbers_and_errors(x, y, mask, ridge.names(me.model)[1] is not None)
+        leverage = ((x @ cov) * x).sum(1, keepdim=True)
+        rest = mask[:, None] * (y - x @ common) / (1 - leverage).clamp(min=1e-3)
+        return common, own, ~(rest.square().sum() <= errors.sum())  # also where it is no number
 
     def shares(self, me: ClientContext, server: Tree) -> Params:
         cov, _ = reml.posterior(me.state["a"], server["factor"])
         own = torch.diagonal(cov @ me.state["a"], dim1=-2, dim2=-1)
         common = (1 - own).clamp(0, 1)[:, None].expand_as(server["beta"])
-        return ridge.as_params(me.model, common)
+        is_own = self.candidates(me, server)[2]
+        return ridge.as_params(me.model, torch.where(is_own, torch.zeros_like(common), common))

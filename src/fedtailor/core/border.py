@@ -68,13 +68,14 @@ def call_fault(experiment: Experiment, call: Call, client: int, reply: Tree, lim
         stack, positive = tree_map(lambda v: v[None], reply), reply_positive(algorithm, call.function)
         if wrong := reply_faults(stack, 1, positive, limits.max_norm)[0]:
             return wrong
-    sizes = experiment.data.train.bounds([client])[1]
+    starts = experiment.data.train.starts
+    samples = int(starts[client + 1]) - int(starts[client])
     for part in weights:
         for leaf in leaves(reply[int(part)] if part else reply):
             high = float(leaf.amax())
-            if high > sizes[0] * (1 + ROUNDING):  # what is below 0 or no number is refused in every engine
-                return f"reply counts {high:.6g} samples; the client has {sizes[0]}"
-    return doubt_of(algorithm, call.function, model, sizes[0], reply)
+            if high > samples * (1 + ROUNDING):  # what is below 0 or no number is refused in every engine
+                return f"reply counts {high:.6g} samples; the client has {samples}"
+    return doubt_of(algorithm, call.function, model, samples, reply)
 
 
 def metrics_fault(experiment: Experiment, tree: Tree, splits: Sequence[str]) -> str:
@@ -93,6 +94,23 @@ def metrics_fault(experiment: Experiment, tree: Tree, splits: Sequence[str]) -> 
     if not isinstance(tree[1], dict):
         return "no model"
     return "" if all(isinstance(v, Tensor) and v.dtype != torch.bool for v in tree[1].values()) else "no model"
+
+
+def infinite_metrics(tree: Tree) -> tuple[Tree, str]:
+    """Metrics of a site with what is infinite as absent, and a word on it: a model that diverged, or a lie.
+
+    A site that says infinity would take the mean of all with it, and no later round could be better.
+    """
+    found: list[str] = []
+
+    def finite(name: str, value: Tensor) -> Tensor:
+        if not value.isinf().any():
+            return value
+        found.append(name)
+        return torch.full_like(value, torch.nan)
+
+    metrics = {split: {name: finite(name, v) for name, v in each.items()} for split, each in tree[0].items()}
+    return (metrics, tree[1]), f'metric "{found[0]}" is infinite: its model diverged' if found else ""
 
 
 def cotangent_fault(args: Tree, message: Tree) -> str:

@@ -94,6 +94,14 @@ class Losing(Protocol):
         """States that a checkpoint has; sites may forget the others."""
 
 
+@runtime_checkable
+class Blaming(Protocol):
+    """Its clients can spoil round after round; it goes on without them."""
+
+    def blame(self, clients: Sequence[int], why: str) -> None:
+        """A round was abandoned, and replies of these clients could not be used in it."""
+
+
 def is_stacking(engine: Engine) -> TypeGuard[Stacking]:
     """As isinstance, which takes a tenth of a millisecond for a protocol, and is asked in every round."""
     return _can(type(engine), Stacking)

@@ -300,8 +300,13 @@ class Remote:
             if wrong := border.metrics_fault(self.experiment, tree, splits):
                 self.disbelieved[self._name(client)] = wrong
                 continue
+            tree = self.usable_metrics(client, tree)
             metrics, model = _add_client_dim(self._here(tree))
             yield (client,), metrics, model
+
+    def usable_metrics(self, client: int, tree: Tree) -> Tree:
+        """Metrics that have the right form, as they are counted."""
+        return tree
 
     @property
     def everybody(self) -> range:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtailor.aggregation import accountant
 from fedtailor.core.client import onboard
 from fedtailor.core.data import FederatedData
-from fedtailor.core.engine import Engine, Losing
+from fedtailor.core.engine import Blaming, Engine, Losing
 from fedtailor.core.environment import Environment
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.federation import Fault, Federation, Traffic
@@ -106,6 +106,9 @@ class RunState:
             except RoundAbandoned as why:
                 line["abandoned"] = str(why)
                 self.abandoned += 1
+                if isinstance(self.engine, Blaming):
+                    named = {fault.client for fault in self.fed.record.faults[faults:]}
+                    self.engine.blame([c for c in cohort if self.fed.names[c] in named], str(why))
         if (now := getattr(self.engine, "chunk", chunk)) != chunk:
             line["chunk"] = now
         if late := getattr(self.engine, "counted_late", None):

@@ -2,7 +2,7 @@
 
 It builds on the Collab API. Names that FLARE does not publish are used here only: `_user_source_entries`, `_job`,
 `byte_receiver`. FLARE keeps each received stream for a minute in a thread that sleeps, 2,600 threads at forty replies a
-second: its timers share one thread here.
+second: its timers share one thread here. It makes room for a message of any declared size: here up to a limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nvflare.collab import CollabCallError, CollabRecipe, collab
-from nvflare.fuel.f3.streaming import byte_receiver
+from nvflare.fuel.f3.streaming import blob_streamer, byte_receiver
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
@@ -136,6 +136,19 @@ class GarbageCollector:
 byte_receiver.threading = threading_with_shared_timers()  # or each reply leaves a thread that sleeps for a minute
 
 
+class LimitedBlob(blob_streamer.BlobTask):
+    """An incoming message; one that says it is too long is refused before there is room for it."""
+
+    most = 0  # bytes; 0: FLARE's own limit, streaming_max_blob_size
+
+    def __init__(self, future: Any, stream: Any, max_size: int = 0, preserve_chunks: bool = False) -> None:
+        limits = [limit for limit in (max_size, LimitedBlob.most) if limit > 0]
+        super().__init__(future, stream, min(limits, default=0), preserve_chunks)
+
+
+blob_streamer.BlobTask = LimitedBlob  # a site's reply of any length would be in memory before it is looked at
+
+
 class Participant:
     """What runs at a site: one function, bytes in and bytes out."""
 
@@ -187,6 +200,9 @@ class _Collab:
     def __init__(self) -> None:
         self._proxies = {proxy.name: proxy for proxy in collab.clients}
         self.sites = tuple(self._proxies)
+
+    def limit(self, most: int) -> None:
+        LimitedBlob.most = most
 
     def send(self, site: str, request: bytes, seconds: float) -> bytes:
         try:

@@ -24,7 +24,7 @@ from fedtailor import algorithms
 from fedtailor.aggregation.dry_run import calls_made
 from fedtailor.aggregation.noise import changed_parts
 from fedtailor.core import border, codec
-from fedtailor.core.algorithm import COUNT, client_functions
+from fedtailor.core.algorithm import COUNT, client_functions, reply_example
 from fedtailor.core.client import Call
 from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.engine import Evaluated, Reply
@@ -48,6 +48,7 @@ TRIES = 3  # of a request whose connection broke; its number makes repeating it 
 CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
 LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
 MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
+SPOILED = 2  # rounds that are abandoned for a site's answers, until the run goes on without it
 WRITE_EVERY = 5.0  # seconds between two writes of SITES
 
 
@@ -57,6 +58,9 @@ class Link(Protocol):
     sites: tuple[str, ...]
 
     def send(self, site: str, request: bytes, seconds: float) -> bytes: ...
+
+    def limit(self, most: int) -> None:
+        """No answer has more bytes: a longer one need not be received."""
 
 
 class SiteRpc:
@@ -133,6 +137,10 @@ class SiteRpc:
                     raise
                 time.sleep(0.2)
         raise AssertionError
+
+    def is_out(self, site: str) -> bool:
+        """Whether it is left out for good."""
+        return site in self._out
 
     def leave_out(self, site: str, why: str) -> None:
         """Exclude a site for good, whatever it answers later."""
@@ -284,6 +292,7 @@ class FlareEngine(Remote):
         self._round = self.first
         self._goal = 0  # number of replies that closes a call; 0: all
         self._late = LateReplies(config.federation.staleness)
+        self._spoiled = Counter[int]()  # rounds that were abandoned for a client's answers
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One reply per client; with `federation.goal`, late ones of earlier rounds first, and none of slow clients."""
@@ -398,6 +407,16 @@ class FlareEngine(Remote):
         """Go on without a site for good."""
         self.rpc.leave_out(self._name(client), why)
 
+    def blame(self, clients: Sequence[int], why: str) -> None:
+        """A site that answers, and has spoiled several rounds, is left out if enough others are there."""
+        self._spoiled.update(c for c in clients if self._name(c) not in self.rpc.away)
+        there = [c for c in self.everybody if not self.rpc.is_out(self._name(c))]
+        least = max(3 if self.experiment.aggregation.reduction.is_sealed else 1, self.config.federation.min_replies)
+        spoilers = [c for c in there if self._spoiled[c] >= SPOILED]
+        if 2 * len(spoilers) < len(there) and len(there) - len(spoilers) >= least:
+            for client in spoilers:
+                self._leave_out(client, f"spoiled {self._spoiled[client]} rounds; the last: {why}")
+
     def evaluate(
         self, clients: Sequence[int], round: int, server: Tree, splits: Sequence[str], keep: str = ""
     ) -> Iterator[Evaluated]:
@@ -412,6 +431,13 @@ class FlareEngine(Remote):
             self.undo([c for c in self.everybody if self._name(c) in names])  # their late computation does not count
         self._begin(round, [c for c in clients if round not in self._begun[c]])
         return super().evaluate(clients, round, server, splits, keep)
+
+    def usable_metrics(self, client: int, tree: Tree) -> Tree:
+        """Without what is infinite, which is recorded."""
+        usable, wrong = border.infinite_metrics(tree)
+        if wrong:
+            self.disbelieved[self._name(client)] = wrong
+        return usable
 
     def undo(self, clients: Sequence[int] | None = None) -> None:
         """Return sites to their stored state; a site that cannot be reached returns when its next round begins."""
@@ -479,8 +505,17 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
     if old is not None and old["clients"] != roster["clients"] and (path / ABOUT).exists():
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
+    link.limit(longest_answer(experiment))
     engine = FlareEngine(experiment, config, rpc, roster["schema"], last_seen)
     return runner.train_on(engine, "flare", config, path, listener)
+
+
+def longest_answer(experiment: Experiment) -> int:
+    """Bytes that no answer of a site exceeds: a reply, the way back of a message, a personal model, a header."""
+    algorithm, model = experiment.algorithm, experiment.model
+    replies = [border.longest(reply_example(algorithm, name, model)) for name in client_functions(algorithm)]
+    state = border.longest(model.params, algorithm.server_init(model), times=4)
+    return LONGEST_HEADER + max([state, *replies])
 
 
 def _revoked_names(folder: Path) -> list[str]:
