@@ -34,6 +34,7 @@ from tests.aggregation.declared import Vectors
 from tests.helpers import assert_equal, everything, federate, make_data, make_model, run, states, usual, variants
 
 VARIANTS = variants()
+LEARN2PFED = ("paper", "released", "warm")
 LOOKS = {
     "cfl": 'CFL looks at single replies ("cluster of each client")',
     "duw-fedavg": 'DUW-FedAvg looks at single replies ("model of each client")',
@@ -58,7 +59,11 @@ LOOKS = {
     "pfedla:exact": "pFedLA differentiates through its rounds (a tape)",
     "tailor": "Tailor differentiates through its rounds (a tape)",
     "learn2pfed": "Learn2pFed differentiates through its rounds (a tape)",
-    "learn2pfed:paper": "Learn2pFed differentiates through its rounds (a tape)",
+    **{f"learn2pfed:{preset}": "Learn2pFed differentiates through its rounds (a tape)" for preset in LEARN2PFED},
+    "learn2pfed-head": "Learn2pFed-Head differentiates through its rounds (a tape)",
+    "learn2pfed-head:paper": "Learn2pFed-Head differentiates through its rounds (a tape)",
+    "fedcac": 'FedCAC looks at single replies ("model of each client")',
+    "fedtgp": 'FedTGP looks at single replies ("class means of each client")',
 }
 SUMS = [name for name in VARIANTS if name not in LOOKS]
 RATIOS = (

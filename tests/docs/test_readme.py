@@ -25,6 +25,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT 
 
 def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     make_sites()
+    subprocess.run([sys.executable, "-m", "fedtailor", "demo"], check=True, capture_output=True)  # of `make demo`
     run_page(README, monkeypatch, processes=True)
     out = capsys.readouterr().out
     assert "all promises hold" in out

@@ -106,8 +106,9 @@ def must_spawn(device: torch.device) -> bool:
     Where there are devices, autograd has threads for them once it has computed any gradient; then none can be computed
     in a process that is forked, not even on the CPU.
     """
-    # a build for CUDA counts devices by asking a driver, which may not be there
-    has_devices = torch.accelerator.is_available() and torch.accelerator.device_count() > 0
+    found = torch.accelerator.current_accelerator()
+    # a build for CUDA is one whether or not there is a driver
+    has_devices = found is not None and (found.type != "cuda" or torch.cuda.is_available())
     return device.type != "cpu" or (has_devices and not _has_gradients_when_forked())
 
 
