@@ -67,7 +67,7 @@ def check_figure(path: Path) -> None:
 
 
 def draw_curves(grid: Sequence[Cell], path: Path) -> None:
-    """The metric on validation data by round: mean over clients, then over seeds; its spread over seeds, of few rows."""
+    """The metric on validation data by round: mean over clients, then over seeds; the spread over seeds of few rows."""
     figure, axes = _figure(2.6)
     metric, rows = "", list(dict.fromkeys(cell.label for cell in grid))
     for i, label in enumerate(rows):
