@@ -41,6 +41,7 @@ PAGES = [
     "fedeq",
     "fedfa",
     "fedfomo",
+    "fedkd",
     "fedl2p",
     "fedlaw",
     "fednova",

@@ -53,6 +53,22 @@ def test_options_of_pfllib_are_those_of_its_parser() -> None:
     assert not {n for n in not_ours if n not in missing}
 
 
+FL_BENCH = {  # src/server at commit 06e658b
+    *("adcol", "apfl", "ccvr", "cfl", "ditto", "elastic", "fedadmm", "fedah", "fedala", "fedap", "fedas", "fedavg"),
+    *("fedavgm", "fedbabu", "fedbn", "feddyn", "fedem", "fedfed", "fedfomo", "fedgen", "fediir", "fedlc", "fedmd"),
+    *("fedopt", "fedpac", "fedper", "fedproto", "fedprox", "fedrep", "fedrod", "fedsr", "floco", "flute", "knnper"),
+    *("lgfedavg", "local", "metafed", "moon", "pefll", "perfedavg", "pfedfda", "pfedhn", "pfedla", "pfedme"),
+    *("pfedsim", "scaffold"),
+}
+
+
+def test_methods_of_fl_bench_are_here_or_named_with_the_reason() -> None:
+    page = (ROOT / "docs/how-to/from-fl-bench.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page.split("## Methods that are not included")[1], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == FL_BENCH - {name.replace("-", "") for name in algorithms()}
+
+
 def test_flower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(ROOT / "docs/how-to/from-flower.md", monkeypatch)
     assert "model      net:Net" in capsys.readouterr().out

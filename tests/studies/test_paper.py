@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from scipy import stats  # type: ignore[import-untyped]
 
 from fedtailor.errors import ConfigError, RunError
@@ -121,6 +123,31 @@ def test_rows_are_paired_by_client(tmp_path: Path) -> None:
     assert again == ["fedavg-seed0", "fedavg-seed1"]
     with pytest.raises(ConfigError, match=r'"Fedavg".*"FedAvg"'):
         run_grid(made, tmp_path, None, quiet, ["Fedavg"])
+
+
+@pytest.mark.parametrize("count", [3, 11, 20])
+def test_figures_of_few_and_many_rows(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(paper, "_save", lambda figure, path: drawn.append(figure))
+    names = [f"Method{i}" for i in range(count)]
+    ranks = significance.Ranks({name: 1 + i * 0.97 for i, name in enumerate(names)}, 0.01, 2.0)
+    paper.draw_ranks(ranks, tmp_path / "r.png")
+    (axes,) = drawn[0].axes
+    renderer = FigureCanvasAgg(drawn[0]).get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in axes.texts if "(" in text.get_text()]
+    assert len(boxes) == count
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= drawn[0].bbox.x1 for box in boxes)
+    heights = [text.get_position()[1] for text in axes.texts if "(" in text.get_text()]
+    assert len(set(heights)) == len(heights) if count % 2 == 0 else len(set(heights)) == (count + 1) // 2
+
+    grid: list[Any] = [SimpleNamespace(label=name) for name in names]
+    monkeypatch.setattr(paper, "_curves_of", lambda cells: ([{1: 0.5, 2: 0.6}, {1: 0.4, 2: 0.5}], "accuracy"))
+    paper.draw_curves(grid, tmp_path / "c.png")
+    (axes,) = drawn[1].axes
+    assert len(axes.lines) == count
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == count
+    assert len(axes.collections) == (count if count <= 8 else 0)
 
 
 def test_what_cannot_be_written_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:

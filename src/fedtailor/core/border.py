@@ -21,6 +21,7 @@ from fedtailor.core.trees import Tree, leaves, schema, schema_difference, tree_m
 LONGEST_TEXT = 300  # characters of what a client says in words
 SPARE = 2**16  # bytes of a message beside its tensors
 TENSOR = 300  # and of the name and the shape of each
+PERSONAL = 2**26  # bytes that a personal model may have beside model and server state, such as features of samples
 ROUNDING = 1e-5  # of a count in single precision
 LARGEST_METRIC = 1e150  # sums of squares of metrics must be finite
 

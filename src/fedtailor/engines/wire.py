@@ -189,17 +189,16 @@ class Remote:
             yield client, reply
 
     def tell(
-        self, clients: Iterable[int], header: Header, tree: Tree = None
+        self, clients: Iterable[int], header: Header, tree: Tree = None, more: int = 0
     ) -> Iterator[tuple[int, Header, Tree, OSError | None]]:
-        """A control message to some clients, and what each of them answered."""
+        """A control message to some clients, and what each of them answered, in so many bytes more than models have."""
         request = codec.encode(header, tree)
+        longest = border.longest(tuple(self.experiment.model.params.values()), times=4) + more
         for client, reply in self.carry((c, request) for c in clients):
             if isinstance(reply, OSError):
                 yield client, {}, None, reply
             else:
-                answer, tree_read = self._read(
-                    reply, border.longest(tuple(self.experiment.model.params.values()), times=4)
-                )
+                answer, tree_read = self._read(reply, longest)
                 yield client, answer, tree_read, None
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
@@ -294,7 +293,8 @@ class Remote:
         """Metrics of the personal models, and the models where they may leave; who does not tell is left out."""
         header = {"op": "evaluate", "round": round, "splits": list(splits), "keep": keep}
         self.disbelieved = {}
-        for client, answer, tree, gone in self.tell(clients, header, server):
+        more = border.longest(server) + border.PERSONAL
+        for client, answer, tree, gone in self.tell(clients, header, server, more):
             if gone is not None or border.error_text(answer):
                 continue
             if wrong := border.metrics_fault(self.experiment, tree, splits):

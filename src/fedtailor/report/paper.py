@@ -20,6 +20,7 @@ from fedtailor.studies.significance import Ranks, groups
 
 WIDTH = 3.3  # inches: a column
 KINDS = (".pdf", ".png", ".svg")
+BANDS = 8  # rows up to which the spreads of curves can be told apart
 LINES = ("-", "--", ":", "-.")  # to distinguish more rows than there are colours
 
 
@@ -66,10 +67,10 @@ def check_figure(path: Path) -> None:
 
 
 def draw_curves(grid: Sequence[Cell], path: Path) -> None:
-    """The metric on validation data by round: mean over clients, then over seeds, and its spread over seeds."""
+    """The metric on validation data by round: mean over clients, then over seeds; the spread over seeds of few rows."""
     figure, axes = _figure(2.6)
-    metric = ""
-    for i, label in enumerate(dict.fromkeys(cell.label for cell in grid)):
+    metric, rows = "", list(dict.fromkeys(cell.label for cell in grid))
+    for i, label in enumerate(rows):
         each, metric = _curves_of([cell for cell in grid if cell.label == label])
         rounds = sorted(set.intersection(*(set(curve) for curve in each))) if each else []
         if not rounds:
@@ -78,7 +79,7 @@ def draw_curves(grid: Sequence[Cell], path: Path) -> None:
         values = 100 * values if metric == "accuracy" else values  # as in the table
         mean = values.mean(0)
         (line,) = axes.plot(rounds, mean, LINES[i % len(LINES)], linewidth=1, label=label)
-        if len(values) > 1:
+        if len(values) > 1 and len(rows) <= BANDS:
             spread = values.std(0, ddof=1)
             axes.fill_between(rounds, mean - spread, mean + spread, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set_xlabel("round")
@@ -108,17 +109,18 @@ def draw_ranks(mean_ranks: Ranks, path: Path) -> None:
     order = sorted(mean_ranks.by_label.items(), key=lambda item: item[1])
     rows, half, joined = len(order), (len(order) + 1) // 2, groups(mean_ranks)
     first = 0.9 + 0.45 * len(joined)  # below the bars
+    lower = 0.5 if rows % 2 == 0 else 0.0  # else the two lowest names would look like the ends of one line
     unit = 0.17  # inches: a line of text of 7 points and the space above it
     texts = [f"{label} ({mean:.2f})" for label, mean in order]
     side = 0.2 + 0.052 * max(map(len, texts))  # inches, beside the axis
     length = max(WIDTH - 2 * side, 1.2)
     per_inch = (rows - 1) / length
-    figure, axes = _figure(unit * (first + half + 2.2), width=length + 2 * side)
+    figure, axes = _figure(unit * (first + half + lower + 2.2), width=length + 2 * side)
     figure.set_layout_engine("none")
     axes.set_position((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(1 - side * per_inch, rows + side * per_inch)
-    axes.set_ylim(-first - half + 0.3, 2.5)
+    axes.set_ylim(-first - half - lower + 0.3, 2.5)
     axes.plot([1, rows], [0, 0], "k-", linewidth=0.8)
     step = next(s for s in (1, 2, 5, 10, 20, 50) if (rows - 1) / s * 0.2 <= length)
     for rank in sorted({1, *range(step, rows + 1, step)} - ({step} if 1 < step < 1 + 0.2 * per_inch else set())):
@@ -129,7 +131,7 @@ def draw_ranks(mean_ranks: Ranks, path: Path) -> None:
     axes.text((1 + end) / 2, 1.6, f"CD {mean_ranks.critical:.2f}", ha="center", va="bottom", fontsize=7)
     for i, ((_, mean), text) in enumerate(zip(order, texts, strict=True)):
         is_left = i < half
-        height = -first - (i if is_left else rows - 1 - i)
+        height = -first - (i if is_left else rows - 1 - i + lower)
         at = 1 - 0.1 * per_inch if is_left else rows + 0.1 * per_inch
         axes.plot([mean, mean, at], [0, height, height], "k-", linewidth=0.6)
         place = {"ha": "right" if is_left else "left", "va": "center", "fontsize": 7}
