@@ -4,7 +4,7 @@ A quarter of each site's rows is for testing. The others' fit and the site's own
 gain; the gain on its test rows is that of the same two models. That has noise of its own, of a size that is known given
 the noise of a row: the interval with it must hold 90 % of the measured gains.
 
-    FEDTAILOR_DATA=data python -m benchmarks.advise --out docs/results/records/advise.json
+    FEDTAILOR_DATA=data python -m benchmarks.advise --out docs/results/advise.json
 """
 
 from __future__ import annotations

@@ -238,9 +238,26 @@ def test_fingerprint_sees_one_bit_and_one_name(tmp_path: Path) -> None:
         seen.append(folder.fingerprint())
     assert seen[0] == seen[1]
     assert len(set(seen)) == 4
-    path = next((tmp_path / "personal").rglob("*.safetensors"))
-    path.write_bytes(safetensors.torch.save({"v": w}))
+    with folder.personal_models("last") as keep:
+        keep("ada", {"v": w})
     assert folder.fingerprint() not in seen
+    path = next((tmp_path / "personal").rglob("*.safetensors"))
+    path.write_bytes(safetensors.torch.save({"w": w}))
+    with pytest.raises(RunError, match="checksum"):
+        folder.fingerprint()
+
+
+def test_fingerprint_is_that_of_the_models_whichever_file_holds_a_shared_tensor(tmp_path: Path) -> None:
+    common, own = torch.linspace(0, 1, 5), {"ada": torch.zeros(2), "bo": torch.ones(2)}
+    seen = set()
+    for name, order in {"one": ("ada", "bo"), "other": ("bo", "ada")}.items():
+        folder = RunFolder(tmp_path / name)
+        write_json(folder.path / "run.json", {"clients": ["ada", "bo"]})
+        with folder.personal_models("last") as keep:
+            for client in order:
+                keep(client, {"common": common, "own": own[client]})
+        seen.add(folder.fingerprint())
+    assert len(seen) == 1
 
 
 def test_new_path_is_free(tmp_path: Path) -> None:

@@ -588,13 +588,21 @@ class RunFolder:
         return read_tree(folder := self.path / "newcomers" / name, read_json(folder / "index.json")[name])
 
     def fingerprint(self) -> str:
-        """sha256 over all tensors of the run: server, private states, personal models."""
+        """sha256 over all tensors of the run: server, private states, personal models.
+
+        Which file holds a tensor that several models share depends on who was evaluated first, and does not count.
+        """
+        tensors: dict[str, Tensor] = {}
+        for path in self.path.glob(f"{CHECKPOINT}/*.safetensors"):
+            tensors |= {f"{path.relative_to(self.path)}:{name}": value for name, value in load_file(path).items()}
+        for path in self.path.glob("personal/*/index.json"):
+            models = PersonalModels(self.path, path.parent.name)
+            for client in models.index:
+                tensors |= {f"{path.parent.name}:{client}:{name}": value for name, value in items(models.of(client))}
         digest = hashlib.sha256()
-        files = [*self.path.glob(f"{CHECKPOINT}/*.safetensors"), *self.path.glob("personal/*/*.safetensors")]
-        for path in sorted(files):
-            for name, value in sorted(load_file(path).items()):
-                digest.update(f"{path.relative_to(self.path)}:{name}:{list(value.shape)}:{value.dtype}".encode())
-                digest.update(value.numpy().tobytes())
+        for name, value in sorted(tensors.items()):
+            digest.update(f"{name}:{list(value.shape)}:{value.dtype}".encode())
+            digest.update(value.numpy().tobytes())
         return digest.hexdigest()
 
 
