@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import peers, profile_rounds, speed, speed_page
+from benchmarks import peers, profile_rounds, records, speed, speed_page
 from benchmarks.speed_core import Figure, Options, in_turns
 from benchmarks.speed_limits import Workers, fused_epoch, one_pass, shares
 from benchmarks.speed_tasks import LR, ConvNet
@@ -115,6 +115,7 @@ def test_page_has_every_figure_and_a_plot(tmp_path: Path, monkeypatch: pytest.Mo
         {"workload": "A", "peer": "Flower", "seconds": None, "why": "not permitted"},
     ]
     (tmp_path / "peers.json").write_text(json.dumps(rows), encoding="utf-8")
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["speed_page", "--from", str(tmp_path), "--to", str(tmp_path)])
     speed_page.main()
     page = (tmp_path / "speed.md").read_text(encoding="utf-8")
