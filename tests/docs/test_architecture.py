@@ -97,7 +97,7 @@ def test_the_paths_of_a_federation(tmp_path: Path) -> None:
     processes = trace(tmp_path, "federation", "local", "1", "config.toml", *one)
     ours = {
         "command": next(entered for entered in processes if "cli/main.py" in entered),
-        "server": next(entered for entered in processes if "core/federation.py" in entered),
+        "server": next(entered for entered in processes if "flare/server.py" in entered),
         "site": next(entered for entered in processes if "training/steps.py" in entered),
     }
     for process, entered in ours.items():

@@ -123,7 +123,7 @@ def test_a_site_that_says_anything_ends_no_run(name: str, tmp_path: Path) -> Non
     search_site(Judge(name, tmp_path), seed=1, examples=3)
 
 
-@pytest.mark.parametrize("name", ["mean", "tape", "mixed"])
+@pytest.mark.parametrize("name", ["mean", "mixed"])
 def test_a_site_that_says_anything_passes_no_bound(name: str, tmp_path: Path) -> None:
     search_site(Judge(name, tmp_path), seed=2, examples=8)
 
