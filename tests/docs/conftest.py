@@ -11,7 +11,7 @@ from fedtailor import algorithms
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder of a page; algorithms that it registers and modules that it imports are forgotten afterwards."""
+    """The current folder of a page; what it registers and imports is forgotten afterwards."""
     monkeypatch.setattr(algorithms, "_registered", dict(algorithms._registered))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
