@@ -70,14 +70,15 @@ def test_every_number_is_on_one_grid_whatever_was_there_before() -> None:
     assert len(set(whole)) == 6
 
 
-def test_noise_covers_what_rounding_adds() -> None:
+def test_noise_covers_what_rounding_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two neighbours are 2 clip apart, and on the grid a step more for each number in the worst case."""
     numbers, std, clip = 10**6, 8.0, 0.5
     step = std / (1 - math.sqrt(numbers) * std / STEPS / (2 * clip)) / STEPS
     assert step * STEPS / std >= (2 * clip + math.sqrt(numbers) * step) / (2 * clip)
+    monkeypatch.setattr(sampler.discrete_gaussian, "__defaults__", (stream("a", "grid").bytes,))
     drawn = add_noise({"a": torch.zeros(numbers, dtype=F64)}, std, clip)["a"]
-    assert drawn.std().item() / std > 1
-    assert drawn.std().item() / std == pytest.approx(1, abs=4 / math.sqrt(2 * numbers) + 1e-3)
+    assert torch.equal(drawn, torch.from_numpy(discrete_gaussian(numbers, stream("a", "grid").bytes) * step))
+    assert drawn.std().item() == pytest.approx(step * STEPS, rel=4 / math.sqrt(2 * numbers))
 
 
 def test_a_change_that_is_no_number_becomes_none() -> None:
