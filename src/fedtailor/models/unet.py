@@ -39,7 +39,7 @@ class UNet(nn.Module):
             raise ValueError("takes images [channels, height, width] or volumes [channels, depth, height, width]")
         if norm not in ("instance", "batch", "none"):
             raise ConfigError(f'model.norm = "{norm}": instance, batch or none')
-        if not isinstance(channels, list | tuple) or min(*channels, 1, convolutions, fold) < 1:
+        if not isinstance(channels, list | tuple) or min(*channels, len(channels), convolutions, fold) < 1:
             sizes = f"channels = {channels!r}, convolutions = {convolutions!r}, fold = {fold!r}"
             raise ConfigError(f"model: {sizes}: must be whole numbers above 0")
         self.dimensions, self.fold = len(shape) - 1, fold

@@ -50,7 +50,7 @@ def _ending(file: Path) -> str:
 
 def write_mask(model: Personal, run: Path, image: Path, target: Path) -> Path:
     """The predicted mask of one image, in the image's own size."""
-    if _ending(target) != _ending(image):
+    if not target.name.lower().endswith(_ending(image)):
         raise RunError(f"{target}: the mask of {image.name} is written as {_ending(image)}")
     used = RunFolder.open(run).config.data
     config = used if isinstance(used, ImageMasksConfig) else ImageMasksConfig(path=image.parent)
