@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, read_json, write_atomically
+from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, write_atomically
 from fedtailor.flare.audit import read_lines
 from fedtailor.flare.kits import (
     FORMERLY,
@@ -31,7 +31,7 @@ from fedtailor.flare.kits import (
     read_condition,
     write_plain_json,
 )
-from fedtailor.flare.server import SITES
+from fedtailor.flare.participation import SITES, attendance_words, read_sites
 from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
@@ -282,8 +282,7 @@ def read_status(folder: Path) -> Status:
 
 def _run(path: Path) -> RunStatus:
     run = RunFolder.open(path)
-    sites = read_json(path / SITES) if (path / SITES).exists() else {}
-    known = {site: dict(about) for site, about in sites.items()}
+    known = {site: dict(about) for site, about in read_sites(path / SITES).items()}
     return RunStatus(path.name, len(run.metrics()), run.config.rounds, (path / RESULTS).exists(), known)
 
 
@@ -298,8 +297,8 @@ def status_lines(status: Status, now: float | None = None) -> list[str]:
         for site, about in sorted(run.sites.items()):
             ago = f"seen {_ago(now - about['seen'])} ago" if isinstance(about.get("seen"), int | float) else "not seen"
             skewed = condition_words(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
-            away = [about["away"]] if about.get("away") else []
-            lines.append(f"  {site}: {', '.join([ago, *away, *skewed])}")
+            attended = [attendance_words(about)] if about.get("history") else [*filter(None, [about.get("away")])]
+            lines.append(f"  {site}: {', '.join([ago, *attended, *skewed])}")
     if status.role == "site":
         last = "none yet" if status.last_message is None else f"the last {_ago(now - status.last_message)} ago"
         lines.append(f"messages: {status.messages}, {status.refusals} refused, {last}")
