@@ -131,8 +131,7 @@ def test_a_process_without_a_connection_is_not_healthy(tmp_path: Path, listener:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        listener.accept()
-        with serving(server, listener):
+        with listener.accept()[0], serving(server, listener):
             assert operate.service_fault(site.parent, process.pid) == ""
             assert operate.service_fault(server.parent, process.pid) == ""
             process.communicate()
