@@ -127,12 +127,15 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     presence.note_seen({"ada": "", "bo": "does not answer", "cy": ""})
     assert "more" not in read_json(folder / "runs/one/sites.json")["ada"]
     monkeypatch.setattr(operate, "find_process", lambda folder: 7)
+    monkeypatch.setattr(operate, "service_fault", lambda folder, process: "nothing answers")
     text = "\n".join(operate.status_lines(found := operate.read_status(folder), now + 10))
     assert "process 7" in text
     assert "run one: round 2 of 5" in text
     assert re.search(r"ada.*\b10\b.*0\.1\.0.*\+90.*5\.0.*GB", text)
     assert re.search(r"bo.*\b10\b", text)
+    assert operate.problems(found, now) == ["server: nothing answers"]
     prometheus = operate.prometheus_text(found, now)
+    assert 'fedtailor_serving{participant="server"} 0\n' in prometheus
     assert 'fedtailor_rounds_total{run="one"} 2\n' in prometheus
     assert 'fedtailor_site_clock_seconds{run="one",site="ada"} 90\n' in prometheus
     assert operate._label('a"b\\c\nd') == 'a\\"b\\\\c\\nd'

@@ -75,12 +75,15 @@ def start(
     to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
         pid = operate.start_participant(role, folder)
-        print(f"{role} is running as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
+        if role == "server" and (fault := operate.wait_until_serving(folder)):
+            raise RunError(f"{folder}: process {pid} does not serve: {fault}")
+        state = "serves" if role == "server" else "is started"
+        print(f"{role} {state} as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
         return
     if operate.find_process(folder) is not None:
         raise RunError(f"{folder}: runs already; {to_end} ends it")
     operate.start_participant(role, folder)
-    print(f"{role} runs; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
+    print(f"{role} is started; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         operate.wait_for(folder)

@@ -94,7 +94,11 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def health(folder: Folder) -> None:
-    """Check a participant: exit code 0 if it is running, with a valid certificate and free disk space; else 1."""
+    """Check a participant: exit code 0 if all is well, else 1.
+
+    Its process runs; the server answers, with both certificates, a TLS handshake and a request; a site is connected to
+    it; the certificate is valid for 30 more days; there is free disk space.
+    """
     from fedtailor.flare import operate
 
     if wrong := operate.problems(operate.read_status(folder)):
