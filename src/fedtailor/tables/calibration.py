@@ -113,7 +113,7 @@ def _with_floor(rows: ClassOutputs, theta: Floats) -> Floats:
         def expected(offset: Floats, of_class: int = of_class) -> Floats:
             moved = theta + np.column_stack([np.zeros(sites), offset])
             p = np.exp(calibrate(rows.logits, moved[rows.site]))[:, of_class]
-            return np.bincount(rows.site, p, sites)
+            return np.asarray(np.bincount(rows.site, p, sites), dtype=np.float64)
 
         low, high = np.zeros(sites), np.full(sites, 2 * LARGEST)
         is_low = (expected(low) < HALF) & (count > 1)
