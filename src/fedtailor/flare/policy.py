@@ -145,6 +145,9 @@ class Policy(BaseModel):
     )
     min_samples: int = Field(default=20, ge=1, description="Minimum training samples; with fewer, nothing leaves.")
     max_rounds: int = Field(default=1000, ge=1, description="Maximum rounds per run.")
+    reasons: bool = Field(
+        default=True, description="Whether a refusal tells the server which rule it breaks; the audit log has it."
+    )
     budget: Budget = Field(default_factory=Budget, description="How much may be asked.")
 
     @property

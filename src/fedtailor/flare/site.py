@@ -64,6 +64,7 @@ KINDS = ("last", "selected")  # personal models that are kept
 AUDIT, RUN, FIT_FOLDER = "audit.jsonl", "run.json", "fit"  # the last two in the folder of a run
 STANDING, RECEIPTS = "standing.json", "receipts"
 State = Literal["active", "paused", "left"]
+UNSAID = "its policy does not allow it"  # where the policy keeps the reason of a refusal at the site
 NOT_TAKING_PART = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
 
 
@@ -113,9 +114,9 @@ def check_participation(folder: Path, run: str = "") -> None:
     """Refuse any request while the site is paused, has left, or has withdrawn from the run."""
     record = read_participation(folder)
     if record["state"] in NOT_TAKING_PART:
-        raise Refused(NOT_TAKING_PART[record["state"]])
+        raise Refused(NOT_TAKING_PART[record["state"]], state=record["state"])
     if run and run in record["withdrawn"]:
-        raise Refused(f"this site has withdrawn from the run {run}")
+        raise Refused(f"this site has withdrawn from the run {run}", state="left")
 
 
 def set_participation(folder: Path, state: State) -> None:
@@ -277,7 +278,7 @@ class SiteService:
         try:
             reply = self._do(message)
         except Refused as why:
-            return self._refuse(message, str(why), run=self._run, number=number)
+            return self._refuse(message, str(why), why.state, run=self._run, number=number)
         except Exception as error:
             kind = "an error" if self._is_silent else type(error).__name__
             reply = codec.encode({"error": f"{self.name}: {kind}; see its audit log"}, None)
@@ -285,10 +286,11 @@ class SiteService:
         self.audit.write_message(message, reply, self._places, run=self._run, number=number, **text)
         return reply
 
-    def _refuse(self, message: bytes, why: str, **about: Any) -> bytes:
-        reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
+    def _refuse(self, message: bytes, why: str, state: str = "", **about: Any) -> bytes:
+        told = why if self.site.policy.reasons or state else UNSAID
+        reply = codec.encode({"refused": told, "error": f"{self.name} refuses: {told}", "state": state}, None)
         try:
-            self.audit.write_message(message, reply, self._places, **about)
+            self.audit.write_message(message, reply, self._places, because=why, **about)
         except Exception:  # the request cannot be read
             self.audit.write_line(about | {"refused": why, "bytes": len(message)})
         return reply
