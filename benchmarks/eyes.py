@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.stats import wilcoxon
+from scipy.stats import wilcoxon  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

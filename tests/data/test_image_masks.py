@@ -85,7 +85,8 @@ def test_images_of_two_sizes_are_padded_with_void() -> None:
     x, y = data.train.of(0)
     assert data.shape == (1, 4, 5)
     assert isinstance(x, torch.Tensor)
-    assert bool((x[..., 4] == 0).all()) and bool((y[..., 4] == VOID).all())
+    assert bool((x[..., 4] == 0).all())
+    assert bool((y[..., 4] == VOID).all())
     assert bool((data.train.of(1)[1][:, 3] == VOID).all())
 
 
@@ -153,7 +154,7 @@ def test_images_of_a_subject_stay_together(tmp_path: Path) -> None:
                 file.rename(file.with_name(f"p{i // 2}{'LR'[i % 2]}.npz"))
     data = load(ImageMasksConfig(path=tmp_path / "eyes", subject="^(.*)[LR]$"), seed=0)
     for i in range(2):
-        people = [{int(v) // 2 for v in rows.of(i)[0][:, 0, 0, 0]} for rows in (data.train, data.val, data.test)]  # type: ignore[call-overload]
+        people = [{int(v) // 2 for v in rows.of(i)[0][:, 0, 0, 0]} for rows in (data.train, data.val, data.test)]
         assert sum(map(len, people)) == len(set().union(*people)) == 4
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -52,7 +54,8 @@ def test_by_name_with_its_head_and_options() -> None:
     model = build("unet", (1, 8, 8), 2, seed=0, options={"channels": [4, 8], "norm": "batch"})
     assert sorted(model.head) == ["out.bias", "out.weight"]
     assert model.batch_statistics
-    for options in ({"norm": "layer"}, {"channels": []}, {"channels": [0]}, {"fold": 0}):
+    wrong: list[dict[str, Any]] = [{"norm": "layer"}, {"channels": []}, {"channels": [0]}, {"fold": 0}]
+    for options in wrong:
         with pytest.raises(ConfigError, match=r"model"):
             build("unet", (1, 8, 8), 2, seed=0, options=options)
     with pytest.raises(ConfigError, match="images"):

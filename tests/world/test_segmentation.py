@@ -36,9 +36,10 @@ LOCAL: dict[str, Any] = {"local.optimizer": "adam", "local.lr": 0.02, "local.bat
 def squares(rows: int, *space: int, sign: float = 1.0, seed: int = 0) -> tuple[Any, Any]:
     """Bright, or dark, boxes in noise, and where they are."""
     rng = np.random.default_rng(seed)
-    y = np.zeros((rows, *space), np.uint8)
+    y: Any = np.zeros((rows, *space), np.uint8)
     for i in range(rows):
-        y[(i, *(slice(a, a + n // 3) for a, n in zip(rng.integers(0, [n // 2 for n in space]), space, strict=True)))] = 1
+        corner = rng.integers(0, [n // 2 for n in space])
+        y[(i, *(slice(a, a + n // 3) for a, n in zip(corner, space, strict=True)))] = 1
     return (sign * y + rng.normal(0, 0.2, y.shape)).astype(np.float32)[:, None], y
 
 
@@ -100,7 +101,7 @@ def test_a_loss_that_reduces_the_batch_trains_as_in_plain_torch(tmp_path: Path, 
         gradients = torch.autograd.grad(loss(net(x.double()), target), list(net.parameters()))
         with torch.no_grad():
             for v, g in zip(net.parameters(), gradients, strict=True):
-                v -= 0.1 * g
+                v.sub_(0.1 * g)
     trained = made.personal("north").params
     assert all(torch.allclose(trained[k], v, atol=1e-8) for k, v in net.state_dict().items())
     test_x, test_y = data.test.of(0)
@@ -147,8 +148,8 @@ class Flat(nn.Module):
 
 
 def test_a_model_that_gives_no_masks_is_refused(tmp_path: Path) -> None:
+    settings = LOCAL | {"model.name": Flat, "model.head": ["out"]}
     with pytest.raises(ConfigError, match=r"\[rows, 2, 8, 8\].*\[2, 2\]"):
-        settings = LOCAL | {"model.name": Flat, "model.head": ["out"]}
         ft.run("fedper", sites(8, 8), rounds=1, settings=settings, out=tmp_path / "run", progress=False)
 
 
@@ -162,7 +163,7 @@ def test_monais_network_trains_on_patches_and_is_validated_on_volumes(tmp_path: 
     settings = LOCAL | {"model.name": unet, "evaluation.window": [32, 32, 32], "federation.engine": "loop"}
     made = ft.run("fedavg", data, rounds=1, settings=settings, out=tmp_path / "run", progress=False)
     assert np.isfinite(made.results["last"]["clients"]["dice"]).all()
-    inference: Any = pytest.importorskip("monai.inferers")
+    inference: Any = pytest.importorskip("monai.inferers", reason="needs MONAI, of the extra segmentation")
     unet.load_state_dict(made.personal("north").params, strict=True)
     x = data.test.of(0)[0]
     with torch.no_grad():
@@ -205,7 +206,10 @@ def test_masks_are_written_as_files(trained: Path, tmp_path: Path) -> None:
     model = personal(trained, "north")
     files = write_masks(model, trained, images, tmp_path / "out")
     assert [f.name for f in files] == [f"{i}.png" for i in range(10)]
-    x = np.stack([np.asarray(Image.open(images / f"{i}.png")) for i in range(10)]).astype(np.float32)[:, None] / 127.5 - 1
+    x = (
+        np.stack([np.asarray(Image.open(images / f"{i}.png")) for i in range(10)]).astype(np.float32)[:, None] / 127.5
+        - 1
+    )
     assert np.array_equal(np.stack([np.asarray(Image.open(f)) for f in files]), model.predict(x))
     np.savez(tmp_path / "x.npz", x=x)
     (written,) = write_masks(model, trained, tmp_path / "x.npz", tmp_path / "masks.npz")
