@@ -37,8 +37,8 @@ class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # cou
     validation samples, nothing is learned from them."""
     serve: Literal["shrunk", "own"] = "shrunk"
     """Predict with the shrunk head w + z, or with v (paper). The outer loss is that of what is served."""
-    v_lr: float = 0.1
-    """Step size of (14)."""
+    v_lr: float = 0.01
+    """Step size of (14); with long features, as those of a convolutional network, steps of 0.1 diverge."""
     body: Literal["epochs", "joint"] = "epochs"
     """Train the body for local epochs under the head v before the cells; or by one step of Adam, with the run's
     learning rate, along the gradient of the outer loss through all cells (paper)."""
