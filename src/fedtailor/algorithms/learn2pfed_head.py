@@ -120,7 +120,7 @@ class Learn2pFedHead(UnrolledCells, Algorithm):  # type: ignore[override]  # cou
         split = "val" if self.outer == "holdout" else "train"
         count = (me.val if self.outer == "holdout" else me.train).mask.sum()
         loss = me.loss(self.body_of(me.state) | as_head(self.served(me.state, w), me.model), split)
-        return me.state, (loss * count, count)
+        return me.state, (loss if self.sum_loss else loss * count, count)  # (13) has the F of (14), a mean
 
     def served(self, state: Tree, w: Tensor) -> Tensor:
         """The head that predicts, as a column."""
