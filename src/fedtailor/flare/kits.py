@@ -40,6 +40,7 @@ ALLOWED = {  # what an administrator may ask of a site: to take part in a job, a
     "byoc": NOTHING,
     "server-predeployed-flwr": NOTHING,
 }
+QUICKLY = {"client_register_interval": 1.0}  # seconds between two tries to reach the server; FLARE waits 2
 OURS = "fedtailor.flare.nvidia."
 FORMERLY = "fedtailor.deploy.flare.flare_adapter."  # in kits that fedtailor 0.2.0 made
 CLASSES = {
@@ -160,6 +161,7 @@ def restrict_kit(kit: Path, role: str) -> None:
     resources = json.loads((local / "resources.json.default").read_text())
     resources |= {"class_list_enforcement_mode": "enforce", "class_allow_list": CLASSES[role] + LOGS}
     if role == "site":
+        resources["client"] = resources.get("client", {}) | QUICKLY
         resources["allow_log_streaming"] = False
         resources["components"] = [c for c in resources["components"] if c["id"] != "site_log_streamer"]
         permissions = dict.fromkeys(("project_admin", "lead"), ALLOWED) | {"org_admin": NOTHING, "member": NOTHING}

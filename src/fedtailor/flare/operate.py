@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
 MEMORY = {"MALLOC_ARENA_MAX": "2"}  # or each of FLARE's many threads fragments an arena of its own
+TRIAL_ENDS = 1.0  # seconds that the participants of a trial have to end
 EXPIRES_SOON, DISK_FULL = 30 * 86400, 2**30  # seconds to the end of a certificate, bytes free
 
 
@@ -236,8 +238,8 @@ class ProcessSupervisor:
     def stop(self) -> None:
         self._over.set()
         self._thread.join()
-        with ThreadPoolExecutor(len(self.roles)) as pool:
-            list(pool.map(stop_participant, self.roles))
+        with ThreadPoolExecutor(len(self.roles)) as pool:  # all that matters is on disk
+            list(pool.map(partial(stop_participant, seconds=TRIAL_ENDS), self.roles))
 
 
 def condition_words(about: dict[str, Any], now: float) -> list[str]:

@@ -51,8 +51,6 @@ from fedtailor.flare.policy import (
     round_metrics,
 )
 from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.tables.candidates import all_in_training
-from fedtailor.tables.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
 
 SERVER = "server"  # the only one that may call
@@ -97,7 +95,11 @@ def read_site(path: Path) -> SiteFile:
 def load_rows(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
     """This site's rows. A fit of tables trains on the validation rows too: it validates by folds."""
     rows = load_site(data, name, seed=seed)
-    return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
+    if algorithm.lower() not in PROGRAMS:
+        return rows
+    from fedtailor.tables.candidates import all_in_training  # imports what fits of tables need, such as SciPy
+
+    return all_in_training(rows)
 
 
 def read_participation(folder: Path) -> dict[str, Any]:
@@ -499,6 +501,8 @@ class SiteService:
 
 def finished_fits(private: Path) -> dict[str, Path]:
     """Folders of the finished fits of tables, by the name of the run, oldest first."""
+    from fedtailor.tables.site_fit import is_fit
+
     ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
     ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
     return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
@@ -506,6 +510,8 @@ def finished_fits(private: Path) -> dict[str, Path]:
 
 def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
     """The folder and the record of a fit at this site, the latest by default; written when first asked for."""
+    from fedtailor.tables.site_fit import site_fit
+
     site = read_site(file)
     known = finished_fits(site.folder)
     chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]
