@@ -80,11 +80,9 @@ def model(
 
 def _print_comparison(test: Any, as_json: bool) -> None:
     if as_json:
-        print_json({"statistic": test.statistic, "df": test.df, "p": test.p})
+        print_json(test.json())
     else:
-        from fedtailor.inference.printed import comparison_text
-
-        print(comparison_text(test))
+        print(test)
 
 
 def print_model(fitted: Any, *, as_json: bool, latex: bool, modes: bool) -> None:
