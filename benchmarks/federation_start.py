@@ -44,7 +44,9 @@ def kind(command: list[str]) -> str:
 
 def watch(process: subprocess.Popen[bytes]) -> tuple[dict[int, float], dict[int, float], dict[int, str]]:
     """Processor seconds, the largest proportional set size (MB) and the kind of every process."""
-    seconds, size, names = {}, defaultdict(float), {}
+    seconds: dict[int, float] = {}
+    size: dict[int, float] = defaultdict(float)
+    names: dict[int, str] = {}
     root = psutil.Process(process.pid)
     while process.poll() is None:
         for one in [root, *root.children(recursive=True)]:
@@ -62,7 +64,7 @@ def watch(process: subprocess.Popen[bytes]) -> tuple[dict[int, float], dict[int,
 
 def stage_times(folder: Path) -> dict[str, float]:
     """When each stage ended, at the last participant that it concerns."""
-    found = {}
+    found: dict[str, float] = {}
     for stage, (where, text) in STAGES.items():
         for log in folder.glob(f"{where}/log.txt"):
             for line in log.read_text().splitlines():
@@ -95,7 +97,6 @@ def main() -> None:
         each = ", ".join(f"{seconds[pid]:.1f} s {size[pid]:.0f} MB" for pid in pids)
         print(f"  {name:12s} {each}")
     print(f"  in all       {sum(seconds.values()):.1f} s on {psutil.cpu_count()} cores")
-    # a site is two processes, FLARE's and that of the job
 
 
 if __name__ == "__main__":

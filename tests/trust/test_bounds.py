@@ -19,7 +19,7 @@ from fedtailor.experiments.store import RunFolder, round_line, write_json
 from fedtailor.flare import server as flare
 from fedtailor.flare.audit import audit_lines
 from fedtailor.flare.policy import Budget
-from fedtailor.flare.protocol import ENVELOPE, config_for, data_schema, hello_fault, promise
+from fedtailor.flare.protocol import ENVELOPE, PROTOCOL, config_for, data_schema, hello_fault, promise
 from fedtailor.flare.site import AUDIT, SERVER, SiteService, read_site
 from fedtailor.version import __version__
 from tests.flare.sites import Sites, write_sites
@@ -51,7 +51,14 @@ class Sealed:
         self.sites = {i: SiteService(read_site(file), name) for i, (name, file) in enumerate(files.items())}
         self.folders = {i: file.parent / "private" for i, file in enumerate(files.values())}
         self.numbers = dict.fromkeys(self.sites, 0)
-        hello = {"op": "hello", "version": __version__, "run": "run-1", "algorithm": "fedavg", "model": "mlp"}
+        hello = {
+            "op": "hello",
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "run": "run-1",
+            "algorithm": "fedavg",
+            "model": "mlp",
+        }
         about = {"schema": data_schema(self.data), "promise": promise(self.experiment), "first": 0}
         for i in self.sites:
             start = {"op": "start", "config": config_for(self.config, i), "client": i} | about

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -282,9 +283,10 @@ def _subject(about: dict[str, Any], name: str) -> str:
 
 
 def read_condition(folder: Path, kit: Path) -> dict[str, Any]:
-    """Version, clock, free disk and certificate of a participant: for its operator and, of a site, for the server."""
+    """Versions, clock, free disk and certificate of a participant: for its operator and, of a site, for the server."""
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    return {"version": __version__, "now": time.time(), "free": free, "certificate_ends": certificate_end(kit)}
+    about = {"version": __version__, "torch": version("torch"), "now": time.time(), "free": free}
+    return about | {"certificate_ends": certificate_end(kit)}
 
 
 def certificate_end(kit: Path) -> float | None:

@@ -245,6 +245,7 @@ class ProcessSupervisor:
 def condition_words(about: dict[str, Any], now: float) -> list[str]:
     """A condition in words, as far as it is known; `now` is the reader's clock when it was reported."""
     parts = [f"version {about['version']}"] if isinstance(about.get("version"), str) else []
+    parts += [f"torch {about['torch']}"] if isinstance(about.get("torch"), str) else []
     if isinstance(about.get("now"), int | float):
         skew = about["now"] - now
         parts += [f"clock {skew:+.0f} s"] if abs(skew) >= 0.5 else []

@@ -29,7 +29,7 @@ from fedtailor.data.files import expand_home
 from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
-from fedtailor.errors import ConfigError, RunError, nearest
+from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.model_description import check_options, refuse_large
@@ -50,8 +50,17 @@ from fedtailor.flare.policy import (
     refuse_private_message,
     round_metrics,
 )
-from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.version import __version__
+from fedtailor.flare.protocol import (
+    ENVELOPE,
+    PING,
+    Refused,
+    data_schema,
+    digest,
+    other_code,
+    promise,
+    read_request,
+    without_unknown,
+)
 
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept
@@ -304,8 +313,6 @@ class SiteService:
         return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
 
     def _hello(self, header: Header, message: bytes) -> bytes:
-        if header["version"] != __version__:
-            raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
         check_participation(self.site.folder, header["run"])
@@ -320,7 +327,7 @@ class SiteService:
     def _start(self, header: Header, message: bytes) -> bytes:
         if self._data is None:
             raise Refused("start before hello")
-        config: RunConfig = parse(header["config"])
+        config: RunConfig = parse(without_unknown(header["config"], header.get("unset", [])))
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
         # the configuration must be what hello announced
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
@@ -346,16 +353,15 @@ class SiteService:
         folder, is_sealed = self.site.folder / self._run, experiment.aggregation.reduction.is_sealed
         states = SiteState(folder / "states")
         cohort = frozenset(header.get("cohort", [])) if is_sealed else frozenset()
-        identity = {"promise": digest(mine), "config": header["config"], "cohort": sorted(cohort)}
+        agreed = {part: its for part, its in mine.items() if part != "options"}  # which the configuration has
+        identity = {"promise": digest(agreed), "config": config.plain(), "cohort": sorted(cohort)}
         need = RunNeed.of(policy.budget, experiment, config.rounds, has_metrics=policy.sends_metrics)
         if not (folder / RUN).exists():
             need.check(policy.budget)
             SiteLedger(policy.budget, self.site.folder).book(self._run, need)
             write_json(folder / RUN, identity)
-        elif read_json(folder / RUN) != identity:
-            raise Refused(
-                f"this site has a run {self._run} with another configuration or version; choose another --run"
-            )
+        elif not _is_same_run(read_json(folder / RUN), identity):
+            raise Refused(f"this site has a run {self._run} with another configuration; choose another --run")
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
@@ -497,6 +503,14 @@ class SiteService:
         self.audit.write_line({"run": self._run, "text": str(error)})
         kind = type(error.__cause__ or error).__name__
         return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; see the site's audit log"
+
+
+def _is_same_run(stored: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a run goes on. An earlier version may have written fewer keys: the others have their defaults."""
+    try:
+        return (stored | {"config": parse(stored["config"]).plain()}) == identity
+    except (UserError, KeyError):
+        return False
 
 
 def finished_fits(private: Path) -> dict[str, Path]:
