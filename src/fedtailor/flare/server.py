@@ -508,6 +508,8 @@ def coordinate(
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
         raise ConfigError("evaluation.unseen: not available in a federation of sites; use fedtailor onboard")
+    if config.privacy.secure_sum and config.environment.epochs:
+        raise ConfigError("environment.epochs: differs by site, and sites of a secure sum must compute the same")
     if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
         raise ConfigError("federation.goal: cannot be combined with secure sums, nor be below federation.min_replies")
     if config.federation.late == "buffer" and not config.federation.goal:
