@@ -29,7 +29,8 @@ from fedtailor.studies.grid import Cell  # noqa: E402
 from fedtailor.tables.serve import personal  # noqa: E402
 
 NAMES = {"drive": "DRIVE", "stare": "STARE", "chase": "CHASE_DB1", "hrf": "HRF"}
-SHOWN = ("Local", "FedAvg", "Ditto", "Tailor")  # in the pictures
+SHOWN = ("Local", "FedAvg", "FedAvg+FT", "Tailor")  # in the pictures
+FREE = {"chase": "Fraz et al. 2012", "hrf": "Budai et al. 2013"}  # CC BY 4.0; the others may not be shown here
 PICTURES = ROOT / "docs" / "results" / "eyes"
 Scores = dict[str, NDArray[np.float64]]  # of every test image, by clinic: mean over seeds
 
@@ -64,9 +65,9 @@ def paired(row: Scores, local: Scores) -> list[str]:
 
 
 def draw(runs: Mapping[str, Cell], data: FederatedData) -> None:
-    """A PNG for each clinic: image, truth, and the masks of some methods."""
+    """A PNG for each clinic whose images are free: image, truth, and the masks of some methods."""
     PICTURES.mkdir(exist_ok=True)
-    for clinic in data.clients:
+    for clinic in FREE:
         x, y = first_test_image(data, clinic)
         masks = [personal(cell.folder, clinic, data_root()).predict(x)[0] for cell in runs.values()]
         (PICTURES / f"{clinic}.png").write_bytes(side_by_side(x, y[0].numpy(), *masks))
@@ -95,7 +96,9 @@ def main() -> None:
     shown = {row: one[row][0] for row in SHOWN if row in one}
     draw(shown, data)
     print(f"\nImage, truth, {', '.join(shown)}:\n")
-    print("\n".join(f"![{NAMES[c]}: image, true mask, {', '.join(shown)}](eyes/{c}.png)\n" for c in data.clients))
+    for clinic, source in FREE.items():
+        print(f"![{NAMES[clinic]}: image, true mask, {', '.join(shown)}](eyes/{clinic}.png)\n")
+        print(f"{NAMES[clinic]}, {source}, CC BY 4.0\n")
 
 
 if __name__ == "__main__":
