@@ -62,6 +62,7 @@ from fedtailor.flare.protocol import (
     read_request,
     without_unknown,
 )
+from fedtailor.flare.revocations import accept_list
 
 if TYPE_CHECKING:
     from fedtailor.aggregation.member import Opened
@@ -325,6 +326,8 @@ class SiteService:
     def _hello(self, header: Header, message: bytes) -> bytes:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
+        if accept_list(self.site.kit, self.site.kit, header.get("revoked", {})):
+            self.audit.write_line({"revoked": header["revoked"]["names"]})
         check_participation(self.site.folder, header["run"])
         self._end_job()
         self._run, self._announced = header["run"], header
