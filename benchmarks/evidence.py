@@ -65,6 +65,7 @@ PAGES = {  # page -> what it shows: comparisons (TOML files), published tables (
         "benchmarks/leaderboard.py --model cnn --json docs/results/leaderboard-cnn.json",
     ),
     "adapters": ("benchmarks/adapters.py",),
+    "eyes": ("eyes", "benchmarks/eyes.py"),
     "baselines": ("configs/baselines/fashion-mnist.toml", "configs/baselines/mnist.toml"),
 }
 SEVERAL = {  # pages of more than one algorithm
