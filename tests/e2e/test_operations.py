@@ -75,8 +75,8 @@ def states(federation: Path, run: str, site: str) -> list[tuple[int, int, str]]:
 def test_operations(federation: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(federation)
     hospitals, folders = federation / "hospitals", [federation / name for name in NAMES]
-    for folder in (hospitals / "server", *folders):
-        until(lambda folder=folder: not operate.problems(operate.read_status(folder)))
+    everybody = (hospitals / "server", *folders)
+    until(lambda: not any(operate.problems(operate.read_status(folder)) for folder in everybody))
     submit = ("federation", "submit", "task.toml", "--set", "algorithm.name=fedavg", "--admin", "hospitals/admin")
 
     set_participation(federation / "west/private", "paused")

@@ -129,6 +129,36 @@ def pause(
     print(f"{folder}: {'takes part again' if off else 'paused; --off ends it'}")
 
 
+def pending(
+    folder: Folder,
+    yes: Annotated[str, typer.Option("--yes", metavar="ID", help="Approve this request, for one run.")] = "",
+    no: Annotated[str, typer.Option("--no", metavar="ID", help="Decline it.")] = "",
+    by: Annotated[str, typer.Option("--by", help="Who decides; default: the user of this computer.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs that wait for a person's approval at a site, or decide on one; signed with the site's key.
+
+    With approve = "ask" in its policy, a run waits at the site until somebody has seen what it is.
+    """
+    import getpass
+
+    from fedtailor.flare import kits
+    from fedtailor.flare.approval import NO, YES, decide, read_pending, request_lines
+    from fedtailor.flare.site import read_site
+
+    site = read_site(folder / kits.SITE)
+    if yes and no:
+        raise ConfigError("pending: give --yes or --no")
+    if identity := yes or no:
+        decide(site.folder, site.kit, identity, YES if yes else NO, by or getpass.getuser())
+    requests = read_pending(site.folder)
+    if as_json:
+        print_json(requests)
+        return
+    lines = [line for name, record in requests.items() for line in request_lines(name, record)]
+    print("\n".join(lines) or "nothing waits")
+
+
 def leave(folder: Folder) -> None:
     """Leave the federation: the site no longer answers. What it has stored stays until withdraw deletes it."""
     from fedtailor.flare import operate
@@ -282,6 +312,6 @@ def private_folder(folder: Path) -> Path:
 
 
 COMMANDS = (
-    *(status, health, metrics, pause, leave, withdraw),
+    *(status, health, metrics, pending, pause, leave, withdraw),
     *(certificates, request, approve, join, renew, revoke, audit),
 )

@@ -75,6 +75,7 @@ partners = []  # sites to sum with, by the names in their certificates; "north o
 code = []  # custom tasks, optimizers and metrics that a run may use
 min_samples = 20  # nothing leaves with fewer training samples
 max_rounds = 1000
+# approve = "ask"  # a run waits until a person has said yes: fedtailor federation pending
 # reasons = true  # whether a refusal tells the server which rule it breaks
 
 [policy.budget]  # limits on what may be asked

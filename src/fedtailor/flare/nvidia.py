@@ -8,10 +8,12 @@ second: its timers share one thread here. It makes room for a message of any dec
 from __future__ import annotations
 
 import gc
+import getpass
 import heapq
 import json
 import logging
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -187,12 +189,21 @@ class Participant:
 class Coordinator:
     """What runs at the server: the rounds of one run, from its last checkpoint to its end."""
 
-    def __init__(self, run: str, config: str, named: Sequence[str] = (), least: int = 0, revoked: str = "{}") -> None:
+    def __init__(
+        self,
+        run: str,
+        config: str,
+        named: Sequence[str] = (),
+        least: int = 0,
+        revoked: str = "{}",
+        submitter: str = "",
+    ) -> None:
         self.run = run
         self.config = config  # JSON: FLARE would read tables in it as components
         self.named = list(named)  # sites that are expected
         self.least = least
         self.revoked = revoked  # JSON: the authority's signed list, as the administrator has it
+        self.submitter = submitter
 
     @collab.main
     def main(self) -> None:
@@ -206,7 +217,7 @@ class Coordinator:
         try:
             config = parse(json.loads(self.config))
             accept_list(root.parent, root.parent / KIT, json.loads(self.revoked))
-            coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least)
+            coordinate(link, config, self.run, root, BOARD.listen, tuple(self.named), self.least, self.submitter)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
             raise
@@ -390,6 +401,13 @@ class Unreachable(ConnectionError):
     """The server cannot be reached."""
 
 
+def asker() -> str:
+    """Who submits, for the people at the sites: the server passes it on."""
+    with suppress(OSError, KeyError):
+        return f"{getpass.getuser()} on {socket.gethostname()}, as {ADMIN}"
+    return ADMIN
+
+
 @dataclass
 class Launcher:
     """Brings a run to its end: submits it, and again from its checkpoint whenever its job dies.
@@ -459,7 +477,7 @@ class Launcher:
             self.say(f"without {', '.join(sorted(missing))}: not connected within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
             revoked = json.dumps(read_list(self.admin))
-            server = Coordinator(self.run, json.dumps(self.config.plain()), self.sites, self.least, revoked)
+            server = Coordinator(self.run, json.dumps(self.config.plain()), self.sites, self.least, revoked, asker())
             job = session.submit(write_job(self.run, server, Path(folder)))
         self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
         return job

@@ -53,6 +53,7 @@ from fedtailor.flare.participation import (
     SILENT,
     SITES,
     TOOK_PART,
+    WAITING,
     Attended,
     Participation,
 )
@@ -64,6 +65,7 @@ ROSTER = "federation.json"  # in the folder of a run
 TRIES = 3  # of a request whose connection broke; its number makes repeating it harmless
 LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
 MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
+ASK_AGAIN = 5.0  # seconds between two questions whether a person has approved the run
 SPOILED = 2  # rounds that are abandoned for a site's answers, until the run goes on without it
 
 
@@ -337,9 +339,16 @@ class FlareEngine(Remote):
         if self.experiment.aggregation.reduction.is_sealed:
             header["cohort"] = sorted(self.experiment.data.clients)
         headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
-        for client, answer, wrong in self._tell_each(headers):
-            if wrong:
-                self._leave_out(client, wrong, _state(answer))
+        until = time.monotonic() + self.rpc.deadline
+        while headers:
+            waiting = {}
+            for client, answer, wrong in self._tell_each(headers):
+                if wrong and _state(answer) == WAITING and time.monotonic() < until:
+                    waiting[client] = headers[client]
+                elif wrong:
+                    self._leave_out(client, wrong, _state(answer))
+            if headers := waiting:  # people take longer: a run that is submitted again asks again
+                time.sleep(min(ASK_AGAIN, self.rpc.silence / 2))
         if self.needed:
             self.participation.note_round(1, self.rpc.absences())
         _refuse_few(self.rpc, sum(self._name(c) not in self.rpc.away for c in self.everybody), self.needed)
@@ -504,12 +513,14 @@ def coordinate(
     listener: runner.Listener | None,
     named: Sequence[str] = (),
     least: int = 0,
+    submitter: str = "",
 ) -> RunFolder:
     """Run `name` over the sites of a link, from the checkpoint in `root` if there is one.
 
     Args:
         named: Sites that are expected: the run begins when all are there, and a round when more than half of them are.
         least: With fewer sites neither begins, in place of that.
+        submitter: Who asks for the run, for the people at the sites.
     """
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
@@ -532,7 +543,7 @@ def coordinate(
             rpc.leave_out(site, "its certificate was revoked", EXPELLED)
         elif site not in link.sites:
             rpc.leave_out(site, "is not connected", SILENT)
-    greetings = _hello(rpc, config, roster["run"], read_list(root.parent))
+    greetings = _hello(rpc, config, roster["run"], read_list(root.parent), submitter)
     participation.note_hello(greetings)
     for site, theirs in participation.torch_versions().items():
         if site in greetings and _minor(theirs) != _minor(torch.__version__):
@@ -595,7 +606,7 @@ def longest_answer(experiment: Experiment) -> int:
     return LONGEST_HEADER + max([state, *replies])
 
 
-def _hello(rpc: SiteRpc, config: RunConfig, run: str, revoked: dict[str, Any]) -> dict[str, Header]:
+def _hello(rpc: SiteRpc, config: RunConfig, run: str, revoked: dict[str, Any], submitter: str) -> dict[str, Header]:
     """What each site reports of itself; a site that refuses is left out."""
     header = {
         "op": "hello",
@@ -607,6 +618,7 @@ def _hello(rpc: SiteRpc, config: RunConfig, run: str, revoked: dict[str, Any]) -
         "rounds": config.rounds,
         "seed": config.seed,
         "code": other_code(config),
+        "submitter": submitter,
         "revoked": revoked,
     }
     message = codec.encode(header, None)
