@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,6 @@ from fedtailor.flare import joining, kits, operate
 from fedtailor.flare.participation import SITES, read_sites, spans
 from fedtailor.flare.revocations import revoked_in
 from fedtailor.flare.site import set_participation
-from tests.cli.conftest import Call
-from tests.cli.conftest import call as call
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs NVIDIA FLARE")
 NAMES = ("north", "south", "west")
@@ -72,8 +72,12 @@ def states(federation: Path, run: str, site: str) -> list[tuple[int, int, str]]:
     return [(first, last, its.state) for first, last, its in spans(record)]
 
 
-def test_operations(federation: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(federation)
+def test_operations(federation: Path) -> None:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "fedtailor.cli.main", *arguments]
+        done = subprocess.run(command, cwd=federation, capture_output=True, text=True, timeout=900)
+        return done.returncode, done.stdout, done.stderr
+
     hospitals, folders = federation / "hospitals", [federation / name for name in NAMES]
     everybody = (hospitals / "server", *folders)
     until(lambda: not any(operate.problems(operate.read_status(folder)) for folder in everybody))
@@ -108,4 +112,4 @@ def test_operations(federation: Path, call: Call, monkeypatch: pytest.MonkeyPatc
 
     operate.stop_participant(hospitals / "server", seconds=1.0)
     assert operate.problems(operate.read_status(federation / "north"))  # it runs, and serves nobody
-    assert call("federation", "health", "north").code == 1
+    assert call("federation", "health", "north")[0] == 1
