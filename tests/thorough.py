@@ -71,6 +71,7 @@ PROGRAMS = (  # files and tests: processes, browsers, compilers, examples, and p
     "tests/trust/test_lying_search.py::test_a_site_that_says_anything_passes_no_bound",
     "tests/trust/test_lying_search.py::test_the_search_finds_a_site_with_rows_of_another_world",
     "tests/world/test_zoo.py::test_every_module",
+    "tests/world/test_zoo.py::test_more_of_several_at_once",
 )
 
 
