@@ -32,7 +32,6 @@ def discrete_gaussian(size: int, entropy: Entropy = os.urandom) -> Ints:
 
 
 def _proposals(count: int, entropy: Entropy) -> Ints:
-    """Those of `count` proposals that are kept."""
     words = np.frombuffer(entropy(8 * count), dtype="<u8")
     low = (words & np.uint64(STEPS - 1)).astype(np.int64)  # of the magnitude, in steps below t
     is_minus = (words >> np.uint64(BITS) & np.uint64(1)).astype(bool)

@@ -58,7 +58,6 @@ class GaussianNoise:
         return add_noise(total, self.multiplier * self.clip, self.clip)
 
     def check(self, experiment: Any) -> None:
-        """Raise a `ConfigError` if it does not suit the experiment."""
         accountant.require()
         if experiment.environment.missing == "stale":
             raise ConfigError('privacy.noise: not with environment.missing = "stale", which counts by sample counts')

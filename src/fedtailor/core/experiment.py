@@ -85,7 +85,6 @@ class Experiment:
 
     @property
     def loss(self) -> Loss:
-        """The loss of each sample, [rows]."""
         return self.task.loss
 
     @cached_property

@@ -106,7 +106,6 @@ SOURCES: dict[str, SourceInfo] = {
 
 
 def has_validation(config: DataConfig) -> bool:
-    """Whether clients will have validation samples."""
     if isinstance(config, SavedConfig):
         from fedtailor.data.sources import saved_data
 

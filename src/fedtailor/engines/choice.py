@@ -82,7 +82,6 @@ def _on_device(experiment: Experiment, clients: int) -> Choice:
 
 
 def _is_dense(experiment: Experiment) -> bool:
-    """Whether it neither convolves nor has BatchNorm."""
     kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
     return not any(isinstance(m, kinds) for m in experiment.model.module.modules())
 

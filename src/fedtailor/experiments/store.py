@@ -584,7 +584,6 @@ class RunFolder:
         return path
 
     def newcomer(self, name: str) -> Tree:
-        """The personal model of a newcomer."""
         return read_tree(folder := self.path / "newcomers" / name, read_json(folder / "index.json")[name])
 
     def fingerprint(self) -> str:

@@ -75,7 +75,6 @@ def faults(folder: RunFolder) -> pl.DataFrame:
 
 
 def table(rows: Sequence[Row]) -> pl.DataFrame:
-    """The table of a comparison as numbers."""
     return _frame([record(row) | {name: mean for name, (mean, _) in row.others.items()} for row in rows])
 
 

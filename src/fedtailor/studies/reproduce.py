@@ -83,7 +83,6 @@ def available(configs: Path) -> list[str]:
 
 
 def load(configs: Path, name: str) -> Published:
-    """A published table by name."""
     path = configs / f"{name}.toml"
     if not path.is_file() or name not in available(configs):
         raise ConfigError(f'no published table "{name}"; {nearest(name, available(configs))}')

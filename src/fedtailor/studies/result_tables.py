@@ -253,7 +253,6 @@ def number(metric: str, value: float) -> str:
 
 
 def spread(metric: str, value: float, deviation: float) -> str:
-    """Mean and, with several seeds, spread."""
     return number(metric, value) + ("" if math.isnan(deviation) else f" ± {number(metric, deviation)}")
 
 

@@ -35,7 +35,6 @@ def load(config: TextConfig, *, seed: int, root: Path | None = None) -> Federate
 
 
 def _rows(config: TextConfig) -> list[tuple[str, ...]]:
-    """Client, sentence and label of every row."""
     path = expand_home(config.path)
     if path.is_dir():
         if config.client_column is not None:

@@ -65,7 +65,6 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
 
 
 def normalise_name(name: str) -> str:
-    """A column name without case and punctuation."""
     return re.sub(r"[\W_]+", "_", name.strip().casefold()).strip("_")
 
 

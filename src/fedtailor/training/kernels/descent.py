@@ -14,7 +14,6 @@ from fedtailor.training.specification import Training
 
 
 def descend(training: Training, t: Tree) -> tuple[Params, Params]:
-    """Parameters and buffers after all steps."""
     model = training.model
     is_last = model.likes_channels_last
     places = output_buffers.current()

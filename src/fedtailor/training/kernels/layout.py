@@ -22,7 +22,6 @@ def channels_last_tree(t: Tree) -> Tree:
 
 
 def copy_channels_last(value: Tensor) -> Tensor:
-    """A copy that is laid out so."""
     if value.dim() != 4:
         return value.clone()
     return torch.empty_like(value, memory_format=torch.channels_last).copy_(value)
