@@ -128,8 +128,7 @@ def test_all_rows_at_once_are_predicted_as_by_each_site(fitted: tuple[ft.Fit, pl
 
 
 def test_an_exported_model_has_them(fitted: tuple[ft.Fit, pl.DataFrame], tmp_path: Path) -> None:
-    from fedtailor.serving.export import export
-    from fedtailor.serving.model_file import read_safetensors
+    from fedtailor.serving.export import export, read_safetensors
 
     made, frame = fitted
     x = frame.head(5).drop("y", "site")
