@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
+from fedtailor.data.files import client_name
 from fedtailor.data.tabular.align import MAX_CATEGORIES, align_tables, match_columns, refuse_other_units
 from fedtailor.data.tabular.columns import ClientTable
 from fedtailor.data.tabular.earlier_rows import EarlierRows
 from fedtailor.data.tabular.encode import SiteColumns, encode_sites
-from fedtailor.data.tabular.read import client_name
 from fedtailor.data.tabular.target import (
     distinct_labels,
     drop_unlabelled,
