@@ -118,7 +118,14 @@ def lightgbm(t: dict[str, Any]) -> Floats:
     lgb: Any = import_module("lightgbm")
     objective = {"number": "regression", "binary": "binary", "count": "poisson", "ordinal": "multiclass"}[t["task"]]
     x, held = np.column_stack([t["x"], t["site"]]), t["test"]
-    options = {"n_estimators": 300, "learning_rate": 0.05, "num_leaves": 31, "verbosity": -1, "random_state": 0}
+    options = {
+        "n_estimators": 300,
+        "learning_rate": 0.05,
+        "num_leaves": 31,
+        "verbosity": -1,
+        "random_state": 0,
+        "n_jobs": 1,
+    }
     kind = lgb.LGBMRegressor if t["task"] in ("number", "count") else lgb.LGBMClassifier
     model = kind(objective=objective, **options)
     model.fit(x[~held], t["y"][~held], categorical_feature=[x.shape[1] - 1])

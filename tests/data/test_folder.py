@@ -385,7 +385,7 @@ BROKEN: dict[str, tuple[str | bytes, list[str]]] = {
     "infinite": (GOOD.replace("\n21,", "\ninf,"), ["b.csv", '"age"', '"inf"', "data row 2"]),
     "duplicate column": ("age,ward,age,sick\n" + "1,A,2,0\n" * 3, ["b.csv", '"age"', "more than once"]),
     "nameless column": (",age,ward,sick\n" + "1,1,A,0\n" * 3, ["b.csv", "column 1 has no name"]),
-    "latin-1": (GOOD.replace("B", "\xc9").encode("latin-1"), ["b.csv", "not UTF-8", "0xc9", "line 3"]),
+    "no encoding": (GOOD.encode() + b"\x81", ["b.csv", "not UTF-8", "0x81", "line 14"]),
     "damaged utf-16": (GOOD.encode("utf-16")[:-1], ["b.csv", "damaged UTF-16"]),
     "utf-16 without mark": (GOOD.encode("utf-16-le"), ["b.csv", "not UTF-8"]),
     "too many fields": (GOOD + "1,A,0,9\n", ["b.csv", "line 14 has 4 fields, the header has 3"]),

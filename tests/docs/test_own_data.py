@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[], object], dict[str, Any]]] = {
         lambda: edit(lambda lines: [lines[0].replace("dose", "age"), *lines[1:]]),
         {},
     ),
-    "sites/west.csv: not UTF-8": (lambda: WEST.write_bytes(b"age,outcome\n1,\xe9\n"), {}),
+    "sites/west.csv: not UTF-8": (lambda: WEST.write_bytes(b"age,outcome\n1,\x81\n"), {}),
     "sites/west.csv: empty file": (lambda: WEST.write_text(""), {}),
     'sites/west.tsv: client "west" is also in west.csv; keep one of them': (
         lambda: Path("sites/west.tsv").write_text("a\n"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,11 @@ def test_three_sites_equal_the_loop_engine(tmp_path: Path) -> None:
     )
     logs = "".join(p.read_text()[-3000:] for p in tmp_path.glob("federation/*/log.txt") if done.returncode)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}{logs}"
-    assert done.stdout.startswith("first: submitted to client-00, client-01, client-02\n")
+    assert "first: submitted to client-00, client-01, client-02\n" in done.stdout
+    assert re.search(r"^greeting sites", done.stdout, re.MULTILINE)
+    assert [line for line in done.stdout.splitlines() if "took part" in line] == [
+        f"client-0{i}: took part in all {task.rounds} rounds" for i in range(3)
+    ]
     path = tmp_path / "federation/server/runs/first"
     assert_equal(tensors(path, tmp_path / "federation"), on_loop(task), 1e-6)
     straight = runner.start(task, tmp_path / "loop")

@@ -72,10 +72,12 @@ class Authority:
     def _signed(self, name: str, key: ec.EllipticCurvePrivateKey, days: int = 10) -> x509.Certificate:
         subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, "authority"))
         now = datetime.now(UTC)
+        is_authority = x509.BasicConstraints(ca=name == "authority", path_length=None)
         return (
             x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(now - timedelta(days=20))
             .not_valid_after(now + timedelta(days=days))
+            .add_extension(is_authority, critical=True)
             .sign(self.key, hashes.SHA256())
         )
 

@@ -19,7 +19,7 @@ from fedtailor.errors import ConfigError, RunError
 from fedtailor.experiments.store import RunFolder, read_json, write_json
 from fedtailor.flare import kits, operate
 from fedtailor.flare.kits import ABOUT, PROJECT
-from fedtailor.flare.server import LastSeen
+from fedtailor.flare.participation import Participation
 from fedtailor.flare.site import RECEIPTS, read_participation, set_participation
 from tests.flare.sites import Authority
 from tests.flare.test_site import Asked
@@ -119,20 +119,23 @@ def test_the_status_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     made = config("rounds=5")
     RunFolder.create(folder / "runs" / "one", made, {"clients": []})
     (folder / "runs/one/metrics.jsonl").write_text("{}\n{}\n")
-    presence = LastSeen(folder / "runs/one/sites.json")
+    presence = Participation(folder / "runs/one/sites.json")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)  # however long the lines below take
     about = {"version": "0.1.0", "now": now + 90, "free": 5 * 2**30, "certificate_ends": now + 86400, "more": [1]}
     presence.note_hello({"ada": {"condition": about}, "bo": {"condition": "?"}, "cy": {}})
-    presence.note_round({"ada": "", "bo": "does not answer", "cy": ""})
+    presence.note_seen({"ada": "", "bo": "does not answer", "cy": ""})
     assert "more" not in read_json(folder / "runs/one/sites.json")["ada"]
     monkeypatch.setattr(operate, "find_process", lambda folder: 7)
+    monkeypatch.setattr(operate, "service_fault", lambda folder, process: "nothing answers")
     text = "\n".join(operate.status_lines(found := operate.read_status(folder), now + 10))
     assert "process 7" in text
     assert "run one: round 2 of 5" in text
     assert re.search(r"ada.*\b10\b.*0\.1\.0.*\+90.*5\.0.*GB", text)
     assert re.search(r"bo.*\b10\b", text)
+    assert operate.problems(found, now) == ["server: nothing answers"]
     prometheus = operate.prometheus_text(found, now)
+    assert 'fedtailor_serving{participant="server"} 0\n' in prometheus
     assert 'fedtailor_rounds_total{run="one"} 2\n' in prometheus
     assert 'fedtailor_site_clock_seconds{run="one",site="ada"} 90\n' in prometheus
     assert operate._label('a"b\\c\nd') == 'a\\"b\\\\c\\nd'

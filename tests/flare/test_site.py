@@ -55,7 +55,9 @@ class Asked:
         return codec.decode(self.site.answer(caller, request))
 
     def hello(self, **changes: Any) -> dict[str, Any]:
-        return self.ask(HELLO | {"algorithm": self.algorithm} | changes)[0]
+        about: dict[str, Any] = {"algorithm": self.algorithm, "model": self.config.model.name}
+        about |= {"rounds": self.config.rounds, "seed": self.config.seed}
+        return self.ask(HELLO | about | changes)[0]
 
     def start(self, run: str = "run-1", **changes: Any) -> dict[str, Any]:
         self.hello(run=run)

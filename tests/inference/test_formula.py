@@ -67,6 +67,13 @@ def test_an_agreement_is_the_same_design(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("formula", "family", "kind"),
     [
+        ("y ~ . + (1 | site)", "gaussian", ConfigError),
+        ("y ~ x + strata(site)", "gaussian", ConfigError),
+        ("Surv(time, event) ~ x + strata(ward)", "cox", ConfigError),
+        ("y ~ x + (1 | site) + (1 | row)", "gaussian", DataError),
+        ("y ~ x + (1 | site) + (1 | region)", "gaussian", DataError),
+        ("y ~ log(x - 100) + (1 | site)", "gaussian", DataError),
+        ("y ~ noted + (1 | site)", "gaussian", DataError),
         ("y ~ scale(x) + (1 | site)", "gaussian", ConfigError),
         ("y ~ center(x) + (1 | site)", "gaussian", ConfigError),
         ("y ~ nothing + (1 | site)", "gaussian", DataError),
@@ -83,8 +90,35 @@ def test_an_agreement_is_the_same_design(tmp_path: Any) -> None:
     ],
 )
 def test_what_is_not_possible_is_said(formula: str, family: Any, kind: type[Exception]) -> None:
-    with np.errstate(all="ignore"), pytest.raises(kind):
-        model(rows(), formula, family, site="site")
+    frame = rows().with_columns(
+        pl.int_range(pl.len()).alias("row"),
+        pl.col("site").str.replace("site[01]", "west").alias("region"),
+        pl.when(pl.int_range(pl.len()) == 7).then(pl.lit("none")).otherwise(pl.col("x").cast(pl.String)).alias("noted"),
+    )
+    with pytest.raises(kind):
+        model(frame, formula, family, site="site")
+
+
+def test_a_power_as_r_writes_it() -> None:
+    ours, python = (model(rows(), f"y ~ I(x{sign}2) + (1 | site)").estimates for sign in ("^", "**"))
+    assert [c.term for c in ours.coefficients] == [c.term for c in python.coefficients] == ["(Intercept)", "I(x^2)"]
+    assert ours.loglik == python.loglik
+
+
+def test_where_sites_are_files_a_factor_inside_them_is_not_the_site() -> None:
+    frames = {str(k[0]): part.drop("site") for k, part in rows().partition_by("site", as_dict=True).items()}
+    for text in ("y ~ x + (1 | ward) + (1 | site)", "y ~ x + (1 | ward) + (1 | clinic)", "y ~ x + (1 | site/ward)"):
+        design, _ = load_formula(frames, text, "gaussian")
+        assert (design.group, len(design.random), len(design.nested)) == ("ward", 1, 1)
+    inside = load_formula(frames, "y ~ x + (1 | ward)", "gaussian")[0]
+    assert (inside.formula.site, inside.random, inside.group) == ("site", (), "ward")
+    told = {name: frame.with_columns(pl.lit(name).alias("clinic")) for name, frame in frames.items()}
+    assert load_formula(told, "y ~ x + (1 | clinic)", "gaussian")[0].random == (("(Intercept)",),)
+
+
+def test_the_level_whose_probability_is_modelled_is_named() -> None:
+    frame = rows().with_columns(pl.when(pl.col("event") == 1).then(pl.lit("yes")).otherwise(pl.lit("no")).alias("sick"))
+    assert any('"yes"' in note for note in model(frame, "sick ~ x + (1 | site)", "binomial").estimates.notes)
 
 
 def test_a_level_that_was_not_agreed_on_is_refused(tmp_path: Any) -> None:

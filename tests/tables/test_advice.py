@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -175,3 +176,14 @@ def test_advise_from_frames() -> None:
 def test_worth_needs_three_sites(data: FederatedData) -> None:
     with pytest.raises(DataError):
         worth(data.only([0, 1]))
+
+
+def test_a_column_that_gives_the_target_is_refused() -> None:
+    with pytest.raises(DataError):
+        advise(frames_of(lambda x: 2 * x + 1), "y")
+    assert set(advise(frames_of(lambda x: 2 * x + np.sin(9 * x)), "y")["sites"]) == {"a", "b", "c"}
+
+
+def frames_of(response: Callable[[np.ndarray], np.ndarray]) -> dict[str, pl.DataFrame]:
+    x = np.linspace(-1, 1, 60)
+    return {name: pl.DataFrame({"x": x[i::3], "y": response(x[i::3])}) for i, name in enumerate("abc")}

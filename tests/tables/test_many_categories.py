@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+import fedtailor as ft
 from fedtailor.data.tabular.earlier_rows import EarlierRows, row_keys
 from fedtailor.experiments.store import read_json
 from fedtailor.serving.linear_json import linear_record, predict_by_hand
@@ -75,3 +76,17 @@ def test_an_update_knows_the_rows_again(sites: Path, tmp_path: Path) -> None:
     )
     sides = earlier._sides(site, (), keys)
     assert (sides.count("train"), sides.count("test")) == (len(keys["train"]), len(keys["test"]))
+
+
+def test_categories_by_force_are_solved_though_sites_have_few_rows_each(tmp_path: Path) -> None:
+    """The remedy that a note names; most of 300 columns are constant at a site."""
+    rng = np.random.default_rng(1)
+    effects, names = rng.normal(size=300), rng.integers(300, size=1000)
+    x = rng.normal(size=1000)
+    y = x + effects[names] + 0.3 * rng.normal(size=1000)
+    columns = {"site": [f"s{i // 25}" for i in range(1000)], "a": x, "product": [f"p{i}" for i in names], "y": y}
+    forced = {"data.categorical": ["product"]}
+    made = ft.fit(
+        pl.DataFrame(columns), "y", client_column="site", settings=forced, out=tmp_path / "out", progress=False
+    )
+    assert made.record["means"]["personal"] < 0.6 * made.record["means"]["alone"]

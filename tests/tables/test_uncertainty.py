@@ -58,6 +58,22 @@ def test_calibration_leaves_what_is_right() -> None:
     assert found.tolist() == [[1.0, 0.0]] * 10
 
 
+def test_no_site_is_surer_than_its_rows_allow() -> None:
+    """A site without an event in 16 rows, where the model of all says .0025; one with 400 rows; one with events."""
+    said = log_odds(np.full(16 + 400 + 16, 0.0025))
+    site = np.repeat([0, 1, 2], [16, 400, 16])
+    y = np.zeros(len(said), dtype=np.int64)
+    y[-8:], said[-16:] = 1, log_odds(np.full(16, 0.5))
+    y[16] = 1
+    found = fit_calibration(said, y, site, np.arange(len(said)) % 5, 3)
+    p = np.exp(calibrate(said, found[site]))[:, 1]
+    assert p[:16].sum() == pytest.approx(0.5)  # half an event: Jeffreys
+    assert found[1:].tolist() == [[1.0, 0.0]] * 2
+    assert fit_calibration(said[:, ::-1], 1 - y, site, np.arange(len(said)) % 5, 3)[0] == pytest.approx(
+        found[0] * [1, -1]
+    )
+
+
 def test_a_fit_predicts_with_intervals(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     x, site = rng.normal(size=200), np.repeat(["a", "b", "c", "d"], 50)

@@ -20,6 +20,7 @@ from fedtailor.core.model import Model
 from fedtailor.core.trees import Params, Tree
 from fedtailor.numerics import ridge
 from fedtailor.numerics.counts import POISSON
+from fedtailor.numerics.eigen import eigen
 from fedtailor.numerics.logits import LOGIT
 from fedtailor.numerics.newton import Family, flat, penalised
 
@@ -92,8 +93,13 @@ class LinearAlone(Algorithm):
         y = y * share
         center, level = (x.sum(0) / count, y.sum(0) / count) if has_bias else (x[0] * 0, y[0] * 0)
         x, y = (x - center) * share, (y - level) * share
-        s, q = torch.linalg.eigh(x.mT @ x)
-        s, xq, b = s.clamp(min=0), x @ q, q.mT @ (x.mT @ y)
+        if len(x) < x.shape[1]:  # fewer rows than features: the same by the matrix of rows
+            s, u = eigen(x @ x.mT)
+            s = s.clamp(min=0)
+            xq, q, b = u * s.sqrt(), x.mT @ u, u.mT @ y
+        else:
+            s, q = eigen(x.mT @ x)
+            s, xq, b = s.clamp(min=0), x @ q, q.mT @ (x.mT @ y)
         tried, errors = [], []
         for penalty in self.penalties:
             v = b / (s + penalty)[:, None]

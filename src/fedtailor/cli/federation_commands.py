@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedtailor.cli import federation_fit, model_commands, operators
+from fedtailor.cli.federation_progress import Least, participation_of, print_participation, show_job
 from fedtailor.cli.operators import Folder, private_folder
 from fedtailor.cli.options import AsJson, Config, Settings
 from fedtailor.cli.output import print_json
@@ -74,12 +75,15 @@ def start(
     to_end = shlex.join(["fedtailor", "federation", "stop", str(folder)])
     if background:
         pid = operate.start_participant(role, folder)
-        print(f"{role} is running as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
+        if role == "server" and (fault := operate.wait_until_serving(folder)):
+            raise RunError(f"{folder}: process {pid} does not serve: {fault}")
+        state = "serves" if role == "server" else "is started"
+        print(f"{role} {state} as process {pid}; log: {folder / operate.LOG}; end: {to_end}")
         return
     if operate.find_process(folder) is not None:
         raise RunError(f"{folder}: runs already; {to_end} ends it")
     operate.start_participant(role, folder)
-    print(f"{role} runs; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
+    print(f"{role} is started; log: {folder / operate.LOG}; Ctrl-C ends it", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         operate.wait_for(folder)
@@ -121,11 +125,13 @@ def submit(
     admin: Admin,
     settings: Settings = [],  # noqa: B006
     run: RunName = "",
+    least: Least = 0,
 ) -> None:
     """Submit a run to the sites, and wait until it is done.
 
     The sites use their own data: [data] in CONFIG is ignored. If a job dies it is resubmitted from the last
-    checkpoint. Ctrl-C leaves the job running; run the same command to attach to it again.
+    checkpoint. Ctrl-C leaves the job running; run the same command to attach to it again. Exit code 0: every site
+    took part in every round; 3: done, and the lines say which site missed a round and why.
     """
     from fedtailor.data.configs import SitesConfig
     from fedtailor.experiments.store import read_json
@@ -139,11 +145,14 @@ def submit(
     sites = tuple(read_json(admin / kits.ABOUT)["sites"])
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
-        Launcher(admin, checked, name, sites, _say).run_to_end()
+        with show_job() as show:
+            attended = Launcher(admin, checked, name, sites, _say, show, least).run_to_end()
     except KeyboardInterrupt:
         print(f"the job continues; attach to it again with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
-    print(f"{name}: done. Results are in the server's folder, under runs/{name}; each site has its own model.")
+    print(f"{name}: done. Results are in the server's folder, under runs/{name}; the personal models are at the sites.")
+    if code := print_participation(attended):
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -169,12 +178,15 @@ def local(
     folder = out or Path("runs") / f"federation-{name}"
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
-        finished = local_trial.run_trial(folder, sites, checked, name, _say, data_root)
+        with show_job() as show:
+            finished = local_trial.run_trial(folder, sites, checked, name, _say, data_root, show)
     except KeyboardInterrupt:
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
     print_run(finished.path)
     print(f"a site's own model: fedtailor federation personal {folder / finished.about['clients'][0]}")
+    if code := print_participation(participation_of(finished.path)):
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedtailor.cli.federation_progress import Least, participation_of, print_participation, show_job
 from fedtailor.cli.operators import Folder
 from fedtailor.cli.options import AsJson, Settings
 from fedtailor.cli.output import print_json
@@ -30,6 +31,7 @@ def fit(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the folds.")] = 0,
     run: Annotated[str, typer.Option("--run", help="Name of the run; default: fit and the seed.")] = "",
     settings: Settings = [],  # noqa: B006
+    least: Least = 0,
     out: Annotated[Path | None, typer.Option("--out", help="With SITES: folder of the federation.")] = None,
     show_policy: Annotated[
         bool, typer.Option("--policy", help="Print what a site's policy must allow for a fit, and stop.")
@@ -39,7 +41,8 @@ def fit(
 
     With --admin: at the sites of a running federation, on the data that their site.toml names. With SITES: a
     trial on this machine, where each site is a process of its own. Afterwards each site prints and keeps its own
-    figures with fedtailor federation results. After an interruption, run the same command to continue.
+    figures with fedtailor federation results. After an interruption, run the same command to continue. Exit code 0:
+    every site took part; 3: done without some, which are named.
     """
     from fedtailor.flare import kits
 
@@ -55,12 +58,14 @@ def fit(
     again = shlex.join(["fedtailor", *sys.argv[1:]])
     try:
         if admin is not None:
-            _at_sites(admin, fit_config({"source": "sites"}, seed, settings), name)
+            attended = _at_sites(admin, fit_config({"source": "sites"}, seed, settings), name, least)
         elif sites is not None:
-            _local_trial(sites, target, client_column, seed, settings, name, out)
+            attended = _local_trial(sites, target, client_column, seed, settings, name, out)
     except KeyboardInterrupt:
         print(f"interrupted; continue with: {again}", file=sys.stderr)
         raise typer.Exit(130) from None
+    if code := print_participation(attended):
+        raise typer.Exit(code)
 
 
 def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
@@ -77,20 +82,23 @@ def fit_config(data: dict[str, Any], seed: int, settings: list[str]) -> Any:
     return parse(with_settings(tables, settings), RunConfig, "fit")
 
 
-def _at_sites(admin: Path, config: Any, name: str) -> None:
+def _at_sites(admin: Path, config: Any, name: str, least: int) -> dict[str, dict[str, Any]]:
     from fedtailor.experiments.store import read_json
     from fedtailor.flare import kits
     from fedtailor.flare.nvidia import Launcher
 
     names = tuple(read_json(admin / kits.ABOUT)["sites"])
-    Launcher(admin, config, name, names, lambda text: print(text, flush=True)).run_to_end()
+    with show_job() as show:
+        launcher = Launcher(admin, config, name, names, lambda text: print(text, flush=True), show, least)
+        attended = launcher.run_to_end()
     print(f"{name}: done. The federation's weights are in the server's folder, under runs/{name}.")
     print("each site sees its own figures and report with: fedtailor federation results FOLDER")
+    return attended
 
 
 def _local_trial(
     sites: Path, target: str, column: str | None, seed: int, settings: list[str], name: str, out: Path | None
-) -> None:
+) -> dict[str, dict[str, Any]]:
     from fedtailor.experiments.building import load
     from fedtailor.flare import local_trial
     from fedtailor.tables.fit_sources import source_of
@@ -101,9 +109,13 @@ def _local_trial(
     if count > MOST_HERE:
         raise ConfigError(f"{sites}: has {count} sites; a trial on one machine is for at most {MOST_HERE}")
     folder = out or Path("runs") / f"federation-{sites.resolve().stem}-{name}"
-    finished = local_trial.run_trial(folder, count, config, name, lambda text: print(text, flush=True))
+    with show_job() as show:
+        finished = local_trial.run_trial(
+            folder, count, config, name, lambda text: print(text, flush=True), progress=show
+        )
     for client in finished.about["clients"]:
         print(f"{client}: fedtailor federation results {shlex.quote(str(folder / client))}")
+    return participation_of(finished.path)
 
 
 def policy() -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedtailor.cli.federation_progress import participation_of, print_participation, show_job
 from fedtailor.cli.options import AsJson
 from fedtailor.cli.output import print_json
 from fedtailor.errors import ConfigError
@@ -79,11 +80,9 @@ def model(
 
 def _print_comparison(test: Any, as_json: bool) -> None:
     if as_json:
-        print_json({"statistic": test.statistic, "df": test.df, "p": test.p})
+        print_json(test.json())
     else:
-        from fedtailor.inference.printed import comparison_text
-
-        print(comparison_text(test))
+        print(test)
 
 
 def print_model(fitted: Any, *, as_json: bool, latex: bool, modes: bool) -> None:
@@ -134,12 +133,14 @@ def federated_model(
     known: Any = family
     request = Request(formula, known, site, not ml, level, profile, secure=secure)
     log = typer.echo if not (as_json or latex) else (lambda text: typer.echo(text, err=True))
-    fitted = (
+    fitted, attended = (
         _local_trial(data, request, run, out or Path("runs") / f"federation-{run}", log)
         if admin is None
         else _at_sites(data, request, run, admin, log)
     )
     print_model(fitted, as_json=as_json, latex=latex, modes=False)
+    if code := print_participation(attended, log):
+        raise typer.Exit(code)
 
 
 def _local_trial(data: Path, request: Any, name: str, folder: Path, say: Callable[[str], None]) -> Any:
@@ -155,7 +156,9 @@ def _local_trial(data: Path, request: Any, name: str, folder: Path, say: Callabl
         raise ConfigError(f"{data}: has {len(rows.clients)} sites; a trial on one machine is for at most {MOST_HERE}")
     save(rows, folder / "data")
     config = config_of(request, design, {"source": "saved", "path": str((folder / "data").resolve())})
-    return finished(request, design, run_trial(folder, len(rows.clients), config, name, say))
+    with show_job(to_stderr=True) as show:
+        run = run_trial(folder, len(rows.clients), config, name, say, progress=show)
+    return finished(request, design, run), participation_of(run.path)
 
 
 def _at_sites(agreed: Path, request: Any, name: str, admin: Path, say: Callable[[str], None]) -> Any:
@@ -170,8 +173,9 @@ def _at_sites(agreed: Path, request: Any, name: str, admin: Path, say: Callable[
     design = read_agreement(agreed)
     request = replace(request, formula=design.formula.text, family=design.family, site=design.formula.site)
     names = tuple(read_json(admin / kits.ABOUT)["sites"])
-    Launcher(admin, config_of(request, design), name, names, say).run_to_end()
+    with show_job(to_stderr=True) as show:
+        attended = Launcher(admin, config_of(request, design), name, names, say, show).run_to_end()
     folder = admin.parent / "server" / kits.RUNS / name
     if not folder.is_dir():
         raise ConfigError(f"the model is in the server's folder, under {kits.RUNS}/{name}; run this command beside it")
-    return finished(request, design, RunFolder.open(folder))
+    return finished(request, design, RunFolder.open(folder)), attended

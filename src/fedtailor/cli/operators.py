@@ -16,6 +16,7 @@ from fedtailor.cli.output import print_json
 from fedtailor.errors import ConfigError
 
 WATCH = 5.0  # seconds between two looks
+MOST_RUNS = 5  # of which the server is asked who took part
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A participant's folder, created by init.")]
 Coordinator = Annotated[Path, typer.Argument(metavar="FOLDER", help="The coordinator's folder.")]
 
@@ -63,6 +64,7 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
     from fedtailor.experiments.store import read_json
     from fedtailor.flare import kits
     from fedtailor.flare.nvidia import Unreachable, admin_session
+    from fedtailor.flare.participation import participation_lines
 
     about = read_json(admin / kits.ABOUT)
     record: dict[str, Any] = {"server": f"{about['host']}:{about['port']}", "sites": {}, "runs": {}, "problems": []}
@@ -70,22 +72,33 @@ def _server_status(admin: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         with admin_session(admin / kits.KIT, kits.ADMIN) as session:
             connected, running, jobs, times = session.sites(), session.running(), session.jobs(), session.last_seen()
+            latest = {job["job_name"]: job for job in reversed(jobs)}
+            ids = {name: job["job_id"] for name, job in list(latest.items())[-MOST_RUNS:]}
+            now = {name: session.progress(job) for name, job in ids.items() if job in running}
+            attended = {name: session.attended(job) for name, job in ids.items() if job not in running}
     except Unreachable as error:
         return record | {"problems": [str(error)]}, [*lines, f"attention: {error}"]
     for site in sorted({*about["sites"], *connected}):
         record["sites"][site] = {"connected": site in connected, "last_seen": times.get(site)}
         ago = f", seen {max(0.0, time.time() - times[site]):.0f} s ago" if site in times else ""
         lines.append(f"site {site}: {'connected' if site in connected else 'away'}{ago}")
-    latest = {job["job_name"]: job for job in reversed(jobs)}
     for name, job in latest.items():
         is_lost = job["status"] == "RUNNING" and job["job_id"] not in running
         record["runs"][name] = "interrupted" if is_lost else job["status"].lower()
-        lines.append(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}")
+        progress = now.get(name)
+        far = f", {progress.words}" if progress is not None else ""
+        lines.append(f"run {name}: {'interrupted; submit it again' if is_lost else job['status'].lower()}{far}")
+        lines += [f"  {line}" for line in participation_lines(attended.get(name, {}))]
+    record["sites_of_runs"] = attended
     return record, lines
 
 
 def health(folder: Folder) -> None:
-    """Check a participant: exit code 0 if it is running, with a valid certificate and free disk space; else 1."""
+    """Check a participant: exit code 0 if all is well, else 1.
+
+    Its process runs; the server answers, with both certificates, a TLS handshake and a request; a site is connected to
+    it; the certificate is valid for 30 more days; there is free disk space.
+    """
     from fedtailor.flare import operate
 
     if wrong := operate.problems(operate.read_status(folder)):

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fedtailor.cli.options import AsJson, DataRoot
+from fedtailor.cli.options import AsJson, DataRoot, Settings
 from fedtailor.cli.output import print_json, print_table, progress_to_stderr
 from fedtailor.errors import ConfigError
+from fedtailor.report.advice_page import between
 
 FILE, PAGE = "advice.json", "advice.html"
 
@@ -31,6 +32,7 @@ def advise(
     ] = False,
     level: Annotated[float, typer.Option("--level", help="Level of intervals.")] = 0.9,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the bootstrap.")] = 0,
+    settings: Settings = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option("--out", help="Also write JSON and a page to this folder.")] = None,
     data_root: DataRoot = None,
     as_json: AsJson = False,
@@ -50,7 +52,7 @@ def advise(
     if newcomer and worth:
         raise ConfigError("--worth: of sites that are in; leave out --newcomer")
     with progress_to_stderr(as_json):
-        rows = read_sites(data, target, client_column, data_root)
+        rows = read_sites(data, target, client_column, data_root, settings)
         record: dict[str, Any] = advised(rows, newcomer=newcomer, level=level, seed=seed)
         if worth:
             record["worth"] = worth_matrix(rows)
@@ -61,11 +63,12 @@ def advise(
         return
     lines = []
     for name, row in record["sites"].items():
-        numbers = [f"{row[key]:.3g}" for key in ("own_error", "gain", "low", "high")]
-        lines.append([name, str(row["rows"]), *numbers, f"{row['percent']['gain']:+.1f} %", row["verdict"]])
-    columns = ("site", "rows", "error alone", "gain", f"{100 * level:g} % from", "to", "of its error", "advice")
-    print_table(f"expected gain of sharing in squared error of {record['target']}", columns, lines)
-    print(f"differs    {record['random']}")
+        numbers = [f"{row[key]:.3g}" for key in ("own_error", "gain")]
+        percent = f"{row['percent']['gain']:+.1f} %"
+        lines.append([name, str(row["rows"]), *numbers, between(row["low"], row["high"]), percent, row["verdict"]])
+    columns = ("site", "rows", "alone", "gain", f"{100 * level:g} %", "relative", "advice")
+    print_table(f"expected squared error of {record['target']} alone, and the gain of sharing", columns, lines)
+    print(f"varies     {record['random']} between sites")
     if worth:
         given = record["worth"]["given"]
         print_table(

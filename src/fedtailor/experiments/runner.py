@@ -24,6 +24,7 @@ from fedtailor.core.engine import Engine
 from fedtailor.core.experiment import Experiment
 from fedtailor.core.process_group import SINGLE_PROCESS, ProcessGroup
 from fedtailor.core.random import STREAMS
+from fedtailor.core.reduce import Limits
 from fedtailor.core.trees import Tree
 from fedtailor.data.fingerprint import digest
 from fedtailor.engines import devices, machine
@@ -154,10 +155,18 @@ def start(
         return _train(RunFolder(path), run, listener, options)
 
 
-def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener: Listener | None = None) -> RunFolder:
+def train_on(
+    engine: Engine,
+    name: str,
+    config: RunConfig,
+    path: Path,
+    listener: Listener | None = None,
+    limits: Limits | None = None,
+) -> RunFolder:
     """The rounds of a run on an engine that is made already; goes on where the folder ends, if there is one.
 
-    Of a finished run only the end is done again: a site that was away then has no personal model yet.
+    Of a finished run only the end is done again: a site that was away then has no personal model yet. `limits` take
+    the place of the configuration's.
     """
     user_code.remember(config)
     engine.start()
@@ -167,7 +176,9 @@ def train_on(engine: Engine, name: str, config: RunConfig, path: Path, listener:
     if folder.config != config:
         raise RunError(f"{path}: holds a run of another configuration; choose another name for this one")
     refuse_other_code(folder)
-    return _train(folder, RunState(config, engine, SINGLE_PROCESS, _disk(config, path)), listener, {})
+    run = RunState(config, engine, SINGLE_PROCESS, _disk(config, path))
+    run.fed.limits = limits or config.federation.limits
+    return _train(folder, run, listener, {})
 
 
 def resume(

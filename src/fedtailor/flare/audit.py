@@ -26,9 +26,14 @@ class AuditLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
 
-    def write_message(self, request: bytes, reply: bytes, places: int = 0, **about: Any) -> None:
-        """Log a request and its reply: what was asked for, which keys and how many bytes came and left."""
+    def write_message(self, request: bytes, reply: bytes, places: int = 0, because: str = "", **about: Any) -> None:
+        """Log a request and its reply: what was asked for, which keys and how many bytes came and left.
+
+        `because` is why a request was refused, where the reply does not say it.
+        """
         answer, out = codec.decode(reply, sys.maxsize)  # this site wrote it
+        if because and "refused" in answer:
+            answer["refused"] = because
         try:
             header, tree = codec.decode(request, places)
             op = header.get("op")

@@ -72,6 +72,7 @@ partners = []  # sites to sum with, by the names in their certificates; "north o
 code = []  # custom tasks, optimizers and metrics that a run may use
 min_samples = 20  # nothing leaves with fewer training samples
 max_rounds = 1000
+# reasons = true  # whether a refusal tells the server which rule it breaks
 
 [policy.budget]  # limits on what may be asked
 evaluations_per_round = 6

@@ -16,6 +16,7 @@ from fedtailor.errors import ConfigError
 from fedtailor.experiments.building import load
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.store import RESULTS, RunFolder, read_json, write_atomically
+from fedtailor.flare.job_progress import JobProgress
 from fedtailor.flare.kits import ABOUT, RUNS, SITE, provision
 from fedtailor.flare.nvidia import Launcher
 from fedtailor.flare.operate import ProcessSupervisor
@@ -59,6 +60,7 @@ def run_trial(
     name: str,
     say: Callable[[str], None],
     data_root: Path | None = None,
+    progress: Callable[[JobProgress], None] = lambda now: None,
 ) -> RunFolder:
     """Create the federation and run it to the end; the same call continues an interrupted run."""
     path = folder / "server" / RUNS / name
@@ -68,7 +70,7 @@ def run_trial(
         try:
             at_sites = config.model_copy(update={"data": SitesConfig()})
             check = (path / RESULTS).exists
-            Launcher(folder / "admin", at_sites, name, names, say, check=check).run_to_end()
+            Launcher(folder / "admin", at_sites, name, names, say, progress, check=check).run_to_end()
         finally:
             keeper.stop()
     return RunFolder.open(path)

@@ -15,26 +15,31 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvflare.collab import CollabCallError, CollabRecipe, collab
 from nvflare.fuel.f3.streaming import blob_streamer, byte_receiver
 from nvflare.fuel.flare_api import api_spec
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+from nvflare.private.fed.server.server_commands import ServerCommands
 
 from fedtailor.errors import RetryableError, RunError, UserError
-from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.experiments.runner import Progress
+from fedtailor.flare.background import in_thread
+from fedtailor.flare.job_progress import CONNECTING, FINISHING, GREETING, STARTING, TRAINING, JobProgress
 from fedtailor.flare.kits import ADMIN, KIT, SERVER_FOLDER, SITE_FILE
-from fedtailor.flare.server import coordinate, in_thread
-from fedtailor.flare.site import SiteService, read_site
+from fedtailor.flare.participation import SITES, SiteRecord, read_sites
+
+if TYPE_CHECKING:
+    from fedtailor.experiments.config import RunConfig
+    from fedtailor.experiments.runner import Progress
+    from fedtailor.flare.site import SiteService
 
 API_ERRORS = (
     api_spec.NoConnection,
@@ -48,8 +53,11 @@ PATIENCE = 60.0  # seconds to wait for FLARE to open or close a connection
 RUNNING = ("SUBMITTED", "APPROVED", "DISPATCHED", "RUNNING")  # statuses of a job that has not ended
 FINISHED = "FINISHED:COMPLETED"
 STOPS, WAITS = "fedtailor stops:", "fedtailor waits:"  # begin the reason in a job's log
+ATTENDED = "fedtailor sites:"  # begins the record of who took part, as JSON
+PROGRESS = "fedtailor.progress"  # what an administrator asks a running job for
 WHOLE = {"tensor_download_chunk_size": 0, "np_download_chunk_size": 0}  # messages in one piece: seven times as fast
 POLL, LOOK_FOR_SITES = 1.0, 5.0  # seconds between two looks at a job, and for sites that are back
+QUICK_POLL = 0.2  # while a person waits for sites to connect
 
 
 class _Clock:
@@ -159,6 +167,8 @@ class Participant:
     @collab.init
     def start(self) -> None:
         """Read site.toml; its path is in the environment of the site's process."""
+        from fedtailor.flare.site import SiteService, read_site
+
         self._service = SiteService(read_site(Path(os.environ[SITE_FILE])), collab.site_name)
 
     @collab.publish
@@ -173,25 +183,56 @@ class Participant:
 class Coordinator:
     """What runs at the server: the rounds of one run, from its last checkpoint to its end."""
 
-    def __init__(self, run: str, config: str) -> None:
+    def __init__(self, run: str, config: str, named: Sequence[str] = (), least: int = 0) -> None:
         self.run = run
         self.config = config  # JSON: FLARE would read tables in it as components
+        self.named = list(named)  # sites that are expected
+        self.least = least
 
     @collab.main
     def main(self) -> None:
         """FLARE calls it when all sites of the job are ready."""
-        log, collector = logging.getLogger("fedtailor"), GarbageCollector()
+        from fedtailor.experiments.config import parse
+        from fedtailor.flare.server import coordinate
 
-        def listen(progress: Progress) -> None:
-            collector.note(progress.round)
-            for news in progress.news:
-                log.warning(news)
-
+        log, link, root = logging.getLogger("fedtailor"), _Collab(), Path(os.environ[SERVER_FOLDER])
+        board = ProgressBoard(link, len(set(self.named) | set(link.sites)), root / self.run / SITES, log)
+        ServerCommands.register_app_command(PROGRESS, board.answer)
         try:
-            coordinate(_Collab(), parse(json.loads(self.config)), self.run, Path(os.environ[SERVER_FOLDER]), listen)
+            config = parse(json.loads(self.config))
+            coordinate(link, config, self.run, root, board.listen, tuple(self.named), self.least)
         except UserError as error:
             log.error("%s %s", WAITS if isinstance(error, RetryableError) else STOPS, error)
             raise
+        finally:
+            with suppress(UserError):
+                log.warning("%s %s", ATTENDED, json.dumps(read_sites(root / self.run / SITES)))
+
+
+class ProgressBoard:
+    """How far this job is, for an administrator who asks."""
+
+    def __init__(self, link: _Collab, named: int, sites: Path, log: logging.Logger) -> None:
+        self._link, self._sites, self._log = link, sites, log
+        self._now = JobProgress(GREETING, named=named)
+        self._collector, self._begun = GarbageCollector(), time.monotonic()
+
+    def listen(self, progress: Progress) -> None:
+        """Take note of a round."""
+        self._collector.note(progress.round)
+        for news in progress.news:
+            self._log.warning(news)
+        now = self._now
+        if now.stage == GREETING:
+            now.first = progress.round - 1
+        now.stage = FINISHING if progress.round == progress.rounds else TRAINING
+        now.round, now.rounds, now.metric, now.value = progress.round, progress.rounds, progress.metric, progress.value
+        now.sites, now.seconds = progress.clients, time.monotonic() - self._begun
+
+    def answer(self, topic: str, data: Any, context: Any) -> dict[str, Any]:
+        """FLARE calls it for an administrator."""
+        self._now.exchanges = self._link.sent // max(1, len(self._link.sites))
+        return self._now.plain()
 
 
 class _Collab:
@@ -200,11 +241,13 @@ class _Collab:
     def __init__(self) -> None:
         self._proxies = {proxy.name: proxy for proxy in collab.clients}
         self.sites = tuple(self._proxies)
+        self.sent = 0
 
     def limit(self, most: int) -> None:
         LimitedBlob.most = most
 
     def send(self, site: str, request: bytes, seconds: float) -> bytes:
+        self.sent += 1
         try:
             reply: bytes = self._proxies[site](timeout=seconds).call(request)
             return reply
@@ -222,9 +265,12 @@ class _Recipe(CollabRecipe):
         return []
 
 
-def write_job(run: str, config: dict[str, Any], sites: int, folder: Path) -> Path:
-    """Write a job, class names and configuration; returns its folder."""
-    recipe = _Recipe(job_name=run, server=Coordinator(run, json.dumps(config)), client=Participant(), min_clients=sites)
+def write_job(
+    run: str, config: dict[str, Any], sites: int, folder: Path, named: Sequence[str] = (), least: int = 0
+) -> Path:
+    """Write a job, class names and configuration, for at least so many sites; returns its folder."""
+    server = Coordinator(run, json.dumps(config), named, least)
+    recipe = _Recipe(job_name=run, server=server, client=Participant(), min_clients=sites)
     recipe._job.set_app_packages(["fedtailor"])
     recipe.add_client_config(WHOLE)
     recipe.add_server_config(WHOLE)
@@ -273,12 +319,28 @@ class AdminSession:
     def abort(self, job: str) -> None:
         self._session.abort_job(job)
 
+    def progress(self, job: str) -> JobProgress | None:
+        """How far a job is, if its server's half runs."""
+        with suppress(*API_ERRORS, api_spec.JobNotRunning, api_spec.InvalidTarget):
+            return JobProgress.read(self._session.do_app_command(job, PROGRESS, None))
+        return None
+
     def reason(self, job: str) -> str:
         """Why the server's half of a job ended early: text that begins with `STOPS` or `WAITS`, or nothing."""
+        return self._last_line(job, STOPS, WAITS)
+
+    def attended(self, job: str) -> dict[str, SiteRecord]:
+        """What each site did in the rounds of a job that has ended, as its server's half recorded it."""
+        with suppress(ValueError):
+            return dict(json.loads(self._last_line(job, ATTENDED).removeprefix(ATTENDED)))
+        return {}
+
+    def _last_line(self, job: str, *marks: str) -> str:
+        """The last line of a job's log from one of these marks on."""
         logs = self._session.get_job_logs(job).get("logs", {})
         lines = [line for text in logs.values() if isinstance(text, str) for line in text.splitlines()]
-        reasons = [line[line.index(w) :] for line in lines for w in (STOPS, WAITS) if w in line]
-        return reasons[-1] if reasons else ""
+        found = [line[line.index(mark) :] for line in lines for mark in marks if mark in line]
+        return found[-1] if found else ""
 
 
 @contextmanager
@@ -320,15 +382,18 @@ class Launcher:
     admin: Path  # the administrator's folder
     config: RunConfig
     run: str
-    sites: tuple[str, ...]  # waited for at the start
+    sites: tuple[str, ...]  # all that are expected: the run begins with them
     say: Callable[[str], None]
-    patience: float = 60.0  # seconds to wait for them before starting without some
+    show: Callable[[JobProgress], None] = lambda progress: None
+    least: int = 0  # sites without which no round begins; 0: all at the start, more than half of them later
+    patience: float = 60.0  # seconds to wait for sites to connect
     tries: int = 5  # jobs in a row that end within a minute
     check: Callable[[], bool] = lambda: False  # whether the run is known to be finished
 
-    def run_to_end(self) -> None:
-        """Return when the run is finished; raises a `RunError` for a reason that will not go away."""
+    def run_to_end(self) -> dict[str, SiteRecord]:
+        """Return what each site did when the run is finished; a `RunError` for a reason that will not go away."""
         died, reported = 0, ""
+        self.say(f"{self.run}: {self._least_words()}")
         while True:
             try:
                 begun = time.monotonic()
@@ -336,21 +401,28 @@ class Launcher:
                     reported = ""
                     job = self._running(session) or self._submit(session)
                     if self._watch(session, job):
-                        return
+                        return session.attended(job)
                     why = session.reason(job)
                 if why.startswith(STOPS):
-                    raise RunError(why.removeprefix(STOPS).strip())
+                    raise RunError(f"{self.run}: {why.removeprefix(STOPS).strip()}")
                 died = died + 1 if time.monotonic() - begun < 60 else 1
                 if died >= self.tries:
                     raise RunError(f"{self.run}: {died} jobs in a row ended early; see log.txt of server and sites")
                 self.say(f"the job ended early{why and ' (' + why.removeprefix(WAITS).strip() + ')'}; again")
             except Unreachable as error:
                 if self.check():
-                    return
+                    return {}
                 if str(error) != reported:
                     reported = str(error)
                     self.say(f"{error}; trying again")
                 time.sleep(POLL)
+
+    def _least_words(self) -> str:
+        count = len(self.sites)
+        if self.least or count < 3:
+            return f"begins with {self.least or count} of {count} sites ({', '.join(self.sites)}), as does every round"
+        names, majority = ", ".join(self.sites), count // 2 + 1
+        return f"begins with all {count} sites ({names}); later rounds with {majority} or more"
 
     def _running(self, session: AdminSession) -> str | None:
         """A job of this run that is running, as after the launcher was killed."""
@@ -362,12 +434,14 @@ class Launcher:
         while missing := set(self.sites) - set(connected := session.sites()):
             if connected and time.monotonic() > until:
                 break
-            time.sleep(POLL)
+            self.show(JobProgress(CONNECTING, sites=len(connected), named=len(self.sites)))
+            time.sleep(QUICK_POLL)
         if missing:
             self.say(f"without {', '.join(sorted(missing))}: not connected within {self.patience:.0f} s")
         with tempfile.TemporaryDirectory() as folder:
-            least = self.config.federation.min_replies  # with more, a job would wait for a site that has just left
-            job = session.submit(write_job(self.run, self.config.plain(), least, Path(folder)))
+            # FLARE's own minimum is one: with more, a job would wait for a site that has just left
+            written = write_job(self.run, self.config.plain(), 1, Path(folder), self.sites, self.least)
+            job = session.submit(written)
         self.say(f"{self.run}: submitted to {', '.join(sorted(connected))}")
         return job
 
@@ -377,6 +451,8 @@ class Launcher:
         while (status := session.status(job)) in RUNNING:
             if self.check():
                 return True
+            progress = session.progress(job) if status == "RUNNING" else None
+            self.show(progress or JobProgress(STARTING, named=len(self.sites)))
             if not is_over and time.monotonic() - looked > LOOK_FOR_SITES and job in session.running():
                 looked, before = time.monotonic(), outside
                 outside = {site for site, jobs in session.sites().items() if job not in jobs}

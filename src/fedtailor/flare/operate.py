@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedtailor.errors import ConfigError, RunError
-from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, read_json, write_atomically
+from fedtailor.experiments.store import ABOUT, CONFIG, RESULTS, RunFolder, write_atomically
+from fedtailor.flare import service
 from fedtailor.flare.audit import read_lines
 from fedtailor.flare.kits import (
     FORMERLY,
@@ -31,7 +32,7 @@ from fedtailor.flare.kits import (
     read_condition,
     write_plain_json,
 )
-from fedtailor.flare.server import SITES
+from fedtailor.flare.participation import SITES, attendance_words, read_sites
 from fedtailor.flare.site import AUDIT, kept_runs, read_participation, read_site
 
 PID, LOG = "process.json", "log.txt"
@@ -99,6 +100,8 @@ def start_participant(role: str, folder: Path) -> int:
     if (pid := find_process(folder)) is not None:
         return pid
     how = start_command(role, folder)
+    if role == "server" and service.is_taken(address := service.read_address(folder / KIT)):
+        raise RunError(f"{folder}: another program listens on {address.target}; end it, or make a federation elsewhere")
     rotate_log(folder / LOG)
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
@@ -110,18 +113,45 @@ def start_participant(role: str, folder: Path) -> int:
             stderr=log,
             start_new_session=True,
         )
-    write_atomically(folder / PID, json.dumps({"pid": process.pid, "started": _start_time(process.pid)}).encode())
+    about = {"pid": process.pid, "started": _start_time(process.pid), "folder": str(folder.resolve())}
+    write_atomically(folder / PID, json.dumps(about).encode())
     threading.Thread(target=process.wait, daemon=True).start()  # or it would remain as a zombie
     return process.pid
 
 
 def find_process(folder: Path) -> int | None:
-    """The process id of a participant, if it is running; a later process with the same id started later."""
+    """The process id of a participant, if it is running from this folder.
+
+    A later process with the same id started later; that of a folder which was copied runs in the other one.
+    """
     try:
         known = json.loads((folder / PID).read_text())
-        return int(known["pid"]) if _start_time(known["pid"]) == known["started"] else None
+        if _start_time(known["pid"]) != known["started"] or not _runs_in(known, folder):
+            return None
+        return int(known["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _runs_in(known: dict[str, Any], folder: Path) -> bool:
+    import psutil
+
+    try:
+        return Path(psutil.Process(known["pid"]).cwd()).resolve().is_relative_to(folder.resolve())  # FLARE changes it
+    except psutil.AccessDenied:  # another user's
+        return bool(known.get("folder", str(folder.resolve())) == str(folder.resolve()))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_serving(folder: Path, seconds: float = 60.0) -> str:
+    """Wait until a server that was started answers; returns what is wrong if it does not, or nothing."""
+    address, until = service.read_address(folder / KIT), time.monotonic() + seconds
+    while (fault := service.fault_of(address)) and time.monotonic() < until:
+        if find_process(folder) is None:
+            return f"the server has ended; see {folder / LOG}"
+        time.sleep(0.2)
+    return fault
 
 
 def wait_for(folder: Path) -> None:
@@ -200,7 +230,8 @@ class ProcessSupervisor:
     def _keep(self) -> None:
         while not self._over.wait(1.0):
             for folder, role in self.roles.items():
-                start_participant(role, folder)
+                with suppress(RunError):  # the port may still be in use: again in a second
+                    start_participant(role, folder)
 
     def stop(self) -> None:
         self._over.set()
@@ -259,17 +290,20 @@ class Status:
     messages: int = 0
     refusals: int = 0
     last_message: float | None = None
+    fault: str = ""  # why its connection to the server, or the server's service, does not work
 
 
-def read_status(folder: Path) -> Status:
+def read_status(folder: Path, *, asks: bool = True) -> Status:
+    """The status of a participant; `asks` its service, too, where its process runs."""
     if not (folder / KIT).is_dir():
         raise RunError(f"{folder}: not the folder of a participant; fedtailor federation init creates them")
     process = find_process(folder)
+    fault = service_fault(folder, process) if asks and process is not None else ""
     if not (folder / SITE).exists():
         about = read_condition(folder, folder / KIT)
         paths = {file.parent for name in (CONFIG, ABOUT) for file in folder.glob(f"{RUNS}/*/{name}")}
         run_states = [_run(path) for path in sorted(paths)]
-        return Status(folder.name, "server", process, about, run_states)
+        return Status(folder.name, "server", process, about, run_states, fault=fault)
     private = read_site(folder / SITE).folder
     about = read_condition(private, folder / KIT)
     record = private / AUDIT
@@ -277,13 +311,22 @@ def read_status(folder: Path) -> Status:
     last = datetime.fromisoformat(lines[-1]["time"]).timestamp() if lines else None
     refused = sum("refused" in line for line in lines)
     known, state = kept_runs(private), read_participation(private)["state"]
-    return Status(folder.name, "site", process, about, [], state, known, len(lines), refused, last)
+    return Status(folder.name, "site", process, about, [], state, known, len(lines), refused, last, fault)
+
+
+def service_fault(folder: Path, process: int) -> str:
+    """Why a participant whose process runs does not serve: a handshake, a round trip, and a site's own connection."""
+    address = service.read_address(folder / KIT)
+    if fault := service.fault_of(address):
+        return fault
+    if (folder / SITE).exists() and service.is_connected(process, address.port) is False:
+        return f"its process has no connection to {address.target}"
+    return ""
 
 
 def _run(path: Path) -> RunStatus:
     run = RunFolder.open(path)
-    sites = read_json(path / SITES) if (path / SITES).exists() else {}
-    known = {site: dict(about) for site, about in sites.items()}
+    known = {site: dict(about) for site, about in read_sites(path / SITES).items()}
     return RunStatus(path.name, len(run.metrics()), run.config.rounds, (path / RESULTS).exists(), known)
 
 
@@ -298,8 +341,8 @@ def status_lines(status: Status, now: float | None = None) -> list[str]:
         for site, about in sorted(run.sites.items()):
             ago = f"seen {_ago(now - about['seen'])} ago" if isinstance(about.get("seen"), int | float) else "not seen"
             skewed = condition_words(about, about["asked"]) if isinstance(about.get("asked"), int | float) else []
-            away = [about["away"]] if about.get("away") else []
-            lines.append(f"  {site}: {', '.join([ago, *away, *skewed])}")
+            attended = [attendance_words(about)] if about.get("history") else [*filter(None, [about.get("away")])]
+            lines.append(f"  {site}: {', '.join([ago, *attended, *skewed])}")
     if status.role == "site":
         last = "none yet" if status.last_message is None else f"the last {_ago(now - status.last_message)} ago"
         lines.append(f"messages: {status.messages}, {status.refusals} refused, {last}")
@@ -311,6 +354,7 @@ def problems(status: Status, now: float | None = None) -> list[str]:
     """What its operator must attend to; empty if the participant is healthy."""
     now = time.time() if now is None else now
     messages = [] if status.process else [f"{status.name} is not running"]
+    messages += [f"{status.name}: {status.fault}"] if status.fault else []
     return messages + [f"{status.name}: {problem}" for problem in condition_problems(status.condition, now)]
 
 
@@ -320,6 +364,7 @@ def prometheus_text(status: Status, now: float | None = None) -> str:
     who = f'{{participant="{_label(status.name)}"}}'
     lines = [
         _metric("up", "Whether the participant's process runs.", {who: float(status.process is not None)}),
+        _metric("serving", "Whether the server answers it.", {who: float(bool(status.process) and not status.fault)}),
         _metric("free_bytes", "Free bytes of the participant's disk.", {who: float(status.condition["free"])}),
     ]
     if (ends := status.condition["certificate_ends"]) is not None:

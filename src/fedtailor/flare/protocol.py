@@ -24,7 +24,11 @@ from fedtailor.version import __version__
 
 
 class Refused(UserError):
-    """A site refuses a request; the text says which rule it breaks."""
+    """A site refuses a request; the text says which rule it breaks. `state` is what it says of itself, if anything."""
+
+    def __init__(self, message: str = "", *, state: str = "") -> None:
+        super().__init__(message)
+        self.state = state
 
 
 ENVELOPE = struct.Struct(">16sQ")  # the server's session, and the number of the request

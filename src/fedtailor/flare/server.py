@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,18 +37,31 @@ from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig
 from fedtailor.experiments.model_description import refuse_large
 from fedtailor.experiments.sections import CheckpointSection
-from fedtailor.experiments.store import ABOUT, RunFolder, read_json, write_json
+from fedtailor.experiments.store import ABOUT, CONFIG, RunFolder, read_json, write_json
+from fedtailor.flare.background import in_thread
 from fedtailor.flare.kits import KIT, REVOKED
+from fedtailor.flare.participation import (
+    ABANDONED,
+    EXPELLED,
+    LATE,
+    NOT_ASKED,
+    REFUSED,
+    REJECTED,
+    SAID,
+    SILENT,
+    SITES,
+    TOOK_PART,
+    Attended,
+    Participation,
+)
 from fedtailor.flare.protocol import ENVELOPE, PING, config_for, hello_fault, other_code, promise
 from fedtailor.version import __version__
 
-ROSTER, SITES = "federation.json", "sites.json"  # in the folder of a run
+ROSTER = "federation.json"  # in the folder of a run
 TRIES = 3  # of a request whose connection broke; its number makes repeating it harmless
-CONDITION = ("version", "now", "free", "certificate_ends")  # what a site reports of itself
 LONGEST_HEADER = 2**24  # bytes of an answer that has no tensors
 MOST_NUMBERS = 2**30  # of a model, whose sizes follow from what sites say of their data
 SPOILED = 2  # rounds that are abandoned for a site's answers, until the run goes on without it
-WRITE_EVERY = 5.0  # seconds between two writes of SITES
 
 
 class Link(Protocol):
@@ -71,6 +83,7 @@ class SiteRpc:
         self.deadline = deadline
         self.silence = silence
         self.away: dict[str, str] = {}  # site -> why
+        self.states: dict[str, str] = {}  # of sites that are away, in the words of `participation`
         self._out = set[str]()  # left out for good: not pinged again
         self._session = secrets.token_bytes(16)
         self._numbers = dict.fromkeys(link.sites, PING)
@@ -111,12 +124,12 @@ class SiteRpc:
             reply: bytes = future.result()
             return reply
         except OSError as error:
-            self.away[site] = f"does not answer ({error})"
+            self.away[site], self.states[site] = f"does not answer ({error})", SILENT
             return error
 
     def _leave_behind(self, site: str, future: Future[Any], goal: int) -> OSError:
         """A site that still computes is away until it answers; it takes part again from the next round on."""
-        self.away[site] = f"is late: {goal} replies close the round"
+        self.away[site], self.states[site] = f"is late: {goal} replies close the round", LATE
         self._probes[site] = future
         self.behind.add(site)
         return TimeoutError(self.away[site])
@@ -142,10 +155,13 @@ class SiteRpc:
         """Whether it is left out for good."""
         return site in self._out
 
-    def leave_out(self, site: str, why: str) -> None:
+    def leave_out(self, site: str, why: str, state: str = REFUSED) -> None:
         """Exclude a site for good, whatever it answers later."""
-        self.away[site] = why
+        self.away[site], self.states[site] = why, state
         self._out.add(site)
+
+    def absences(self) -> dict[str, Attended]:
+        return {site: Attended(self.states[site], why) for site, why in self.away.items()}
 
     def wait_for_late(self) -> None:
         """Wait for late sites, so that at the end of a run every site gets a model."""
@@ -166,51 +182,6 @@ class SiteRpc:
                     self.late[site] = probe.result()
             else:
                 self._probes[site] = in_thread(self.ping, site)
-
-
-def in_thread(work: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
-    """Run work in a daemon thread: a lost call, which blocks until its deadline, does not keep the process alive."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*args, **options))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-class LastSeen:
-    """When each site last answered, and its condition, in a file of the run that operators read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.sites: dict[str, dict[str, Any]] = {}
-        self._written = 0.0
-
-    def note_hello(self, greetings: dict[str, Header]) -> None:
-        """Record what sites report of themselves as a job begins; unknown keys are dropped."""
-        now = time.time()
-        for site, about in greetings.items():
-            condition = about.pop("condition", None)
-            known = condition if isinstance(condition, dict) else {}
-            known = {k: v for k in CONDITION if isinstance(v := known.get(k), str | int | float)}
-            known = {k: border.plain_text(v) if isinstance(v, str) else v for k, v in known.items() if _is_usual(v)}
-            self.sites[site] = known | {"asked": now, "seen": now}
-
-    def note_round(self, away: dict[str, str]) -> None:
-        """Record which sites answered as a round began, and why others did not (`away`: site -> why, or nothing)."""
-        now = time.time()
-        for site, why in away.items():
-            about = self.sites.setdefault(site, {})
-            about["away"] = why[:200]
-            if not why:
-                about["seen"] = now
-        if now - self._written > WRITE_EVERY:
-            self._written = now
-            write_json(self.path, self.sites)
 
 
 @dataclass(frozen=True)
@@ -278,10 +249,19 @@ class FlareEngine(Remote):
     """The engine `flare`. A site that is away misses the round, and continues from the state that it stored last."""
 
     def __init__(
-        self, experiment: Experiment, config: RunConfig, rpc: SiteRpc, schema: dict[str, Any], last_seen: LastSeen
+        self,
+        experiment: Experiment,
+        config: RunConfig,
+        rpc: SiteRpc,
+        schema: dict[str, Any],
+        participation: Participation,
+        needed: int = 0,
+        least: int = 1,
     ) -> None:
         super().__init__(experiment)
-        self.last_seen = last_seen
+        self.participation = participation
+        self.needed = needed  # sites without which the run does not begin
+        self.least = least  # and no later round
         self.config = config
         self.rpc = rpc
         self.schema = schema
@@ -293,6 +273,8 @@ class FlareEngine(Remote):
         self._goal = 0  # number of replies that closes a call; 0: all
         self._late = LateReplies(config.federation.staleness)
         self._spoiled = Counter[int]()  # rounds that were abandoned for a client's answers
+        self._refusals: dict[str, Attended] = {}  # of this round, by sites that answer
+        self._asked = set[int]()  # clients that were called in this round
 
     def call(self, call: Call, clients: Sequence[int]) -> Iterator[Reply]:
         """One reply per client; with `federation.goal`, late ones of earlier rounds first, and none of slow clients."""
@@ -301,6 +283,7 @@ class FlareEngine(Remote):
             yield Reply((client,), tree_map(lambda v: v[None], tree))
         goal, others = self.config.federation.goal, [c for c in clients if c not in late]
         self._goal = goal and max(1, goal - len(late))
+        self._asked.update(clients)
         yield from super().call(call, others)
         self._goal = 0
         if self.config.federation.late == "buffer":
@@ -348,24 +331,28 @@ class FlareEngine(Remote):
         if self.experiment.aggregation.reduction.is_sealed:
             header["cohort"] = sorted(self.experiment.data.clients)
         headers = {c: header | {"client": c, "config": config_for(self.config, c)} for c in self.everybody}
-        for client, _, wrong in self._tell_each(headers):
+        for client, answer, wrong in self._tell_each(headers):
             if wrong:
-                self._leave_out(client, wrong)
+                self._leave_out(client, wrong, _state(answer))
+        if self.needed:
+            self.participation.note_round(1, self.rpc.absences())
+        _refuse_few(self.rpc, sum(self._name(c) not in self.rpc.away for c in self.everybody), self.needed)
 
-    def _leave_out(self, client: int, wrong: str) -> None:
+    def _leave_out(self, client: int, wrong: str, state: str = REFUSED) -> None:
         if self._name(client) not in self.rpc.away:  # it answered: its refusal is final
-            self.rpc.leave_out(self._name(client), wrong)
+            self.rpc.leave_out(self._name(client), wrong, state)
 
     def begin_round(self, round: int) -> dict[int, str]:
         """Begin a round at every site that answers, from its stored state; waits while there are too few."""
         self._calls.clear()
         self._round = round
+        self._refusals, self._asked = {}, set()
         self.rpc.take_back()
         self._take_late()
         until = time.monotonic() + self.rpc.deadline
         away = self._begin(round, self.everybody)
-        self.last_seen.note_round({self._name(c): away.get(c, "") for c in self.everybody})
-        least = 2 if self.experiment.aggregation.reduction.is_sealed else 1
+        self.participation.note_seen({self._name(c): away.get(c, "") for c in self.everybody})
+        least = max(self.least, 2 if self.experiment.aggregation.reduction.is_sealed else 1)
         while len(self.everybody) - len(away) < max(least, self.config.federation.min_replies):
             if time.monotonic() > until:
                 why = "; ".join(f"{self._name(c)} {wrong}" for c, wrong in away.items())
@@ -381,7 +368,14 @@ class FlareEngine(Remote):
         headers = {
             c: {"op": "begin", "round": round, "kept": rounds[c], "needed": sorted(self._needed[c])} for c in clients
         }
-        away = {c: wrong for c, _, wrong in self._tell_each(headers) if wrong}
+        away = {}
+        for client, answer, wrong in self._tell_each(headers):
+            if wrong:
+                away[client] = wrong
+                if answer:
+                    self._refusals[self._name(client)] = Attended(_state(answer), wrong)
+            else:
+                self._refusals.pop(self._name(client), None)
         for client in headers.keys() - away:
             self._begun[client].add(round)
         return away
@@ -395,7 +389,28 @@ class FlareEngine(Remote):
             for client, answer, _ in answers:
                 self._kept_rounds[client] = answer["kept"]
             self._late.commit()
+            self._note_round(clients)
         return lost
+
+    def _note_round(self, clients: Sequence[int], why: str = "") -> None:
+        """Record what each site did in this round: whose replies counted, or `why` none did."""
+        there, absent = {self._name(c) for c in clients}, self.rpc.absences()
+        asked = {self._name(c) for c in self._asked}
+        attended = {}
+        for name in self.participation.sites:
+            if name in absent:
+                attended[name] = absent[name]
+            elif name in self._refusals:
+                attended[name] = self._refusals[name]
+            elif why:
+                attended[name] = Attended(ABANDONED, why)
+            elif name in there:
+                attended[name] = Attended(TOOK_PART)
+            elif name in asked:
+                attended[name] = Attended(REJECTED, "its reply could not be used")
+            else:
+                attended[name] = Attended(NOT_ASKED)
+        self.participation.note_round(self._round, attended)
 
     def _is_kept(self, client: int, answer: Header) -> bool:
         """Whether a site has stored the state of this round, or still has that of before, which did not change."""
@@ -409,6 +424,7 @@ class FlareEngine(Remote):
 
     def blame(self, clients: Sequence[int], why: str) -> None:
         """A site that answers, and has spoiled several rounds, is left out if enough others are there."""
+        self._note_round((), why)
         self._spoiled.update(c for c in clients if self._name(c) not in self.rpc.away)
         there = [c for c in self.everybody if not self.rpc.is_out(self._name(c))]
         least = max(3 if self.experiment.aggregation.reduction.is_sealed else 1, self.config.federation.min_replies)
@@ -472,29 +488,52 @@ class FlareEngine(Remote):
         return rounds + [self.first] * (len(self.everybody) - len(rounds))
 
 
-def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: runner.Listener | None) -> RunFolder:
-    """Run `name` over the sites of a link, from the checkpoint in `root` if there is one."""
+def coordinate(
+    link: Link,
+    config: RunConfig,
+    name: str,
+    root: Path,
+    listener: runner.Listener | None,
+    named: Sequence[str] = (),
+    least: int = 0,
+) -> RunFolder:
+    """Run `name` over the sites of a link, from the checkpoint in `root` if there is one.
+
+    Args:
+        named: Sites that are expected: the run begins when all are there, and a round when more than half of them are.
+        least: With fewer sites neither begins, in place of that.
+    """
     config = config.model_copy(update={"checkpoint": CheckpointSection(every=1, seconds=0)})
     if config.evaluation.unseen is not None:
         raise ConfigError("evaluation.unseen: not available in a federation of sites; use fedtailor onboard")
+    if config.privacy.secure_sum and config.environment.epochs:
+        raise ConfigError("environment.epochs: differs by site, and sites of a secure sum must compute the same")
     if config.federation.goal and (config.privacy.secure_sum or config.federation.goal < config.federation.min_replies):
         raise ConfigError("federation.goal: cannot be combined with secure sums, nor be below federation.min_replies")
     if config.federation.late == "buffer" and not config.federation.goal:
         raise ConfigError('federation.late = "buffer": set federation.goal, the number of replies that closes a round')
     path = root / name
     rpc = SiteRpc(link, config.federation.deadline, config.federation.silence)
-    old = read_json(path / ROSTER) if (path / ROSTER).exists() else None
+    has_begun = (path / ROSTER).exists() and (path / CONFIG).exists()
+    old = read_json(path / ROSTER) if has_begun else None
     roster = old or {"run": f"{name}-{secrets.token_hex(4)}", "clients": [], "samples": [], "schema": None}
-    for site in _revoked_names(root.parent):
-        if site in link.sites:
-            rpc.leave_out(site, "its certificate was revoked")
-    last_seen = LastSeen(path / SITES)
+    participation = Participation(path / SITES, {*named, *link.sites, *roster["clients"]})
+    revoked = _revoked_names(root.parent)
+    for site in participation.sites:
+        if site in revoked:
+            rpc.leave_out(site, "its certificate was revoked", EXPELLED)
+        elif site not in link.sites:
+            rpc.leave_out(site, "is not connected", SILENT)
     greetings = _hello(rpc, config, roster["run"])
-    last_seen.note_hello(greetings)
-    roster = _enroll(roster, greetings, rpc, config)
-    for client in roster["clients"]:
-        if client not in link.sites:
-            rpc.leave_out(client, "is not connected")
+    participation.note_hello(greetings)
+    needed = 0 if has_begun else least or len(named)
+    try:
+        roster = _enroll(roster, greetings, rpc, config)
+        _refuse_few(rpc, len(roster["clients"]), needed)
+    finally:
+        if not has_begun:
+            participation.note_round(1, rpc.absences())
+        participation.write()
     write_json(path / ROSTER, roster)
     data = data_without_rows(roster)
     refuse_large(config, data.shape, data.outputs, MOST_NUMBERS, "the form of the sites' data")
@@ -506,8 +545,29 @@ def coordinate(link: Link, config: RunConfig, name: str, root: Path, listener: r
         members = {"clients": roster["clients"], "train_samples": roster["samples"]}
         write_json(path / ABOUT, RunFolder(path).about | members)
     link.limit(longest_answer(experiment))
-    engine = FlareEngine(experiment, config, rpc, roster["schema"], last_seen)
-    return runner.train_on(engine, "flare", config, path, listener)
+    later = least or (len(named) // 2 + 1 if named else 1)
+    engine = FlareEngine(experiment, config, rpc, roster["schema"], participation, needed, later)
+    try:
+        limits = replace(config.federation.limits, min_replies=max(config.federation.min_replies, _most(config, later)))
+        return runner.train_on(engine, "flare", config, path, listener, limits)
+    finally:
+        participation.write()
+
+
+def _most(config: RunConfig, least: int) -> int:
+    """So many replies, or as many as there are where a round draws fewer sites."""
+    drawn, goal = config.federation.clients_per_round, config.federation.goal
+    return min([least, *filter(None, (drawn, goal))])
+
+
+def _refuse_few(rpc: SiteRpc, there: int, needed: int) -> None:
+    """Begin no run without sites that were named, unless somebody has decided so."""
+    if there >= needed:
+        return
+    away = "; ".join(f"{site} is {rpc.states[site]} ({why})" for site, why in sorted(rpc.away.items()))
+    fewer = f"; --least {there} begins without" if there else ""
+    why = f"begins with {needed} sites; {away}{fewer}"
+    raise (RetryableError if {rpc.states[site] for site in rpc.away} == {SILENT} else RunError)(why)
 
 
 def longest_answer(experiment: Experiment) -> int:
@@ -544,21 +604,20 @@ def _hello(rpc: SiteRpc, config: RunConfig, run: str) -> dict[str, Header]:
     greetings = {}
     for site, reply in rpc.ask((site, message) for site in sorted(rpc.link.sites)).items():
         if isinstance(reply, OSError):
-            rpc.leave_out(site, f"did not say hello: {reply}")
+            rpc.leave_out(site, f"did not say hello: {reply}", rpc.states.get(site, SILENT))
             continue
         greetings[site] = _header(reply)
         if wrong := border.error_text(greetings[site]):
-            del greetings[site]
-            rpc.leave_out(site, wrong)
+            rpc.leave_out(site, wrong, _state(greetings.pop(site)))
         elif wrong := hello_fault(greetings[site]):
             rpc.leave_out(site, f"its hello has no usable {wrong}")
             del greetings[site]
     return greetings
 
 
-def _is_usual(value: Any) -> bool:
-    """Whether a number may be written and shown; any text may, once it is short and plain."""
-    return isinstance(value, str) or abs(value) < 2**63
+def _state(answer: Header) -> str:
+    """Why a site takes no part, as it says itself; it may say that it is paused, or has left."""
+    return state if (state := answer.get("state")) in SAID else REFUSED
 
 
 def _header(reply: bytes) -> Header:

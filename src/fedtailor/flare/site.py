@@ -7,6 +7,7 @@ its text, which may contain values of the data, goes to the audit log.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 import tomllib
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -55,11 +56,15 @@ from fedtailor.tables.candidates import all_in_training
 from fedtailor.tables.site_fit import is_fit, site_fit
 from fedtailor.version import __version__
 
+if TYPE_CHECKING:
+    from fedtailor.aggregation.member import Opened
+
 SERVER = "server"  # the only one that may call
 KINDS = ("last", "selected")  # personal models that are kept
 AUDIT, RUN, FIT_FOLDER = "audit.jsonl", "run.json", "fit"  # the last two in the folder of a run
 STANDING, RECEIPTS = "standing.json", "receipts"
 State = Literal["active", "paused", "left"]
+UNSAID = "its policy does not allow it"  # where the policy keeps the reason of a refusal at the site
 NOT_TAKING_PART = {"paused": "this site is paused by its operator", "left": "this site has left the federation"}
 
 
@@ -109,9 +114,9 @@ def check_participation(folder: Path, run: str = "") -> None:
     """Refuse any request while the site is paused, has left, or has withdrawn from the run."""
     record = read_participation(folder)
     if record["state"] in NOT_TAKING_PART:
-        raise Refused(NOT_TAKING_PART[record["state"]])
+        raise Refused(NOT_TAKING_PART[record["state"]], state=record["state"])
     if run and run in record["withdrawn"]:
-        raise Refused(f"this site has withdrawn from the run {run}")
+        raise Refused(f"this site has withdrawn from the run {run}", state="left")
 
 
 def set_participation(folder: Path, state: State) -> None:
@@ -176,6 +181,10 @@ class SiteState:
             raise RunError(f"{self.folder}: no private state of round {round}; stored: {known}")
         return read_tree(self.folder, read_json(self._index(round)))
 
+    def digest(self, round: int) -> str:
+        """A hash of the state of a round."""
+        return str(read_json(self._index(round))["sha256"])
+
     def forget_but(self, rounds: set[int]) -> None:
         for round in set(self.rounds()) - rounds:
             self._index(round).unlink()
@@ -194,6 +203,7 @@ class SiteJob:
     states: SiteState
     spent: RunUsage
     at: int  # the round whose stored state the client continues from
+    opened: Opened | None = None  # what secure sums of the run have opened
     changed: bool = False  # since then
     round: int | None = None  # the current one
     is_silent: bool = False  # faults are told to the operator, not to the server
@@ -225,6 +235,7 @@ class SiteService:
         self._lock = threading.Lock()
         self._session, self._last, self._reply = b"", PING, b""  # of the server; the last request, the reply to it
         self._run = ""
+        self._announced: Header = {}  # by the hello of the run
         self._data: FederatedData | None = None
         self._job: SiteJob | None = None
         self._rate = RequestRate(site.policy.budget.requests_per_minute)
@@ -267,7 +278,7 @@ class SiteService:
         try:
             reply = self._do(message)
         except Refused as why:
-            return self._refuse(message, str(why), run=self._run, number=number)
+            return self._refuse(message, str(why), why.state, run=self._run, number=number)
         except Exception as error:
             kind = "an error" if self._is_silent else type(error).__name__
             reply = codec.encode({"error": f"{self.name}: {kind}; see its audit log"}, None)
@@ -275,10 +286,11 @@ class SiteService:
         self.audit.write_message(message, reply, self._places, run=self._run, number=number, **text)
         return reply
 
-    def _refuse(self, message: bytes, why: str, **about: Any) -> bytes:
-        reply = codec.encode({"refused": why, "error": f"{self.name} refuses: {why}"}, None)
+    def _refuse(self, message: bytes, why: str, state: str = "", **about: Any) -> bytes:
+        told = why if self.site.policy.reasons or state else UNSAID
+        reply = codec.encode({"refused": told, "error": f"{self.name} refuses: {told}", "state": state}, None)
         try:
-            self.audit.write_message(message, reply, self._places, **about)
+            self.audit.write_message(message, reply, self._places, because=why, **about)
         except Exception:  # the request cannot be read
             self.audit.write_line(about | {"refused": why, "bytes": len(message)})
         return reply
@@ -305,7 +317,8 @@ class SiteService:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
         check_participation(self.site.folder, header["run"])
-        self._run = header["run"]
+        self._end_job()
+        self._run, self._announced = header["run"], header
         self._data = load_rows(self.site.data, self.name, header["seed"], header["algorithm"])
         samples = int(self._data.train.sizes[0])
         code = header.get("code", [])
@@ -318,8 +331,15 @@ class SiteService:
             raise Refused("start before hello")
         config: RunConfig = parse(header["config"])
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
-        # the configuration must be what hello announced
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
+        announced = {"algorithm": config.algorithm.name, "model": config.model.name, "rounds": config.rounds}
+        announced |= {"seed": config.seed, "code": other_code(config)}
+        for key, value in announced.items():  # the rows were split, and the policy asked, by what hello said
+            if value != self._announced.get(key, []):
+                raise Refused(f"the configuration has another {key} than hello")
+        own = {"environment.epochs": config.environment.epochs, "model.by_client": config.model.by_client}
+        for key in (key for key, value in own.items() if config.privacy.secure_sum and value):
+            raise Refused(f"{key} differs by site, and sites of a secure sum must compute the same")
         try:
             check_options(config, "the server's configuration")
         except RunError as error:
@@ -340,6 +360,10 @@ class SiteService:
                     f"the server's {part} is not this site's: {digest(theirs.get(part))}, {digest(mine[part])}"
                 )
         folder, is_sealed = self.site.folder / self._run, experiment.aggregation.reduction.is_sealed
+        if header["first"] != -experiment.algorithm.preparation:
+            raise Refused(f"a run of {experiment.algorithm.title} does not begin at round {header['first']}")
+        if SiteLedger(policy.budget, self.site.folder).has_limited_too_many:
+            raise Refused("this site takes part in no run today; ask its operator")
         states = SiteState(folder / "states")
         cohort = frozenset(header.get("cohort", [])) if is_sealed else frozenset()
         identity = {"promise": digest(mine), "config": header["config"], "cohort": sorted(cohort)}
@@ -355,25 +379,38 @@ class SiteService:
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
-            party = make_party(self.site.kit, policy, self.name, self._run, header["client"], folder)
+            same = json.dumps([self._run, header["config"], header["schema"], mine], sort_keys=True)
+            run = hashlib.sha256(same.encode()).hexdigest()  # sites that were told other things sum nothing together
+            party = make_party(self.site.kit, policy, self.name, run, header["client"], folder)
         is_silent = is_sealed or policy.budget.privacy.epsilon > 0
         client = Client(experiment, 0, self._describe_error, party, cohort, self._conceal if is_silent else None)
         client.inside.start()
-        usage = RunUsage(policy.budget, folder, need)
-        self._job = SiteJob(experiment, client, states, usage, header["first"], is_silent=is_silent)
+        self._end_job()
+        usage, opened = RunUsage(policy.budget, folder, need), None if party is None else party.opened
+        self._job = SiteJob(experiment, client, states, usage, header["first"], opened, is_silent=is_silent)
         if header["first"] not in states.rounds():
             states.keep(header["first"], client.inside.get_states())
         return codec.encode({"kept": states.rounds()}, None)
 
+    def _end_job(self) -> None:
+        """Another run, or the same one begun again, has what this one has left of its limits."""
+        if self._job is not None and self._job.states.folder.exists():  # or the site has withdrawn from it
+            self._job.spent.save()
+        self._job = None
+
     @property
     def _is_silent(self) -> bool:
         """Whether errors say nothing to the server: what they depend on is hidden by secure sums or noise."""
-        return self._job is not None and self._job.is_silent
+        policy = self.site.policy
+        is_hidden = policy.sums_of > 0 or policy.budget.privacy.epsilon > 0
+        return is_hidden or (self._job is not None and self._job.is_silent)
 
     def _conceal(self, fault: str) -> None:
         """A fault of a reply goes to the operator in place of the server; too many end the run here."""
         self.audit.write_line({"run": self._run, "limited": fault})
-        if self._running_job.spent.count_limited():
+        ledger = SiteLedger(self.site.policy.budget, self.site.folder)
+        ledger.count_limited()
+        if self._running_job.spent.count_limited() or ledger.has_limited_too_many:
             record = read_participation(self.site.folder)
             withdrawn = sorted({*record["withdrawn"], self._run})
             write_json(self.site.folder / STANDING, record | {"withdrawn": withdrawn})
@@ -394,15 +431,17 @@ class SiteService:
         return self._job
 
     def _restore(self, header: Header, message: bytes) -> bytes:
+        self._running_job.round = None  # a round begins with a state, and goes on with no other
         self._running_job.go_to(header["kept"])
         return codec.encode({}, None)
 
     def _begin(self, header: Header, message: bytes) -> bytes:
         job = self._running_job
-        self.site.policy.check_round(header["round"])
         job.round = None  # until all of this has succeeded
         job.spent.begin(header["round"])
         job.go_to(header["kept"])
+        if job.opened is not None:
+            job.opened.present = job.states.digest(header["kept"])
         job.states.forget_but({header["kept"], *header["needed"]})
         reply = job.client.answer(message)
         job.round = header["round"]

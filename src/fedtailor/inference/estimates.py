@@ -65,6 +65,7 @@ class Mode:
     low: float
     high: float
     coefficient: float  # with the fixed effect of the same name
+    shrinkage: float  # 0: by the site's rows alone; 1: these say nothing
 
 
 @dataclass(frozen=True)
@@ -108,27 +109,6 @@ class Estimates:
     def bic(self) -> float:
         """By rows; by events of a Cox model."""
         return self.deviance + math.log(self.rows if self.events is None else self.events) * self.parameters
-
-
-@dataclass(frozen=True)
-class LikelihoodRatio:
-    """A likelihood ratio test of two nested models."""
-
-    smaller: Estimates
-    larger: Estimates
-
-    @property
-    def statistic(self) -> float:
-        return max(self.smaller.deviance - self.larger.deviance, 0.0)
-
-    @property
-    def df(self) -> int:
-        return self.larger.parameters - self.smaller.parameters
-
-    @property
-    def p(self) -> float:
-        """By chi squared; cautious where a variance is tested, which cannot be below 0."""
-        return float(stats.chi2.sf(self.statistic, self.df))
 
 
 @dataclass(frozen=True)
@@ -398,6 +378,7 @@ def modes_of(
     """Conditional modes of every site with intervals, in the units of the data."""
     scaled = scales_of(design, server)
     fixed = {c.term: c.estimate for c in estimates.coefficients}
+    spread = {p.term: p.estimate for p in estimates.random if p.kind == "sd" and p.group == design.formula.site}
     reach, out = float(stats.norm.ppf((1 + estimates.level) / 2)), []
     names = [name for block in design.random for name in block]
     for i, site in enumerate(sites):
@@ -405,5 +386,6 @@ def modes_of(
             value = float(modes[i, k] * scaled.spread[k])
             error = math.sqrt(max(float(covariances[i, k, k]), 0.0)) * float(scaled.spread[k])
             low, high = value - reach * error, value + reach * error
-            out.append(Mode(site, name, value, error, low, high, fixed.get(name, 0.0) + value))
+            shrinkage = min((error / spread[name]) ** 2, 1.0) if spread[name] > 0 else 1.0
+            out.append(Mode(site, name, value, error, low, high, fixed.get(name, 0.0) + value, shrinkage))
     return tuple(out)

@@ -17,8 +17,9 @@ from fedtailor.data.tabular.formula import Design, FormulaRows
 from fedtailor.errors import ClientError, ConfigError, RunError
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
-from fedtailor.inference.estimates import Estimates, LikelihoodRatio, estimates_of, modes_of
+from fedtailor.inference.estimates import Estimates, estimates_of, modes_of
 from fedtailor.inference.formula_data import load_formula
+from fedtailor.inference.likelihood_ratio import LikelihoodRatio
 
 FamilyName = Literal["gaussian", "binomial", "poisson", "cox"]
 
@@ -37,7 +38,7 @@ class Request:
     secure: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StatisticalModel:
     """A fitted model: its `estimates`, and `text()`, `frame()`, `json()` and `latex()` of them."""
 
@@ -55,6 +56,8 @@ class StatisticalModel:
 
     def __str__(self) -> str:
         return self.text()
+
+    __repr__ = __str__
 
     def frame(self) -> Any:
         """Fixed effects as a polars frame with the names of broom."""
@@ -210,7 +213,10 @@ def anova(first: StatisticalModel, second: StatisticalModel) -> LikelihoodRatio:
     models = [as_ml(one) for one in (first, second)]
     a, b = sorted((one.estimates for one in models), key=lambda e: e.parameters)
     if (a.rows, a.family) != (b.rows, b.family) or first.data.clients != second.data.clients:
-        raise ConfigError(f"anova: the models have {a.rows} and {b.rows} rows; compare models of the same rows")
+        raise ConfigError(
+            f"anova: the models have {a.rows} and {b.rows} rows; compare models of the same rows; "
+            "a row that misses a value of either is to be left out of both"
+        )
     if a.parameters == b.parameters:
         raise ConfigError(f"anova: both models have {a.parameters} parameters; neither is nested in the other")
     return LikelihoodRatio(a, b)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize  # type: ignore[import-untyped]
 from torch import Tensor
 
+from fedtailor.numerics.eigen import eigen
+
 Floats = NDArray[np.float64]
 Entries = tuple[NDArray[np.intp], NDArray[np.intp]]  # rows and columns of L
 STRUCTURES = ("none", "intercept", "diagonal", "full")
@@ -105,7 +107,7 @@ class Problem:
 
     def solved(self, total: Marginal) -> tuple[float, Tensor, Tensor, Tensor, float]:
         """Deviance, beta, noise, the inverse of X'V^-1 X, and by how much beta lowers the degrees of freedom."""
-        s, q = torch.linalg.eigh(total.a + torch.diag(self.penalty))
+        s, q = eigen(total.a + torch.diag(self.penalty))
         seen = s > s[-1].clamp(min=torch.finfo(s.dtype).tiny) * max(RANK, 8 * len(s) * torch.finfo(s.dtype).eps)
         inverse = (q[:, seen] / s[seen]) @ q[:, seen].mT
         beta = inverse @ total.b

@@ -13,6 +13,7 @@ from fedtailor.core.context import View
 from fedtailor.core.model import Model
 from fedtailor.core.trees import Params
 from fedtailor.errors import ConfigError
+from fedtailor.numerics.eigen import eigen
 
 
 def check(model: Model, task: str) -> None:
@@ -69,7 +70,7 @@ def moments(model: Model, data: View) -> Params:
 def statistics(model: Model, data: View) -> Params:
     """The moments, and the eigenvectors q and eigenvalues s of A."""
     d = moments(model, data)
-    s, q = torch.linalg.eigh(d["A"])
+    s, q = eigen(d["A"])
     return d | {"q": q, "s": s.clamp(min=0)}
 
 

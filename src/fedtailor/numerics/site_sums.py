@@ -22,6 +22,7 @@ PENALTIES = (1e-4, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 1e5)
 MOST_TOGETHER = 8  # random coefficients that may have covariances
 STEP, FLATTEST = 1e-4, 1e-4  # of the factor; curvature, below which it is not believed
 STEPS = 30
+ROUNDING = 1e-10  # of squares, that are left of a response that is explained exactly
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,13 @@ def moments_of_new_rows(sums: SiteSums, pooled: Tensor) -> Tensor:
 def pooled_within(sums: SiteSums) -> Tensor:
     freedom = (sums.n - 1).clamp(min=0).sum().clamp(min=1)
     return within_squares(sums).sum(0) / freedom
+
+
+def explains_exactly(sums: SiteSums) -> bool:
+    """Whether one linear model of all sites leaves nothing but rounding."""
+    a, b, c = sums.a.sum(0), sums.b.sum(0), sums.c.sum()
+    rest = c - b @ torch.linalg.pinv(a, hermitian=True) @ b
+    return bool(rest < ROUNDING * (c - b[-1].square() / sums.n.sum()))
 
 
 def own_models(sums: SiteSums) -> Tensor:

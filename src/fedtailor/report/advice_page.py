@@ -20,6 +20,11 @@ def write_advice(record: Mapping[str, Any], folder: Path) -> None:
     write_atomically(folder / "advice.html", render_html(advice_page(record)).encode())
 
 
+def between(low: float, high: float) -> str:
+    """An interval."""
+    return f"{low:.3g} to {high:.3g}"
+
+
 def advice_page(record: Mapping[str, Any]) -> Page:
     sections = [gains(record)]
     if "worth" in record:
@@ -30,12 +35,19 @@ def advice_page(record: Mapping[str, Any]) -> Page:
 
 def gains(record: Mapping[str, Any]) -> PageSection:
     rows = [
-        cells(name, *(TableCell(f"{row[key]:.3g}", row[key]) for key in ("own_error", "gain", "low", "high")))
-        + cells(row["verdict"])
+        cells(
+            name,
+            TableCell(str(row["rows"]), row["rows"]),
+            TableCell(f"{row['own_error']:.3g}", row["own_error"]),
+            TableCell(f"{row['gain']:.3g}", row["gain"]),
+            TableCell(between(row["low"], row["high"]), row["low"]),
+            TableCell(f"{row['percent']['gain']:+.1f} %", row["percent"]["gain"]),
+            row["verdict"],
+        )
         for name, row in record["sites"].items()
     ]
     level = f"{100 * record['level']:g} %"
-    columns = ("site", "error alone", "gain", f"{level} from", "to", "advice")
+    columns = ("site", "rows", "error alone", "gain", level, "relative", "advice")
     text = (
         f"Expected squared error of new rows of {record['target']} by a site's own ridge regression, less that by the "
         f"mixed model. The {level} interval is for this expectation, not for the mean of some test rows.",

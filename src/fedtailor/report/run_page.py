@@ -12,6 +12,7 @@ from fedtailor.core.algorithm import Algorithm, reply_names
 from fedtailor.core.task import recorded_metrics
 from fedtailor.errors import UserError
 from fedtailor.experiments.store import CONFIG, RESULTS, read_json, read_tree
+from fedtailor.flare.participation import SITES, attendance_words, missing, read_sites, rounds_taken
 from fedtailor.metrics.summary import share_hurt, summarise
 from fedtailor.report.formatting import count, duration, format_gain, label, percent, thin, value
 from fedtailor.report.page import Chart, KeyFigure, Page, PageSection, PageTable, TableCell, Value, cells
@@ -54,6 +55,7 @@ def run_page(path: Path, data_root: Path | None = None) -> Page:
         reported_numbers(run),
         traffic(run, others),
         left_the_client(run),
+        *sites(run),
         time(run),
         configuration(run),
         citation(run),
@@ -596,6 +598,20 @@ def left_the_client(run: RecordedRun) -> PageSection:
         title = f"Rejected replies{f', first {MOST_FAULTS}' if len(faults) > MOST_FAULTS else ''}"
         tables.append(PageTable(title, ("client", "round", "function", "reason"), fault_rows, words=True))
     return PageSection(section.id, section.title, tables=tuple(tables))
+
+
+def sites(run: RecordedRun) -> list[PageSection]:
+    """Of a run in a federation of sites: which of them took part in which rounds, and why others did not."""
+    if not (known_sites := read_sites(run.path / SITES)):
+        return []
+    rows = [
+        (*cells(site), TableCell(str(rounds_taken(record)), rounds_taken(record)), *cells(attendance_words(record)))
+        for site, record in sorted(known_sites.items())
+    ]
+    absent = missing(known_sites)
+    text = f"Missed a round: {', '.join(absent)}." if absent else "Every site took part in every round."
+    table = PageTable("Who took part", ("site", "rounds", ""), rows, words=True)
+    return [PageSection("sites", "Sites", (text,), tables=(table,))]
 
 
 def time(run: RecordedRun) -> PageSection:

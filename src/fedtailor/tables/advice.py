@@ -22,10 +22,11 @@ from fedtailor.core.data import FederatedData, Rows
 from fedtailor.core.federation import Federation
 from fedtailor.errors import DataError
 from fedtailor.experiments.building import assemble, load
-from fedtailor.experiments.config import RunConfig, parse
+from fedtailor.experiments.config import RunConfig, parse, with_settings
 from fedtailor.numerics.site_sums import (
     SharedFit,
     SiteSums,
+    explains_exactly,
     fit_shared,
     moments_of_new_rows,
     own_models,
@@ -87,7 +88,13 @@ def exchange_sums(data: FederatedData, engine: str = "vmap") -> SiteSums:
         start = experiment.algorithm.server_init(experiment.model)
         server = fed.run_round(1, range(len(data.clients)), start)
     a, b, c, n = (server[name].double().cpu() for name in "abcn")
-    return SiteSums(a, b[:, :, 0], c, n)
+    sums = SiteSums(a, b[:, :, 0], c, n)
+    if explains_exactly(sums):
+        raise DataError(
+            "advise: the other columns give the target exactly, so that there is nothing to gain; leave out the one "
+            "that repeats it, as by --set 'data.ignore=[\"COLUMN\"]'"
+        )
+    return sums
 
 
 def bootstrap(sums: SiteSums, shared: SharedFit, draws: int = DRAWS, seed: int = 0) -> list[SharedFit]:
@@ -191,8 +198,10 @@ def structure_words(shared: SharedFit) -> str:
     return "level and effects" if (rows == columns).all() else "level and effects, together"
 
 
-def read_sites(data: Any, target: str, column: str | None = None, root: Path | None = None) -> FederatedData:
+def read_sites(
+    data: Any, target: str, column: str | None = None, root: Path | None = None, settings: Sequence[str] = ()
+) -> FederatedData:
     """All rows of all sites, for one exchange of sums; nothing is held out."""
     table = source_of(data, target, column) | {"val": 0.0, "test": 0.0}
-    config: RunConfig = parse({"rounds": 1, "data": table}, origin="advise")
+    config: RunConfig = parse(with_settings({"rounds": 1, "data": table}, settings), origin="advise")
     return load(config, root)

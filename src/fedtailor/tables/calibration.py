@@ -1,7 +1,7 @@
 """Calibrated probabilities: a slope and, of two classes, an offset on the logits, shrunk towards those of all sites.
 
 Estimated from out-of-fold outputs. Probabilities are left unchanged unless cross-validation shows that calibration
-lowers the log loss by more than its uncertainty.
+lowers the log loss by more than its uncertainty. But no site's are surer than its rows allow.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ PULLS = (
 SURE = 2.0  # standard errors by which the log loss must be lower
 STEPS = 8
 FEWEST = 100  # rows
+LARGEST = 40.0  # logit, without its sign
+HALF = 0.5  # events, of Jeffreys' prior
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,12 @@ def fit_calibration(
     logits: Floats, y: NDArray[np.int64], site: NDArray[np.int64], folds: NDArray[np.int64], sites: int
 ) -> Floats:
     """[sites, 2], slope and offset of each; (1, 0) leaves probabilities as they are."""
-    rows = ClassOutputs(np.maximum(logits, -40.0), y, site)
+    rows = ClassOutputs(np.maximum(logits, -LARGEST), y, site)
+    return _with_floor(rows, _fit_calibration(rows, folds, sites))
+
+
+def _fit_calibration(rows: ClassOutputs, folds: NDArray[np.int64], sites: int) -> Floats:
+    y, site = rows.y, rows.site
     same = np.tile([1.0, 0.0], (sites, 1))
     if len(y) < FEWEST:
         return same
@@ -90,6 +97,34 @@ def fit_calibration(
     if gain.mean() <= SURE * gain.std(ddof=1) / math.sqrt(len(gain)):
         return same
     return _by_site(rows, _common(rows), sites, best)
+
+
+def _with_floor(rows: ClassOutputs, theta: Floats) -> Floats:
+    """With offsets by which each of two classes is expected in half a row of a site, at least.
+
+    By Jeffreys' rule 16 rows without an event allow no surer statement, whatever other sites have.
+    """
+    if not rows.is_binary:
+        return theta
+    theta, sites = theta.copy(), len(theta)
+    count = np.bincount(rows.site, minlength=sites)
+    for of_class, sign in ((1, 1.0), (0, -1.0)):
+
+        def expected(offset: Floats, of_class: int = of_class) -> Floats:
+            moved = theta + np.column_stack([np.zeros(sites), offset])
+            p = np.exp(calibrate(rows.logits, moved[rows.site]))[:, of_class]
+            return np.asarray(np.bincount(rows.site, p, sites), dtype=np.float64)
+
+        low, high = np.zeros(sites), np.full(sites, 2 * LARGEST)
+        is_low = (expected(low) < HALF) & (count > 1)
+        if not is_low.any():
+            continue
+        for _ in range(60):
+            middle = (low + high) / 2
+            is_enough = expected(sign * middle) >= HALF
+            low, high = np.where(is_enough, low, middle), np.where(is_enough, middle, high)
+        theta[:, 1] += sign * np.where(is_low, high, 0.0)
+    return theta
 
 
 def _common(rows: ClassOutputs) -> Floats:

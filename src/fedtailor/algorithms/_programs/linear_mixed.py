@@ -57,6 +57,8 @@ class FormulaLinear(FormulaModel):
         rows, rank = float(server["counts"][0]), int(kept.sum())
         if rows <= rank + self.entries:
             raise DataError(f"formula: {rows:.0f} rows are too few for {rank} fixed effects and the variances")
+        if self.nested and server["counts"][1] >= rows:
+            raise DataError("formula: every row is a group of its own; its effect cannot be told from the residual")
         found = self.minimise(fed, server, self.reml)
         server = server | {"terms": found.terms, "first": found.first, "second": found.second, "theta": found.theta}
         settled = found.theta.new_tensor(float(found.is_settled))

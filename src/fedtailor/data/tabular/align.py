@@ -23,6 +23,7 @@ FEW_LABELS = 12  # numbers and texts in one column are categories if there are a
 MAX_CATEGORIES = 50  # of a column of texts; a column of more is encoded by the target
 UNIQUE = 0.9  # share of distinct values in a column of names or ids
 FEWEST_IDS = 20
+WORDS = 4  # of the usual value of a column of free text
 LEADING_ZERO = r"^0\d{2,}$"
 SHORT = {"y": "yes", "n": "no", "t": "true", "f": "false"}
 _ID = re.compile(
@@ -51,11 +52,20 @@ def align_tables(tables: Tables, config: FolderConfig) -> AlignedTables:
     tables, absent, gaps = _add_absent_columns(tables, config)
     features = _features(tables, config)
     ids = [c for c in features if c not in config.categorical and is_id(c, [t.columns[c] for t in tables.values()])]
-    notes = [*renamed, *gaps, *(f'column "{c}": dates begin with the {order}' for c, order in orders.items())]
-    if ids:
-        notes.append(
-            f"left out as they identify rows: {', '.join(ids)}; to keep one: data.categorical = {_quote_list(ids[:1])}"
-        )
+    of_files = dict.fromkeys(note for table in tables.values() for note in table.notes)
+    notes = [
+        *of_files,
+        *renamed,
+        *gaps,
+        *(f'column "{c}": dates begin with the {order}' for c, order in orders.items()),
+    ]
+    prose = [c for c in ids if is_prose([t.columns[c] for t in tables.values()])]
+    notes += [
+        f'column "{c}" is left out: free text is not read; what matters in it needs columns of its own' for c in prose
+    ]
+    if named := [c for c in ids if c not in prose]:
+        keep = f"data.categorical = {_quote_list(named[:1])}"
+        notes.append(f"left out as they identify rows: {', '.join(named)}; to keep one: {keep}")
     mixed = [c for c in features if c not in (*ids, *config.categorical) and is_mixed(tables.values(), c)]
     notes += [f'column "{c}" has numbers and texts: {_join_labels(tables.values(), c)} are categories' for c in mixed]
     config = config.model_copy(update={"ignore": (*config.ignore, *ids), "categorical": (*config.categorical, *mixed)})
@@ -200,6 +210,14 @@ def is_id(name: str, columns: Sequence[Column]) -> bool:
         return distinct >= UNIQUE * rows or is_numbered
     is_text = sum(int(c.is_text.sum()) for c in columns) > rows / 2
     return is_text and distinct >= UNIQUE * rows and distinct > MAX_CATEGORIES
+
+
+def is_prose(columns: Sequence[Column]) -> bool:
+    """Whether the texts of a column are sentences."""
+    import polars as pl
+
+    words = pl.concat([c.text.drop_nulls() for c in columns]).str.count_matches(r"\s+") + 1
+    return len(words) > 0 and float(words.median() or 0) >= WORDS  # type: ignore[arg-type]
 
 
 def is_mixed(tables: Collection[ClientTable], name: str) -> bool:

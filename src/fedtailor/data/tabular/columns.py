@@ -26,6 +26,7 @@ _NAMED_MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%b %d %Y", "
 MOST = 0.8  # share of values that must be written so; others are texts among numbers
 FEWEST = 3  # numbers that must look like a date to be one
 MISSING_VALUES = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL"]
+_YEAR = r"^(?:19|20)\d{2}$"
 _CLOCK = r"(?:[T ](\d{2}):(\d{2})(?::(\d{2})(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?$"
 # dates whose parts cannot be mistaken, and which part is year, month and day
 _DATES = {r"^(\d{4})[-/](\d{2})[-/](\d{2})" + _CLOCK: (1, 2, 3), r"^(\d{1,2})\.(\d{1,2})\.(\d{4})" + _CLOCK: (3, 2, 1)}
@@ -137,6 +138,15 @@ class Column:
         return doubtful_number(self.text) if self.is_text.any() else None
 
     @property
+    def bare_year(self) -> int | None:
+        """The first row with a year alone, where all other values are whole dates."""
+        if self.is_date or not self.is_text.any():
+            return None
+        is_year = self.text.str.contains(_YEAR).fill_null(False)
+        rest = self.text.filter(~is_year)
+        return int(is_year.arg_max() or 0) if is_year.any() and parse_days(rest) is not None else None
+
+    @property
     def date_order(self) -> str:
         """Which part comes first, where a doubtful date shows it: 20 is no month; "both" if some show each."""
         if self.doubtful_date is None:
@@ -189,6 +199,7 @@ class ClientTable:
     columns: dict[str, Column]
     rows: int
     numbers: pl.Series | None = None  # of the rows in their file, where that has the rows of others too
+    notes: tuple[str, ...] = ()  # on how the file was read
 
     def place(self, row: int) -> str:
         """Where a row stands in its file."""
@@ -210,7 +221,7 @@ class ClientTable:
             for name, column in self.columns.items()
         }
         numbers = at if self.numbers is None else self.numbers.gather(at)
-        return ClientTable(self.path, self.names, columns, len(rows), numbers)
+        return ClientTable(self.path, self.names, columns, len(rows), numbers, self.notes)
 
 
 def column_from_series(path: Path, series: pl.Series) -> Column:

@@ -27,6 +27,7 @@ Floats = NDArray[np.float64]
 FAMILIES = ("gaussian", "binomial", "poisson", "cox")
 INTERCEPT = "(Intercept)"
 MOST_LEVELS = 100
+MOST_NUMBERS = 20  # distinct numbers in a column of categories
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Formula:
     fixed: str
     random: tuple[RandomTerm, ...] = ()
     offset: str = ""
+    strata: str = ""
 
     @property
     def site_terms(self) -> tuple[RandomTerm, ...]:
@@ -60,12 +62,14 @@ class Formula:
 
 
 def parse_formula(text: str, site: str = "") -> Formula:
-    """Take a formula apart; `site` is the grouping factor that sites are, the first one if it is empty."""
+    """Take a formula apart; `site` is the grouping factor that sites are, the first one (or strata) if it is empty."""
     if text.count("`") % 2:
         raise ConfigError(f'formula "{text}": a backtick is not closed')
     left, tilde, right = quoted(text).partition("~")
     if not tilde or not left.strip() or not right.strip():
         raise ConfigError(f'formula "{text}": write it as "response ~ terms"')
+    if re.search(r"(?<![\w.)])\.(?![\w.])", right):
+        raise ConfigError(f'formula "{text}": "." is not possible; name the columns')
     plain, random = [], []
     for sign, term in split_terms(right, text):
         bars = re.fullmatch(r"\((.*?)(\|\|?)([^|]*)\)", term, re.DOTALL)
@@ -81,18 +85,23 @@ def parse_formula(text: str, site: str = "") -> Formula:
     offsets = [term for _, term in plain if re.fullmatch(r"offset\(.*\)", term, re.DOTALL)]
     if len(offsets) > 1:
         raise ConfigError(f'formula "{text}": more than one offset; add them up')
-    plain = [(sign, term) for sign, term in plain if term not in offsets and not re.fullmatch(r"strata\(\w+\)", term)]
+    strata = [found[1] for _, term in plain if (found := re.fullmatch(r"strata\((.+)\)", term))]
+    plain = [(sign, term) for sign, term in plain if term not in offsets and not term.startswith("strata(")]
     fixed = " ".join(f"{sign} {term}" for sign, term in plain).removeprefix("+ ") or "1"
-    site = quoted(site) or (random[0].group if random else "site")
+    site = quoted(site) or ([term.group for term in random] + strata + ["site"])[0]
     crossed = [term.group for term in random if ":" in term.group and site not in term.group.split(":")]
     if crossed:
         raise ConfigError(f'formula "{text}": "{crossed[0]}" is not inside "{site}"')
+    if strata not in ([], [site]):
+        raise ConfigError(
+            f'formula "{text}": strata({unquoted(strata[0])}): the strata are the sites, "{unquoted(site)}"'
+        )
     named = tuple(
         RandomTerm(t.effects, t.group if t.group == site else inner(t.group, site), t.is_correlated) for t in random
     )
     offset = offsets[0][len("offset(") : -1] if offsets else ""
     named = tuple(RandomTerm(t.effects, unquoted(t.group), t.is_correlated) for t in named)
-    return Formula(text.strip(), left.strip(), fixed, named, offset, unquoted(site))
+    return Formula(text.strip(), left.strip(), fixed, named, offset, unquoted("".join(strata)), unquoted(site))
 
 
 def inner(group: str, site: str) -> str:
@@ -160,10 +169,13 @@ QUOTED = re.compile(r"q_((?:[0-9a-f]{2})+)_q")
 
 
 def quoted(text: str) -> str:
-    """A formula in which names that Python could not read, as `a b` and a.b, are spelled in letters."""
+    """A formula in which names that Python could not read, as `a b` and a.b, are spelled in letters, and ^ as **."""
 
     parts = re.split(r"`([^`]+)`", text)
-    plain = [re.sub(WORD + r"(?!\s*\()", lambda m: as_name(m[0]) if "." in m[0] else m[0], part) for part in parts[::2]]
+    plain = [
+        re.sub(WORD + r"(?!\s*\()", lambda m: as_name(m[0]) if "." in m[0] else m[0], part).replace("^", "**")
+        for part in parts[::2]
+    ]
     return "".join(part for pair in zip(plain, [*map(as_name, parts[1::2]), ""], strict=True) for part in pair)
 
 
@@ -191,8 +203,26 @@ def kinds_of(formula: Formula, tables: Mapping[str, ClientTable], family: str) -
             numbers.append(name)
             continue
         found = {str(v) for column in each for v in column.labels().drop_nulls().unique().to_list()}
+        if name not in factors:
+            _refuse_numbers_with_text(name, tables)
         levels[name] = tuple(sorted(found, key=level_order))
     return ColumnKinds(tuple(numbers), levels)
+
+
+def _refuse_numbers_with_text(name: str, tables: Mapping[str, ClientTable]) -> None:
+    """A column of many numbers and few texts would be a factor with a level for each of its numbers."""
+    each = [table.columns[name] for table in tables.values()]
+    texts = sum(int(column.is_text.sum()) for column in each)
+    numbers = sum(int(column.number.is_not_null().sum()) for column in each)
+    distinct = {v for column in each for v in column.number.drop_nulls().unique().to_list()}
+    if texts >= numbers or len(distinct) <= MOST_NUMBERS:
+        return
+    site, column = next((site, t.columns[name]) for site, t in tables.items() if t.columns[name].is_text.any())
+    text = column.text.filter(column.is_text)[0]
+    raise DataError(
+        f'{site}: column "{name}": "{text}" is not a number, as the others are; correct it, leave it empty, '
+        f"or write C({name}) for categories"
+    )
 
 
 def level_order(level: str) -> tuple[int, float, str]:
@@ -232,6 +262,11 @@ class Design:
         return INTERCEPT in self.fixed[:1]
 
     @property
+    def response_levels(self) -> tuple[str, ...]:
+        """Of a response of categories."""
+        return self.kinds.levels.get(unquoted(self.formula.response), ())
+
+    @property
     def program(self) -> str:
         """The algorithm that fits it."""
         names = {"gaussian": "formulalinear", "cox": "formulacox"}
@@ -265,6 +300,8 @@ def design_of(formula: Formula, family: str, kinds: ColumnKinds) -> Design:
         raise ConfigError(f"formula: groups inside a site by one column, not by {', '.join(sorted(groups))}")
     if family == "cox" and formula.random:
         raise ConfigError("formula: a Cox model has no random effects here; sites are its strata")
+    if family != "cox" and formula.strata:
+        raise ConfigError(f"formula: strata({formula.strata}) is for a Cox model (family cox)")
     if family in ("binomial", "poisson") and groups:
         raise ConfigError("formula: groups inside a site are for numbers only (family gaussian)")
     skeleton = _skeleton(kinds)
@@ -312,7 +349,8 @@ def _spec(terms: str, skeleton: Any, formula: Formula) -> Any:
     from formulaic.errors import FormulaicError
 
     try:
-        spec = model_matrix(terms, skeleton, context=CONTEXT).model_spec
+        with np.errstate(all="ignore"):
+            spec = model_matrix(terms, skeleton, context=CONTEXT, na_action="ignore").model_spec
     except (FormulaicError, NameError, TypeError, ValueError, SyntaxError) as error:
         raise ConfigError(f"formula: {_reason(error)}") from None
     for name in spec.transform_state:
@@ -325,7 +363,13 @@ def _spec(terms: str, skeleton: Any, formula: Formula) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    return unquoted(str(error).splitlines()[0]) if str(error) else type(error).__name__
+    """What formulaic found, in one line."""
+    text = unquoted(str(error).splitlines()[0]) if str(error) else type(error).__name__
+    found = re.fullmatch(r"Unable to evaluate factor `(.*)`\. \[\w+: (.*)\]", text)
+    if found is None:
+        return text
+    unknown = re.fullmatch(r"name '(\w+)' is not defined", found[2])
+    return f'"{found[1]}": ' + (f"no function {unknown[1]}; known: {', '.join(CONTEXT)}, C" if unknown else found[2])
 
 
 CONTEXT = {
@@ -343,7 +387,7 @@ def _r_name(name: str) -> str:
     """A column as R names it."""
     if str(name) == "Intercept":
         return INTERCEPT
-    return re.sub(r"\[(?:T\.)?([^\]]*)\]", r"\1", unquoted(str(name)))
+    return re.sub(r"\[(?:T\.)?([^\]]*)\]", r"\1", unquoted(str(name))).replace(" ** ", "^")
 
 
 @dataclass(frozen=True)
@@ -377,7 +421,9 @@ def rows_of(design: Design, table: ClientTable, site: str) -> DesignRows:
     x = np.column_stack([*matrices, extras])
     if not np.isfinite(x).all():
         name = design.features[int(np.flatnonzero(~np.isfinite(x).all(axis=0))[0])]
-        raise DataError(f'{site}: column "{name}" of the design is not finite; is it the logarithm of 0?')
+        raise DataError(
+            f'{site}: column "{name}" of the design is not finite; is it the logarithm of 0, or of a negative number?'
+        )
     if not np.isfinite(response).all():
         raise DataError(f'{site}: the response "{design.formula.response}" is not finite')
     return DesignRows(x, response, left_out, int(codes.max()) + 1 if group is not None else 0)
@@ -413,7 +459,8 @@ def _frame(design: Design, table: ClientTable, site: str) -> tuple[Any, NDArray[
 
 
 def _matrix(spec: Any, frame: Any, site: str) -> Floats:
-    out = np.asarray(spec.get_model_matrix(frame, context=CONTEXT), dtype=np.float64)
+    with np.errstate(all="ignore"):
+        out = np.asarray(spec.get_model_matrix(frame, context=CONTEXT, na_action="ignore"), dtype=np.float64)
     if out.shape != (len(frame), len(spec.column_names)):
         raise DataError(f"{site}: the design has {out.shape[1]} columns for {len(spec.column_names)}")
     return out
@@ -425,7 +472,8 @@ def _evaluated(text: str, frame: Any, site: str) -> Floats:
     from formulaic.errors import FormulaicError
 
     try:
-        matrix = model_matrix(f"0 + I({text})", frame, context=CONTEXT)
+        with np.errstate(all="ignore"):
+            matrix = model_matrix(f"0 + I({text})", frame, context=CONTEXT, na_action="ignore")
     except (FormulaicError, NameError, TypeError, ValueError, SyntaxError) as error:
         raise ConfigError(f'formula: "{unquoted(text)}": {_reason(error)}') from None
     values = np.asarray(matrix, dtype=np.float64)
@@ -469,7 +517,9 @@ def _response(design: Design, frame: Any, site: str) -> tuple[Floats, Floats]:
     if name in design.kinds.levels:
         levels = design.kinds.levels[name]
         if family != "binomial" or len(levels) != 2:
-            raise DataError(f'column "{name}": has the levels {", ".join(levels[:5])}; a {family} response is a number')
+            wanted = "has two levels" if family == "binomial" else "is a number"
+            shown = ", ".join(levels[:5]) + (", ..." if len(levels) > 5 else "")
+            raise DataError(f'column "{name}": has the levels {shown}; a {family} response {wanted}')
         return (frame[text] == levels[1]).to_numpy(dtype=np.float64), ones
     values = _evaluated(text, frame, site)
     if family == "binomial" and not ((values == 0) | (values == 1)).all():

@@ -24,6 +24,8 @@ from fedtailor.data.tabular.target import (
 )
 from fedtailor.errors import DataError, nearest
 
+MANY_VALUES = 0.9  # distinct values of a column by distinct rows, from which on rows do not repeat by chance
+
 
 def prepare_tables(
     tables: dict[str, ClientTable],
@@ -72,6 +74,7 @@ def prepare_tables(
         f"{len(columns) - len(categorical)} numeric columns; categorical: {', '.join(categorical) or 'none'}",
         *left_out,
         *tidy.notes,
+        *_note_repeats(tables, [*columns, config.target]),
         *_note_sampling(sites, config),
     )
     name = client_name(config.path) or config.path.resolve().name or "folder"
@@ -92,6 +95,30 @@ def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
     new = match_columns(table.names, columns)
     names = tuple(new.get(name, name) for name in table.names)
     return replace(table, names=names, columns={new.get(name, name): c for name, c in table.columns.items()})
+
+
+def _note_repeats(tables: dict[str, ClientTable], columns: Sequence[str]) -> list[str]:
+    """Rows of a site that are there twice, where a column of many values makes that no chance."""
+    import polars as pl
+
+    places, count = [], 0
+    for table in tables.values():
+        if any(table.columns[name].text.n_unique() == table.rows for name in columns):
+            continue
+        frame = pl.DataFrame({name: table.columns[name].text for name in columns})
+        is_first = frame.select(pl.struct(pl.all()).is_first_distinct()).to_series()
+        again = (~is_first).arg_true().to_list()
+        if not again or max(series.n_unique() for series in frame) < MANY_VALUES * int(is_first.sum()):
+            continue
+        count += len(again)
+        places += [f"{table.path.name}, {table.place(row)}" for row in again[:3]]
+    if not count:
+        return []
+    more = ", ..." if count > len(places[:5]) else ""
+    return [
+        f"{count} rows repeat an earlier one of their site in every column and are counted again: "
+        f"{'; '.join(places[:5])}{more}; remove them if they were entered twice"
+    ]
 
 
 def _note_sampling(sites: Sequence[SiteColumns], config: FolderConfig) -> list[str]:
@@ -176,6 +203,11 @@ def is_categorical(tables: Collection[ClientTable], column: str) -> bool:
             raise DataError(
                 f'{table.path}: column "{column}" has dates such as "{value}", where day and month can be mistaken; '
                 f"write them as 2024-01-31, or {remedy}"
+            )
+        if (row := table.columns[column].bare_year) is not None:
+            raise DataError(
+                f'{table.path}: column "{column}" has dates, and in {table.place(row)} the year '
+                f'"{table.columns[column].text[row]}" alone; write a whole date or leave the cell empty, or {remedy}'
             )
         if (value := table.columns[column].doubtful_number) is not None:
             raise DataError(

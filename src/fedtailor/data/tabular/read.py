@@ -7,6 +7,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from fedtailor.errors import DataError, nearest
 # files with ";" between columns often have "," in numbers
 _DECIMAL_COMMA = r"^\s*([+-]?\d+),(\d+(?:[eE][+-]?\d+)?)\s*$"
 SEPARATORS = ",;\t|"
+WINDOWS = "cp1252"  # Latin-1 with quotes and the euro, as spreadsheets write it
 
 
 def read_table(path: Path, ignore: Sequence[str] = ()) -> ClientTable:
     """Read a file without the columns to ignore; it must have a row and unique column names."""
-    return table_from_frame(path, _read_filled(path), ignore)
+    return replace(table_from_frame(path, _read_filled(path), ignore), notes=_note_encoding(path))
 
 
 def read_rows(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -79,6 +81,7 @@ def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict
     frame = frame.drop(column)
     whole = {s.name: column_from_series(path, s) for s in frame if s.name not in ignore}
     plain = [name for name, held in whole.items() if _is_plain(held)]  # read alike at every site
+    notes = _note_encoding(path)
     at_once = ClientTable(path, tuple(plain), {name: whole[name] for name in plain}, frame.height)
     rest = frame.select([name for name in frame.columns if name not in plain])
     rows_of = names.alias("name").to_frame().with_row_index("row").group_by("name").agg("row").sort("name")
@@ -90,7 +93,7 @@ def split_by_client(path: Path, column: str, ignore: Sequence[str] = ()) -> dict
             read |= table_from_frame(file, rest[rows], ignore).columns
         columns = {s: read[s] for s in frame.columns if s in read}
         numbers = pl.Series(rows, dtype=pl.UInt32)
-        out[name] = ClientTable(file, tuple(frame.columns), columns, len(rows), numbers)
+        out[name] = ClientTable(file, tuple(frame.columns), columns, len(rows), numbers, notes)
     return out
 
 
@@ -168,11 +171,34 @@ def _decode(path: Path, content: bytes) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        line = content[: e.start].count(b"\n") + 1
-        raise DataError(f"{path}: not UTF-8 (byte 0x{content[e.start]:02x} in line {line}); save it as UTF-8") from e
+        try:
+            text = content.decode(WINDOWS)
+        except UnicodeDecodeError:
+            line = content[: e.start].count(b"\n") + 1
+            raise DataError(
+                f"{path}: not UTF-8 (byte 0x{content[e.start]:02x} in line {line}); save it as UTF-8"
+            ) from e
     if "\0" in text:
         raise DataError(f"{path}: not UTF-8 (contains zero bytes, perhaps UTF-16); save it as UTF-8")
     return text
+
+
+def _note_encoding(path: Path) -> tuple[str, ...]:
+    """That a file is not UTF-8, with the first word that shows how it was read."""
+    content = read_bytes(path)
+    if path.name.lower().endswith(".parquet") or content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return ()
+    try:
+        content.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = content[: e.start].count(b"\n")
+        text = content.split(b"\n")[line].decode(WINDOWS)
+        word = next(word for word in re.findall(r"\w+|\S", text) if not word.isascii())
+        return (
+            f'{path.name}: not UTF-8; read as Windows-1252 (Latin-1), such as "{word}" in line {line + 1}; if that is '
+            "wrong, save it as UTF-8",
+        )
+    return ()
 
 
 def _find_separator(header: str) -> str:

@@ -21,6 +21,8 @@ LARGEST = 1e100  # of a number to predict
 MOST_COUNTED = 2**53  # above it whole numbers are not exact
 COUNTED = 100.0  # mean of counts, above which they are treated as numbers
 FEWEST_COUNTS = 5  # distinct whole numbers from 0 on that may be counts rather than classes
+UNEVEN = 1.3  # rows of the most frequent value by those of the usual one: classes of equal size are no counts
+CODES = (9, 99, 999, 9999)  # of what is not known
 SKEWED = 2.0  # skewness of a long tail
 
 
@@ -89,7 +91,9 @@ def read_target(tables: dict[str, ClientTable], config: FolderConfig) -> tuple[T
     if len(classes) == 1:
         _refuse_constant(classes[0], config)
     target = TargetColumn(name=config.target, task="classification", classes=tuple(classes))
-    hint = "" if config.task != "auto" or any(c.is_text.any() for c in columns) else _counts_as_classes(columns)
+    hint = ""
+    if config.task == "auto" and not any(c.is_text.any() for c in columns):
+        hint = _counts_as_classes(columns) + _code_of_missing(columns)
     return target, [class_codes(c.names(), classes) for c in columns], note + hint
 
 
@@ -127,10 +131,19 @@ def skewness(y: Floats) -> float:
 
 def _counts_as_classes(columns: Sequence[Column]) -> str:
     y = np.concatenate([numeric_values(c) for c in columns])
-    values = np.unique(y)
-    if len(values) > FEWEST_COUNTS and values[0] == 0 and values[1] == 1 and np.bincount(y.astype(int)).argmax() < 3:
+    values, rows = np.unique(y, return_counts=True)
+    if len(values) > FEWEST_COUNTS and values[0] == 0 and values[1] == 1 and rows.max() > UNEVEN * rows.mean():
         return "; if these are counts, --task count fits rates (Poisson)"
     return ""
+
+
+def _code_of_missing(columns: Sequence[Column]) -> str:
+    """Classes 1, 2 and 9: the last one stands apart, as a code for what is not known does."""
+    values = np.unique(np.concatenate([numeric_values(c) for c in columns]))
+    is_apart = len(values) > 2 and values[-1] in CODES and values[-1] - values[-2] > values[-2] - values[0] + 1
+    if not is_apart:
+        return ""
+    return f"; if {values[-1]:g} stands for a missing value, leave those cells empty"
 
 
 def _refuse_constant(value: object, config: FolderConfig) -> None:
