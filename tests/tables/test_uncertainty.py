@@ -34,6 +34,15 @@ def test_intervals_cover_new_rows_at_every_size_of_site() -> None:
         assert each[60:] == pytest.approx(level, abs=0.06)  # a site with rows has its own width
 
 
+def test_an_interval_has_a_width_where_a_site_is_predicted_without_error() -> None:
+    rng = np.random.default_rng(0)
+    site = np.repeat([0, 1], 200)
+    errors = np.where(site == 0, 0.0, 1000 * np.abs(rng.normal(size=400)))
+    widths = half_widths(errors, site, rng.integers(5, size=400), 2)
+    assert widths is not None
+    assert widths[0, 0] == pytest.approx(1e-12 * errors.mean(), rel=1e-3)
+
+
 def log_odds(p: np.ndarray) -> np.ndarray:
     return np.log(np.stack([1 - p, p], axis=1))
 

@@ -214,8 +214,6 @@ def is_id(name: str, columns: Sequence[Column]) -> bool:
 
 def is_prose(columns: Sequence[Column]) -> bool:
     """Whether the texts of a column are sentences."""
-    import polars as pl
-
     words = pl.concat([c.text.drop_nulls() for c in columns]).str.count_matches(r"\s+") + 1
     return len(words) > 0 and float(words.median() or 0) >= WORDS  # type: ignore[arg-type]
 

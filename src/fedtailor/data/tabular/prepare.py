@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import polars as pl
+
 from fedtailor.core.data import FederatedData
 from fedtailor.data.configs import FolderConfig
 from fedtailor.data.files import client_name
@@ -99,8 +101,6 @@ def rename_columns(table: ClientTable, columns: Sequence[str]) -> ClientTable:
 
 def _note_repeats(tables: dict[str, ClientTable], columns: Sequence[str]) -> list[str]:
     """Rows of a site that are there twice, where a column of many values makes that no chance."""
-    import polars as pl
-
     places, count = [], 0
     for table in tables.values():
         if any(table.columns[name].text.n_unique() == table.rows for name in columns):
