@@ -34,13 +34,15 @@ def test_intervals_cover_new_rows_at_every_size_of_site() -> None:
         assert each[60:] == pytest.approx(level, abs=0.06)  # a site with rows has its own width
 
 
-def test_an_interval_has_a_width_where_a_site_is_predicted_without_error() -> None:
+def test_widths_are_in_the_units_of_errors_and_never_0() -> None:
     rng = np.random.default_rng(0)
-    site = np.repeat([0, 1], 200)
-    errors = np.where(site == 0, 0.0, 1000 * np.abs(rng.normal(size=400)))
-    widths = half_widths(errors, site, rng.integers(5, size=400), 2)
+    site, folds = np.repeat([0, 1], 200), rng.integers(5, size=400)
+    errors = np.where(site == 0, 0.0, np.abs(rng.normal(size=400)))  # the first is predicted without error
+    widths, in_grams = half_widths(errors, site, folds, 2), half_widths(1000 * errors, site, folds, 2)
     assert widths is not None
-    assert widths[0, 0] == pytest.approx(1e-12 * errors.mean(), rel=1e-3)
+    assert in_grams is not None
+    assert (widths > 0).all()
+    np.testing.assert_allclose(in_grams, 1000 * widths, rtol=1e-9, atol=0)
 
 
 def log_odds(p: np.ndarray) -> np.ndarray:
