@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fedtailor import algorithms
 from fedtailor.core.random import stream
-from fedtailor.training.batches import PAD, augment
-from fedtailor.training.batches import draw_crops as draw
+from fedtailor.training.augmentation import PAD, augment, draw
 from fedtailor.training.solver import Solver
 from tests.helpers import (
     OTHERS,

@@ -30,7 +30,7 @@ from fedtailor.data.files import expand_home
 from fedtailor.data.sources.site_data import SiteData, load_site
 from fedtailor.engines.wire import Header
 from fedtailor.engines.wire import Site as Client
-from fedtailor.errors import ConfigError, RunError, nearest
+from fedtailor.errors import ConfigError, RunError, UserError, nearest
 from fedtailor.experiments.building import assemble
 from fedtailor.experiments.config import RunConfig, parse
 from fedtailor.experiments.model_description import check_options, refuse_large
@@ -51,10 +51,17 @@ from fedtailor.flare.policy import (
     refuse_private_message,
     round_metrics,
 )
-from fedtailor.flare.protocol import ENVELOPE, PING, Refused, data_schema, digest, other_code, promise, read_request
-from fedtailor.tables.candidates import all_in_training
-from fedtailor.tables.site_fit import is_fit, site_fit
-from fedtailor.version import __version__
+from fedtailor.flare.protocol import (
+    ENVELOPE,
+    PING,
+    Refused,
+    data_schema,
+    digest,
+    other_code,
+    promise,
+    read_request,
+    without_unknown,
+)
 
 if TYPE_CHECKING:
     from fedtailor.aggregation.member import Opened
@@ -101,7 +108,11 @@ def read_site(path: Path) -> SiteFile:
 def load_rows(data: SiteData, name: str, seed: int, algorithm: str) -> FederatedData:
     """This site's rows. A fit of tables trains on the validation rows too: it validates by folds."""
     rows = load_site(data, name, seed=seed)
-    return all_in_training(rows) if algorithm.lower() in PROGRAMS else rows
+    if algorithm.lower() not in PROGRAMS:
+        return rows
+    from fedtailor.tables.candidates import all_in_training  # imports what fits of tables need, such as SciPy
+
+    return all_in_training(rows)
 
 
 def read_participation(folder: Path) -> dict[str, Any]:
@@ -312,8 +323,6 @@ class SiteService:
         return 0 if self._job is None else 2 * sum(v.numel() for v in self._job.experiment.model.params.values())
 
     def _hello(self, header: Header, message: bytes) -> bytes:
-        if header["version"] != __version__:
-            raise Refused(f"the server runs fedtailor {header['version']}, this site {__version__}")
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,120}", header["run"]):
             raise Refused(f'"{header["run"]}" cannot be the name of a run')
         check_participation(self.site.folder, header["run"])
@@ -329,7 +338,7 @@ class SiteService:
     def _start(self, header: Header, message: bytes) -> bytes:
         if self._data is None:
             raise Refused("start before hello")
-        config: RunConfig = parse(header["config"])
+        config: RunConfig = parse(without_unknown(header["config"], header.get("unset", [])))
         policy, samples = self.site.policy, int(self._data.train.sizes[0])
         policy.check_run(config.algorithm.name, config.model.name, config.rounds, samples, other_code(config))
         announced = {"algorithm": config.algorithm.name, "model": config.model.name, "rounds": config.rounds}
@@ -366,16 +375,15 @@ class SiteService:
             raise Refused("this site takes part in no run today; ask its operator")
         states = SiteState(folder / "states")
         cohort = frozenset(header.get("cohort", [])) if is_sealed else frozenset()
-        identity = {"promise": digest(mine), "config": header["config"], "cohort": sorted(cohort)}
+        agreed = {part: its for part, its in mine.items() if part != "options"}  # which the configuration has
+        identity = {"promise": digest(agreed), "config": config.plain(), "cohort": sorted(cohort)}
         need = RunNeed.of(policy.budget, experiment, config.rounds, has_metrics=policy.sends_metrics)
         if not (folder / RUN).exists():
             need.check(policy.budget)
             SiteLedger(policy.budget, self.site.folder).book(self._run, need)
             write_json(folder / RUN, identity)
-        elif read_json(folder / RUN) != identity:
-            raise Refused(
-                f"this site has a run {self._run} with another configuration or version; choose another --run"
-            )
+        elif not _is_same_run(read_json(folder / RUN), identity):
+            raise Refused(f"this site has a run {self._run} with another configuration; choose another --run")
         torch.set_num_threads(config.federation.threads or 1)
         party = None
         if is_sealed:
@@ -534,8 +542,18 @@ class SiteService:
         return f"{str(error).partition(f': {kind}: ')[0]}: {kind}; see the site's audit log"
 
 
+def _is_same_run(stored: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether a run goes on. An earlier version may have written fewer keys: the others have their defaults."""
+    try:
+        return (stored | {"config": parse(stored["config"]).plain()}) == identity
+    except (UserError, KeyError):
+        return False
+
+
 def finished_fits(private: Path) -> dict[str, Path]:
     """Folders of the finished fits of tables, by the name of the run, oldest first."""
+    from fedtailor.tables.site_fit import is_fit
+
     ended = [file for file in private.glob("*/personal/last.json") if (file.parents[1] / RUN).exists()]
     ordered = sorted((file.parents[1] for file in ended), key=lambda folder: (folder / RUN).stat().st_mtime)
     return {folder.name: folder for folder in ordered if is_fit(parse(read_json(folder / RUN)["config"]))}
@@ -543,6 +561,8 @@ def finished_fits(private: Path) -> dict[str, Path]:
 
 def fit_results(file: Path, run: str = "", metric: str = "") -> tuple[Path, dict[str, Any]]:
     """The folder and the record of a fit at this site, the latest by default; written when first asked for."""
+    from fedtailor.tables.site_fit import site_fit
+
     site = read_site(file)
     known = finished_fits(site.folder)
     chosen = [name for name in known if not run or name == run or name.rpartition("-")[0] == run]

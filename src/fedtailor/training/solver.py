@@ -12,7 +12,8 @@ from fedtailor.core.context import ClientContext, OwnSteps, Setting
 from fedtailor.core.data import Rows
 from fedtailor.core.random import brief_stream
 from fedtailor.core.trees import Params, Tree
-from fedtailor.training.batches import Batch, cut, draw_crops, orders_of, single, stacked, with_draws
+from fedtailor.training.augmentation import draw
+from fedtailor.training.batches import Batch, cut, orders_of, single, stacked, with_draws
 from fedtailor.training.specification import SolverOptions, Training, wants
 from fedtailor.training.steps import train
 
@@ -77,5 +78,5 @@ class Solver(SolverOptions):
         draws = []
         for i, passes in zip(me.members, orders, strict=True):
             rng = brief_stream(*me.key, clients[i], "augment", nth)
-            draws.append([draw_crops(rng, len(order)) for order in passes])
+            draws.append([draw(rng, len(order)) for order in passes])
         return with_draws(batches, draws, size, least)
