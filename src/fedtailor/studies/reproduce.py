@@ -47,8 +47,6 @@ class Part(Section):
 
 
 class Published(Section):
-    """A published table."""
-
     title: str
     metric: str
     unit: str = ""

@@ -113,7 +113,6 @@ class Personal:
 
     @property
     def title(self) -> str:
-        """The algorithm's name."""
         return self.algorithm.title or type(self.algorithm).__name__
 
     @property
