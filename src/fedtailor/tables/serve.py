@@ -191,7 +191,7 @@ class Personal:
         if self.task == "segmentation":
             return values.argmax(1).astype(np.uint8)
         if self.task != "classification":
-            return values.squeeze(1) if values.shape[1] == 1 else values
+            return values.squeeze(1) if values.shape[1:] == (1,) else values
         likely = values.argmax(1)
         return self.labels[likely] if self.classes else likely
 
